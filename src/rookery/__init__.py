@@ -1,0 +1,62 @@
+"""Rookery runs LLM agents through tasks, thousands of times, inside sandboxes, and hands a trainer
+token-exact, honestly scored trajectories. Its promise: a failure stays where it happened."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rookery.core import Group, Limits, Message, Rollout, Sampling, SandboxSpec, Segment, Task, Taskset
+    from rookery.engine import Engine, SyncEngine
+    from rookery.environments import Context, Environment, Score, ToolEnvironment, environment, tool
+
+_HOME = {
+    "Context": "environments",
+    "Engine": "engine",
+    "Environment": "environments",
+    "Group": "core",
+    "Limits": "core",
+    "Message": "core",
+    "Rollout": "core",
+    "Sampling": "core",
+    "SandboxSpec": "core",
+    "Score": "environments",
+    "Segment": "core",
+    "SyncEngine": "engine",
+    "Task": "core",
+    "Taskset": "core",
+    "ToolEnvironment": "environments",
+    "environment": "environments",
+    "tool": "environments",
+}
+
+__all__ = [
+    "Context",
+    "Engine",
+    "Environment",
+    "Group",
+    "Limits",
+    "Message",
+    "Rollout",
+    "Sampling",
+    "SandboxSpec",
+    "Score",
+    "Segment",
+    "SyncEngine",
+    "Task",
+    "Taskset",
+    "ToolEnvironment",
+    "environment",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `import rookery` and `rookery --help` stay cheap.
+    if name not in _HOME:
+        raise AttributeError(f"module 'rookery' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"rookery.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,212 @@
+"""The `engine` bench: what a rollout costs when the model costs nothing.
+
+One-turn rollouts against the instant model, 256 tokens each with ids and logprobs, two runners with 64
+rollouts under way in each, journal on. Counted is CPU time, user and system, of the supervisor, the runners
+and everything they start; the model server is the instrument and does not count.
+
+Promises:
+- a rollout that did not complete, or did not bring its 256 tokens, fails the bench: no figure from a broken run;
+- warm-up is left out on both sides, and windows begin and end with all places taken: none is flattered by
+  work that was begun before it or is finished after it;
+- the peer answers the same question at the same concurrency, from the same server, without the token data it
+  does not ask for.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rookery.cli.bench import Progress, Result
+from rookery.cli.bench.cpu import CpuMeter, family, memory_mb
+from rookery.cli.bench.floor import floor_cpu_ms
+from rookery.cli.bench.peers import VERIFIERS, verifiers_cpu_ms
+from rookery.cli.bench.server import MODEL, TOKENS, Instant, instant_model
+from rookery.core import Completed, Group, Message, Task, Taskset
+from rookery.environments import Context, environment
+
+NAME = "engine"
+RUNNERS = 2
+PER_RUNNER = 64
+IN_FLIGHT = RUNNERS * PER_RUNNER
+WARM_UP = 4 * IN_FLIGHT
+TAIL = 2 * IN_FLIGHT
+DECILES = 10
+QUICK_SECONDS = 25.0  # of the minute that a quick bench has, for our own streams; the peer has as much
+
+
+class Size(NamedTuple):
+    """How much is measured."""
+
+    rollouts: int
+    repeats: int
+    peer_rollouts: int
+    peer_seconds: float
+    helps: int
+    stream_seconds: float
+
+
+FULL = Size(rollouts=50_000, repeats=3, peer_rollouts=600, peer_seconds=300, helps=15, stream_seconds=600)
+QUICK = Size(rollouts=5_000, repeats=3, peer_rollouts=200, peer_seconds=25, helps=5, stream_seconds=25)
+
+
+class Stream(NamedTuple):
+    """One run: CPU-ms for each rollout in every decile, and memory after the first and the last of them."""
+
+    deciles: tuple[float, ...]
+    memory: tuple[float, float]
+
+    @property
+    def growth(self) -> float:
+        return self.deciles[-1] / self.deciles[0]
+
+    @property
+    def memory_growth(self) -> float:
+        return self.memory[1] - self.memory[0]
+
+
+@environment
+async def bench_env(ctx: Context) -> float:
+    """One turn."""
+    await ctx.policy.chat(ctx.task.prompt)
+    return 1.0
+
+
+async def run(quick: bool, progress: Progress) -> list[Result]:
+    size = QUICK if quick else FULL
+    async with instant_model() as model:
+        progress("floor: the bare HTTP call")
+        floor = median(
+            await floor_cpu_ms(
+                model.tokens_url, n=size.rollouts // 5, repeats=size.repeats, concurrency=PER_RUNNER
+            )
+        )
+        streams = await _streams(model, size, quick, progress)
+        progress(f"peer: {VERIFIERS}, {size.repeats} times {size.peer_rollouts} rollouts")
+        peer = await verifiers_cpu_ms(
+            model.plain_url,
+            n=size.peer_rollouts,
+            repeat=size.repeats,
+            concurrency=PER_RUNNER,
+            timeout=size.peer_seconds,
+        )
+        if peer.runs:
+            progress(f"peer: {', '.join(f'{cost:.2f}' for cost in peer.runs)} CPU-ms")
+    progress("rookery --help")
+    shown = median(await help_ms(size.helps))
+    ours = median(cost for stream in streams for cost in stream.deciles)
+    return [
+        Result(name="rollout_cpu_ms", unit="CPU-ms", ours=ours, target="<= 0.45"),
+        Result(
+            name="rollout_cpu_ms",
+            unit="CPU-ms",
+            ours=ours,
+            peer=VERIFIERS,
+            theirs=peer.figure,
+            target=">= 20x",
+            note=peer.note,
+        ),
+        Result(name="floor_cpu_ms", unit="CPU-ms", ours=floor),
+        Result(name="growth", unit="ratio", ours=median(s.growth for s in streams), target="<= 1.05"),
+        # The largest, not the median: memory that one stream of ours took is there for the next to use.
+        Result(name="memory_growth_mb", unit="MiB", ours=max(s.memory_growth for s in streams), target="<= 8"),
+        Result(name="help_ms", unit="ms", ours=shown, target="<= 150"),
+    ]
+
+
+async def _streams(model: Instant, size: Size, quick: bool, progress: Progress) -> list[Stream]:
+    streams: list[Stream] = []
+    began = time.perf_counter()
+    while len(streams) < size.repeats:
+        if streams and quick and (time.perf_counter() - began) * (1 + 1 / len(streams)) > QUICK_SECONDS:
+            progress("engine: no time for another stream")
+            break
+        progress(f"engine: stream {len(streams) + 1} of {size.repeats}, {size.rollouts:,} rollouts")
+        stream = await measure_stream(model, size.rollouts, timeout=size.stream_seconds)
+        progress(
+            f"engine: {median(stream.deciles):.3f} CPU-ms, growth {stream.growth:.3f}, "
+            f"memory {stream.memory_growth:+.1f} MiB"
+        )
+        streams.append(stream)
+    return streams
+
+
+async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> Stream:
+    """One run of the engine over `rollouts` tasks and those around them that are not counted."""
+    from rookery.engine import Engine
+
+    decile = rollouts // DECILES
+    marks = {WARM_UP + decile * i for i in range(DECILES + 1)}
+    tasks = Taskset(
+        [
+            Task(id=str(i), prompt=(Message("user", f"Question {i}: what is six times seven?"),))
+            for i in range(WARM_UP + decile * DECILES + TAIL)
+        ],
+        name="bench",
+    )
+    costs: list[float] = []
+    memory: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
+        async with (
+            asyncio.timeout(timeout),
+            Engine(
+                f"{__name__}:bench_env",
+                policy=model.tokens_url,
+                model=MODEL,
+                runners=RUNNERS,
+                concurrency=IN_FLIGHT,
+                out=Path(folder) / "run",
+            ) as engine,
+        ):
+            meter: CpuMeter | None = None
+            seen = 0
+            async for group in engine.groups(tasks, k=1, load_tokens=False):
+                _check(group)
+                seen += 1
+                if seen not in marks:
+                    continue
+                if meter is None:
+                    meter = CpuMeter(engine.pids(), without=[model.pid])
+                else:
+                    costs.append(1e3 * meter.used() / decile)
+                    if len(costs) in {1, DECILES}:
+                        memory.append(memory_mb(family(engine.pids(), without=[model.pid])))
+                meter.start()  # after the reading of memory, which is not the rollouts' work
+    if seen != len(tasks):
+        raise RuntimeError(f"{len(tasks)} groups were asked for and {seen} came")
+    return Stream(tuple(costs), (memory[0], memory[1]))
+
+
+def _check(group: Group) -> None:
+    rollout = group.rollouts[0]
+    if not isinstance(rollout.outcome, Completed) or rollout.usage.sampled_tokens != TOKENS:
+        raise RuntimeError(
+            f"a rollout ended as {rollout.outcome} with {rollout.usage.sampled_tokens} tokens instead of {TOKENS}"
+        )
+
+
+async def help_ms(times: int) -> list[float]:
+    """Milliseconds until `rookery --help` has ended; a first time, which may compile, is left out."""
+    script = Path(sys.executable).with_name("rookery")
+    command = [str(script)] if script.exists() else [sys.executable, "-c", "from rookery.cli import main; main()"]
+    return [await _wall_ms([*command, "--help"]) for _ in range(times + 1)][1:]
+
+
+async def _wall_ms(command: list[str]) -> float:
+    began = time.perf_counter()
+    null = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null)
+    try:
+        async with asyncio.timeout(30):
+            status = await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    took = 1e3 * (time.perf_counter() - began)
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+    return took

@@ -1,0 +1,180 @@
+"""The one table of causes. A released code keeps its meaning; docs/causes.md is made from this table."""
+
+import msgspec
+
+from rookery.core.outcomes import Fault
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """A stable code, whose fault it is, what it means and what a person can do about it."""
+
+    code: str
+    fault: Fault
+    meaning: str
+    advice: str
+
+
+_TABLE = (
+    Cause(
+        "sandbox.create",
+        "infra",
+        "A sandbox could not be made.",
+        "Read the detail; check memory, disk and process limits of the machine.",
+    ),
+    Cause(
+        "sandbox.lost",
+        "infra",
+        "A sandbox died or stopped answering under the attempt.",
+        "If it repeats for one task only, look at what the policy runs there; else look at the machine.",
+    ),
+    Cause(
+        "sandbox.refused",
+        "infra",
+        "The provider cannot give what the sandbox spec asks for.",
+        "Choose another provider, or ask for less (image, network, disk).",
+    ),
+    Cause(
+        "worker.unrecoverable",
+        "infra",
+        "A worker died and could not be brought back.",
+        "The engine tries again in a fresh sandbox; if it repeats, read the sandbox's log.",
+    ),
+    Cause(
+        "upstream.unreachable",
+        "infra",
+        "No connection to the model server could be made or kept.",
+        "Check that the server runs and that --policy names it.",
+    ),
+    Cause(
+        "upstream.timeout",
+        "infra",
+        "The model server accepted a call and did not answer in time.",
+        "Raise the call deadline or lower the concurrency.",
+    ),
+    Cause(
+        "upstream.overloaded",
+        "infra",
+        "The model server kept answering 429 or 503.",
+        "Lower -c, or add replicas.",
+    ),
+    Cause(
+        "upstream.error",
+        "infra",
+        "The model server answered with a server error (5xx).",
+        "Read the server's log at the time of the record.",
+    ),
+    Cause(
+        "upstream.protocol",
+        "infra",
+        "The model server's answer could not be understood.",
+        "Check that the URL speaks the OpenAI protocol.",
+    ),
+    Cause(
+        "upstream.auth",
+        "infra",
+        "The model server refused the key.",
+        "Set ROOKERY_API_KEY (or OPENAI_API_KEY) for this server.",
+    ),
+    Cause(
+        "upstream.rejected",
+        "bug",
+        "The model server rejected the request itself (4xx).",
+        "Read the detail: a wrong model name, or a request the environment built wrongly.",
+    ),
+    Cause(
+        "engine.queue",
+        "infra",
+        "The attempt waited for a runner longer than the queue deadline.",
+        "Raise limits.queue or lower -c.",
+    ),
+    Cause(
+        "engine.setup",
+        "infra",
+        "Setup ran out of time while waiting for a sandbox or a model.",
+        "Raise limits.setup, or look at why sandboxes are slow.",
+    ),
+    Cause(
+        "runner.lost",
+        "infra",
+        "The runner process died; the attempt was in it and is not suspected alone.",
+        "Nothing if it is rare; else read runner.log in the run's folder.",
+    ),
+    Cause(
+        "scoring.timeout",
+        "infra",
+        "Scoring ran out of time while waiting for a sandbox or a model.",
+        "Raise limits.score.",
+    ),
+    Cause(
+        "scoring.unparsable",
+        "task",
+        "The task's grader wrote something that is not a reward.",
+        "Fix the grader: it must write one finite number.",
+    ),
+    Cause(
+        "scoring.missing",
+        "task",
+        "The task's grader ended without a verdict.",
+        "Fix the grader: it must always write its reward.",
+    ),
+    Cause("task.invalid", "task", "The row is not a valid task.", "Fix the named field of the named row."),
+    Cause(
+        "task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."
+    ),
+    Cause(
+        "task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."
+    ),
+    Cause(
+        "bug.environment",
+        "bug",
+        "The environment's code raised in setup or run.",
+        "Read the traceback in the record (`rookery show`).",
+    ),
+    Cause(
+        "bug.scoring",
+        "bug",
+        "The environment's scoring code raised.",
+        "Read the traceback in the record (`rookery show`).",
+    ),
+    Cause(
+        "bug.reward",
+        "bug",
+        "The environment's scoring returned no finite number in its declared range.",
+        "Return a finite float within reward_range.",
+    ),
+    Cause(
+        "bug.hung",
+        "bug",
+        "A stage's deadline passed inside the environment's own code.",
+        "Find the wait in the traceback; give it a deadline of its own.",
+    ),
+    Cause(
+        "bug.uncancellable",
+        "bug",
+        "The environment's code swallowed its cancellation and went on.",
+        "Never catch CancelledError without raising it again.",
+    ),
+    Cause(
+        "bug.blocked",
+        "bug",
+        "The environment blocked its runner's event loop, also when run alone.",
+        "Move blocking work into a plain `def` (it runs off the loop) or into a sandbox.",
+    ),
+    Cause(
+        "bug.crashed",
+        "bug",
+        "The rollout killed its runner process, also when run alone.",
+        "Read the crash stack in the record; run the suspect code in a sandbox.",
+    ),
+    Cause("bug.exit", "bug", "The environment's code called exit.", "Return from the stage instead."),
+    Cause("bug.rookery", "bug", "Rookery's own code failed.", "Please report it, with the traceback."),
+)
+
+CAUSES: dict[str, Cause] = {cause.code: cause for cause in _TABLE}
+
+
+def cause_of(code: str) -> Cause:
+    """The table's row, or a row that says the code is not ours (an environment may add its own)."""
+    return CAUSES.get(code) or Cause(
+        code, "bug", "A cause of the environment's own.", "See its documentation."
+    )

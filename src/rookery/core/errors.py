@@ -1,0 +1,116 @@
+"""Typed errors: each knows whose fault it is and the stable cause of it.
+
+Promises:
+- `boundary` turns a foreign exception into a typed one where the information still exists, and keeps
+  the original as `__cause__`; cancellation and typed errors pass through untouched;
+- `failed` never loses a traceback.
+"""
+
+import traceback as tb
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from rookery.core.causes import CAUSES
+from rookery.core.outcomes import Failed, Fault, Stage, TruncatedReason
+
+MAX_DETAIL = 2_000
+MAX_TRACEBACK = 20_000
+
+
+class RookeryError(Exception):
+    """Base of our errors. The message says what happened, to what, and what to do."""
+
+    cause: ClassVar[str] = "bug.rookery"
+
+    def __init__(self, message: str, *, cause: str | None = None, fault: Fault | None = None) -> None:
+        super().__init__(message)
+        self.code = cause or self.cause
+        self.fault: Fault = fault or (CAUSES[self.code].fault if self.code in CAUSES else "bug")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), str(self), self.code, self.fault))
+
+
+def _rebuild(kind: type[RookeryError], message: str, code: str, fault: Fault) -> RookeryError:
+    return kind(message, cause=code, fault=fault)
+
+
+class UsageError(RookeryError):
+    """Something the user asked for cannot be: found before anything was admitted."""
+
+
+class JournalError(RookeryError):
+    """The run's record cannot be written or read; the run stops and says so."""
+
+
+class SandboxError(RookeryError):
+    """A sandbox could not be made or was lost."""
+
+    cause = "sandbox.lost"
+
+
+class WorkerRecoveryError(SandboxError):
+    """A worker could not be brought back; the attempt ends as infra."""
+
+    cause = "worker.unrecoverable"
+
+
+class UpstreamError(RookeryError):
+    """A model call did not come back with an answer."""
+
+    cause = "upstream.error"
+
+
+class TaskError(RookeryError):
+    """The task itself is broken."""
+
+    cause = "task.invalid"
+
+
+class ScoringError(RookeryError):
+    """A verdict is missing or is not a reward."""
+
+    cause = "scoring.unparsable"
+
+
+class Truncation(Exception):  # noqa: N818  (a way to end, not an error)
+    """Raised out of a model call when a budget is spent; ends the run stage as `Truncated(reason)`."""
+
+    def __init__(self, reason: TruncatedReason, message: str = "") -> None:
+        super().__init__(message or f"the rollout's budget is spent: {reason}")
+        self.reason: TruncatedReason = reason
+
+
+@contextmanager
+def boundary(
+    kind: type[RookeryError], what: str, *foreign: type[BaseException], cause: str | None = None
+) -> Iterator[None]:
+    """Inside, each of `foreign` becomes `kind`; everything else passes."""
+    try:
+        yield
+    except RookeryError:
+        raise
+    except foreign as error:
+        raise kind(f"{what}: {describe(error)}", cause=cause) from error
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception; never empty."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def failed(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
+    """The outcome for an exception that ended a stage; `cause` applies to exceptions that carry none."""
+    code, fault = cause, CAUSES[cause].fault if cause in CAUSES else "bug"
+    if isinstance(error, RookeryError):
+        code, fault = error.code, error.fault
+        text = str(error)
+    else:
+        text = describe(error)
+    trace = "".join(tb.format_exception(error))
+    if len(trace) > MAX_TRACEBACK:  # a recursion error has a thousand equal frames
+        half = MAX_TRACEBACK // 2
+        trace = f"{trace[:half]}\n… {len(trace) - 2 * half} characters left out …\n{trace[-half:]}"
+    return Failed(fault, code, (detail or text)[:MAX_DETAIL], stage, trace)

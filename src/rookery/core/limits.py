@@ -1,0 +1,50 @@
+"""Budgets of a rollout and deadlines of its stages."""
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Seconds for stages, counts for the policy. None: not said here, the next one down the line decides.
+
+    A task's limits go over its environment's, which go over the run's, which go over the defaults.
+    """
+
+    turns: int | None = None
+    """Model calls the policy may make."""
+    tokens: int | None = None
+    """Tokens the policy may sample, over all turns."""
+    context: int | None = None
+    """Tokens of prompt and answer together in one turn."""
+    queue: float | None = None
+    setup: float | None = None
+    run: float | None = None
+    """Excludes pauses and waiting for a place at the upstream."""
+    score: float | None = None
+    teardown: float | None = None
+    call: float | None = None
+    """One tool call."""
+    model_call: float | None = None
+    """One model call, without the waiting for a place."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"limits.{name} must be a finite number above 0, got {value!r}")
+
+    def over(self, below: "Limits") -> "Limits":
+        """These limits where they say something, `below` elsewhere."""
+        said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(below, **said) if said else below
+
+
+DEFAULT_LIMITS = Limits(
+    turns=64,
+    queue=3600.0,
+    setup=300.0,
+    run=1800.0,
+    score=300.0,
+    teardown=30.0,
+    call=60.0,
+    model_call=600.0,
+)

@@ -1,0 +1,62 @@
+"""What a sandbox is asked to be, and how a command in it ended."""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+ExecStatus: TypeAlias = Literal[
+    "exited", "signaled", "time_limit", "memory_limit", "output_limit", "process_limit", "disk_limit", "lost"
+]
+Network: TypeAlias = Literal["none", "model", "allow", "all"]
+
+MB = 1 << 20
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Everything about a sandbox, in one value that is passed along and never re-listed."""
+
+    provider: str = "subprocess"
+    image: str | None = None
+    memory: int | None = 1024 * MB
+    """Bytes, for everything in the sandbox together where the provider can, else per process."""
+    cpus: float | None = None
+    pids: int | None = 256
+    disk: int | None = None
+    wall: float = 60.0
+    """Seconds for one command, unless the call says otherwise."""
+    cpu_seconds: float | None = None
+    output: int = MB
+    """Bytes kept of each of stdout and stderr: the head and the tail."""
+    network: Network = "none"
+    allow: tuple[str, ...] = ()
+    user: str | None = None
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    untrusted_ok: bool = False
+    """Explicit consent to run untrusted programs on a provider that does not isolate."""
+
+
+class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a command used: seconds and bytes."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    peak_memory: int = 0
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a command ended. Output is the head and the tail; `dropped` counts the bytes between."""
+
+    status: ExecStatus
+    exit_code: int | None = None
+    signal: int | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_dropped: int = 0
+    stderr_dropped: int = 0
+    usage: ExecUsage = ExecUsage()
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "exited" and self.exit_code == 0

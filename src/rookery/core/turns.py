@@ -1,0 +1,124 @@
+"""Model calls and the token sequences that train.
+
+Token data is kept as bytes (int32 and float32, little endian): it encodes without a copy, compares as
+fast as memory does, and `numpy.frombuffer` views it for free, while core stays free of numpy.
+
+Promises:
+- arrays that describe the same tokens have the same length, or the object is not built;
+- a logprob exists for every sampled token, or for none of a turn's.
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rookery.core.messages import Message
+
+Finish: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+
+
+def ints(values: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    items = values if isinstance(values, list | tuple) else list(values)
+    return struct.pack(f"<{len(items)}i", *items)
+
+
+def floats(values: Iterable[float]) -> bytes:
+    """Logprobs as little-endian float32."""
+    items = values if isinstance(values, list | tuple) else list(values)
+    return struct.pack(f"<{len(items)}f", *items)
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """A named per-token array (routed experts, kept tokens): `width` bytes for each token."""
+
+    dtype: str
+    width: int
+    data: bytes
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens `[start, end)` were sampled by policy version `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model call: prompt tokens in, sampled tokens out. Stores what its parent turn does not have."""
+
+    attempt: str
+    index: int
+    response: Message
+    role: str = "policy"
+    parent: int | None = None
+    """The turn whose prompt and answer this one's prompt extends; None at a root."""
+    messages: tuple[Message, ...] = ()
+    """Messages new since the parent."""
+    prefix: int = 0
+    """How many prompt tokens are the parent's prompt and sampled tokens."""
+    prompt: bytes = b""
+    """Prompt ids after the prefix, int32."""
+    sampled: bytes = b""
+    logprobs: bytes = b""
+    version: int = 0
+    finish: Finish = "stop"
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    started: float = 0.0
+    seconds: float = 0.0
+    queued: float = 0.0
+    upstream: str = ""
+    extras: dict[str, Extra] = {}
+
+    def __post_init__(self) -> None:
+        if self.logprobs and len(self.logprobs) != len(self.sampled):
+            raise ValueError(
+                f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs"
+            )
+        for name, extra in self.extras.items():
+            if len(extra.data) != len(self.sampled) // 4 * extra.width:
+                raise ValueError(f"extra {name!r} does not describe {len(self.sampled) // 4} tokens")
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A token sequence ready for training. `mask` is 1 where the policy sampled; there it trains."""
+
+    tokens: bytes
+    mask: bytes
+    logprobs: bytes
+    """float32 per token; 0.0 where the mask is 0."""
+    versions: tuple[Span, ...] = ()
+    """One span for each stretch of trained tokens, in order, disjoint."""
+    extras: dict[str, Extra] = {}
+    turns: tuple[int, ...] = ()
+    """Indices of the turns whose sampled tokens train here."""
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens) // 4
+        if len(self.tokens) % 4 or len(self.mask) != n or len(self.logprobs) != 4 * n:
+            raise ValueError(
+                f"a segment of {len(self.tokens) / 4:g} tokens has {len(self.mask)} mask values "
+                f"and {len(self.logprobs) / 4:g} logprobs"
+            )
+        at = 0
+        for span in self.versions:
+            if not at <= span.start < span.end <= n:
+                raise ValueError(f"version span {span} is out of order or outside of {n} tokens")
+            at = span.end
+        if sum(span.end - span.start for span in self.versions) != self.mask.count(1):
+            raise ValueError("the version spans do not cover the trained tokens exactly")
+        for name, extra in self.extras.items():
+            if len(extra.data) != n * extra.width:
+                raise ValueError(f"extra {name!r} does not describe {n} tokens")
+
+    def __len__(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def trained(self) -> int:
+        """How many tokens train."""
+        return self.mask.count(1)

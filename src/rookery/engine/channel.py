@@ -1,0 +1,89 @@
+"""One stream of groups as the supervisor drives it: its tasks, its schedule, and the consumer's end."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from rookery.core import Group, Rollout, Task
+from rookery.engine.schedule import OpenGroup, Stream
+
+GroupFilter: TypeAlias = Callable[[Group], bool]
+
+
+def informative(group: Group) -> bool:
+    """Keeps groups whose valid rewards differ: the others have no advantage to learn from."""
+    rewards = {rollout.reward for rollout in group.valid}
+    return len(rewards) > 1
+
+
+class Sourced(msgspec.Struct, frozen=True):
+    """The next group of a stream: a task, and what an earlier process already did with it."""
+
+    ordinal: int
+    """Where it stands in the whole stream; seeds depend on it, so a resumed stream draws the same."""
+    number: int
+    """The task's number in the journal."""
+    task: Task
+    index: int | None = None
+    """The group's index, where it was already admitted."""
+    finished: Mapping[int, Rollout] = {}
+
+
+class Channel:
+    """Between `engine.groups` and the supervisor."""
+
+    def __init__(self, name: str, schedule: Stream, source: Iterable[Sourced], keep: GroupFilter | None) -> None:
+        self.name = name
+        self.schedule = schedule
+        self.keep = keep
+        self.queue: deque[Group] = deque()
+        """Finished, committed, not yet taken."""
+        self.pending: deque[tuple[int, Group]] = deque()
+        """Finished, waiting for the commit of what was put up to this number."""
+        self.error: BaseException | None = None
+        self.closed = False
+        self.in_flight = 0
+        self.pulled = 0
+        """How many tasks of the stream were admitted, in this process and before."""
+        self.ordinals: dict[int, int] = {}
+        """Group index → ordinal, of groups that the consumer has not taken."""
+        self.taken = 0
+        self._source: Iterator[Sourced] = iter(source)
+        self._changed = asyncio.Event()
+
+    def next_task(self) -> Sourced | None:
+        """The next task, or None when there is none left; the source's own error ends the channel."""
+        try:
+            sourced = next(self._source)
+            self.pulled = max(self.pulled, sourced.ordinal + 1)
+        except StopIteration:
+            self.schedule.exhausted = True
+        except Exception as error:  # noqa: BLE001  (the consumer gets it, as it is)
+            self.schedule.exhausted = True
+            self.fail(error)
+        else:
+            return sourced
+        return None
+
+    @property
+    def done(self) -> bool:
+        return self.closed or (self.schedule.done and not self.pending and not self.queue)
+
+    def group(self, group: OpenGroup) -> Group:
+        records = tuple(member.record for member in group.members if member.record is not None)
+        assert len(records) == self.schedule.k
+        return Group(index=group.index, task=group.task, rollouts=records)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.changed()
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    async def wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

@@ -1,0 +1,51 @@
+"""What a run is made of, as plain data: kept in the journal, so that a resume makes the same engine again."""
+
+import os
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import Limits, Sampling, SandboxSpec, UsageError
+from rookery.engine.retry import RetryPolicy
+from rookery.upstreams.protocol import UpstreamConfig
+
+Record: TypeAlias = Literal["tokens", "plain"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything but the environment's code, the tasks and the secrets."""
+
+    environment: str
+    """An entry point's name, `module:attr` or `file.py[:attr]`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for the environment's class."""
+    upstreams: dict[str, UpstreamConfig] = {}
+    sandbox: SandboxSpec = SandboxSpec()
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
+    concurrency: int = 64
+    seed: int = 0
+    retry: RetryPolicy = RetryPolicy()
+    breaker: float | None = 0.5
+    block_limit: float = 30.0
+    """Seconds a runner's loop may stand still before the runner is ended."""
+    record: Record = "tokens"
+    listen: str = ""
+    """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
+    stream: dict[str, Any] = {}
+    """`k`, `want`, … of the run's main stream, for `resume`."""
+
+    def __post_init__(self) -> None:
+        _at_least("runners", self.runners, 0)
+        _at_least("concurrency", self.concurrency, 1)
+        _at_least("retry.attempts", self.retry.attempts, 1)
+        if self.breaker is not None and not 0 < self.breaker <= 1:
+            raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")
+        if not self.block_limit > 0:
+            raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise UsageError(f"{name} must be at least {low}, got {value}")

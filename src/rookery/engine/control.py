@@ -1,0 +1,202 @@
+"""The supervisor's control socket: groups, pause and state for other processes.
+
+Promises:
+- a client that goes away takes its streams with it, and a pause it held ends;
+- over TCP nothing is answered before the key was shown; the Unix socket is the user's alone.
+"""
+
+import asyncio
+import hmac
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rookery.core import RookeryError, UsageError
+from rookery.core.errors import describe
+from rookery.engine.wire import Wire
+
+if TYPE_CHECKING:
+    from rookery.engine.engine import Engine
+    from rookery.engine.streams import GroupStream
+
+SOCKET = "control.sock"
+KEY = "control.key"
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A client asks."""
+
+    id: int
+    op: str
+    args: dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The engine answers: a value, or an error with its kind."""
+
+    id: int
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+
+
+calls = msgspec.msgpack.Decoder(Call)
+answers = msgspec.msgpack.Decoder(Answer)
+
+
+@asynccontextmanager
+async def short_path(folder: Path) -> AsyncIterator[str]:
+    """A path of bounded length to the socket in a folder: socket addresses end at 108 bytes, folders do not."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET}"
+    finally:
+        os.close(fd)
+
+
+class Control:
+    """Listens for the life of an engine."""
+
+    def __init__(self, engine: "Engine", folder: Path, listen: str) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._listen = listen
+        self._servers: list[asyncio.AbstractServer] = []
+        self._clients: set[_Client] = set()
+        self.url = ""
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        (self._folder / SOCKET).unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            async with short_path(self._folder) as path:
+                self._servers.append(await loop.create_unix_server(lambda: self._client("").wire, path))
+        finally:
+            os.umask(mask)
+        if not self._listen:
+            return
+        parts = urlsplit(self._listen)
+        if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+            raise UsageError(f"listen must be tcp://HOST:PORT, got {self._listen!r}")
+        key = secrets.token_urlsafe(24)
+        fd = os.open(self._folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(key)
+        server = await loop.create_server(lambda: self._client(key).wire, parts.hostname, parts.port)
+        self._servers.append(server)
+        self.url = f"tcp://{key}@{parts.hostname}:{server.sockets[0].getsockname()[1]}"
+
+    def _client(self, key: str) -> "_Client":
+        client = _Client(self._engine, key, self._clients.discard)
+        self._clients.add(client)
+        return client
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for client in list(self._clients):
+            await client.close()
+        for name in (SOCKET, KEY):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+class _Client:
+    """One connection."""
+
+    def __init__(self, engine: "Engine", key: str, gone: Any) -> None:
+        self.wire = Wire(calls, self._on_call, self._on_lost)
+        self._engine = engine
+        self._key = key
+        self._known = not key
+        self._gone = gone
+        self._streams: dict[str, GroupStream] = {}
+        self._pause: AsyncExitStack | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    def _on_call(self, call: Call) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(call))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _on_lost(self, _: BaseException | None) -> None:
+        self._closing = asyncio.get_running_loop().create_task(self.close())
+
+    async def close(self) -> None:
+        self._gone(self)
+        for task in self._work:
+            if task is not asyncio.current_task():
+                task.cancel()
+        for stream in self._streams.values():
+            await stream.aclose()
+        self._streams.clear()
+        if self._pause is not None:
+            pause, self._pause = self._pause, None
+            await pause.aclose()
+        self.wire.close()
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            if not self._known:
+                given = str(call.args.get("key", "")) if call.op == "hello" else ""
+                if not hmac.compare_digest(given.encode(), self._key.encode()):
+                    raise UsageError("the engine's key is wrong or missing")
+                self._known = True
+            value = await self._do(call.op, call.args)
+            self.wire.send(Answer(call.id, value))
+        except RookeryError as error:
+            self.wire.send(Answer(call.id, None, str(error), type(error).__name__))
+        except Exception as error:  # noqa: BLE001  (the client gets it; the engine goes on)
+            self.wire.send(Answer(call.id, None, describe(error), "RookeryError"))
+
+    async def _do(self, op: str, args: dict[str, Any]) -> Any:
+        engine = self._engine
+        match op:
+            case "hello":
+                return {"run": str(engine.folder)}
+            case "status":
+                return await engine.status()
+            case "open":
+                name = str(args.get("name", "main"))
+                self._streams[name] = engine.groups(**args)
+                return None
+            case "next":
+                try:
+                    return await anext(self._streams[args["name"]])
+                except StopAsyncIteration:
+                    return None
+            case "close":
+                stream = self._streams.pop(args["name"], None)
+                if stream is not None:
+                    await stream.aclose()
+                return None
+            case "pause":
+                if self._pause is None:
+                    stack = AsyncExitStack()
+                    await stack.enter_async_context(engine.paused(float(args["timeout"])))
+                    self._pause = stack
+                return None
+            case "resume":
+                if self._pause is not None:
+                    pause, self._pause = self._pause, None
+                    await pause.aclose()
+                return None
+            case "state_dict":
+                return engine.state_dict()
+            case "load_state_dict":
+                return engine.load_state_dict(args["state"])
+        raise UsageError(f"the engine does not know {op!r}")
+
+
+def key_of(folder: Path) -> str:
+    """The TCP key of a run, for whoever may read its folder."""
+    with suppress(FileNotFoundError):
+        return (folder / KEY).read_text()
+    return ""

@@ -1,0 +1,406 @@
+"""The engine as a library: groups of scored rollouts, out of an environment, a policy and tasks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
+from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
+from rookery.engine.config import EngineConfig
+from rookery.engine.control import Control
+from rookery.engine.schedule import Stream
+from rookery.engine.state import StreamState, dump_state, load_state
+from rookery.engine.streams import GroupStream, resumed, sourced
+from rookery.engine.supervisor import Policy, Supervisor
+from rookery.engine.wire import RunSettings
+from rookery.environments import Environment, EnvironmentRef, load_environment, reference
+from rookery.journal import Journal, RunReader, create_run
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import Home
+from rookery.tasks import tasks_from
+from rookery.upstreams import open_upstream
+from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.urls import redact
+
+if TYPE_CHECKING:
+    from rookery.engine.remote import RemoteEngine
+
+KEEP: dict[str, GroupFilter] = {"informative": informative}
+MAIN = "main"
+
+
+class Engine:
+    """Runs rollouts and hands out groups.
+
+        async with Engine(env, policy="http://localhost:8000/v1") as engine:
+            async for group in engine.groups(tasks, k=8):
+                ...
+
+    Every configuration error is raised here or on entering, before anything is admitted.
+    """
+
+    def __init__(
+        self,
+        env: Environment | str,
+        *,
+        policy: str | Sequence[str] | UpstreamConfig = "",
+        model: str = "",
+        roles: Mapping[str, UpstreamConfig] | None = None,
+        sandbox: SandboxSpec | str | None = None,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        out: str | Path = "runs",
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …"""
+        unknown = set(options) - set(EngineConfig.__struct_fields__)
+        if unknown:
+            raise UsageError(f"Engine has no option {', '.join(sorted(unknown))}")
+        self._given = env if isinstance(env, Environment) else None
+        if config is None:
+            source = env if isinstance(env, str) else ""
+            config = EngineConfig(
+                environment=source,
+                upstreams={"policy": _upstream(policy, model), **(roles or {})},
+                sandbox=SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec(),
+                limits=limits or Limits(),
+                sampling=sampling or Sampling(),
+                **options,
+            )
+        self.config = config
+        self.environment = self._given or load_environment(config.environment, **config.arguments)
+        missing = sorted(
+            {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
+        )
+        if missing:
+            raise UsageError(
+                f"{self.environment.title} needs a model for: {', '.join(missing)}; "
+                "give the policy's URL (--policy http://host:port/v1), others in `roles`"
+            )
+        self.folder: Path | None = None
+        self._out = Path(out)
+        self._resume = False
+        self._supervisor: Supervisor | None = None
+        self._journal: Journal | None = None
+        self._channels: dict[str, Channel] = {}
+        self._states: dict[str, StreamState] = {}
+        self._numbers: dict[str, int] = {}
+        self._resumed: list[Sourced] = []
+        self._control: Control | None = None
+        self.on_record: Callable[[Rollout], None] | None = None
+        """Called with each terminal record, as it is made."""
+        self.on_event: Callable[[str, dict[str, Any]], None] | None = None
+
+    @classmethod
+    def resume(cls, folder: str | Path, *, env: Environment | str | None = None, **changes: Any) -> "Engine":
+        """The engine of an earlier run, to go on with it: `async for group in engine.groups()`."""
+        path = Path(folder)
+        with RunReader(path) as reader:
+            config = msgspec.convert(reader.config(), EngineConfig)
+        if isinstance(env, str):
+            changes["environment"] = env
+        config = msgspec.structs.replace(config, **changes)
+        if env is None and not config.environment:
+            raise UsageError(
+                f"{path.name} was made from Python with an environment object: resume it there, "
+                "with Engine.resume(folder, env=…)"
+            )
+        engine = cls(env or config.environment, config=config)
+        engine.folder = path
+        engine._resume = True
+        return engine
+
+    @staticmethod
+    async def connect(url: str | Path) -> "RemoteEngine":
+        """An engine that lives in another process: its run folder, `unix:PATH` or `tcp://HOST:PORT`."""
+        from rookery.engine.remote import RemoteEngine
+
+        return await RemoteEngine.connect(str(url))
+
+    # ---- life
+
+    async def __aenter__(self) -> Self:
+        if self._supervisor is not None:
+            raise UsageError("this engine is already open; make another one for another run")
+        self._check_sandbox()
+        upstreams = await self._check_upstreams()
+        self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
+        ref = self._reference()
+        if self.folder is None:
+            self.folder = create_run(
+                self._out, self.environment.title, upstreams["policy"].model, now=datetime.now(UTC)
+            )
+            self._journal = Journal.create(
+                self.folder,
+                self.describe(),
+                env=self.environment.title,
+                model=upstreams["policy"].model,
+            )
+        else:
+            self._journal = Journal.open(self.folder)
+        try:
+            self._supervisor = Supervisor(self._settings(ref), self.environment, self._journal, self._policy())
+            self._supervisor.on_record = self._on_record
+            self._supervisor.on_event = self._on_event
+            if self._resume:
+                await asyncio.to_thread(self._read_back)
+            await self._supervisor.start()
+            self._control = Control(self, self.folder, self.config.listen)
+            await self._control.start()
+        except BaseException:
+            await self._close("stopped")
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        unfinished = any(not channel.done or channel.error for channel in self._channels.values())
+        await self._close("stopped" if unfinished or kind is not None else "finished")
+
+    async def _close(self, status: Any) -> None:
+        supervisor, journal, self._supervisor, self._journal = self._supervisor, self._journal, None, None
+        control, self._control = self._control, None
+        try:
+            if control is not None:
+                await control.close()
+            if supervisor is not None:
+                for channel in self._channels.values():
+                    channel.changed()
+                await asyncio.shield(asyncio.ensure_future(supervisor.close()))
+        finally:
+            if journal is not None:
+                if journal.error is None:
+                    journal.end(status)
+                await journal.aclose()
+
+    def _check_sandbox(self) -> None:
+        spec = self.environment.sandbox or self.config.sandbox
+        # Checking opens nothing: the provider is thrown away again.
+        provider = open_provider(self.config.sandbox.provider, Home(folder=self._out, run="check"))
+        problems = provider.check(spec)
+        if problems:
+            raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
+
+    async def _check_upstreams(self) -> dict[str, UpstreamConfig]:
+        """Asks each server whether it is there; where it serves one model only, that is the model."""
+        checked: dict[str, UpstreamConfig] = {}
+        for role, config in self.config.upstreams.items():
+            upstream = open_upstream(config, key=_key(config))
+            try:
+                info = await upstream.check()
+            finally:
+                await upstream.close()
+            if not config.model and len(info.models) != 1:
+                offer = f": it serves {', '.join(info.models[:8])}" if info.models else ""
+                raise UsageError(f"name the model for the {role} at {info.url} (--model){offer}")
+            checked[role] = config if config.model else msgspec.structs.replace(config, model=info.models[0])
+        return checked
+
+    def _reference(self) -> EnvironmentRef:
+        if self._given is not None:
+            return reference(self._given) if self.config.runners else EnvironmentRef(source="")
+        import sys
+
+        source = self.config.environment
+        path, _, attr = source.rpartition(":") if not source.endswith(".py") else (source, "", "")
+        if path.endswith(".py"):
+            resolved = str(Path(path).expanduser().resolve())
+            source = f"{resolved}:{attr}" if attr else resolved
+        return EnvironmentRef(source=source, config=self.config.arguments, path=tuple(sys.path))
+
+    def _settings(self, ref: EnvironmentRef) -> RunSettings:
+        assert self.folder is not None
+        return RunSettings(
+            run=self.folder.name,
+            folder=str(self.folder.resolve()),
+            environment=ref,
+            upstreams=self.config.upstreams,
+            sandbox=self.config.sandbox,
+            limits=self.config.limits,
+            credits=max(1, 256 // max(1, self.config.runners)),
+            record=self.config.record,
+        )
+
+    def _policy(self) -> Policy:
+        config = self.config
+        return Policy(
+            runners=config.runners,
+            concurrency=config.concurrency,
+            seed=config.seed,
+            retry=config.retry,
+            breaker=config.breaker,
+            block_limit=config.block_limit,
+        )
+
+    def _on_record(self, record: Rollout) -> None:
+        if self.on_record is not None:
+            self.on_record(record)
+
+    def _on_event(self, kind: str, payload: dict[str, Any]) -> None:
+        if self.on_event is not None:
+            self.on_event(kind, payload)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        if self._supervisor is None:
+            raise UsageError("the engine is not open: use `async with Engine(…) as engine`")
+        return self._supervisor
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as plain data, without secrets."""
+        plain = msgspec.structs.replace(
+            self.config,
+            upstreams={
+                role: msgspec.structs.replace(up, urls=tuple(redact(url) for url in up.urls))
+                for role, up in self.config.upstreams.items()
+            },
+        )
+        described: dict[str, Any] = msgspec.to_builtins(plain)
+        return described
+
+    def pids(self) -> list[int]:
+        """This process and its runners."""
+        import os
+
+        return [os.getpid(), *(pid for link in self.supervisor.fleet.links for pid in link.pids())]
+
+    # ---- groups
+
+    def groups(
+        self,
+        tasks: Iterable[Task | dict[str, Any] | str] | None = None,
+        k: int = 1,
+        *,
+        want: int | None = None,
+        oversample: int = 0,
+        keep: GroupFilter | str | None = None,
+        epochs: int | None = 1,
+        buffer: int = 64,
+        name: str = MAIN,
+        load_tokens: bool = True,
+    ) -> GroupStream:
+        """Groups of k rollouts, each handed out when its last member ends.
+
+        `keep` drops groups (`"informative"`: valid rewards differ, or a function of the group) and, with `want`,
+        others take their place; `oversample` starts that many groups more than wanted; `epochs=None` goes round
+        for ever. Streams of different `name` run side by side and share the engine fairly.
+        """
+        supervisor = self.supervisor
+        if name in self._channels and not self._channels[name].done:
+            raise UsageError(f"a stream named {name!r} is still open: give this one another name")
+        if isinstance(keep, str):
+            if keep not in KEEP:
+                raise UsageError(f"unknown filter {keep!r}; known: {', '.join(KEEP)}, or a function of the group")
+            keep = KEEP[keep]
+        state = self._states.pop(name, None)
+        source: Iterable[Sourced]
+        if tasks is None and self._resume:
+            k = int(self.config.stream.get("k", k))
+            source = self._resumed
+        else:
+            source = sourced(self._tasks(tasks), epochs, self._number, state)
+        try:
+            schedule = Stream(k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        channel = Channel(name, schedule, source, keep)
+        if state is not None:
+            state.restore(channel)
+            behind = (group.index + 1 for group in state.finished)
+            supervisor.next_group = max(supervisor.next_group, *behind, 0)
+        self._channels[name] = channel
+        supervisor.open_channel(channel)
+        assert self.folder is not None
+        return GroupStream(supervisor, channel, self.folder if load_tokens else None)
+
+    def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
+        chosen = self.environment.tasks() if tasks is None else tasks
+        if isinstance(chosen, Sequence):
+            return tasks_from(chosen, self.environment.title)
+        return (task for row in chosen for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row")))
+
+    def _number(self, task: Task) -> int:
+        """The task's number in the journal; written there at its first use."""
+        number = self._numbers.get(task.id)
+        if number is None:
+            number = self._numbers[task.id] = len(self._numbers)
+            assert self._journal is not None
+            self._journal.add_tasks([task], start=number)
+        return number
+
+    def register(self, tasks: Sequence[Task]) -> None:
+        """Writes all tasks into the journal at once, so that a resume knows those not yet begun."""
+        assert self._journal is not None
+        fresh = [task for task in tasks if task.id not in self._numbers]
+        start = len(self._numbers)
+        self._numbers.update((task.id, start + at) for at, task in enumerate(fresh))
+        self._journal.add_tasks(fresh, start=start)
+
+    def _read_back(self) -> None:
+        assert self.folder is not None
+        assert self._journal is not None
+        back = resumed(self.folder, self._journal)
+        self._resumed, self._numbers = back.sources, back.numbers
+        self.supervisor.next_group = back.next_group
+        for task, detail in back.quarantined.items():
+            self.supervisor.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
+
+    # ---- pause, state
+
+    @asynccontextmanager
+    async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
+        """Inside, nothing is admitted and no model call is under way; resumes on every path."""
+        fleet = self.supervisor.fleet
+        await fleet.pause(timeout)
+        try:
+            yield
+        finally:
+            fleet.resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
+        assert self.folder is not None
+        return dump_state(self.config.seed, self._channels, self.folder)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `groups`: streams of the same name go on where the checkpoint was taken."""
+        seed, self._states = load_state(state)
+        if seed != self.config.seed:
+            raise UsageError(f"the checkpoint was made with seed {seed}, this engine has {self.config.seed}")
+
+    async def status(self) -> dict[str, Any]:
+        """What is going on, as plain data."""
+        supervisor = self.supervisor
+        return {
+            "run": str(self.folder),
+            "paused": supervisor.fleet.paused,
+            "in_flight": sum(len(link.running) for link in supervisor.fleet.links),
+            "runners": len(supervisor.fleet.links),
+            "runner_deaths": supervisor.fleet.deaths,
+            **supervisor.counts,
+            "streams": {
+                name: {"admitted": channel.pulled, "taken": channel.taken, "waiting": len(channel.queue)}
+                for name, channel in self._channels.items()
+            },
+        }
+
+
+def _upstream(policy: str | Sequence[str] | UpstreamConfig, model: str) -> UpstreamConfig:
+    if isinstance(policy, UpstreamConfig):
+        return msgspec.structs.replace(policy, model=model) if model else policy
+    urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
+    return UpstreamConfig(urls=urls, model=model)
+
+
+def _key(config: UpstreamConfig) -> str | None:
+    import os
+
+    return os.environ.get(config.key_env) or os.environ.get("OPENAI_API_KEY")

@@ -1,0 +1,189 @@
+"""Runs attempts in this process: the inside of a runner, and all of it when there are no runners.
+
+Promises:
+- nothing one attempt does cancels another;
+- token data is on its way to disk before the `Done` that points to it leaves;
+- closing ends every attempt, sandbox and connection.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rookery.core import (
+    DEFAULT_LIMITS,
+    CancelledReason,
+    JournalError,
+    RookeryError,
+    SandboxSpec,
+    Task,
+)
+from rookery.core.errors import describe
+from rookery.engine.live import Live
+from rookery.engine.wire import Done, Note, Paused, RunSettings, Start, Unfit
+from rookery.environments import Environment
+from rookery.gateway import Credits, Door, Role
+from rookery.journal.tokens import TokenWriter
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import Command, Home, Provider, Sandbox
+from rookery.upstreams import open_upstream
+from rookery.upstreams.protocol import Upstream, UpstreamConfig
+
+BLOCKING_THREADS = 32
+
+
+class Executor:
+    """Holds the environment, upstreams, sandboxes and token file of one process."""
+
+    def __init__(
+        self, settings: RunSettings, environment: Environment, writer: str, send: Callable[[Any], None]
+    ) -> None:
+        self.settings = settings
+        self.environment = environment
+        self.has_setup = _overridden(environment, "setup")
+        self.has_teardown = _overridden(environment, "teardown")
+        self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
+        self.send = send
+        self.door = Door()
+        self.threads = ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking")
+        self.logger = logging.getLogger("rookery.attempts")
+        self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
+        self.lives: dict[str, Live] = {}
+        self._upstreams: list[Upstream] = []
+        self.roles = {name: self._role(name, config) for name, config in settings.upstreams.items()}
+        self._providers: dict[str, Provider] = {}
+        self._adopted: set[asyncio.Task[None]] = set()
+        self._pause = 0
+        self._broken = False
+
+    def _role(self, name: str, config: UpstreamConfig) -> Role:
+        key = os.environ.get(config.key_env) or os.environ.get("OPENAI_API_KEY")
+        upstream = open_upstream(config, key=key)
+        self._upstreams.append(upstream)
+        return Role(
+            name=name,
+            upstream=upstream,
+            model=config.model,
+            sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
+            credits=Credits(min(self.settings.credits, config.concurrency * max(1, len(config.urls)))),
+            want_tokens=self.settings.record == "tokens",
+        )
+
+    # ---- attempts
+
+    def start(self, start: Start) -> None:
+        self.lives[start.attempt] = Live(self, start)
+
+    def cancel(self, attempt: str, reason: CancelledReason) -> None:
+        live = self.lives.get(attempt)
+        if live is not None:
+            live.cancel(reason)
+
+    def done(self, live: Live, done: Done) -> None:
+        del self.lives[live.start.attempt]
+        if not self._broken:
+            self.send(done)
+
+    def flush(self) -> None:
+        """Writes token data out; a disk that cannot take it ends the run, with nothing half-recorded."""
+        try:
+            self.writer.flush()
+        except JournalError as error:
+            if not self._broken:
+                self._broken = True
+                self.send(Unfit(str(error), "", disk=True))
+            raise
+
+    def pause(self, number: int) -> None:
+        """Starts no model call any more and says so when the last one has ended."""
+        self._pause = number
+        if not self.door.paused:
+            self.door.pause()
+            for live in self.lives.values():
+                live.hold()
+        self.adopt(self._drain(number))
+
+    async def _drain(self, number: int) -> None:
+        await self.door.drained()
+        if self._pause == number:
+            self.send(Paused(number))
+
+    def resume(self) -> None:
+        self._pause = 0
+        if self.door.paused:
+            self.door.resume()
+            for live in self.lives.values():
+                live.release()
+
+    # ---- sandboxes
+
+    def spec_for(self, task: Task) -> SandboxSpec:
+        """The environment's spec, or the run's; a task's image goes over both."""
+        from msgspec.structs import replace
+
+        spec = self.environment.sandbox or self.settings.sandbox
+        if self.environment.sandbox is not None and spec.provider != self.settings.sandbox.provider:
+            spec = replace(spec, provider=self.settings.sandbox.provider)
+        return replace(spec, image=task.image) if task.image else spec
+
+    async def open_sandbox(self, spec: SandboxSpec, attempt: str) -> Sandbox:
+        return await self._provider(spec.provider).create(spec, attempt=attempt)
+
+    def _provider(self, name: str) -> Provider:
+        found = self._providers.get(name)
+        if found is None:
+            home = Home(folder=Path(self.settings.folder) / "sandboxes", run=self.settings.run)
+            found = self._providers[name] = open_provider(name, home)
+        return found
+
+    async def healthy(self) -> bool:
+        """Whether the provider still gives sandboxes that work: asked after one was lost."""
+        box = await self.open_sandbox(self.settings.sandbox, "health")
+        try:
+            return (await box.exec(Command(argv=("true",), wall=10.0))).ok
+        finally:
+            await box.close()
+
+    # ---- the end
+
+    def adopt(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs cleaning work that nobody waits for; its failure is an event."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._adopted.add(task)
+        task.add_done_callback(self._adopted_ended)
+
+    def _adopted_ended(self, task: "asyncio.Task[None]") -> None:
+        self._adopted.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.send(Note("cleanup.failed", {"detail": describe(error)}))
+
+    async def close(self, reason: CancelledReason = "shutdown") -> None:
+        """Cancels every attempt, waits for their ends (bounded), closes sandboxes and connections."""
+        for live in list(self.lives.values()):
+            live.cancel(reason)
+        while self.lives:
+            await asyncio.wait({live.task for live in self.lives.values()}, timeout=1.0)
+            for live in list(self.lives.values()):
+                if live.task.done():
+                    self.lives.pop(live.start.attempt, None)
+        if self._adopted:
+            await asyncio.wait(self._adopted, timeout=30.0)
+        closers = [provider.close for provider in self._providers.values()]
+        for close in (*closers, *(upstream.close for upstream in self._upstreams)):
+            try:
+                await close()
+            except (RookeryError, OSError) as error:
+                self.send(Note("close.failed", {"detail": describe(error)}))
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.writer.close()
+        except JournalError:
+            self.logger.exception("the token file could not be closed")
+
+
+def _overridden(environment: Environment, stage: str) -> bool:
+    return getattr(type(environment), stage) is not getattr(Environment, stage) or stage in vars(environment)

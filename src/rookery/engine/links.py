@@ -1,0 +1,279 @@
+"""The supervisor's ends of its runners: a process behind a socket, or this very process.
+
+Promises:
+- a dead runner is noticed when it dies, with the way it died;
+- stopping a runner is bounded: asked first, killed after a while;
+- a runner's output goes to its own log, never to the terminal.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery.core import CancelledReason, RookeryError
+from rookery.engine import wire
+from rookery.engine.conviction import Death
+from rookery.engine.executor import Executor
+from rookery.environments import Environment
+
+STOP_SECONDS = 60.0
+LOG_TAIL = 8_000
+
+
+class Handler(Protocol):
+    """Who listens to a link: the supervisor."""
+
+    def on_message(self, link: "Link", message: wire.FromRunner) -> None: ...
+
+    def on_death(self, link: "Link", death: Death, detail: str) -> None: ...
+
+
+class Link:
+    """One runner as the supervisor sees it."""
+
+    def __init__(self, name: str, handler: Handler) -> None:
+        self.name = name
+        self.handler = handler
+        self.running: dict[str, Any] = {}
+        """What the supervisor started there, by attempt."""
+        self.ready = False
+        self.alone = False
+        """It holds one suspect and gets nothing else."""
+        self.retiring = False
+        """It gets nothing more and is stopped when it is empty."""
+        self.spare = False
+        """Made for suspects only."""
+        self.last_heard = 0.0
+        self.blamed: str | None = None
+        """The attempt that the watchdog saw blocking the loop."""
+        self.block_stack = ""
+
+    def send(self, message: wire.ToRunner) -> None:
+        raise NotImplementedError
+
+    def pids(self) -> list[int]:
+        return []
+
+    async def stop(self) -> None:
+        raise NotImplementedError
+
+    def kill(self, why: Death) -> None:
+        raise NotImplementedError
+
+
+class LocalLink(Link):
+    """`runners=0`: everything lives in one process, for notebooks, debugging and tests."""
+
+    def __init__(self, name: str, handler: Handler, settings: wire.RunSettings, environment: Environment) -> None:
+        super().__init__(name, handler)
+        self._out: list[Any] = []
+        self._scheduled = False
+        self.executor = Executor(settings, environment, name, self._receive)
+
+    def open(self, *, paused: bool) -> None:
+        if paused:
+            self.executor.door.pause()
+        self._receive(wire.Ready(os.getpid()))
+
+    def _receive(self, message: wire.FromRunner) -> None:
+        self._out.append(message)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        try:
+            self.executor.flush()
+        except RookeryError:
+            self._out = [message for message in self._out if not isinstance(message, wire.Done)]
+        out, self._out = self._out, []
+        for message in out:
+            self.handler.on_message(self, message)
+
+    def send(self, message: wire.ToRunner) -> None:
+        match message:
+            case wire.Start():
+                self.executor.start(message)
+            case wire.Cancel(attempt, reason):
+                self.executor.cancel(attempt, reason)
+            case wire.Pause(number):
+                self.executor.pause(number)
+            case wire.Resume():
+                self.executor.resume()
+
+    async def stop(self, reason: CancelledReason = "shutdown") -> None:
+        await self.executor.close(reason)
+        self._flush()
+
+
+class ProcessLink(Link):
+    """A runner process."""
+
+    def __init__(self, name: str, handler: Handler, settings: wire.RunSettings) -> None:
+        super().__init__(name, handler)
+        self.settings = settings
+        self.log = Path(settings.folder) / "logs" / f"{name}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._wire = wire.Wire(wire.from_runner, self._on_message, self._on_lost)
+        self._pidfd = -1
+        self._alarm = -1
+        self._alarm_data = bytearray()
+        self._killed_for: Death | None = None
+        self._dead: asyncio.Event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._lost = False
+
+    async def open(self, *, paused: bool) -> None:
+        """Starts the process; it says `Ready` when its environment is loaded."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        alarm, alarm_in = os.pipe()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self.process = subprocess.Popen(  # noqa: ASYNC220  (vfork: about a millisecond)
+                [
+                    sys.executable,
+                    "-m",
+                    "rookery.engine.runner",
+                    str(theirs.fileno()),
+                    str(alarm_in),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), alarm_in),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which ends runners in order
+            )
+        except BaseException:
+            ours.close()
+            os.close(alarm)
+            raise
+        finally:
+            theirs.close()
+            os.close(alarm_in)
+            os.close(log)
+        self._alarm = alarm
+        os.set_blocking(alarm, False)
+        self._loop.add_reader(alarm, self._on_alarm)
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        self.last_heard = self._loop.time()
+        ours.setblocking(False)
+        await self._loop.create_unix_connection(lambda: self._wire, sock=ours)
+        self._wire.send(wire.Hello(self.settings, self.name, paused))
+
+    def pids(self) -> list[int]:
+        return [self.process.pid] if self.process is not None and not self._dead.is_set() else []
+
+    def send(self, message: wire.ToRunner) -> None:
+        self._wire.send(message)
+
+    def _on_message(self, message: wire.FromRunner) -> None:
+        self.last_heard = self._loop.time()
+        self.handler.on_message(self, message)
+
+    def _on_lost(self, _: BaseException | None) -> None:
+        # The process's end is noticed by its pidfd; a closed wire of a live process is no use to anyone.
+        self._lost = True
+        if not self._dead.is_set() and self.process is not None and not self.retiring:
+            self._loop.call_later(0.5, self._kill_if_alive)
+
+    def _kill_if_alive(self) -> None:
+        if not self._dead.is_set():
+            self.kill("crashed")
+
+    def _on_alarm(self) -> None:
+        try:
+            data = os.read(self._alarm, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._alarm)
+            return
+        self._alarm_data += data
+        while len(self._alarm_data) >= 4:
+            (length,) = struct.unpack_from("<I", self._alarm_data)
+            if length > 1 << 20:
+                self._alarm_data.clear()
+                return
+            if len(self._alarm_data) < 4 + length:
+                return
+            frame = bytes(self._alarm_data[4 : 4 + length])
+            del self._alarm_data[: 4 + length]
+            try:
+                message = wire.from_runner.decode(frame)
+            except msgspec.DecodeError:
+                return  # a torn alarm; the next one tells the same
+            self.handler.on_message(self, message)
+
+    def _on_exit(self) -> None:
+        assert self.process is not None
+        code = self.process.wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._loop.remove_reader(self._alarm)
+        os.close(self._alarm)
+        self._wire.close()
+        self._dead.set()
+        death: Death = self._killed_for or ("killed" if code == -signal.SIGKILL else "crashed")
+        self.handler.on_death(self, death, f"runner {self.name} {_ending(code)}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The end of its log: a crash leaves its stack there."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - LOG_TAIL))
+                tail = file.read(LOG_TAIL).decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return f"; the end of its log:\n{tail}" if tail else ""
+
+    def kill(self, why: Death) -> None:
+        if self._dead.is_set() or self.process is None:
+            return
+        self._killed_for = self._killed_for or why
+        if why == "blocked":
+            # Also a loop stuck in C with the GIL held writes its stack to the log on this signal.
+            os.kill(self.process.pid, signal.SIGUSR1)
+            self._loop.call_later(0.3, self._sigkill)
+        else:
+            self._sigkill()
+
+    def _sigkill(self) -> None:
+        if not self._dead.is_set() and self.process is not None:
+            self.process.kill()
+
+    async def stop(self) -> None:
+        self.retiring = True
+        if self.process is None or self._dead.is_set():
+            return
+        if not self._lost:
+            self.send(wire.Stop())
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._dead.wait()
+        except TimeoutError:
+            self.kill("killed")
+            await self._dead.wait()
+        except asyncio.CancelledError:
+            self.kill("killed")
+            raise
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

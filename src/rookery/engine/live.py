@@ -1,0 +1,411 @@
+"""One attempt under way: its stages, their deadlines, and what it made of them.
+
+Promises:
+- the attempt ends in exactly one `Done`, whatever its environment raises, swallows or never returns from;
+- every stage has a deadline that the engine enforces; the run clock excludes pauses and the upstream's queue;
+- scoring happens if and only if the run stage ended Completed or Truncated;
+- teardown always happens, also after half a setup; a failed teardown is an event, never a changed outcome;
+- everything the attempt opened is closed before its `Done` is sent;
+- the original exception, with its traceback, is in the outcome.
+"""
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rookery.core import (
+    Cancelled,
+    CancelledReason,
+    Completed,
+    Extent,
+    Failed,
+    Outcome,
+    RookeryError,
+    SandboxError,
+    SandboxSpec,
+    Stage,
+    StageClock,
+    Timing,
+    Truncated,
+    Truncation,
+    Turn,
+    Usage,
+    failed,
+)
+from rookery.core.errors import describe
+from rookery.engine.wire import Done, Note, Start
+from rookery.environments import Context, Log
+from rookery.gateway import Session
+from rookery.journal.tokens import encode_turn
+from rookery.sandboxes.protocol import Sandbox
+from rookery.scoring import Score, checked
+from rookery.trajectories import Recorder
+
+if TYPE_CHECKING:
+    from rookery.engine.executor import Executor
+
+GRACE = 5.0
+"""Seconds a cancelled stage gets to unwind before it counts as unstoppable."""
+CLOSE_SECONDS = 20.0
+EVENTS_PER_ATTEMPT = 1_000
+
+
+class Live:
+    """One attempt. Its one task runs the stages; timers cancel it; nobody else does."""
+
+    def __init__(self, executor: "Executor", start: Start) -> None:
+        self.executor = executor
+        self.start = start
+        self.limits = start.task.limits.over(executor.limits)
+        self.stage: Stage = "queue"
+        self.cancelled: CancelledReason | None = None
+        self.ended = False
+        self._expired = False
+        self._hung_on_others = False
+        self._asked = False
+        """We asked the task to cancel in this stage."""
+        self._clock = StageClock(0.0, float("inf"))
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waits: dict[str, int] = {}
+        self._waited: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._held = 0.0
+        self._extents: list[Extent] = []
+        self._events = 0
+        self._tainted = False
+        self._result: tuple[Outcome, Score | None] | None = None
+        self._sandboxes: list[Sandbox] = []
+        self._began = time.time()
+        self.session = Session(
+            start.attempt, executor.roles, self.limits, Recorder(start.attempt, self._keep), executor.door, self
+        )
+        self.ctx = Context(
+            attempt=start.attempt,
+            task=start.task,
+            seed=start.seed,
+            limits=self.limits,
+            spec=executor.spec_for(start.task),
+            session=self.session,
+            watch=self,
+            remaining=lambda: self._clock.remaining(self._loop.time()),
+            log=Log(self._log),
+            open_sandbox=self._open_sandbox,
+        )
+        self.task = self._loop.create_task(self._play(), name=start.attempt)
+
+    # ---- what others tell it
+
+    def cancel(self, reason: CancelledReason) -> None:
+        """From outside: the user, a filter, a shutdown. Teardown is already the end and goes on."""
+        if self.ended or self.cancelled or self.stage == "teardown":
+            return
+        self.cancelled = reason
+        self._interrupt()
+
+    def hold(self) -> None:
+        """Watch: the clock stops."""
+        self._clock.hold(self._loop.time())
+
+    def release(self) -> None:
+        """Watch: the clock goes on."""
+        if not self._clock.stopped:
+            return  # held in a stage that has ended since
+        if self._clock.release(self._loop.time()) and not self._asked:
+            self._arm()
+
+    def waiting(self, on: str, step: int) -> None:
+        """Watch: counts what the attempt waits on, and for how long."""
+        now = self._loop.time()
+        count = self._waits.get(on, 0)
+        if count == 0:
+            self._waited[on] = self._waited.get(on, 0.0) - now
+        elif count + step == 0:
+            self._waited[on] += now
+        self._waits[on] = count + step
+
+    # ---- stages
+
+    async def _play(self) -> None:
+        score: Score | None = None
+        try:
+            outcome = await self._setup_and_run()
+            if isinstance(outcome, Completed | Truncated):
+                outcome, score = await self._score(outcome)
+        except BaseException as error:  # noqa: BLE001  (our own bug must not take the runner with it)
+            outcome = failed(error, self.stage, cause="bug.rookery")
+        self._result = (outcome, score)
+        self.stage = "teardown"  # from here on nothing cancels it
+        policy_loss = await self._policy_loss(outcome)
+        await self._teardown()
+        self._finish(outcome, score, policy_loss=policy_loss)
+
+    async def _setup_and_run(self) -> Outcome:
+        env, error = self.executor.environment, None
+        if self.executor.has_setup:
+            _, error = await self._run_stage("setup", self.limits.setup, env.setup)
+        if error is None and not self.cancelled:
+            _, error = await self._run_stage("run", self.limits.run, env.run)
+        return self._verdict(error)
+
+    async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | None]:
+        env = self.executor.environment
+        value, error = await self._run_stage("score", self.limits.score, env.score)
+        if error is None and not self.cancelled:
+            try:
+                return outcome, checked(value, *env.reward_range)
+            except RookeryError as bad:
+                return failed(bad, "score", cause="bug.reward"), None
+        return self._verdict(error), None
+
+    async def _run_stage(
+        self, stage: Stage, budget: float | None, call: Callable[[Context], Any]
+    ) -> tuple[Any, BaseException | None]:
+        """Runs one stage to its end or its deadline. An error it returns is one that really ended it."""
+        self.stage = stage
+        self._expired = self._asked = False
+        began = self._loop.time()
+        self._clock = StageClock(began, budget or float("inf"))
+        if self.executor.door.paused:
+            self._clock.hold(began)
+        self._arm()
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            if self.cancelled:
+                raise asyncio.CancelledError  # asked for between two stages
+            value = await self._call(call)
+        except BaseException as caught:  # noqa: BLE001  (any exception of any kind ends this rollout alone)
+            error = caught
+        if self._asked:
+            await self._absorb()
+            error = error or asyncio.CancelledError()
+        self._disarm()
+        self._seconds[stage] = self._loop.time() - began
+        self._held += self._clock.held
+        return value, error
+
+    async def _call(self, call: Callable[[Context], Any]) -> Any:
+        if inspect.iscoroutinefunction(call):
+            return await call(self.ctx)
+        # A plain function is taken for blocking work. A thread cannot be stopped: past its deadline the runner
+        # is replaced once its other rollouts have ended.
+        work = self._loop.run_in_executor(self.executor.threads, call, self.ctx)
+        try:
+            value = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if not work.done():
+                self._tainted = True
+                work.add_done_callback(_retrieved)
+            raise
+        return await value if inspect.isawaitable(value) else value
+
+    def _verdict(self, error: BaseException | None) -> Outcome:
+        """The outcome of the stage that just ended."""
+        stage = self.stage
+        if self.cancelled:
+            return Cancelled(self.cancelled)
+        if self._expired:
+            return self._deadline_verdict(error)
+        if error is None:
+            reason = self.session.truncated
+            return Truncated(reason) if reason else Completed()
+        error = _single(error)
+        if isinstance(error, Truncation) and stage == "run":
+            return Truncated(error.reason)
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return failed(error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(error)}")
+        cause = "bug.scoring" if stage == "score" else "bug.environment"
+        if isinstance(error, asyncio.CancelledError):
+            detail = "the environment raised CancelledError by itself; nobody had cancelled it"
+            return failed(error, stage, cause=cause, detail=detail)
+        return failed(error, stage, cause=cause)
+
+    def _deadline_verdict(self, error: BaseException | None) -> Outcome:
+        stage, budget = self.stage, self._clock.budget
+        if self._hung_on_others:
+            if stage == "run":
+                return Truncated("time")
+            cause = "scoring.timeout" if stage == "score" else "engine.setup"
+            what = "a sandbox or a model"
+        else:
+            cause, what = "bug.hung", "its own code"
+        detail = f"{stage} ran out of its {budget:g} seconds inside {what}"
+        return failed(error or TimeoutError(detail), stage, cause=cause, detail=detail)
+
+    async def _policy_loss(self, outcome: Outcome) -> bool:
+        """Whether a lost sandbox may be the policy's doing: lost in its own command, and the host is healthy."""
+        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause == "sandbox.lost"):
+            return False
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                return await self.executor.healthy()
+        except (TimeoutError, SandboxError):
+            return False
+
+    async def _teardown(self) -> None:
+        if self.executor.has_teardown:
+            env = self.executor.environment
+            _, error = await self._run_stage("teardown", self.limits.teardown, env.teardown)
+            if error is not None:
+                trace = "".join(traceback.format_exception(error))
+                self._event("teardown.failed", detail=describe(error), traceback=trace)
+        await self._release()
+
+    async def _release(self) -> None:
+        """Ends what the attempt still holds."""
+        self.session.close()
+        if not self._sandboxes:
+            return
+        results = await asyncio.gather(*(self._close(box) for box in self._sandboxes), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                self._event("sandbox.close_failed", detail=describe(error))
+
+    async def _close(self, box: Sandbox) -> None:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await box.close()
+
+    # ---- deadlines
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._clock.remaining(self._loop.time())
+        self._timer = self._loop.call_later(left, self._expire) if left < float("inf") else None
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._clock.stopped:
+            return  # `release` arms it again
+        if self._clock.remaining(self._loop.time()) > 0.001:
+            self._arm()
+            return
+        self._expired = True
+        self._hung_on_others = any(self._waits.values())
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._disarm()
+        self._asked = True
+        if not self.ended:
+            self.task.cancel()
+            self._timer = self._loop.call_later(GRACE, self._unstoppable)
+
+    async def _absorb(self) -> None:
+        """Takes back a cancellation that came too late to be seen by the stage."""
+        task = self.task
+        while task.cancelling():
+            task.uncancel()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            while task.cancelling():
+                task.uncancel()
+
+    def _unstoppable(self) -> None:
+        """The stage swallowed its cancellation. Its record must not wait for it; its runner must go."""
+        if self.ended:
+            return
+        stack = "".join(line for frame in self.task.get_stack() for line in traceback.format_stack(frame, limit=1))
+        detail = f"{self.stage} went on for {GRACE:g} seconds after it was cancelled"
+        self._tainted = True
+        self.executor.adopt(self._release())
+        if self._result is not None:  # it is the teardown that hangs: the outcome stands
+            self._event("teardown.failed", detail=detail, traceback=stack)
+            self._finish(*self._result, policy_loss=False)
+            return
+        outcome: Outcome = Failed("bug", "bug.uncancellable", detail, self.stage, stack)
+        self._finish(Cancelled(self.cancelled) if self.cancelled else outcome, None, policy_loss=False)
+
+    # ---- results
+
+    def _finish(self, outcome: Outcome, score: Score | None, *, policy_loss: bool) -> None:
+        self._disarm()
+        if self.ended:
+            return
+        self.ended = True
+        session, ctx = self.session, self.ctx
+        if isinstance(outcome, Failed):
+            self._log_failure(outcome)
+        self.executor.done(
+            self,
+            Done(
+                attempt=self.start.attempt,
+                outcome=outcome,
+                started=self._began,
+                ended=time.time(),
+                reward=score.reward if score else None,
+                rewards=score.parts if score else {},
+                metrics={**ctx.metrics, **score.metrics} if score else ctx.metrics,
+                info=ctx.info,
+                usage=Usage(
+                    session.turns, session.prompt_tokens, session.sampled_tokens, ctx.tool_calls, session.others
+                ),
+                timing=Timing(
+                    setup=self._seconds.get("setup", 0.0),
+                    run=self._seconds.get("run", 0.0),
+                    score=self._seconds.get("score", 0.0),
+                    teardown=self._seconds.get("teardown", 0.0),
+                    model=self._waited.get("model", 0.0),
+                    sandbox=self._waited.get("sandbox", 0.0),
+                    paused=self._held,
+                ),
+                tokens=tuple(self._extents),
+                policy_loss=policy_loss,
+                minimum=self.executor.environment.reward_range[0],
+                tainted=self._tainted,
+            ),
+        )
+
+    def _log_failure(self, outcome: Failed) -> None:
+        self.executor.logger.error(
+            "attempt %s failed in %s: %s: %s\n%s",
+            self.start.attempt,
+            outcome.stage,
+            outcome.cause,
+            outcome.detail,
+            outcome.traceback,
+        )
+
+    def _keep(self, turn: Turn) -> None:
+        if not self.ended:
+            self._extents.append(self.executor.writer.append(encode_turn(turn)))
+
+    def _log(self, level: str, fields: dict[str, Any]) -> None:
+        self._event(f"log.{level}", **fields)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events += 1
+        if self._events <= EVENTS_PER_ATTEMPT:
+            self.executor.send(Note(kind, {"attempt": self.start.attempt, **fields}))
+
+    async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
+        box = await self.executor.open_sandbox(spec, self.start.attempt)
+        if self.ended:
+            await box.close()
+            raise SandboxError(f"attempt {self.start.attempt} has ended; it can open no more sandboxes")
+        self._sandboxes.append(box)
+        return box
+
+
+def _single(error: BaseException) -> BaseException:
+    """The one exception behind a task group's: a typed one before others, so that its fault is not lost."""
+    while isinstance(error, BaseExceptionGroup):
+        leaves = error.exceptions
+        typed = [leaf for leaf in leaves if isinstance(leaf, RookeryError | Truncation | BaseExceptionGroup)]
+        error = (typed or leaves)[0]
+    return error
+
+
+def _retrieved(work: "asyncio.Future[Any]") -> None:
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,124 @@
+"""An engine in another process, as its consumers see it."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rookery.core import Group, RookeryError, Task, UsageError
+from rookery.engine.control import SOCKET, Answer, Call, answers, short_path
+from rookery.engine.wire import Wire
+
+
+class RemoteEngine:
+    """What `Engine.connect` returns. Closing it cancels the streams it opened."""
+
+    def __init__(self) -> None:
+        self._wire = Wire(answers, self._on_answer, self._on_lost)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._lost = False
+        self.run = ""
+
+    @classmethod
+    async def connect(cls, url: str) -> "RemoteEngine":
+        engine = cls()
+        loop = asyncio.get_running_loop()
+        key = ""
+        try:
+            if url.startswith("tcp://"):
+                parts = urlsplit(url)
+                key = parts.username or ""
+                await loop.create_connection(lambda: engine._wire, parts.hostname or "", parts.port or 0)
+            else:
+                path = Path(url.removeprefix("unix:"))
+                async with short_path(path.parent if path.name == SOCKET else path) as short:
+                    await loop.create_unix_connection(lambda: engine._wire, short)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no engine answers at {_without_key(url)}: {error}") from error
+        engine.run = (await engine._call("hello", key=key))["run"]
+        return engine
+
+    def _on_answer(self, answer: Answer) -> None:
+        future = self._waiting.pop(answer.id, None)
+        if future is None or future.done():
+            return
+        if answer.error:
+            kind = UsageError if answer.kind == "UsageError" else RookeryError
+            future.set_exception(kind(answer.error))
+        else:
+            future.set_result(answer.value)
+
+    def _on_lost(self, _: BaseException | None) -> None:
+        self._lost = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RookeryError("the engine's process is gone"))
+        self._waiting.clear()
+
+    async def _call(self, op: str, **args: Any) -> Any:
+        if self._lost:
+            raise RookeryError("the engine's process is gone")
+        number = next(self._numbers)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._wire.send(Call(number, op, args))
+        try:
+            return await future
+        finally:
+            self._waiting.pop(number, None)
+
+    async def groups(
+        self, tasks: Iterable[Task | dict[str, Any] | str] | None = None, k: int = 1, **options: Any
+    ) -> AsyncIterator[Group]:
+        """As `Engine.groups`; `keep` must be a filter's name."""
+        name = str(options.setdefault("name", f"remote-{id(options):x}"))
+        plain = None if tasks is None else [msgspec.to_builtins(task) for task in tasks]
+        await self._call("open", tasks=plain, k=k, **options)
+        try:
+            while (value := await self._call("next", name=name)) is not None:
+                yield msgspec.convert(value, Group)
+        finally:
+            if not self._lost:
+                await self._call("close", name=name)
+
+    @asynccontextmanager
+    async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
+        """As `Engine.paused`; also a lost connection resumes."""
+        await self._call("pause", timeout=timeout)
+        try:
+            yield
+        finally:
+            await self._call("resume")
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._call("status")
+        return status
+
+    async def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = await self._call("state_dict")
+        return state
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        await self._call("load_state_dict", state=dict(state))
+
+    async def close(self) -> None:
+        self._wire.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _without_key(url: str) -> str:
+    return url if "@" not in url else f"tcp://{url.rpartition('@')[2]}"

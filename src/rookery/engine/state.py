@@ -1,0 +1,78 @@
+"""A stream's place, for a trainer's checkpoint.
+
+Promises:
+- a group that was taken before the checkpoint is not handed out again after it; one that was not taken is;
+- rollouts that run again after a restore draw the seeds they had.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rookery.core import Group, UsageError
+from rookery.engine.channel import Channel
+from rookery.engine.streams import with_segments
+from rookery.journal import TokenReader
+
+FORMAT = 1
+
+
+class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+    """One stream at the moment of a checkpoint."""
+
+    pulled: int
+    """How many groups were admitted."""
+    taken: int
+    open: list[int]
+    """Ordinals of groups under way: they run again."""
+    finished: list[Group]
+    """Groups nobody had taken yet, with their segments."""
+
+    def left(self, want: int | None) -> int | None:
+        return None if want is None else max(1, want - self.taken)
+
+    def restore(self, channel: Channel) -> None:
+        channel.pulled = self.pulled
+        channel.taken = self.taken
+        for group in self.finished:
+            channel.queue.append(group)
+            channel.schedule.buffered += 1
+            channel.schedule.handed += 1
+
+
+class _EngineState(msgspec.Struct, kw_only=True):
+    format: int
+    seed: int
+    streams: dict[str, StreamState]
+
+
+def dump_state(seed: int, channels: Mapping[str, Channel], folder: Path) -> dict[str, Any]:
+    """Plain data: numbers, strings and one bytes value, safe in any checkpoint format."""
+    reader = TokenReader(folder / "tokens")
+    try:
+        streams = {name: _stream(channel, reader) for name, channel in channels.items()}
+    finally:
+        reader.close()
+    packed = msgspec.msgpack.encode(_EngineState(format=FORMAT, seed=seed, streams=streams))
+    return {"rookery": FORMAT, "seed": seed, "streams": packed}
+
+
+def _stream(channel: Channel, reader: TokenReader) -> StreamState:
+    waiting = [*channel.queue, *(group for _, group in channel.pending)]
+    indices = {group.index for group in waiting}
+    return StreamState(
+        pulled=channel.pulled,
+        taken=channel.taken,
+        open=sorted(ordinal for index, ordinal in channel.ordinals.items() if index not in indices),
+        finished=[with_segments(group, reader) for group in waiting],
+    )
+
+
+def load_state(state: Mapping[str, Any]) -> tuple[int, dict[str, StreamState]]:
+    """The seed and the streams of a checkpoint."""
+    if state.get("rookery") != FORMAT:
+        raise UsageError(f"this is not an engine state of format {FORMAT}: {state.get('rookery')!r}")
+    decoded = msgspec.msgpack.decode(state["streams"], type=_EngineState)
+    return decoded.seed, decoded.streams

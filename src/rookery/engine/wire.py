@@ -1,0 +1,218 @@
+"""What supervisor and runners say to each other: length-prefixed msgpack, one coalesced write per loop tick.
+
+Promises:
+- a frame is at most `MAX_FRAME` bytes, and a longer one is refused before it is read;
+- messages of one tick leave in one write, in order.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from rookery.core import CancelledReason, Extent, Limits, Outcome, RookeryError, SandboxSpec, Task, Timing, Usage
+from rookery.environments.loading import EnvironmentRef
+from rookery.upstreams.protocol import UpstreamConfig
+
+MAX_FRAME = 256 << 20
+_HEAD = struct.Struct("<I")
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a runner needs to know about its run. Holds no key: `UpstreamConfig.key_env` names where it is."""
+
+    run: str
+    folder: str
+    environment: EnvironmentRef
+    upstreams: dict[str, UpstreamConfig]
+    """By model role; always holds `policy`."""
+    sandbox: SandboxSpec
+    limits: Limits
+    credits: int = 256
+    """Calls under way at once at each upstream, for this runner."""
+    block_warning: float = 1.0
+    record: str = "tokens"
+
+
+# ---- to a runner
+
+
+class Hello(msgspec.Struct, frozen=True, tag=0, array_like=True):
+    settings: RunSettings
+    writer: str
+    paused: bool
+
+
+class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):
+    attempt: str
+    number: int
+    seed: int
+    task: Task
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):
+    attempt: str
+    reason: CancelledReason
+
+
+class Pause(msgspec.Struct, frozen=True, tag=3, array_like=True):
+    number: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    pass
+
+
+class Stop(msgspec.Struct, frozen=True, tag=5, array_like=True):
+    pass
+
+
+# ---- from a runner
+
+
+class Ready(msgspec.Struct, frozen=True, tag=0, array_like=True):
+    pid: int
+
+
+class Unfit(msgspec.Struct, frozen=True, tag=1, array_like=True):
+    """The environment cannot be loaded, or the disk cannot be written: no rollout can run here."""
+
+    detail: str
+    traceback: str
+    disk: bool = False
+
+
+class Done(msgspec.Struct, frozen=True, tag=2, array_like=True):
+    """One ended attempt."""
+
+    attempt: str
+    outcome: Outcome
+    started: float
+    ended: float
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    info: dict[str, Any] = {}
+    usage: Usage = Usage()
+    timing: Timing = Timing()
+    tokens: tuple[Extent, ...] = ()
+    policy_loss: bool = False
+    minimum: float = 0.0
+    """The lowest reward of the environment's range."""
+    tainted: bool = False
+    """Work of this attempt could not be stopped: the runner must be replaced when its others are done."""
+
+
+class Note(msgspec.Struct, frozen=True, tag=3, array_like=True):
+    """An event for the journal."""
+
+    kind: str
+    payload: dict[str, Any]
+
+
+class Beat(msgspec.Struct, frozen=True, tag=4, array_like=True):
+    pass
+
+
+class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True):
+    """No model call is under way any more."""
+
+    number: int
+
+
+class Blocked(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """The watchdog's word, over its own pipe: the loop has not turned for this long."""
+
+    seconds: float
+    attempt: str | None
+    stack: str
+
+
+ToRunner: TypeAlias = Hello | Start | Cancel | Pause | Resume | Stop
+FromRunner: TypeAlias = Ready | Unfit | Done | Note | Beat | Paused | Blocked
+
+
+def _plain(value: Any) -> Any:
+    """Anything an environment kept that is not plain data is kept as its repr, bounded."""
+    item = getattr(value, "item", None)
+    if callable(item) and type(value).__module__ in ("numpy", "torch"):
+        return item()
+    return repr(value)[:1000]
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+to_runner = msgspec.msgpack.Decoder(ToRunner)
+from_runner = msgspec.msgpack.Decoder(FromRunner)
+
+
+class WireError(RookeryError):
+    """The other end does not speak our protocol."""
+
+
+class Wire(asyncio.Protocol):
+    """Frames over a transport. `before_write` runs ahead of each write, for what must be on disk first."""
+
+    def __init__(
+        self,
+        decoder: "msgspec.msgpack.Decoder[Any]",
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[BaseException | None], None],
+        before_write: Callable[[], None] | None = None,
+    ) -> None:
+        self._decode = decoder.decode
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._before_write = before_write
+        self._in = bytearray()
+        self._out: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._scheduled = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def send(self, message: object) -> None:
+        data = encoder.encode(message)
+        self._out.append(_HEAD.pack(len(data)))
+        self._out.append(data)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        self._scheduled = False
+        if not self._out or self._transport is None or self._transport.is_closing():
+            return
+        if self._before_write is not None:
+            self._before_write()
+        out, self._out = self._out, []
+        self._transport.write(b"".join(out))
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._in
+        buffer += data
+        at, size = 0, len(buffer)
+        with memoryview(buffer) as view:
+            while size - at >= 4:
+                (length,) = _HEAD.unpack_from(view, at)
+                if length > MAX_FRAME:
+                    raise WireError(f"a frame of {length} bytes is longer than {MAX_FRAME}")
+                if size - at - 4 < length:
+                    break
+                with view[at + 4 : at + 4 + length] as frame:
+                    message = self._decode(frame)
+                at += 4 + length
+                self._on_message(message)
+        if at:
+            del buffer[:at]
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport = None
+        self._on_lost(exc)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self.flush()
+            self._transport.close()

@@ -1,0 +1,63 @@
+"""The base that users subclass."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Self
+
+from rookery.core import Limits, Sampling, SandboxSpec, Task, ToolSchema, UsageError
+from rookery.environments.context import Context
+from rookery.scoring import Score
+
+__all__ = ["Environment", "Score"]
+
+
+class Environment:
+    """One object serves every attempt of its process: keep what belongs to an attempt in its context.
+
+    Stages, in order: `setup`, `run`, `score`, `teardown`. `score` runs if and only if `run` ended Completed
+    or Truncated; `teardown` always, also after half a setup. Write stages as `async def`; a plain `def` is taken
+    for blocking work and runs off the event loop.
+    """
+
+    name: str = ""
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    sandbox: SandboxSpec | None = None
+    """What `ctx.sandbox()` makes by default; None leaves it to the run."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    roles: ClassVar[tuple[str, ...]] = ()
+    """Model roles it needs besides the policy (judge, simulated user); checked before anything starts."""
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        # Runner processes build their own object the same way.
+        self._made_with = (args, kwargs)
+        return self
+
+    @property
+    def title(self) -> str:
+        """The name for folders and tables."""
+        return self.name or type(self).__name__
+
+    def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
+        """The built-in taskset, for runs that name none."""
+        raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")
+
+    def tools(self) -> Sequence[ToolSchema]:
+        """What the policy may call, for `--dry-run` and gateways; starts nothing."""
+        return ()
+
+    async def setup(self, ctx: Context) -> None:
+        """Before the policy acts. What fails here is never the policy's fault."""
+
+    async def run(self, ctx: Context) -> Any:
+        """The attempt. Ends Completed by returning, Truncated by a spent budget."""
+        raise NotImplementedError(f"{type(self).__name__} needs an `async def run(self, ctx)`")
+
+    async def score(self, ctx: Context) -> Score | float:
+        """A finite number in `reward_range`, or a `Score`."""
+        raise NotImplementedError(f"{type(self).__name__} needs an `async def score(self, ctx)`")
+
+    async def teardown(self, ctx: Context) -> None:
+        """After everything. Sandboxes opened through the context are closed by the engine anyway."""

@@ -1,0 +1,118 @@
+"""What an environment gets for one attempt."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+from rookery.core import Limits, SandboxError, SandboxSpec, Task
+from rookery.environments.watched import WatchedSandbox
+from rookery.gateway import Model, Session, Watch
+from rookery.sandboxes.protocol import Sandbox
+
+T = TypeVar("T")
+
+
+class Log:
+    """Structured log lines of an attempt; they go into the journal as events."""
+
+    def __init__(self, emit: Callable[[str, dict[str, Any]], None]) -> None:
+        self._emit = emit
+
+    def debug(self, message: str, **fields: Any) -> None:
+        self._emit("debug", {"message": message, **fields})
+
+    def info(self, message: str, **fields: Any) -> None:
+        self._emit("info", {"message": message, **fields})
+
+    def warning(self, message: str, **fields: Any) -> None:
+        self._emit("warning", {"message": message, **fields})
+
+
+class Context:
+    """One attempt's task, models, sandboxes, time and state."""
+
+    def __init__(
+        self,
+        *,
+        attempt: str,
+        task: Task,
+        seed: int,
+        limits: Limits,
+        spec: SandboxSpec,
+        session: Session,
+        watch: Watch,
+        remaining: Callable[[], float],
+        log: Log,
+        open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]],
+    ) -> None:
+        self.attempt = attempt
+        self.task = task
+        self.seed = seed
+        self.limits = limits
+        self.spec = spec
+        """What `sandbox()` makes when nothing else is asked for."""
+        self.log = log
+        self.state: dict[str, Any] = {}
+        """Yours, for this attempt only; gone with it."""
+        self.info: dict[str, Any] = {}
+        """Plain data to keep in the record."""
+        self.metrics: dict[str, float] = {}
+        """Numbers to keep in the record."""
+        self._session = session
+        self._watch = watch
+        self._remaining = remaining
+        self._open_sandbox = open_sandbox
+        self._main: Sandbox | None = None
+        self._first = asyncio.Lock()
+        self.tool_calls = 0
+        self.lost_in_command = False
+        """A sandbox was lost while it ran what the policy asked for."""
+
+    @property
+    def policy(self) -> Model:
+        return self._session.model("policy")
+
+    def model(self, role: str) -> Model:
+        """Another model role (judge, simulated user, sub-model)."""
+        return self._session.model(role)
+
+    @property
+    def truncated(self) -> str | None:
+        """The budget that ended the run stage, once one did."""
+        return self._session.truncated
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left of the stage; pauses and the upstream's queue do not count."""
+        return max(0.0, self._remaining())
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """Draws the same numbers each time this attempt is made."""
+        return random.Random(self.seed)  # noqa: S311
+
+    async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
+        """The attempt's sandbox: made at the first call, the same one afterwards. With a spec, a new one."""
+        if spec is not None:
+            return await self._opened(spec)
+        async with self._first:  # tools that run together must find the same one
+            if self._main is None:
+                self._main = await self._opened(self.spec)
+            return self._main
+
+    async def _opened(self, spec: SandboxSpec) -> Sandbox:
+        return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working)
+
+    async def working(self, on: str, awaitable: Awaitable[T]) -> T:
+        """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""
+        self._watch.waiting(on, 1)
+        try:
+            return await awaitable
+        except SandboxError as error:
+            if error.code == "sandbox.lost" and on == "tool":
+                self.lost_in_command = True
+            raise
+        finally:
+            self._watch.waiting(on, -1)

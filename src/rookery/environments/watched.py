@@ -1,0 +1,71 @@
+"""A sandbox whose calls the attempt's watch sees: time spent there is the policy's, not the environment's."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rookery.core import ExecResult
+from rookery.sandboxes.protocol import Command, OnOutput, Process, Sandbox, Shell
+
+
+class WatchedSandbox:
+    """Passes every call on; see `rookery.sandboxes.protocol.Sandbox`."""
+
+    def __init__(self, inner: Sandbox, working: Callable[[str, Awaitable[Any]], Awaitable[Any]]) -> None:
+        self._inner = inner
+        self._working = working
+        self.id = inner.id
+        self.spec = inner.spec
+
+    async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
+        result: ExecResult = await self._working("sandbox", self._inner.exec(command, on_output=on_output))
+        return result
+
+    async def start(self, command: Command) -> Process:
+        process: Process = await self._working("sandbox", self._inner.start(command))
+        return process
+
+    async def shell(self) -> Shell:
+        return WatchedShell(await self._working("sandbox", self._inner.shell()), self._working)
+
+    async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
+        data: bytes = await self._working("sandbox", self._inner.read(path, limit=limit, timeout=timeout))
+        return data
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
+        await self._working("sandbox", self._inner.write(path, data, mode=mode, timeout=timeout))
+
+    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
+        await self._working("sandbox", self._inner.upload(source, target, timeout=timeout))
+
+    async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
+        await self._working("sandbox", self._inner.download(source, target, limit=limit, timeout=timeout))
+
+    async def snapshot(self) -> str:
+        name: str = await self._working("sandbox", self._inner.snapshot())
+        return name
+
+    async def fork(self, snapshot: str) -> Sandbox:
+        return WatchedSandbox(await self._working("sandbox", self._inner.fork(snapshot)), self._working)
+
+    async def diff(self, snapshot: str) -> Mapping[str, str]:
+        changes: Mapping[str, str] = await self._working("sandbox", self._inner.diff(snapshot))
+        return changes
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class WatchedShell:
+    """Passes every call on; see `rookery.sandboxes.protocol.Shell`."""
+
+    def __init__(self, inner: Shell, working: Callable[[str, Awaitable[Any]], Awaitable[Any]]) -> None:
+        self._inner = inner
+        self._working = working
+
+    async def run(self, script: str, *, timeout: float) -> ExecResult:
+        result: ExecResult = await self._working("sandbox", self._inner.run(script, timeout=timeout))
+        return result
+
+    async def close(self) -> None:
+        await self._inner.close()

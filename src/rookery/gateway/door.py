@@ -1,0 +1,86 @@
+"""What all sessions of a process share: the pause, and credits for calls under way."""
+
+import asyncio
+from collections import deque
+
+
+class Credits:
+    """A fair, resizable bound on calls under way at one upstream; the supervisor grants the size."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def resize(self, limit: int) -> None:
+        self._limit = limit
+        self._wake()
+
+    def take_now(self) -> bool:
+        """A credit without waiting, where one is free and nobody waits already."""
+        if self._used < self._limit and not self._waiting:
+            self._used += 1
+            return True
+        return False
+
+    async def take(self) -> None:
+        if self.take_now():
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give()  # the credit came in the same tick as the cancellation
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def give(self) -> None:
+        self._used -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting and self._used < self._limit:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._used += 1
+                turn.set_result(None)
+
+
+class Door:
+    """Open, or paused. Counts the calls under way."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.under_way = 0
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def pause(self) -> None:
+        self._open.clear()
+
+    def resume(self) -> None:
+        self._open.set()
+
+    async def opened(self) -> None:
+        await self._open.wait()
+
+    async def drained(self) -> None:
+        await self._empty.wait()
+
+    def enter(self) -> None:
+        self.under_way += 1
+        if self.under_way == 1:
+            self._empty.clear()
+
+    def leave(self) -> None:
+        self.under_way -= 1
+        if self.under_way == 0:
+            self._empty.set()

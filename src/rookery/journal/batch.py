@@ -1,0 +1,156 @@
+"""One batch of queued writes, as one transaction.
+
+Promises:
+- a batch is committed whole, or rolled back whole and the error raised;
+- a write that breaks a constraint (a second record for one member) is refused alone: the rest of its batch is
+  committed, the first record stands, and the refusal is an event;
+- totals for `ls` are part of the same transaction, so they never disagree with the records.
+"""
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from rookery.core import Rollout
+from rookery.journal.schema import DISCARDED, REFUSED
+
+ADD_TASK, SET_TASK, ADD_GROUP, ADD_ROLLOUT, ADD_ATTEMPT, SET_GROUP, EVENT, PUT_META, DISCARD = range(9)
+
+Op: TypeAlias = tuple[int, tuple[Any, ...]]
+
+_STATEMENTS = {
+    ADD_TASK: "INSERT INTO tasks VALUES(?, ?, ?, ?, ?)",
+    SET_TASK: "UPDATE tasks SET status = ?, detail = ? WHERE idx = ?",
+    ADD_GROUP: "INSERT INTO groups VALUES(?, ?, ?, ?, ?, ?)",
+    ADD_ROLLOUT: "INSERT INTO rollouts VALUES(NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    ADD_ATTEMPT: "INSERT INTO attempts VALUES(NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+    SET_GROUP: "UPDATE groups SET status = ? WHERE idx = ?",
+    EVENT: "INSERT INTO events VALUES(NULL, ?, ?, ?)",
+    PUT_META: "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
+}
+_NAMES = {ADD_TASK: "task", ADD_GROUP: "group", ADD_ROLLOUT: "rollout"}
+_VALID = ("completed", "truncated")
+_decode = msgspec.msgpack.Decoder(Rollout).decode
+
+
+class Totals(msgspec.Struct):
+    """Counts over a run's records, kept beside them."""
+
+    labels: dict[str, int] = {}
+    valid: int = 0
+    reward: float = 0.0
+
+    @classmethod
+    def load(cls, connection: sqlite3.Connection) -> "Totals":
+        """Counted anew from the records."""
+        totals = cls()
+        query = "SELECT label, kind, count(*), count(reward), total(reward) FROM rollouts GROUP BY label, kind"
+        for label, kind, count, rewarded, reward in connection.execute(query):
+            totals.labels[label] = totals.labels.get(label, 0) + count
+            if kind in _VALID:
+                totals.valid += rewarded
+                totals.reward += reward
+        return totals
+
+    def add(self, row: Sequence[Any], sign: int = 1) -> None:
+        """Count a row of `rollouts` (from its id on) in, or out again."""
+        kind, label, reward = row[4], row[5], row[8]
+        self.labels[label] = self.labels.get(label, 0) + sign
+        if not self.labels[label]:
+            del self.labels[label]
+        if reward is not None and kind in _VALID:
+            self.valid += sign
+            self.reward += sign * reward
+
+    def copy(self) -> "Totals":
+        return Totals(dict(self.labels), self.valid, self.reward)
+
+    def take(self, other: "Totals") -> None:
+        self.labels, self.valid, self.reward = other.labels, other.valid, other.reward
+
+
+def commit(connection: sqlite3.Connection, ops: Sequence[Op], totals: Totals) -> list[str]:
+    """Commit the batch; returns what was refused, in words."""
+    try:
+        return _transaction(connection, ops, totals, one_by_one=False)
+    except sqlite3.IntegrityError:
+        # Rare, and a bug of the caller's: find the offenders the slow way.
+        return _transaction(connection, ops, totals, one_by_one=True)
+
+
+def _transaction(
+    connection: sqlite3.Connection, ops: Sequence[Op], totals: Totals, *, one_by_one: bool
+) -> list[str]:
+    refused: list[str] = []
+    counted = totals.copy()
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        buckets: dict[int, list[tuple[Any, ...]]] = {}
+        for kind, row in ops:
+            if kind == DISCARD:  # order matters: the same member may be put again right after it
+                _write(connection, buckets, counted, refused, one_by_one)
+                buckets = {}
+                _discard(connection, counted, *row)
+            else:
+                buckets.setdefault(kind, []).append(row)
+        _write(connection, buckets, counted, refused, one_by_one)
+        if counted != totals:
+            connection.execute(_STATEMENTS[PUT_META], ("totals", msgspec.json.encode(counted).decode()))
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    totals.take(counted)
+    return refused
+
+
+def _write(
+    connection: sqlite3.Connection,
+    buckets: dict[int, list[tuple[Any, ...]]],
+    totals: Totals,
+    refused: list[str],
+    one_by_one: bool,
+) -> None:
+    for kind in sorted(buckets):  # the order of the constants: a group is there before its status changes
+        rows = buckets[kind]
+        if one_by_one:
+            rows = [row for row in rows if _accepted(connection, kind, row, refused)]
+        else:
+            connection.executemany(_STATEMENTS[kind], rows)
+        if kind == ADD_ROLLOUT:
+            for row in rows:
+                totals.add(row)
+
+
+def _accepted(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], refused: list[str]) -> bool:
+    try:
+        connection.execute(_STATEMENTS[kind], row)
+    except sqlite3.IntegrityError as error:
+        what = f"a second record for {_NAMES.get(kind, 'row')} {row[0]}"
+        if kind == ADD_ROLLOUT:
+            what += f" (group {row[1]}, member {row[2]}, {row[5]}): the first one stands"
+        refused.append(what)
+        payload = msgspec.json.encode({"what": what, "error": str(error)}).decode()
+        connection.execute(_STATEMENTS[EVENT], (time.time(), REFUSED, payload))
+        return False
+    return True
+
+
+def _discard(connection: sqlite3.Connection, totals: Totals, rollout_id: str, reason: str) -> None:
+    row = connection.execute(
+        "SELECT id, group_idx, member, task, kind, label, fault, cause, reward, ended, record "
+        "FROM rollouts WHERE id = ?",
+        (rollout_id,),
+    ).fetchone()
+    if row is None:
+        return
+    record = msgspec.to_builtins(_decode(row[10]))
+    payload = msgspec.json.encode({"id": rollout_id, "reason": reason, "record": record}).decode()
+    connection.execute(_STATEMENTS[EVENT], (time.time(), DISCARDED, payload))
+    connection.execute("DELETE FROM rollouts WHERE id = ?", (rollout_id,))
+    connection.execute(_STATEMENTS[SET_GROUP], ("open", row[1]))
+    totals.add(row, -1)

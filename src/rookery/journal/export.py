@@ -1,0 +1,261 @@
+"""A run as JSONL or Parquet, for other programs.
+
+Promises:
+- one object for each record, all of one shape, by group and member;
+- JSONL and Parquet say the same;
+- memory is bounded by a page of records, whatever the run's size;
+- a file appears under its name when it is whole: an interrupted export leaves no half file there;
+- a record whose tokens cannot be read is exported with the reason, and does not stop the others.
+"""
+
+import os
+import secrets
+import struct
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, Literal, TextIO
+
+import msgspec
+
+from rookery.core import Extra, JournalError, Outcome, Rollout, Segment, UsageError, label
+from rookery.journal.reader import RunReader
+
+Progress = Callable[[int], None]
+ROW_GROUP = 256
+ROW_GROUP_BYTES = 32 << 20
+
+_json = msgspec.json.Encoder()
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """How many records were written, and how many of them without their tokens because those are damaged."""
+
+    rollouts: int
+    damaged: int
+
+
+def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
+    """One plain object for each record."""
+    for record in reader.each():
+        yield row(reader, record, tokens=tokens)
+
+
+def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str, Any]:
+    """The record as plain data, its transcript included, its segments when asked for."""
+    from rookery.trajectories import segments, transcript
+
+    messages: list[Any] = []
+    parts: list[dict[str, Any]] = []
+    damage: str | None = None
+    try:
+        turns = reader.turns(record)
+        messages = [msgspec.to_builtins(message) for message in transcript(turns)]
+        if tokens and record.valid:
+            parts = [_segment(one) for one in segments(turns)]
+    except (JournalError, ValueError) as error:
+        messages, parts, damage = [], [], str(error)
+    found: dict[str, Any] = {
+        "id": record.id,
+        "group": record.group,
+        "member": record.member,
+        "task": record.task,
+        "seed": record.seed,
+        "label": label(record.outcome),
+        "outcome": _outcome(record.outcome),
+        "reward": record.reward,
+        "rewards": _finite(record.rewards),
+        "metrics": _finite(record.metrics),
+        "info": record.info,
+        "messages": messages,
+        "usage": msgspec.structs.asdict(record.usage),
+        "timing": msgspec.structs.asdict(record.timing),
+        "attempts": [
+            {**msgspec.structs.asdict(attempt), "outcome": _outcome(attempt.outcome)}
+            for attempt in record.attempts
+        ],
+        "damage": damage,
+    }
+    if tokens:
+        found["segments"] = parts
+    return found
+
+
+def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
+    # JSON has no word for infinity, so neither export has.
+    return {name: value if isfinite(value) else None for name, value in numbers.items()}
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {"kind": outcome.__struct_config__.tag, **msgspec.structs.asdict(outcome)}
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    n = len(segment)
+    return {
+        "tokens": list(struct.unpack(f"<{n}i", segment.tokens)),
+        "mask": list(segment.mask),
+        "logprobs": list(struct.unpack(f"<{n}f", segment.logprobs)),
+        "versions": [{"start": span.start, "end": span.end, "version": span.version} for span in segment.versions],
+        "turns": list(segment.turns),
+        "extras": {name: _extra(extra) for name, extra in segment.extras.items()},
+    }
+
+
+def _extra(extra: Extra) -> dict[str, Any]:
+    return {"dtype": extra.dtype, "width": extra.width, "data": b64encode(extra.data).decode()}
+
+
+def export_jsonl(
+    reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
+) -> Exported:
+    """One JSON object a line."""
+    if isinstance(out, Path):
+        with _whole_file(out) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+            return _write_lines(reader, file, tokens, progress)
+    return _write_lines(reader, out, tokens, progress)
+
+
+def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
+    done = damaged = 0
+    for one in rows(reader, tokens=tokens):
+        out.write(_json.encode(one).decode())
+        out.write("\n")
+        done += 1
+        damaged += one["damage"] is not None
+        if progress is not None:
+            progress(done)
+    return Exported(done, damaged)
+
+
+def export_parquet(
+    reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None
+) -> Exported:
+    """The same objects as columns; what varies in shape (outcome, info, messages, attempts) is JSON text."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UsageError(
+            "Parquet needs pyarrow: install it with `pip install 'rookery[parquet]'`, or export JSONL"
+        ) from error
+    schema = _schema(pa, tokens)
+    done = damaged = size = 0
+    page: list[dict[str, Any]] = []
+    with _whole_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+
+        def write() -> None:
+            if page:
+                writer.write_table(pa.Table.from_pylist(page, schema=schema))
+                page.clear()
+
+        for one in rows(reader, tokens=tokens):
+            page.append(_columns(one))
+            size += sum(12 * len(segment["tokens"]) for segment in one.get("segments", ())) + len(
+                page[-1]["messages"]
+            )
+            done += 1
+            damaged += one["damage"] is not None
+            if len(page) >= ROW_GROUP or size >= ROW_GROUP_BYTES:
+                write()
+                size = 0
+            if progress is not None:
+                progress(done)
+        write()
+    return Exported(done, damaged)
+
+
+_AS_JSON = ("outcome", "info", "messages", "attempts")
+
+
+def _columns(one: dict[str, Any]) -> dict[str, Any]:
+    found = {**one, **{name: _json.encode(one[name]).decode() for name in _AS_JSON}}
+    found["rewards"], found["metrics"] = list(one["rewards"].items()), list(one["metrics"].items())
+    found["usage"] = {**one["usage"], "others": list(one["usage"]["others"].items())}
+    if "segments" in one:
+        found["segments"] = [{**part, "extras": _json.encode(part["extras"]).decode()} for part in one["segments"]]
+    return found
+
+
+def from_columns(one: dict[str, Any]) -> dict[str, Any]:
+    """A Parquet row, as `to_pylist` gives it, back as the object that JSONL holds."""
+    found = {**one, **{name: msgspec.json.decode(one[name]) for name in _AS_JSON}}
+    found["rewards"], found["metrics"] = dict(one["rewards"]), dict(one["metrics"])
+    found["usage"] = {**one["usage"], "others": dict(one["usage"]["others"])}
+    if "segments" in one:
+        found["segments"] = [{**part, "extras": msgspec.json.decode(part["extras"])} for part in one["segments"]]
+    return found
+
+
+def _schema(pa: Any, tokens: bool) -> Any:
+    text, real, count = pa.string(), pa.float64(), pa.int64()
+    stages = ("queue", "setup", "run", "score", "teardown", "model", "sandbox", "paused")
+    counts = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls")
+    fields = {
+        "id": text,
+        "group": count,
+        "member": count,
+        "task": text,
+        "seed": count,
+        "label": text,
+        "outcome": text,
+        "reward": real,
+        "rewards": pa.map_(text, real),
+        "metrics": pa.map_(text, real),
+        "info": text,
+        "messages": text,
+        "usage": pa.struct([*((name, count) for name in counts), ("others", pa.map_(text, count))]),
+        "timing": pa.struct([(name, real) for name in stages]),
+        "attempts": text,
+        "damage": text,
+    }
+    if tokens:
+        span = pa.struct([("start", count), ("end", count), ("version", count)])
+        fields["segments"] = pa.list_(
+            pa.struct(
+                [
+                    ("tokens", pa.list_(pa.int32())),
+                    ("mask", pa.list_(pa.int8())),
+                    ("logprobs", pa.list_(pa.float32())),
+                    ("versions", pa.list_(span)),
+                    ("turns", pa.list_(count)),
+                    ("extras", text),
+                ]
+            )
+        )
+    return pa.schema(list(fields.items()))
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; it becomes `path` when the block ends well, and is gone otherwise."""
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        reason: str = error.strerror or str(error)
+        raise UsageError(f"cannot write {path}: {reason}") from error
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()
+
+
+Kind = Literal["jsonl", "parquet"]
+
+
+def export(
+    reader: RunReader,
+    path: Path,
+    *,
+    kind: Kind | None = None,
+    tokens: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Export to a file, in the format its name says unless `kind` does."""
+    if kind is None:
+        kind = "parquet" if path.suffix in (".parquet", ".pq") else "jsonl"
+    write = export_parquet if kind == "parquet" else export_jsonl
+    return write(reader, path, tokens=tokens, progress=progress)

@@ -1,0 +1,249 @@
+"""The owner's end of a guard: starts it, talks to it, notices its death.
+
+Promises:
+- a started guard is always waited for: no zombie, no descriptor is left, on any path;
+- when the guard dies, every command it held is answered with None at once, not at its deadline;
+- closing is a hang-up: the guard then kills what it holds, removes folder and lease, and ends.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rookery.core import SandboxError
+from rookery.sandboxes import guard as stub
+from rookery.sandboxes import procs
+from rookery.sandboxes.capture import memory_file
+
+LOG = "guard.log"
+
+
+class Report(NamedTuple):
+    """How a command ended, as the guard saw it."""
+
+    reason: int
+    status: int
+    cpu: float
+    peak: int
+    wall: float
+    survivors: int
+
+
+class Channel:
+    """One guard process. Bound to the loop it was started on."""
+
+    def __init__(self, pid: int, sock: socket.socket, folder: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.pid = pid
+        self._sock = sock
+        self._folder = folder
+        self._waiting: dict[int, asyncio.Future[Report | None]] = {}
+        self._interrupted: dict[int, asyncio.Future[None]] = {}
+        self._last = 0
+        self._room = asyncio.Lock()
+        self._ready: asyncio.Future[bool] = self._loop.create_future()
+        self.dead: asyncio.Future[str] = self._loop.create_future()
+        """Done when the guard has ended, with what it said about it."""
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        self._loop.add_reader(sock.fileno(), self._receive)
+
+    @classmethod
+    def launch(cls, folder: Path, marker: str) -> "Channel":
+        """Starts the program; never suspends, so that no cancellation can fall between start and ownership."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours.setblocking(False)
+            program, here = _program()
+            pid = os.posix_spawn(
+                sys.executable,
+                ["python", "-I", "-S", program, here],
+                {procs.MARKER: marker, "LC_ALL": "C.UTF-8"},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), stub.CHANNEL),
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 2, str(folder / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                ],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=procs.DEFAULTED,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(pid, ours, folder)
+
+    async def hello(self, parts: Sequence[str]) -> None:
+        """Tells the guard what it holds; returns when it is ready to start commands."""
+        await self._send(stub.REQUEST.pack(stub.HELLO, 0, 0, 0, 0, 0, 0), b"\0".join(map(os.fsencode, parts)), ())
+        if not await self._ready:
+            raise SandboxError(f"the guard ended while it started: {await self.dead}", cause="sandbox.create")
+
+    def reserve(self) -> int:
+        """A number for the next command."""
+        self._last += 1
+        return self._last
+
+    async def start(
+        self,
+        number: int,
+        parts: Sequence[bytes],
+        argc: int,
+        fds: Sequence[int],
+        wall: float,
+        cpu: float,
+        memory: int,
+    ) -> "asyncio.Future[Report | None]":
+        """Asks for a command (`parts`: folder, arguments, environment); the promise of its report."""
+        head = stub.REQUEST.pack(stub.SPAWN, number, wall, cpu, memory, argc, 0)
+        promise: asyncio.Future[Report | None] = self._loop.create_future()
+        self._waiting[number] = promise
+        if self.dead.done():
+            self._waiting.pop(number).set_result(None)
+            return promise
+        try:
+            await self._send(head, b"\0".join(parts), fds)
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        return promise
+
+    async def kill(self, number: int) -> None:
+        await self._send(stub.REQUEST.pack(stub.KILL, number, 0, 0, 0, 0, 0), b"", ())
+
+    async def interrupt(self, number: int, mark: str, ticks: int) -> None:
+        """Kills what a shell's script started and signals the shell; returns when both are done."""
+        done = self._interrupted.setdefault(number, self._loop.create_future())
+        if not self.dead.done():
+            await self._send(stub.REQUEST.pack(stub.INTERRUPT, number, 0, 0, ticks, 0, 0), mark.encode(), ())
+            either: set[asyncio.Future[Any]] = {done, self.dead}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        self._interrupted.pop(number, None)
+
+    def discard(self, fd: int) -> None:
+        """Hands over a pipe that somebody left behind still writes to. Closes ours."""
+        try:
+            with contextlib.suppress(OSError):  # full or gone: then the writer meets a closed pipe, no worse
+                socket.send_fds(self._sock, [stub.REQUEST.pack(stub.DISCARD, 0, 0, 0, 0, 0, 0)], [fd])
+        finally:
+            os.close(fd)
+
+    async def _send(self, head: bytes, body: bytes, fds: Sequence[int]) -> None:
+        if len(body) > stub.MAX_MESSAGE:
+            box = memory_file(body)
+            try:
+                fields = (*stub.REQUEST.unpack(head)[:-1], stub.FLAG_BODY_IN_FILE)
+                await self._send(stub.REQUEST.pack(*fields), b"", (*fds, box))
+            finally:
+                os.close(box)
+            return
+        while True:
+            try:
+                socket.send_fds(self._sock, [head, body], list(fds))
+            except BlockingIOError:
+                await self._writable()
+            except OSError:  # hung up; the death of the guard answers whoever waits
+                return
+            else:
+                return
+
+    async def _writable(self) -> None:
+        async with self._room:
+            ready = asyncio.Event()
+            self._loop.add_writer(self._sock.fileno(), ready.set)
+            self.dead.add_done_callback(lambda _: ready.set())
+            try:
+                await ready.wait()
+            finally:
+                if self._sock.fileno() >= 0:
+                    self._loop.remove_writer(self._sock.fileno())
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._loop.remove_reader(self._sock.fileno())  # the end of the process is what counts
+                return
+            kind, number, *rest = stub.REPORT.unpack(data)
+            if kind == stub.READY:
+                if not self._ready.done():
+                    self._ready.set_result(True)
+                continue
+            if kind == stub.INTERRUPTED:
+                done = self._interrupted.pop(number, None)
+                if done is not None and not done.done():
+                    done.set_result(None)
+                continue
+            reason, status, cpu, peak, wall, survivors = rest
+            promise = self._waiting.pop(number, None)
+            if promise is not None and not promise.done():
+                promise.set_result(Report(reason, status, cpu, peak, wall, survivors))
+
+    def _ended(self) -> None:
+        self._receive_rest()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            said = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        except ChildProcessError:
+            said = "waited for by somebody else"
+        with contextlib.suppress(OSError), open(self._folder / LOG, "rb") as file:  # noqa: PTH123
+            said = f"{said}; {file.read(4000).decode('utf-8', 'replace').strip()}".rstrip("; ")
+        self.dead.set_result(said)
+        if not self._ready.done():
+            self._ready.set_result(False)
+        for promise in self._waiting.values():
+            if not promise.done():
+                promise.set_result(None)
+        self._waiting.clear()
+
+    def _receive_rest(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._receive()
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+
+    def hang_up(self) -> None:
+        """Asks the guard to end; a fork that holds the socket too does not keep it alive."""
+        if self._sock.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    async def gone(self, *, timeout: float) -> bool:
+        """Waits for the end of the guard; when it takes too long, makes it end. False: it had to be killed."""
+        done, _ = await asyncio.wait({self.dead}, timeout=timeout)
+        if done:
+            return True
+        self.kill_guard()
+        await asyncio.wait({self.dead}, timeout=timeout)
+        return False
+
+    def kill_guard(self) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+def _program() -> tuple[str, str]:
+    """The stub's compiled form where there is one: compiling it anew would double its start time."""
+    source = Path(stub.__file__)
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    return str(compiled if compiled.exists() else source), str(source.parent)

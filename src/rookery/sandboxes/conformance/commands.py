@@ -1,0 +1,260 @@
+"""Commands and background processes."""
+
+import asyncio
+import hashlib
+import os
+import signal
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes.conformance.tools import SPEC, Check, alive, appears, box, runaway, sh
+from rookery.sandboxes.protocol import Command, Provider
+
+
+async def exit_codes_are_reported(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        for code in (0, 1, 7, 255):
+            result = await sh(sandbox, f"exit {code}")
+            assert (result.status, result.exit_code) == ("exited", code), result
+            assert result.ok == (code == 0)
+
+
+async def signals_are_reported(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV):
+            result = await sh(sandbox, f"kill -{int(number)} $$")
+            assert (result.status, result.signal) == ("signaled", int(number)), result
+
+
+async def a_missing_program_is_a_result(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        for argv in (("no-such-program",), ("/no/such/program",)):
+            result = await sandbox.exec(Command(argv=argv))
+            assert (result.status, result.exit_code) == ("exited", 127), result
+        assert not (await sandbox.exec(Command(argv=("echo", "a\0b")))).ok
+
+
+async def output_and_errors_are_apart_and_binary(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        script = "import sys; sys.stdout.buffer.write(bytes(range(256))); sys.stderr.buffer.write(b'\\xff\\0')"
+        result = await sandbox.exec(Command(argv=("python3", "-c", script)))
+        assert (result.stdout, result.stderr) == (bytes(range(256)), b"\xff\0"), result
+
+
+async def input_arrives_whole(provider: Provider) -> None:
+    data = os.urandom(1 << 20) * 8
+    async with box(provider) as sandbox:
+        result = await sandbox.exec(Command(argv=("sha256sum",), stdin=data))
+        assert result.stdout.split()[0].decode() == hashlib.sha256(data).hexdigest()
+        assert (await sandbox.exec(Command(argv=("true",), stdin=data))).ok
+        assert (await sh(sandbox, "cat")).stdout == b""
+
+
+async def the_environment_is_clean(provider: Provider) -> None:
+    os.environ["ROOKERY_CONFORMANCE_SECRET"] = "hunter2"
+    try:
+        async with box(
+            provider, SandboxSpec(untrusted_ok=True, env={"GIVEN": "spec", "OTHER": "spec"})
+        ) as sandbox:
+            result = await sandbox.exec(Command(argv=("env",), env={"OTHER": "command"}))
+            lines = result.stdout.decode().splitlines()
+            assert "GIVEN=spec" in lines and "OTHER=command" in lines, lines
+            assert not [line for line in lines if "SECRET" in line], lines
+            parents = await sh(sandbox, "tr '\\0' '\\n' </proc/$PPID/environ; tr '\\0' ' ' </proc/$PPID/cmdline")
+            assert b"SECRET" not in parents.stdout
+    finally:
+        del os.environ["ROOKERY_CONFORMANCE_SECRET"]
+
+
+async def commands_share_a_working_folder(provider: Provider) -> None:
+    async with box(provider) as sandbox, box(provider) as other:
+        assert (await sh(sandbox, "mkdir -p sub && echo hi > sub/file && [ -w . ]")).ok
+        result = await sandbox.exec(Command(argv=("cat", "file"), cwd="sub"))
+        assert result.stdout == b"hi\n", result
+        assert not (await sh(other, "[ -e sub ]")).ok
+        assert not (await sandbox.exec(Command(argv=("true",), cwd="missing"))).ok
+
+
+async def a_time_limit_kills_the_whole_tree(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        task = asyncio.create_task(runaway(sandbox, 3.0))
+        await appears(sandbox, "ready")
+        assert len((await alive(sandbox, "pids")).split()) >= 4
+        result = await task
+        assert result.status == "time_limit", result
+        assert result.usage.wall >= 3.0
+        assert await alive(sandbox, "pids") == b""
+
+
+async def a_cancelled_exec_kills_the_whole_tree(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        task = asyncio.create_task(runaway(sandbox, 60.0))
+        await appears(sandbox, "ready")
+        task.cancel()
+        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        assert await alive(sandbox, "pids") == b""
+
+
+async def earlier_commands_survive_the_kill_of_a_later_one(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        process = await sandbox.start(Command(argv=("sh", "-c", "echo $$ > kept; exec sleep 600")))
+        assert (await sh(sandbox, "sleep 600 & echo $! > left")).ok
+        await appears(sandbox, "kept")
+        assert (await sh(sandbox, "sleep 600", wall=0.2)).status == "time_limit"
+        assert await alive(sandbox, "kept") != b""
+        assert await alive(sandbox, "left") != b""
+        assert (await process.kill()).status == "signaled"
+        assert await alive(sandbox, "kept") == b""
+
+
+async def processor_time_is_limited(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        result = await sandbox.exec(Command(argv=("sh", "-c", "while :; do :; done"), cpu_seconds=1.0))
+        assert result.status == "time_limit", result
+        assert result.usage.cpu >= 0.5
+
+
+async def memory_is_limited(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        grow = "x = []\nwhile True: x.append(bytearray(4 << 20))"
+        result = await sandbox.exec(Command(argv=("python3", "-c", grow), memory=256 << 20))
+        assert not result.ok, result
+        assert result.usage.peak_memory < 300 << 20
+
+
+async def output_is_bounded_and_counted(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        script = "import sys; sys.stdout.write('a' * 10 + 'b' * 50_000 + 'c' * 10)"
+        result = await sandbox.exec(Command(argv=("python3", "-c", script), output=1000))
+        assert result.ok and len(result.stdout) == 1000, result
+        assert result.stdout.startswith(b"a" * 10) and result.stdout.endswith(b"c" * 10)
+        assert result.stdout_dropped == 50_020 - 1000
+
+
+async def endless_output_is_stopped(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        result = await sh(sandbox, "yes", output=1000)
+        assert result.status == "output_limit", result
+        assert len(result.stdout) == 1000
+
+
+async def who_keeps_the_pipe_delays_nothing(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        async with asyncio.timeout(20):
+            result = await sh(sandbox, "(while :; do echo noise; sleep 0.05; done) & echo $! > pid; echo done")
+        assert result.ok and b"done" in result.stdout, result
+        assert (await sh(sandbox, "sleep 0.3")).ok
+        assert await alive(sandbox, "pid") != b"", "it was killed by a closed pipe"
+
+
+async def output_streams_while_it_is_made(provider: Provider) -> None:
+    seen: list[tuple[str, bytes]] = []
+    first = asyncio.Event()
+
+    def take(stream: str, data: bytes) -> None:
+        seen.append((stream, data))
+        first.set()
+
+    async with box(provider) as sandbox:
+        command = Command(argv=("sh", "-c", "echo one; while [ ! -e go ]; do sleep 0.02; done; echo two >&2"))
+        task = asyncio.create_task(sandbox.exec(command, on_output=take))
+        async with asyncio.timeout(20):
+            await first.wait()
+        await sandbox.write("go", b"")
+        result = await task
+        assert result.ok and seen == [("stdout", b"one\n"), ("stderr", b"two\n")], (result, seen)
+
+
+async def a_callback_that_raises_ends_the_command(provider: Provider) -> None:
+    def take(stream: str, data: bytes) -> None:
+        raise LookupError(stream)
+
+    async with box(provider) as sandbox:
+        try:
+            await sandbox.exec(Command(argv=("sh", "-c", "echo $$ > pids; echo x; sleep 600")), on_output=take)
+        except LookupError:
+            pass
+        else:
+            raise AssertionError("the error was swallowed")
+        assert await alive(sandbox, "pids") == b""
+
+
+async def fifty_run_at_once(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        results = await asyncio.gather(*(sh(sandbox, f"echo {n}; exit {n}") for n in range(50)))
+        assert [(r.exit_code, r.stdout) for r in results] == [(n, f"{n}\n".encode()) for n in range(50)]
+
+
+async def a_process_streams_both_ways(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        process = await sandbox.start(Command(argv=("cat",)))
+        output = process.output()
+        for line in (b"one\n", b"two\n"):
+            await process.send(line)
+            assert await anext(output) == ("stdout", line)
+        try:
+            await process.wait(timeout=0.05)
+        except TimeoutError:
+            pass
+        else:
+            raise AssertionError("it had not ended")
+        await process.send(b"", eof=True)
+        assert [chunk async for chunk in output] == []
+        result = await process.wait(timeout=10)
+        assert result.ok and result.stdout == b"one\ntwo\n", result
+
+
+async def a_slow_reader_blocks_the_program(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        script = "i=0; while :; do echo $i > count; yes | head -c 65536; i=$((i+1)); done"
+        process = await sandbox.start(Command(argv=("sh", "-c", script)))
+        output = process.output()
+        assert (await anext(output))[1]
+        await sh(sandbox, 'last=x; while now=$(cat count); [ "$now" != "$last" ]; do last=$now; sleep 0.3; done')
+        assert int(await sandbox.read("count")) < 64
+        assert (await process.kill()).status == "signaled"
+
+
+async def who_only_waits_need_not_read(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        process = await sandbox.start(Command(argv=("sh", "-c", "yes | head -c 3000000"), output=100))
+        result = await process.wait(timeout=20)
+        assert result.ok and len(result.stdout) + result.stdout_dropped == 3_000_000, result
+
+
+async def closing_is_idempotent_and_final(provider: Provider) -> None:
+    sandbox = await provider.create(SPEC, attempt="conformance")
+    await sandbox.start(Command(argv=("sleep", "600")))
+    await asyncio.gather(sandbox.close(), sandbox.close())
+    await sandbox.close()
+    for call in (sh(sandbox, "true"), sandbox.read("x"), sandbox.write("x", b"")):
+        try:
+            await call
+        except SandboxError:
+            continue
+        raise AssertionError("a closed sandbox went on working")
+
+
+CHECKS: tuple[Check, ...] = (
+    exit_codes_are_reported,
+    signals_are_reported,
+    a_missing_program_is_a_result,
+    output_and_errors_are_apart_and_binary,
+    input_arrives_whole,
+    the_environment_is_clean,
+    commands_share_a_working_folder,
+    a_time_limit_kills_the_whole_tree,
+    a_cancelled_exec_kills_the_whole_tree,
+    earlier_commands_survive_the_kill_of_a_later_one,
+    processor_time_is_limited,
+    memory_is_limited,
+    output_is_bounded_and_counted,
+    endless_output_is_stopped,
+    who_keeps_the_pipe_delays_nothing,
+    output_streams_while_it_is_made,
+    a_callback_that_raises_ends_the_command,
+    fifty_run_at_once,
+    a_process_streams_both_ways,
+    a_slow_reader_blocks_the_program,
+    who_only_waits_need_not_read,
+    closing_is_idempotent_and_final,
+)

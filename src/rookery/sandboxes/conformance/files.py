@@ -1,0 +1,132 @@
+"""Files in and out."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+
+from rookery.core import SandboxError
+from rookery.sandboxes.conformance.tools import Check, box, sh
+from rookery.sandboxes.protocol import Provider
+
+
+def scratch() -> "tempfile.TemporaryDirectory[str]":
+    """A folder on the host."""
+    return tempfile.TemporaryDirectory(prefix="rookery-conformance-")
+
+
+async def refused(call: Awaitable[object]) -> None:
+    try:
+        async with asyncio.timeout(20):
+            got = await call
+    except TimeoutError as error:
+        raise AssertionError("it hung") from error
+    except (OSError, SandboxError):
+        return
+    raise AssertionError(f"it was allowed, and gave {got!r}")
+
+
+async def files_go_in_and_out(provider: Provider) -> None:
+    data = os.urandom(3 << 20)
+    async with box(provider) as sandbox:
+        await sandbox.write("deep/down/file", data)
+        assert await sandbox.read("deep/down/file") == data
+        await sandbox.write("deep/down/file", b"#!/bin/sh\necho ran\n", mode=0o755)
+        assert (await sh(sandbox, "deep/down/file")).stdout == b"ran\n"
+        where = (await sh(sandbox, "pwd")).stdout.decode().strip()
+        assert await sandbox.read(f"{where}/deep/down/file") == b"#!/bin/sh\necho ran\n"
+        await refused(sandbox.read("missing"))
+        await refused(sandbox.read("deep"))
+        await refused(sandbox.read("deep/down/file", limit=5))
+
+
+async def folders_go_in_and_out_with_their_modes(provider: Provider) -> None:
+    with scratch() as name:
+        host = Path(name)
+        source = host / "source"
+        (source / "sub").mkdir(parents=True)
+        (source / "run").write_text("#!/bin/sh\necho ran\n")
+        (source / "run").chmod(0o750)
+        (source / "sub" / "secret").write_bytes(b"s")
+        (source / "sub" / "secret").chmod(0o600)
+        (source / "link").symlink_to("run")
+        async with box(provider) as sandbox:
+            await sandbox.upload(source, "a/b")
+            result = await sh(sandbox, "cd a/b && ./run && ./link && stat -c %a run sub/secret")
+            assert result.stdout == b"ran\nran\n750\n600\n", result
+            await sandbox.upload(source / "run", "single")
+            assert (await sh(sandbox, "./single")).ok
+            await sandbox.download("a/b", host / "back")
+            await sandbox.download("single", host / "one")
+        assert (host / "back" / "run").stat().st_mode & 0o7777 == 0o750
+        assert (host / "back" / "sub" / "secret").stat().st_mode & 0o7777 == 0o600
+        assert (host / "one").read_bytes() == (source / "run").read_bytes()
+        assert not [path for path in host.iterdir() if "half" in path.name]
+
+
+async def no_link_is_followed(provider: Provider) -> None:
+    with scratch() as name:
+        host = Path(name)
+        (host / "secret").write_text("hunter2")
+        async with box(provider) as sandbox:
+            made = await sh(
+                sandbox, f"mkdir t; ln -s {host}/secret t/file; ln -s {host} t/folder; ln -s ../.. t/up"
+            )
+            assert made.ok
+            for path in ("t/file", "t/folder/secret", "t/up/x"):
+                await refused(sandbox.read(path))
+            await refused(sandbox.write("t/folder/new", b"x"))
+            await refused(sandbox.download("t/file", host / "got"))
+            await refused(sandbox.download("t/folder", host / "got"))
+            await sandbox.write("t/file", b"mine")
+            assert await sandbox.read("t/file") == b"mine"
+            await sandbox.download("t", host / "tree")
+        assert (host / "secret").read_text() == "hunter2"
+        assert sorted(path.name for path in (host / "tree").iterdir()) == ["file"]
+        assert sorted(path.name for path in host.iterdir()) == ["secret", "tree"]
+
+
+async def odd_files_are_refused_or_left_out(provider: Provider) -> None:
+    with scratch() as name:
+        host = Path(name)
+        async with box(provider) as sandbox:
+            assert (await sh(sandbox, "mkdir t; mkfifo t/fifo; echo x > t/plain; chmod u+s t/plain")).ok
+            await refused(sandbox.read("t/fifo"))
+            await refused(sandbox.download("t/fifo", host / "got"))
+            await sandbox.download("t", host / "tree")
+            await sandbox.write("t/fifo", b"now a file")
+            assert await sandbox.read("t/fifo") == b"now a file"
+        assert [path.name for path in (host / "tree").iterdir()] == ["plain"]
+        assert (host / "tree" / "plain").stat().st_mode & 0o7000 == 0
+
+
+async def paths_stay_inside(provider: Provider) -> None:
+    with scratch() as name:
+        async with box(provider) as sandbox:
+            for path in ("../x", "a/../../x", f"{name}/x"):
+                await refused(sandbox.write(path, b"x"))
+                await refused(sandbox.read(path))
+                await refused(sandbox.download(path, Path(name) / "got"))
+        assert not any(Path(name).iterdir())
+
+
+async def a_download_is_bounded_and_whole(provider: Provider) -> None:
+    with scratch() as name:
+        host = Path(name)
+        async with box(provider) as sandbox:
+            assert (await sh(sandbox, "mkdir t; for i in 1 2 3 4; do head -c 100000 /dev/zero > t/$i; done")).ok
+            await refused(sandbox.download("t", host / "got", limit=250_000))
+            assert not any(host.iterdir())
+            await sandbox.download("t", host / "got", limit=400_000)
+            assert len(list((host / "got").iterdir())) == 4
+
+
+CHECKS: tuple[Check, ...] = (
+    files_go_in_and_out,
+    folders_go_in_and_out_with_their_modes,
+    no_link_is_followed,
+    odd_files_are_refused_or_left_out,
+    paths_stay_inside,
+    a_download_is_bounded_and_whole,
+)

@@ -1,0 +1,72 @@
+"""What the checks share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+from rookery.core import ExecResult, SandboxSpec
+from rookery.sandboxes.protocol import Command, Provider, Sandbox
+
+Check: TypeAlias = Callable[[Provider], Awaitable[None]]
+SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
+
+
+@asynccontextmanager
+async def box(provider: Provider, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
+    sandbox = await provider.create(spec, attempt="conformance")
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+async def sh(sandbox: Sandbox, script: str, *, wall: float | None = None, output: int | None = None) -> ExecResult:
+    return await sandbox.exec(Command(argv=("sh", "-c", script), wall=wall, output=output))
+
+
+async def alive(sandbox: Sandbox, listed: str) -> bytes:
+    """Which of the processes named in a file of the sandbox still run there."""
+    script = f"""for pid in $(cat {listed}); do
+        state=$(sed 's/.*) //' /proc/$pid/stat 2>/dev/null | cut -c1)
+        case "$state" in ''|Z|X) ;; *) echo $pid;; esac; done"""
+    return (await sh(sandbox, script)).stdout
+
+
+RUNAWAY = """
+import os, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+def note():
+    with open("pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+note()
+if os.fork() == 0:
+    os.setsid()
+    note()
+    if os.fork() == 0:
+        os.setsid()
+        note()
+        if os.fork() == 0:
+            note()
+            os.execve(sys.executable, ["sleepy", "-c", "import time; time.sleep(600)"], {})
+        os._exit(0)
+    time.sleep(600)
+if os.fork() == 0:
+    if os.fork() == 0:
+        note()
+        open("ready", "w").close()
+        time.sleep(600)
+    os._exit(0)
+time.sleep(600)
+"""
+"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; five live in the end."""
+
+
+async def runaway(sandbox: Sandbox, wall: float) -> ExecResult:
+    return await sandbox.exec(Command(argv=("python3", "-c", RUNAWAY), wall=wall))
+
+
+async def appears(sandbox: Sandbox, path: str) -> None:
+    result = await sh(sandbox, f"while [ ! -e {path} ]; do sleep 0.02; done")
+    assert result.ok, f"{path} never appeared: {result}"

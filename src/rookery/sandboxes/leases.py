@@ -1,0 +1,127 @@
+"""Leases on disk, and the reaper for sandboxes whose owner is gone.
+
+Promises:
+- a lease is written before anything it covers exists, and removed after everything it covers is gone;
+- the reaper never touches what a live owner holds within its deadline;
+- it works after a SIGKILL of the owner, of the guard, or of both: processes are found by the marker
+  `ROOKERY_SANDBOX=<run>/<id>` in the environment they were started with, and by descent from those.
+
+What it cannot find: a process that wiped its environment and lost its guard and every marked ancestor.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from rookery.sandboxes import procs
+from rookery.sandboxes.protocol import Lease
+
+KILL_SECONDS = 10.0
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks; None when there is none."""
+    stat = procs.stat_of(pid)
+    return None if stat is None or stat[0] in "ZX" else stat[2]
+
+
+def owner_alive(pid: int, started: int) -> bool:
+    """Whether this very process lives, and not another that got its number."""
+    return start_ticks(pid) == started
+
+
+def marker(run: str, identity: str) -> str:
+    """The value by which every process of a sandbox can be known."""
+    return f"{run}/{identity}"
+
+
+def path_of(folder: Path, identity: str) -> Path:
+    return folder / "leases" / f"{identity}.json"
+
+
+def write(folder: Path, lease: Lease) -> Path:
+    """Atomically: a reader sees the whole lease or none."""
+    path = path_of(folder, lease.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".half")
+    half.write_bytes(msgspec.json.encode(lease))
+    half.rename(path)
+    return path
+
+
+def read_all(folder: Path) -> list[Lease]:
+    """Every lease that can be read; one that was removed meanwhile is simply not there."""
+    found = []
+    for path in sorted((folder / "leases").glob("*.json")):
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=Lease))
+    return found
+
+
+def kill_marked(value: str, *, seconds: float = KILL_SECONDS) -> int:
+    """Kills every process with this marker, and what descends from them; how many were left in the end."""
+    end = time.monotonic() + seconds
+    clean = 0
+    while True:
+        victims = _marked(value)
+        handles = []
+        try:
+            for pid, started in victims.items():
+                # Through a handle, checked after it was opened: the number may have been given to another.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    handle = os.pidfd_open(pid)
+                    handles.append(handle)
+                    if start_ticks(pid) == started:
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+            clean = 0 if victims else clean + 1
+            if clean > 1 or time.monotonic() > end:
+                return len(victims)
+            if handles:
+                select.select(handles[:500], [], [], 0.02)
+        finally:
+            for handle in handles:
+                os.close(handle)
+
+
+def _marked(value: str) -> dict[int, int]:
+    found: dict[int, int] = {}
+    own = os.getpid()
+    everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    todo = [pid for pid in everyone if procs.variable_of(pid, procs.MARKER) == value]
+    while todo:
+        pid = todo.pop()
+        started = start_ticks(pid)
+        if pid not in found and pid != own and started is not None:
+            found[pid] = started
+            todo += procs.children_of(pid)
+    return found
+
+
+def destroy(folder: Path, identity: str, value: str) -> int:
+    """Ends everything of a sandbox; how many processes would not die (then its folder and lease stay)."""
+    left = kill_marked(value)
+    if not left:
+        procs.remove_tree(str(folder / identity))
+        path_of(folder, identity).unlink(missing_ok=True)
+    return left
+
+
+def reap(folder: Path, *, now: float, force: bool = False) -> list[str]:
+    """Ends every sandbox below `folder` whose owner is dead or whose deadline passed; their ids.
+
+    `force` takes the living ones too.
+    """
+    taken = []
+    for lease in read_all(folder):
+        # The file says where the sandbox lies, but it lies in a folder programs can write to: not believed.
+        if lease.id != Path(lease.id).name or lease.id in ("", ".", "..", "leases"):
+            continue
+        due = force or now >= lease.deadline or not owner_alive(lease.owner_pid, lease.owner_started)
+        if due and destroy(folder, lease.id, marker(lease.run, lease.id)) == 0:
+            taken.append(lease.id)
+    return taken

@@ -1,0 +1,126 @@
+"""A background command.
+
+Promises:
+- its output is bounded: when a reader of `output()` is slow the program blocks, and nothing piles up here;
+- who only waits needs not read: the output is then kept as a command's is, head and tail;
+- after its end, or the sandbox's, every call returns at once.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator
+
+from rookery.core import ExecResult
+from rookery.sandboxes.capture import Feeder, first_of
+from rookery.sandboxes.jobs import Job
+from rookery.sandboxes.protocol import Stream
+
+MAX_UNREAD = 256 << 10
+
+
+class SubprocessProcess:
+    """Started by `Sandbox.start`; ends by itself, by `kill`, or with the sandbox."""
+
+    def __init__(self, job: Job, feeder: Feeder) -> None:
+        self._job = job
+        self._feeder = feeder
+        self._unread: deque[tuple[Stream, bytes]] = deque()
+        self._size = 0
+        self._news = asyncio.Event()
+        self._discarding = False
+        self._read = False
+        self._result: ExecResult | None = None
+        self._lock = asyncio.Lock()
+        job.on_output = self._take
+        job.on_end = self._news.set
+        job.ceiling = 0  # backpressure bounds it
+
+    @property
+    def number(self) -> int:
+        return self._job.number
+
+    def _take(self, stream: Stream, data: bytes) -> None:
+        if not self._discarding:
+            self._unread.append((stream, data))
+            self._size += len(data)
+            if self._size >= MAX_UNREAD:
+                for pump in self._job.pumps.values():
+                    pump.pause()
+        self._news.set()
+
+    def _flow(self) -> None:
+        for pump in self._job.pumps.values():
+            pump.resume()
+
+    async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
+        """Chunks as they come, until both streams end (whoever holds them) or the command is gone."""
+        self._read = True
+        while True:
+            while self._unread:
+                stream, data = self._unread.popleft()
+                self._size -= len(data)
+                if self._size < MAX_UNREAD:
+                    self._flow()
+                yield stream, data
+            if self._result is not None or all(pump.ended for pump in self._job.pumps.values()):
+                return
+            self._news.clear()
+            if self._job.promise.done():
+                await self._settle()  # what it left running may hold the pipes: its own end counts
+                continue
+            await first_of(self._news.wait(), self._job.promise)
+
+    async def send(self, data: bytes, *, eof: bool = False) -> None:
+        """Raises BrokenPipeError when the program reads no more."""
+        await self._feeder.write(data)
+        if eof:
+            self._feeder.close()
+
+    async def wait(self, *, timeout: float) -> ExecResult:
+        if not self._read:
+            self._discarding = True
+            self._flow()
+        done, _ = await asyncio.wait({self._job.promise}, timeout=timeout)
+        if not done:
+            raise TimeoutError(f"the process still runs after {timeout:g} s")
+        return await self._settle()
+
+    async def kill(self) -> ExecResult:
+        if self._result is None:
+            await self._job.abort()
+        return await self.wait(timeout=1.0)
+
+    async def _settle(self) -> ExecResult:
+        async with self._lock:
+            if self._result is None:
+                report = await asyncio.shield(self._job.promise)
+                try:
+                    self._result = self._job.collect(report)
+                finally:
+                    self._job.release(leave_running=report is not None)
+                    self._feeder.close()
+                    self._news.set()
+            return self._result
+
+    def drop(self) -> None:
+        """Closes our ends, when the sandbox closes."""
+        self._job.release()
+        self._feeder.close()
+        self._news.set()
+
+
+async def start_process(job: Job) -> SubprocessProcess:
+    """Begins a job whose input stays open."""
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    try:
+        feeder = Feeder(asyncio.get_running_loop(), ours)
+        process = SubprocessProcess(job, feeder)
+        try:
+            await job.begin(theirs)
+        except BaseException:
+            feeder.close()
+            raise
+        return process
+    finally:
+        os.close(theirs)

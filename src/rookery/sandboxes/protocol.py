@@ -1,0 +1,142 @@
+"""The protocol every provider implements; conformance is tested by one suite for all of them.
+
+Promises, of every provider:
+- every call takes a timeout in seconds, and when it passes, what the call started is dead;
+- `exec` never raises for what the program did: the result says how it ended; `SandboxError` is for the
+  sandbox being gone or unusable;
+- output is bounded: head and tail are kept, what was dropped is counted;
+- killing means the whole tree, setsid, double fork and TERM-ignorers included;
+- `close` is idempotent, runs on every path, and leaves nothing behind.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from rookery.core import ExecResult, SandboxSpec
+
+Stream: TypeAlias = Literal["stdout", "stderr"]
+OnOutput: TypeAlias = Callable[[Stream, bytes], None]
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One command for a sandbox. What is None comes from the sandbox's spec."""
+
+    argv: tuple[str, ...]
+    stdin: bytes = b""
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+    wall: float | None = None
+    cpu_seconds: float | None = None
+    memory: int | None = None
+    output: int | None = None
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox's right to exist. It lies on disk, so that it outlives a SIGKILL of its owner."""
+
+    id: str
+    run: str
+    attempt: str
+    owner_pid: int
+    owner_started: int
+    """The owner's start time in clock ticks (field 22 of /proc/PID/stat): pids are used again, pairs are not."""
+    deadline: float
+    """Unix time after which a reaper may take it even from a live owner."""
+    provider: str
+    folder: str
+    """The sandbox's own folder on the host; removed with it."""
+
+
+class Process(Protocol):
+    """A background command."""
+
+    def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
+        """Chunks as they come, until both streams end; bounded: a slow reader blocks the program, not us."""
+        ...
+
+    async def send(self, data: bytes, *, eof: bool = False) -> None: ...
+
+    async def wait(self, *, timeout: float) -> ExecResult:
+        """Raises TimeoutError when it is still running; the process goes on."""
+        ...
+
+    async def kill(self) -> ExecResult: ...
+
+
+class Shell(Protocol):
+    """A persistent bash: cwd, variables, functions and background jobs stay between calls."""
+
+    async def run(self, script: str, *, timeout: float) -> ExecResult: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """The box untrusted programs run in."""
+
+    id: str
+    spec: SandboxSpec
+
+    async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
+        """Runs to the end, at most `command.wall` (or the spec's) seconds."""
+        ...
+
+    async def start(self, command: Command) -> Process: ...
+
+    async def shell(self) -> Shell: ...
+
+    async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes: ...
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None: ...
+
+    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
+        """A file or a folder, in one transfer; modes survive."""
+        ...
+
+    async def download(
+        self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0
+    ) -> None: ...
+
+    async def snapshot(self) -> str:
+        """A name for the file system as it is now. Providers that cannot raise `SandboxError(sandbox.refused)`."""
+        ...
+
+    async def fork(self, snapshot: str) -> "Sandbox": ...
+
+    async def diff(self, snapshot: str) -> Mapping[str, str]:
+        """Path → added | changed | removed, since the snapshot."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Provider(Protocol):
+    """Makes sandboxes. One per process and provider; opening one starts nothing until the first `create`."""
+
+    name: str
+    isolated: bool
+    """False: programs run as the user, on the user's files. Choosing it for untrusted work needs consent."""
+
+    def check(self, spec: SandboxSpec) -> Sequence[str]:
+        """What of this spec the provider cannot give on this machine, in sentences; empty when it can."""
+        ...
+
+    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
+        """A failed or cancelled creation leaves nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Closes every sandbox still open."""
+        ...
+
+
+class Home(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a provider may write: below `folder` and nowhere else; `run` names the owner of its leases."""
+
+    folder: Path
+    run: str

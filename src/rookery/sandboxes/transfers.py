@@ -1,0 +1,257 @@
+"""Files in and out of a folder that hostile programs write to at the same time.
+
+Promises:
+- no link is ever followed: every path is walked from the sandbox's own folder, one name at a time;
+- nothing that is not a plain file or a folder is opened for reading: FIFOs, devices and sockets are refused
+  by `read` and left out by `download`, as links are;
+- what arrives is whole or not there; modes survive, set-user-id and its like do not;
+- sizes, depth and number are bounded, and a deadline ends the work.
+
+A path that may not be named at all (`..`, outside of the sandbox) is a `SandboxError(sandbox.refused)`: the
+caller's mistake. What programs left at a good path (nothing, a link, a FIFO, too much) is an `OSError`.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from rookery.core import SandboxError
+
+BLOCK = 1 << 20
+MAX_DEPTH = 200
+MAX_ENTRIES = 200_000
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO must not wait
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Clock:
+    """Ends work that runs in a thread: at its deadline, or when it is told to stop."""
+
+    def __init__(self, timeout: float) -> None:
+        self._end = time.monotonic() + timeout
+        self.stop = threading.Event()
+        self.entries = 0
+        self.bytes = 0
+
+    def check(self) -> None:
+        if self.stop.is_set() or time.monotonic() > self._end:
+            raise TimeoutError("the transfer's deadline passed")
+
+    def count(self, size: int, limit: int | None) -> None:
+        self.check()
+        self.bytes += size
+        if limit is not None and self.bytes > limit:
+            raise OSError(errno.EFBIG, f"more than {limit} bytes")
+
+    def entry(self) -> None:
+        self.check()
+        self.entries += 1
+        if self.entries > MAX_ENTRIES:
+            raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} files")
+
+
+def names_of(root: Path, path: str) -> tuple[str, ...]:
+    """The names from the sandbox's folder to a path: relative ones start in `work`, absolute ones lie inside."""
+    pure = PurePosixPath(path)
+    if "\0" in path or ".." in pure.parts:
+        raise SandboxError(f"{path!r} is no path of a sandbox: it must not contain '..'", cause="sandbox.refused")
+    if not pure.is_absolute():
+        return ("work", *pure.parts)
+    for top in ("work", "tmp"):
+        if pure.is_relative_to(root / top):
+            return (top, *pure.relative_to(root / top).parts)
+    raise SandboxError(
+        f"{path!r} lies outside of the sandbox: use a path relative to its working folder", cause="sandbox.refused"
+    )
+
+
+@contextmanager
+def parent_of(root: Path, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder that holds the last name."""
+    here = os.open(root, FOLDER)
+    try:
+        for name in names[:-1]:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o755, dir_fd=here)
+            below = os.open(name, FOLDER, dir_fd=here)
+            os.close(here)
+            here = below
+        yield here
+    finally:
+        os.close(here)
+
+
+def read(root: Path, path: str, limit: int, clock: Clock) -> bytes:
+    names = names_of(root, path)
+    with parent_of(root, names) as folder:
+        fd = os.open(names[-1], FILE, dir_fd=folder)
+        with os.fdopen(_checked(fd, path), "rb", buffering=0) as file:
+            parts = []
+            while block := file.read(BLOCK):
+                clock.count(len(block), limit)
+                parts.append(block)
+    return b"".join(parts)
+
+
+def write(root: Path, path: str, data: bytes, mode: int, clock: Clock) -> None:
+    names = names_of(root, path)
+    with parent_of(root, names, make=True) as folder:
+        view = memoryview(data)
+        blocks = (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
+        _place(folder, names[-1], blocks, mode, clock, None)
+
+
+def _place(
+    folder: int,
+    name: str,
+    blocks: "Iterator[memoryview] | Iterator[bytes]",
+    mode: int,
+    clock: Clock,
+    limit: int | None,
+) -> None:
+    """Writes beside, then renames over: a link or FIFO of that name is replaced, never written through."""
+    half = f".{secrets.token_hex(8)}.half"
+    fd = os.open(half, NEW, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            for block in blocks:
+                clock.count(len(block), limit)
+                view = memoryview(block)
+                while view:
+                    view = view[file.write(view) :]
+            os.fchmod(fd, mode & 0o777)
+        os.rename(half, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(half, dir_fd=folder)
+        raise
+
+
+def upload(root: Path, source: Path, target: str, clock: Clock) -> None:
+    """The source is ours and trusted; its links are copied as links."""
+    names = names_of(root, target)
+    source = source.resolve(strict=True)
+    with parent_of(root, names, make=True) as folder:
+        if not source.is_dir():
+            with os.fdopen(_checked(os.open(source, FILE), str(source)), "rb", buffering=0) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                _place(folder, names[-1], _blocks(file.read), mode, clock, None)
+            return
+        here = os.open(source, FOLDER)
+        try:
+            _copy(here, folder, names[-1], clock, None, links=True, depth=0)
+        finally:
+            os.close(here)
+
+
+def download(root: Path, source: str, target: Path, limit: int, clock: Clock) -> None:
+    """`target` must not exist yet, or be an empty folder or a file (which is replaced)."""
+    names = names_of(root, source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with parent_of(root, names) as folder:
+        above = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(names[-1], FILE, dir_fd=folder)
+            try:
+                if stat.S_ISDIR(os.fstat(fd).st_mode):
+                    _download_folder(fd, above, target.name, limit, clock)
+                    return
+                mode = _plain(fd, source).st_mode
+                with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
+                    _place(above, target.name, _blocks(file.read), mode, clock, limit)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(above)
+
+
+def _download_folder(source: int, above: int, name: str, limit: int, clock: Clock) -> None:
+    half = f".{name}.{secrets.token_hex(8)}.half"
+    try:
+        _copy(source, above, half, clock, limit, links=False, depth=0)
+        os.rename(half, name, src_dir_fd=above, dst_dir_fd=above)
+    except BaseException:
+        from rookery.sandboxes.procs import remove_tree
+
+        remove_tree(f"/proc/self/fd/{above}/{half}")
+        raise
+
+
+def _copy(source: int, above: int, name: str, clock: Clock, limit: int | None, *, links: bool, depth: int) -> None:
+    """A folder, given open, becomes `name` in `above`; folders of that name are merged into."""
+    if depth > MAX_DEPTH:
+        raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep")
+    mode = stat.S_IMODE(os.fstat(source).st_mode) & 0o777
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=above)
+    target = os.open(name, FOLDER, dir_fd=above)
+    try:
+        with os.scandir(source) as entries:
+            listed = []
+            for entry in entries:
+                clock.entry()
+                listed.append(entry.name)
+        for entry_name in listed:
+            _copy_entry(source, entry_name, target, clock, limit, links=links, depth=depth)
+        os.fchmod(target, mode | 0o700)  # whoever owns it must be able to remove it
+    finally:
+        os.close(target)
+
+
+def _copy_entry(
+    source: int, name: str, target: int, clock: Clock, limit: int | None, *, links: bool, depth: int
+) -> None:
+    info = os.stat(name, dir_fd=source, follow_symlinks=False)
+    if stat.S_ISLNK(info.st_mode) and links:
+        half = f".{secrets.token_hex(8)}.half"
+        os.symlink(os.readlink(name, dir_fd=source), half, dir_fd=target)
+        os.rename(half, name, src_dir_fd=target, dst_dir_fd=target)
+        return
+    if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
+        return
+    try:
+        fd = os.open(name, FILE, dir_fd=source)
+    except (FileNotFoundError, OSError) as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return  # swapped for something else since we looked
+        raise
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISDIR(info.st_mode):
+            _copy(fd, target, name, clock, limit, links=links, depth=depth + 1)
+        elif stat.S_ISREG(info.st_mode):
+            with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
+                _place(target, name, _blocks(file.read), info.st_mode, clock, limit)
+    finally:
+        os.close(fd)
+
+
+def _blocks(read_some: Callable[[int], bytes | None]) -> Iterator[bytes]:
+    while block := read_some(BLOCK):
+        yield block
+
+
+def _checked(fd: int, path: str) -> int:
+    try:
+        _plain(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _plain(fd: int, path: str) -> os.stat_result:
+    info = os.fstat(fd)
+    if stat.S_ISDIR(info.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return info

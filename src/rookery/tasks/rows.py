@@ -1,0 +1,215 @@
+"""One row into one task, or into words about what is wrong with it. Pure.
+
+A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`; every other key goes into `data`.
+
+Promises:
+- any value whatever gives a valid task or one with `invalid` set; nothing raises;
+- no two tasks of one `Rows` have the same id;
+- a valid task can be written to a journal, and its files lie inside the sandbox's folder.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import Limits, Message, Task
+
+MAX_ID: Final = 200
+_FIELDS: Final = frozenset({"id", "prompt", "data", "files", "image", "limits"})
+_NO_LIMITS: Final = Limits()  # building one costs as much as the rest of a task
+_writable = msgspec.msgpack.Encoder().encode
+
+
+class Invalid(Exception):  # noqa: N818  (words for `Task.invalid`; never leaves the room)
+    """What is wrong with a row."""
+
+
+class Rows:
+    """Makes tasks of rows, one after the other, and remembers the ids it gave.
+
+    A row without an id gets `kind` and its number as id; `where` and the number name it in what is said of it.
+    """
+
+    def __init__(self, kind: str, where: str) -> None:
+        self._kind = kind
+        self._where = where
+        self._ids: set[str] = set()
+
+    def task(self, row: object, number: int) -> Task:
+        """The row's task, valid or not."""
+        name = ""
+        try:
+            if not isinstance(row, dict):  # first, and not `Task`: looking for a Struct is ten times slower
+                if isinstance(row, Task):
+                    name = self._claim(row.id)
+                    _files(row.files)
+                    return _checked(row)
+                raise Invalid(f"a row must be an object with a prompt, got {_kind(row)}")
+            given = row.get("id")
+            name = self._spare(number) if given is None else self._claim(given)
+            return _checked(_task(row, name))
+        except Invalid as problem:
+            return self.invalid(str(problem), number, name=name)
+
+    def invalid(self, problem: str, number: int, *, name: str = "") -> Task:
+        """A task that is none, and says why."""
+        return Task(id=name or self._spare(number), invalid=f"{self._where} {number}: {problem}")
+
+    def _claim(self, given: object) -> str:
+        if isinstance(given, int) and not isinstance(given, bool):
+            given = f"{given:d}" if -(2**63) <= given < 2**64 else ""
+        if not isinstance(given, str):
+            raise Invalid(f"id must be a text or a whole number, got {_kind(given)}")
+        if not given or len(given) > MAX_ID or not given.isprintable():
+            raise Invalid(f"id must be 1 to {MAX_ID} printable characters, got {given[:40]!r}")
+        if given in self._ids:
+            raise Invalid(f"id {given!r} is already the id of another row")
+        self._ids.add(given)
+        return given
+
+    def _spare(self, number: int) -> str:
+        first = found = f"{self._kind}-{number:06d}"
+        n = 1
+        while found in self._ids:
+            n += 1
+            found = f"{first}-{n}"
+        self._ids.add(found)
+        return found
+
+
+def _checked(task: Task) -> Task:
+    try:
+        _writable(task)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Invalid(f"the row holds a value that cannot be kept: {error}") from None
+    return task
+
+
+def _task(row: dict[Any, Any], name: str) -> Task:
+    data = row.get("data")
+    if data is None:
+        data = {}
+    elif not isinstance(data, dict):
+        raise Invalid(f"data must be an object, got {_kind(data)}")
+    others = {key: value for key, value in row.items() if key not in _FIELDS}
+    if others:
+        if data and (twice := others.keys() & data.keys()):
+            raise Invalid(f"{min(map(str, twice))!r} is both a field of the row and of its data; keep one")
+        data = data | others
+    for key in data:
+        if not isinstance(key, str):
+            raise Invalid(f"the field {key!r} must be named by a text")
+    image = row.get("image")
+    if image is not None and (not isinstance(image, str) or not image.strip()):
+        raise Invalid("image must be the name of an image")
+    limits = row.get("limits")
+    return Task(
+        id=name,
+        prompt=_prompt(row.get("prompt")),
+        data=data,
+        files=_files(row.get("files")),
+        image=image,
+        limits=_NO_LIMITS if limits is None else _limits(limits),
+    )
+
+
+def _prompt(value: object) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise Invalid("prompt is empty")
+        return (Message("user", value),)
+    if value is None:
+        raise Invalid("prompt is missing")
+    if not isinstance(value, list | tuple):
+        raise Invalid(f"prompt must be a text or a list of messages, got {_kind(value)}")
+    if not value:
+        raise Invalid("prompt is empty")
+    messages = tuple(_message(item, n) for n, item in enumerate(value))
+    if not any(message.text.strip() or _parts(message) for message in messages):
+        raise Invalid("prompt is empty: none of its messages says anything")
+    return messages
+
+
+def _parts(message: Message) -> bool:
+    return isinstance(message.content, tuple) and any(part.get("type") != "text" for part in message.content)
+
+
+def _message(value: object, n: int) -> Message:
+    if isinstance(value, dict):
+        if "tool_calls" in value:
+            value = value | {"tool_calls": _calls(value["tool_calls"])}
+    elif isinstance(value, Message):
+        return value
+    try:
+        message = msgspec.convert(value, Message)
+    except msgspec.ValidationError as error:
+        raise Invalid(_said(error, f"prompt[{n}]")) from None
+    if message.content is None and not message.tool_calls:
+        raise Invalid(f"prompt[{n}].content is missing")
+    return message
+
+
+def _calls(value: object) -> object:
+    """Tool calls in the shape that servers speak, flattened to ours; ours as they stand."""
+    if value is None:  # as servers write it
+        return []
+    if not isinstance(value, list | tuple):
+        return value
+    return [
+        {"id": call.get("id"), **call["function"]}
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+        else call
+        for call in value
+    ]
+
+
+def _files(value: object) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Invalid(f"files must be an object of paths and texts, got {_kind(value)}")
+    for path, text in value.items():
+        if not isinstance(path, str) or not isinstance(text, str):
+            raise Invalid(f"files[{str(path)[:80]!r}] must be a text, got {_kind(text)}")
+        _safe(path)
+    for path in value:
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            if "/".join(parts[:n]) in value:
+                raise Invalid(f"files: {'/'.join(parts[:n])!r} cannot be both a file and a folder")
+    return value
+
+
+def _safe(path: str) -> None:
+    try:
+        raw = path.encode()
+    except UnicodeEncodeError:
+        raise Invalid(f"files: the path {path[:80]!r} is not UTF-8") from None
+    parts = path.split("/")
+    long = len(raw) > 1_024 or any(len(part.encode()) > 255 for part in parts)
+    if long or "\0" in path or any(part in ("", ".", "..") for part in parts):
+        why = "is too long" if long else "must be relative, without empty parts, '.', '..' or NUL"
+        raise Invalid(f"files: the path {path[:80]!r} {why}")
+
+
+def _limits(value: object) -> Limits:
+    if not isinstance(value, dict) and isinstance(value, Limits):
+        return value
+    try:
+        return msgspec.convert(value, Limits)
+    except msgspec.ValidationError as error:
+        raise Invalid(_said(error, "limits")) from None
+
+
+def _said(error: Exception, field: str) -> str:
+    """A validation error with the path in it rooted at the row's field."""
+    problem, at, path = str(error).rpartition(" - at `$")
+    if not at:
+        problem, path = str(error), ""
+    path = f"{field}{path.rstrip('`')}"
+    return problem if problem.startswith(f"{field}.") else f"{path}: {problem}"
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a text", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")

@@ -1,0 +1,62 @@
+"""Whether and when a model call is tried again: a pure controller without clock, socket or random source.
+
+Promises:
+- a call is tried again only for a failure that is safe to repeat, and at most `retries` times;
+- a connection that was dropped before the first byte of an answer is tried again once: nothing was
+  answered, so nothing can be recorded twice, but a request that brings its server down is not passed on
+  to every replica in turn;
+- no delay ends at or after the deadline: a call that cannot be tried in time fails at once;
+- a server's Retry-After is honoured up to `MAX_RETRY_AFTER`, with jitter on top, so that a thousand
+  waiting calls do not come back in the same instant.
+
+Which answers count as what is decided where the answer is read (`openai.py`):
+
+| failure | kind | tried again |
+|---|---|---|
+| no connection, DNS, connect timeout | connect | yes: the request was never sent |
+| closed before any byte of the answer | dropped | once |
+| 429, 503, 529 | overloaded | yes: the server says it did not take the request |
+| 502 | gateway | yes: the proxy says its server was not there; it is usually restarting |
+| 504 | final | no: the server behind the proxy is working on it; again would only double its load |
+| other 5xx, 4xx, half or broken answers, deadline, certificate | final | no |
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Kind: TypeAlias = Literal["connect", "dropped", "overloaded", "gateway", "final"]
+
+MAX_RETRY_AFTER = 60.0
+
+
+class Backoff(msgspec.Struct, frozen=True, kw_only=True):
+    """Full jitter: the n-th delay is drawn evenly from 0 to `base * 2**n`, never above `cap`."""
+
+    retries: int = 4
+    base: float = 0.25
+    cap: float = 8.0
+
+    def delay(
+        self,
+        kind: Kind,
+        *,
+        attempt: int,
+        elapsed: float,
+        deadline: float,
+        draw: float,
+        dropped: int = 0,
+        retry_after: float | None = None,
+    ) -> float | None:
+        """Seconds to wait before the next try, or None to give up.
+
+        `attempt` counts the tries that failed before this one, `dropped` those of them that were dropped;
+        `elapsed` and `deadline` are seconds since the call began; `draw` is a random number in [0, 1).
+        """
+        if kind == "final" or attempt >= self.retries or (kind == "dropped" and dropped >= 1):
+            return None
+        window = min(self.cap, self.base * 2.0 ** min(attempt, 32))
+        delay = draw * window
+        if retry_after is not None:
+            delay += min(max(retry_after, 0.0), MAX_RETRY_AFTER)
+        return delay if elapsed + delay < deadline else None

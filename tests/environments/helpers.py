@@ -1,0 +1,122 @@
+"""A context with a real session; its model is an upstream that answers from a script."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from rookery.core import Limits, Message, SandboxSpec, StageClock, Task, ToolCall, Turn
+from rookery.environments import Context, Log, Tool, ToolEnvironment
+from rookery.gateway import Credits, Door, Role, Session
+from rookery.sandboxes.protocol import Sandbox
+from rookery.trajectories import Recorder
+from rookery.upstreams.protocol import ModelReply, ModelRequest, UpstreamInfo
+
+Said = str | ModelReply | list[ToolCall]
+
+
+def calls(*pairs: tuple[str, str]) -> list[ToolCall]:
+    return [ToolCall(f"call_{index}", name, arguments) for index, (name, arguments) in enumerate(pairs)]
+
+
+class ScriptedUpstream:
+    """Answers with the next line of its script and keeps what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self, script: Iterable[Said]) -> None:
+        self.script = list(script)
+        self.asked: list[ModelRequest] = []
+
+    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
+        return UpstreamInfo(url="scripted:")
+
+    async def complete(self, request: ModelRequest, *, timeout: float) -> ModelReply:
+        said = self.script[len(self.asked)]
+        self.asked.append(request)
+        if isinstance(said, ModelReply):
+            return said
+        if isinstance(said, str):
+            return ModelReply(message=Message("assistant", said), finish="stop")
+        return ModelReply(message=Message("assistant", None, tuple(said)), finish="tool_calls")
+
+    async def close(self) -> None:
+        pass
+
+
+class CountingWatch:
+    """What the attempt waited on."""
+
+    def __init__(self, clock: StageClock) -> None:
+        self.clock = clock
+        self.seen: list[str] = []
+        self.waits: dict[str, int] = {}
+
+    def hold(self) -> None:
+        self.clock.hold(asyncio.get_running_loop().time())
+
+    def release(self) -> None:
+        self.clock.release(asyncio.get_running_loop().time())
+
+    def waiting(self, on: str, step: int) -> None:
+        self.waits[on] = self.waits.get(on, 0) + step
+        if step > 0:
+            self.seen.append(on)
+
+
+class Attempt:
+    """A context and everything around it, for one test."""
+
+    def __init__(
+        self,
+        script: Iterable[Said] = (),
+        *,
+        task: Task | None = None,
+        limits: Limits | None = None,
+        run: float = 60.0,
+        remaining: Callable[[], float] | None = None,
+        open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.upstream = ScriptedUpstream(script)
+        self.turns: list[Turn] = []
+        self.opened: list[Sandbox] = []
+        self.logged: list[tuple[str, dict[str, Any]]] = []
+        loop = asyncio.get_running_loop()
+        self.clock = StageClock(loop.time(), run)
+        self.watch = CountingWatch(self.clock)
+        role = Role(name="policy", upstream=self.upstream, model="m", credits=Credits(8))
+        self.session = Session(
+            "a1", {"policy": role}, limits, Recorder("a1", self.turns.append), Door(), self.watch
+        )
+        self.ctx = Context(
+            attempt="a1",
+            task=task or Task(id="t1", prompt=(Message("user", "What is 6 times 7?"),), data={"answer": 42}),
+            seed=7,
+            limits=limits,
+            spec=SandboxSpec(),
+            session=self.session,
+            watch=self.watch,
+            remaining=remaining or (lambda: self.clock.remaining(loop.time())),
+            log=Log(lambda level, fields: self.logged.append((level, fields))),
+            open_sandbox=open_sandbox or no_sandbox,
+        )
+
+    @property
+    def observations(self) -> list[str]:
+        return [message.text for message in self.ctx.state["messages"] if message.role == "tool"]
+
+
+async def no_sandbox(spec: SandboxSpec) -> Sandbox:
+    raise AssertionError("a sandbox was asked for")
+
+
+async def observed(function: Any, arguments: str = "{}", **options: Any) -> tuple[str, Attempt]:
+    """What the policy reads after one call of a tool."""
+    made = function if isinstance(function, Tool) else Tool(function)
+    limits = options.pop("limits", None)
+    env = ToolEnvironment([made], **options)
+    attempt = Attempt([calls((made.name, arguments)), "42"], limits=limits)
+    await env.run(attempt.ctx)
+    (text,) = attempt.observations
+    assert not any(attempt.watch.waits.values())
+    return text, attempt

@@ -1,0 +1,136 @@
+"""The `python` tool, on a real provider."""
+
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rookery.core import ExecResult, SandboxError, SandboxSpec, ToolCall
+from rookery.environments import ToolEnvironment
+from rookery.environments.python_tool import described, python
+from rookery.environments.results import render
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import Home, Sandbox
+from tests.environments.helpers import Attempt, Said, calls
+
+
+@asynccontextmanager
+async def with_sandbox(tmp_path, script: list[Said], **options: Any):
+    provider = open_provider("subprocess", Home(folder=tmp_path, run="r1"))
+
+    async def open_sandbox(spec: SandboxSpec) -> Sandbox:
+        attempt.opened.append(await provider.create(spec, attempt="a1"))
+        return attempt.opened[-1]
+
+    try:
+        attempt = Attempt(script, open_sandbox=open_sandbox, **options)
+        yield attempt
+    finally:
+        await provider.close()
+
+
+def program(code: str) -> list[ToolCall]:
+    return calls(("python", render({"code": code})))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("", "(no output)"),
+        ("x = 1", "(no output)"),
+        ("import sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')", "a\nb\nc\n"),
+        ("raise SystemExit(3)", "[exit code 3]"),
+        ("print('x', end='')\nraise SystemExit(3)", "x\n[exit code 3]"),
+        ("import os, signal\nprint(1)\nos.kill(os.getpid(), signal.SIGKILL)", "1\n[killed by signal 9 (SIGKILL)]"),
+        ("print('é')", "é\n"),
+        ("print(input())", None),
+        ("print(__name__, sorted(n for n in globals() if n[:2] != '__'))", "__main__ []\n"),
+    ],
+)
+async def test_python_gives_the_programs_output_and_how_it_ended(tmp_path, code, text):
+    async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
+        await ToolEnvironment().run(attempt.ctx)
+        (seen,) = attempt.observations
+        if text is None:
+            assert seen.endswith("EOFError: EOF when reading a line\n[exit code 1]")
+        else:
+            assert seen == text
+
+
+async def test_python_shows_a_traceback_with_the_programs_own_lines_only(tmp_path):
+    async with with_sandbox(tmp_path, [program("def f():\n    return 1 / 0\nf()"), "42"]) as attempt:
+        await ToolEnvironment().run(attempt.ctx)
+        (seen,) = attempt.observations
+        assert seen.startswith('Traceback (most recent call last):\n  File "program.py", line 3, in <module>\n')
+        assert '  File "program.py", line 2, in f\n    return 1 / 0\n' in seen
+        assert seen.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+        assert seen.count("File") == 2
+
+
+async def test_python_says_what_is_wrong_with_the_syntax(tmp_path):
+    async with with_sandbox(tmp_path, [program("x = (\n"), program("a\0b"), "42"]) as attempt:
+        await ToolEnvironment().run(attempt.ctx)
+        first, second = attempt.observations
+        assert first.startswith('  File "program.py", line 1\n')
+        assert "SyntaxError" in first
+        assert "null bytes" in second
+
+
+async def test_python_makes_its_sandbox_at_the_first_call_and_keeps_it(tmp_path):
+    script = [program("open('m.py', 'w').write('x = 5')"), program("import m\nprint(m.x)"), "42"]
+    async with with_sandbox(tmp_path, script) as attempt:
+        env = ToolEnvironment()
+        env.tools()
+        assert attempt.opened == []
+        await env.run(attempt.ctx)
+        assert len(attempt.opened) == 1
+        assert attempt.observations == ["(no output)", "5\n"]
+
+
+async def test_python_calls_together_share_one_sandbox(tmp_path):
+    async with with_sandbox(tmp_path, [program("print(1)") + program("print(2)"), "42"]) as attempt:
+        await ToolEnvironment(parallel=True).run(attempt.ctx)
+        assert attempt.observations == ["1\n", "2\n"]
+        assert len(attempt.opened) == 1
+
+
+async def test_python_past_its_limit_shows_what_was_printed_before(tmp_path):
+    code = "print('before')\nimport time\nwhile True: time.sleep(1)"
+    async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
+        await ToolEnvironment([python.with_timeout(3)]).run(attempt.ctx)
+        assert attempt.observations == ["before\n[stopped: the time limit of 3 s was reached]"]
+
+
+async def test_python_with_much_output_is_bounded(tmp_path):
+    code = "for n in range(400000): print(n)"
+    async with with_sandbox(tmp_path, [program(code), "42"]) as attempt:
+        await ToolEnvironment(max_result=2_000).run(attempt.ctx)
+        (seen,) = attempt.observations
+        assert len(seen) < 2_500
+        assert seen.startswith("0\n1\n2\n")
+        assert "bytes cut" in seen
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (ExecResult(status="memory_limit", stdout=b"x"), "x\n[stopped: the memory limit was reached]"),
+        (ExecResult(status="process_limit"), "[stopped: the process limit was reached]"),
+        (ExecResult(status="output_limit"), "[stopped: it wrote more than the output limit]"),
+        (ExecResult(status="signaled", signal=99), "[killed by signal 99]"),
+        (ExecResult(status="exited", exit_code=0, stdout=b"ab", stdout_dropped=7), "a\n… 7 bytes cut …\nb"),
+    ],
+)
+def test_every_way_to_end_is_said(result, text):
+    assert described(result, 1.0) == text
+
+
+async def test_a_lost_sandbox_under_a_program_is_not_an_observation(tmp_path):
+    async with with_sandbox(tmp_path, [program("print(1)"), "42"]) as attempt:
+        box = await attempt.ctx.sandbox()
+        await attempt.opened[0].close()
+        with pytest.raises(SandboxError) as caught:
+            await ToolEnvironment().run(attempt.ctx)
+        assert (caught.value.code, caught.value.fault) == ("sandbox.lost", "infra")
+        assert box is await attempt.ctx.sandbox()

@@ -1,0 +1,284 @@
+"""Typed functions as tools: schemas, argument checking, refusals."""
+
+import asyncio
+import copy
+import pickle
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import UsageError
+from rookery.environments import Context, Tool, tool
+from rookery.environments.schemas import BadArguments, CallLimit
+
+if TYPE_CHECKING:
+    from somewhere import Unknown
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Options(TypedDict, total=False):
+    deep: bool
+
+
+class Node(msgspec.Struct):
+    value: int
+    children: list["Node"] = []
+
+
+@tool
+def search(query: str, limit: int = 5, exact: bool = False) -> list[str]:
+    """Searches the
+    collection.
+
+    More about it, not for the model.
+
+    Args:
+        query (str): What to look for,
+            in words.
+        limit: How many: at most 10.
+
+    Returns:
+        limit: not an argument.
+    """
+    return [query] * limit
+
+
+@tool(name="renamed", description="Said here.", timeout=3)
+async def other(colour: Colour = Colour.RED) -> str:
+    """Not this."""
+    return colour.value
+
+
+def accepts(hint: Any, default: Any = ...) -> Tool:
+    """A tool whose one parameter has the given type."""
+
+    def function(value):
+        return value
+
+    function.__annotations__["value"] = hint
+    if default is not ...:
+        function.__defaults__ = (default,)
+    return Tool(function)
+
+
+def test_a_function_becomes_a_tool_with_its_docstring_and_types():
+    assert search.name == "search"
+    assert search.description == "Searches the collection."
+    assert search.parameters == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for, in words."},
+            "limit": {"type": "integer", "description": "How many: at most 10.", "default": 5},
+            "exact": {"type": "boolean", "default": False},
+        },
+        "required": ["query"],
+        "additionalProperties": False,
+    }
+    assert search.blocking
+
+
+def test_options_of_the_decorator_win():
+    assert (other.name, other.description, other.timeout) == ("renamed", "Said here.", 3)
+    assert other.parameters["properties"]["colour"]["default"] == "red"
+    assert not other.blocking
+
+
+def test_a_tool_still_is_its_function_in_python():
+    assert search("a", limit=2) == ["a", "a"]
+    assert asyncio.run(other(Colour.BLUE)) == "blue"
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema", "text", "value"),
+    [
+        (str, {"type": "string"}, '"a"', "a"),
+        (int, {"type": "integer"}, "3", 3),
+        (float, {"type": "number"}, "3", 3.0),
+        (bool, {"type": "boolean"}, "true", True),
+        (list[int], {"type": "array", "items": {"type": "integer"}}, "[1]", [1]),
+        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}, '{"a":1}', {"a": 1.0}),
+        (int | None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}, '"x"', "x"),
+        (Literal["a", "b"], {"enum": ["a", "b"]}, '"b"', "b"),
+        (Colour, {"$ref": "#/$defs/Colour"}, '"blue"', Colour.BLUE),
+        (Point, {"$ref": "#/$defs/Point"}, '{"x":1}', Point(1)),
+        (Options, {"$ref": "#/$defs/Options"}, '{"deep":true}', {"deep": True}),
+        (Node, {"$ref": "#/$defs/Node"}, '{"value":1,"children":[{"value":2}]}', Node(1, [Node(2)])),
+        (Annotated[int, msgspec.Meta(ge=0)], {"type": "integer", "minimum": 0}, "0", 0),
+        (Any, {}, '[{"a":null}]', [{"a": None}]),
+    ],
+)
+def test_every_kind_of_type_has_a_schema_and_is_read(hint, schema, text, value):
+    made = accepts(hint)
+    assert made.parameters["properties"]["value"] == schema
+    assert made.parse(f'{{"value": {text}}}') == {"value": value}
+    if "$ref" in schema:
+        assert schema["$ref"].removeprefix("#/$defs/") in made.parameters["$defs"]
+    msgspec.json.encode(made.schema)
+
+
+def test_absent_arguments_take_the_functions_own_defaults():
+    shared = [1]
+    made = accepts(list[int], default=shared)
+    assert made.parse("{}") == {}
+    assert made.parameters["required"] == []
+    assert accepts(int, default=None).parse('{"value": null}') == {"value": None}
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "{}"])
+def test_no_arguments_may_be_written_in_any_empty_way(text):
+    assert Tool(lambda: 1, name="now").parse(text) == {}
+
+
+def test_what_is_meant_as_a_number_is_one():
+    assert search.parse('{"query": "a", "limit": "3", "exact": "true"}') == {
+        "query": "a",
+        "limit": 3,
+        "exact": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"query": "a"', "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ("null", "must be a JSON object"),
+        ('{"limit": 2}', "missing: query"),
+        ('{"q": 1, "z": 2}', "missing: query; unknown: q, z"),
+        ('{"query": "a", "limit": "many"}', "$.limit"),
+        ('{"query": "\ud800"}', "not valid JSON"),
+        ("[" * 100_000, "wrong"),
+        ('{"query":' + "[" * 100_000, "wrong"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_is_wrong_and_the_schema(text, said):
+    with pytest.raises(BadArguments) as caught:
+        search.parse(text)
+    assert said in str(caught.value)
+    assert '"required":["query"]' in str(caught.value)
+    assert len(str(caught.value)) < 3_000
+
+
+@given(st.one_of(st.text(), st.binary().map(lambda data: data.decode("latin-1"))))
+def test_arguments_fit_or_are_refused_whatever_was_written(text):
+    try:
+        found = search.parse(text)
+    except BadArguments:
+        return
+    assert isinstance(found["query"], str)
+
+
+def test_a_types_own_check_that_raises_is_a_refusal():
+    @dataclass
+    class Even:
+        n: int
+
+        def __post_init__(self):
+            raise KeyError("odd")
+
+    with pytest.raises(BadArguments, match="odd"):
+        accepts(Even).parse('{"value": {"n": 1}}')
+
+
+class Custom:
+    pass
+
+
+def no_type(query):
+    pass
+
+
+def rest(*queries: str):
+    pass
+
+
+def keywords(**options: str):
+    pass
+
+
+def by_position(query: str, /):
+    pass
+
+
+def custom(query: Custom):
+    pass
+
+
+def unfindable(query: "Unknown"):
+    pass
+
+
+def yields(query: str):
+    yield query
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (no_type, "'query' of the tool no_type has no type"),
+        (rest, "queries"),
+        (keywords, "options"),
+        (by_position, "by position only"),
+        (custom, "Custom"),
+        (unfindable, "Unknown"),
+        (yields, "yields"),
+        (lambda: 1, "cannot be a tool's name"),
+        (7, "must be a function"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_in_words_when_it_is_built(function, said):
+    with pytest.raises(UsageError, match=said):
+        Tool(function)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_must_be_finite_and_positive(timeout):
+    with pytest.raises(UsageError, match="timeout"):
+        tool(timeout=timeout)(no_argument)
+
+
+def no_argument() -> None:
+    pass
+
+
+def test_injected_parameters_are_not_in_the_schema_and_cannot_be_set():
+    def by_type(query: str, where: Context, seconds: CallLimit): ...
+    def by_name(query: str, ctx): ...
+    def by_text(query: str, where: "Context"): ...
+
+    for function in (by_type, by_name, by_text):
+        made = Tool(function)
+        assert list(made.parameters["properties"]) == ["query"]
+        with pytest.raises(BadArguments, match="unknown"):
+            made.parse('{"query": "a", "where": {}, "ctx": {}, "seconds": 1}')
+    assert Tool(by_type).keeps_time
+    assert not Tool(by_name).keeps_time
+
+
+def test_a_tool_travels_to_other_processes_by_name():
+    assert pickle.loads(pickle.dumps(search)) is search
+    quick = pickle.loads(pickle.dumps(search.with_timeout(2)))
+    assert (quick.name, quick.timeout, quick.parse('{"query": "a"}')["query"]) == ("search", 2, "a")
+    assert search.timeout is None
+    made = pickle.loads(pickle.dumps(Tool(no_argument, name="n", timeout=1)))
+    assert (made.name, made.timeout) == ("n", 1)
+
+
+def test_a_copy_is_a_tool():
+    assert copy.copy(search).parse('{"query": "a"}')["query"] == "a"

@@ -1,0 +1,224 @@
+"""Promises of `rookery.journal.reader` and `.folder`."""
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from journal_kit import Mount, read_only, record, turns, whole
+
+from rookery.core import Failed, Rollout, UsageError
+from rookery.journal import Journal, RunReader, create_run, find_run, list_runs, slug
+from rookery.journal.schema import FILE
+
+NOW = datetime(2026, 11, 15, 6, 1, 2, tzinfo=UTC)
+
+LIVE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from journal_kit import record
+from rookery.journal import Journal
+with Journal.create(Path(sys.argv[1]), {}, linger=0.0) as journal:
+    print("ready", flush=True)
+    for i in range(int(sys.argv[3])):
+        sys.stdin.readline()
+        journal.event("about", {"i": i})
+        journal.add_rollout(record(i, 0))
+        journal.flush()
+    journal.end("finished")
+"""
+
+
+def live(run: Path, n: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", LIVE, str(run), str(Path(__file__).parent), str(n)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def test_a_follower_sees_every_commit_of_another_process_once_and_ends_with_the_run(run: Path) -> None:
+    with live(run, 5) as writer, RunReader(run) as reader:
+        assert writer.stdin is not None
+        events, rollouts = [], []
+        for item in reader.follow(interval=0.005):
+            if isinstance(item, Rollout):
+                rollouts.append(item.group)
+            else:
+                events.append(item.kind)
+            if (isinstance(item, Rollout) or item.kind == "run.started") and len(rollouts) < 5:
+                assert reader.status == "running"
+                writer.stdin.write("go\n")
+                writer.stdin.flush()
+        assert rollouts == [0, 1, 2, 3, 4]
+        assert events == ["run.started", *["about"] * 5, "run.ended"]
+        assert reader.status == "finished"
+
+
+async def test_a_follower_on_a_loop_sees_the_same(run: Path) -> None:
+    with live(run, 3) as writer, RunReader(run) as reader:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n" * 3)
+        writer.stdin.flush()
+        found = [item async for item in reader.afollow(interval=0.005)]
+    assert [item.group for item in found if isinstance(item, Rollout)] == [0, 1, 2]
+
+
+def test_following_a_dead_run_ends(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        for i in range(600):
+            journal.add_rollout(record(i, 0))
+    with RunReader(run) as reader:
+        assert sum(isinstance(item, Rollout) for item in reader.follow()) == 600
+        assert sum(isinstance(item, Rollout) for item in reader.follow(after_rollout=590)) == 10
+
+
+def test_pages_and_labels(run: Path) -> None:
+    lost = Failed("infra", "sandbox.lost", "gone")
+    with Journal.create(run, {}) as journal:
+        for i in reversed(range(10)):
+            journal.add_rollout(record(i, 0, outcome=lost if i % 2 else None))
+    with RunReader(run) as reader:
+        assert [one.group for one in reader.rollouts(2, 3)] == [7, 6, 5]
+        assert [one.group for one in reader.rollouts(label="sandbox.lost")] == [9, 7, 5, 3, 1]
+        assert [one.group for one in reader.each(page=3)] == list(range(10))
+        assert reader.rollout("3-0") == record(3, 0, outcome=lost)
+        assert reader.rollout("nope") is None
+        assert reader.mean_reward() == 0.5
+
+
+def test_missing_members_and_lost_tokens_count_as_unfinished(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        for group in range(4):
+            journal.add_group(group, stream="s", position=group, task=group, k=2)
+        for member in range(2):
+            journal.add_rollout(whole(run, 0, member, writer=f"good{member}"))
+        journal.add_rollout(whole(run, 1, 0, writer="good"))
+        journal.add_rollout(whole(run, 1, 1, writer="bad"))
+        journal.set_group(2, "filtered")
+    with RunReader(run) as reader:
+        left = reader.unfinished()
+        assert [(one.group.idx, one.members) for one in left.groups] == [(3, (0, 1))]
+        assert left.lost == ()
+        assert reader.turns(reader.rollouts()[0]) == turns("0-0", 0)
+    path = run / "tokens" / "bad-0.rtk"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\xff")
+    with RunReader(run) as reader:
+        assert reader.unfinished().lost == ()
+        assert reader.unfinished(checksums=True).lost == ("1-1",)
+    os.truncate(path, 20)
+    with RunReader(run) as reader:
+        left = reader.unfinished()
+        assert [(one.group.idx, one.members) for one in left.groups] == [(1, (1,)), (3, (0, 1))]
+        assert left.lost == ("1-1",)
+
+
+def test_a_run_that_stopped_says_so_until_it_is_resumed(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        journal.end("stopped", reason="breaker")
+    with RunReader(run) as reader:
+        assert reader.status == "stopped"
+    Journal.open(run).close()
+    with RunReader(run) as reader:
+        assert reader.status == "interrupted"
+
+
+@pytest.mark.needs("mount")
+def test_a_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
+    root = disk(2048)
+    folder = create_run(root, "env", "m", now=NOW)
+    with Journal.create(folder, {"a": 1}) as journal:
+        journal.add_rollout(whole(folder, 0, 0))
+    read_only(root)
+    with RunReader(find_run("latest", root)) as reader:
+        assert reader.config() == {"a": 1}
+        assert reader.turns(reader.rollouts()[0]) == turns("0-0", 0)
+        assert len(list(reader.follow())) == 2
+    with pytest.raises(UsageError, match="Read-only file system; choose another with -o"):
+        create_run(root, "env", "m", now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("arith", "arith"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("path/to/my env.py", "my-env"),
+        ("pkg.mod:Attr", "pkg.mod-attr"),
+        ("../../etc", "etc"),
+        ("..", "x"),
+        ("", "x"),
+        ("日本", "x"),
+        ("a" * 99, "a" * 24),
+        ("https://host:1/v1/", "v1"),
+    ],
+)
+def test_a_name_is_safe_whatever_things_are_called(name: str, wanted: str) -> None:
+    assert slug(name) == wanted
+
+
+def test_a_runs_folder_is_new_and_latest_points_at_it(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "runs"
+    folders = [create_run(root, "arith", "Qwen/Qwen3", now=NOW) for _ in range(20)]
+    assert len(set(folders)) == 20
+    assert folders[0].name.startswith("20261115T060102Z-arith-qwen3-")
+    assert (root / "latest").resolve() == folders[-1].resolve()
+    assert len(os.listdir(root)) == 21
+
+
+def test_a_link_that_cannot_be_made_is_not_fatal(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    assert create_run(tmp_path, "e", "m", now=NOW).is_dir()
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_an_output_folder_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot make a run's folder in .*file"):
+        create_run(tmp_path / "file", "e", "m", now=NOW)
+
+
+def test_a_run_is_found_by_path_name_beginning_end_or_latest(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run in"):
+        find_run("latest", tmp_path / "runs")
+    with pytest.raises(UsageError, match="holds none"):
+        find_run("x", tmp_path / "runs")
+    one = create_run(tmp_path, "arith", "m", now=NOW)
+    two = create_run(tmp_path, "chess", "m", now=NOW.replace(hour=7))
+    for folder in (one, two):
+        Journal.create(folder, {}).close()
+    (tmp_path / "other").mkdir()
+    assert find_run(str(one), tmp_path / "nowhere") == one.resolve()
+    assert find_run(one.name, tmp_path) == one.resolve()
+    assert find_run(one.name[:15], tmp_path) == one.resolve()
+    assert find_run(two.name[-9:], tmp_path) == two.resolve()
+    assert find_run("latest", tmp_path) == two.resolve()
+    with pytest.raises(UsageError, match="fits 2 runs"):
+        find_run("2026", tmp_path)
+    with pytest.raises(UsageError, match=f"there are: {one.name}"):
+        find_run("arith", tmp_path)
+    with pytest.raises(UsageError, match="there are: 2026"):
+        find_run("zzzz", tmp_path)
+    with pytest.raises(UsageError, match="holds no"):
+        find_run("./other", tmp_path)
+
+
+def test_one_unreadable_run_hides_no_other(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "none") == []
+    good = create_run(tmp_path, "arith", "m", now=NOW)
+    bad = create_run(tmp_path, "arith", "m", now=NOW.replace(hour=7))
+    (bad / FILE).write_bytes(b"junk" * 1000)
+    with Journal.create(good, {}, env="arith", model="m") as journal:
+        journal.add_rollout(record(0, 0))
+        journal.end("finished")
+        assert list_runs(tmp_path)[1].status == "running"
+    first, second = list_runs(tmp_path)
+    assert (first.name, first.status) == (bad.name, "unreadable")
+    assert "not a Rookery journal" in first.detail
+    assert (second.name, second.status, second.rollouts, second.mean_reward) == (good.name, "finished", 1, 0.5)
+    assert (second.env, second.model) == ("arith", "m")
+    assert len(list_runs(tmp_path, limit=1)) == 1

@@ -1,0 +1,404 @@
+"""Promises of `rookery.journal.store`, `.batch` and `.schema`."""
+
+import asyncio
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journal_kit import Mount, read_only, record
+
+from rookery.core import Attempt, Failed, JournalError, Segment, Task, Truncated, UsageError, floats, ints
+from rookery.journal import Journal, RunReader, is_locked, open_lock
+from rookery.journal.schema import FILE
+
+
+def threads() -> int:
+    return sum(thread.name == "rookery-journal" for thread in threading.enumerate())
+
+
+def fill(folder: Path, n: int) -> None:
+    with Journal.create(folder, {"n": n}) as journal:
+        for i in range(n):
+            journal.add_rollout(record(i // 4, i % 4))
+
+
+def exhaust(ballast: Path) -> None:
+    """Fill the disk to the last byte."""
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"b" * 4096)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+@contextmanager
+def held_up(folder: Path) -> Iterator[None]:
+    """Inside, no batch can be committed."""
+    connection = sqlite3.connect(folder / FILE, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+    finally:
+        connection.close()
+
+
+async def test_what_is_put_is_there_after_committed(run: Path) -> None:
+    journal = Journal.create(run, {"env": "arith", "k": 4}, env="arith", model="m")
+    journal.add_tasks([Task(id="a"), Task(id="b", invalid="no prompt")])
+    journal.add_group(0, stream="train", position=0, task=0, k=2)
+    journal.add_rollout(record(0, 0))
+    journal.add_rollout(record(0, 1, outcome=Failed("infra", "sandbox.lost", "gone")))
+    journal.add_attempt("0-1", Attempt(id="0-1.0", number=0, outcome=Failed("infra", "runner.lost", "killed")))
+    journal.set_group(0, "finished")
+    journal.event("note", {"a": 1})
+    journal.put_meta("cursor", "5")
+    journal.put_meta("cursor", "6")
+    await journal.committed()
+    assert journal.backlog == 0
+    with RunReader(run) as reader:
+        assert reader.config() == {"env": "arith", "k": 4}
+        assert reader.meta()["cursor"] == "6"
+        assert [(row.id, row.status, row.detail) for row in reader.task_rows()] == [
+            ("a", "ok", ""),
+            ("b", "quarantined", "no prompt"),
+        ]
+        assert [(group.idx, group.stream, group.k, group.status) for group in reader.groups()] == [
+            (0, "train", 2, "finished")
+        ]
+        assert reader.rollouts() == [
+            record(0, 0),
+            record(0, 1, outcome=Failed("infra", "sandbox.lost", "gone")),
+        ]
+        assert [attempt.number for attempt in reader.attempts("0-1")] == [0, 1]
+        assert reader.counts() == {"completed": 1, "sandbox.lost": 1}
+        assert reader.mean_reward() == 0.5
+        assert [event.kind for event in reader.events()] == ["run.started", "note"]
+        assert reader.status == "running"
+    journal.end("finished")
+    await journal.aclose()
+    with RunReader(run) as reader:
+        assert reader.status == "finished"
+
+
+def test_segments_stay_out_of_the_journal(run: Path) -> None:
+    segment = Segment(tokens=ints([1]), mask=b"\0", logprobs=floats([0.0]))
+    with Journal.create(run, {}) as journal:
+        import msgspec
+
+        journal.add_rollout(msgspec.structs.replace(record(0, 0), segments=[segment]))
+    with RunReader(run) as reader:
+        assert reader.rollouts() == [record(0, 0)]
+
+
+async def test_one_batch_gathers_what_queued_while_the_last_one_was_written(run: Path) -> None:
+    batches: list[JournalError | None] = []
+    journal = Journal.create(run, {}, linger=0.0)
+    leave = journal.on_commit(batches.append)
+    with held_up(run):
+        for i in range(500):
+            journal.add_rollout(record(i, 0))
+    await journal.committed()
+    await asyncio.sleep(0)
+    assert 1 <= len(batches) <= 2
+    assert set(batches) == {None}
+    leave()
+    journal.event("later")
+    await journal.committed()
+    assert len(batches) <= 2
+    journal.close()
+
+
+async def test_a_second_record_is_refused_the_first_stands_and_the_rest_is_committed(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        journal.add_rollout(record(0, 0, reward=0.5))
+        await journal.committed()
+        journal.add_rollout(record(0, 1))
+        journal.add_rollout(record(0, 0, reward=1.0))
+        journal.add_rollout(record(0, 2))
+        with pytest.raises(JournalError, match=r"second record for rollout 0-0 \(group 0, member 0, completed\)"):
+            await journal.committed()
+        journal.add_rollout(record(0, 3))
+        await journal.committed()
+    with RunReader(run) as reader:
+        assert [(one.member, one.reward) for one in reader.rollouts()] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.5)]
+        assert reader.counts() == {"completed": 4}
+        assert [event.kind for event in reader.events()] == ["run.started", "journal.refused"]
+
+
+def test_a_refusal_nobody_waited_for_surfaces_at_the_end(run: Path) -> None:
+    journal = Journal.create(run, {})
+    journal.add_rollout(record(0, 0))
+    journal.add_rollout(record(0, 0))
+    with pytest.raises(JournalError, match="second record"):
+        journal.close()
+    assert not is_locked(run)
+    journal.close()
+
+
+async def test_a_refusal_reaches_a_listener(run: Path) -> None:
+    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
+    with Journal.create(run, {}) as journal:
+        journal.on_commit(heard.put_nowait)
+        journal.add_rollout(record(0, 0))
+        journal.add_rollout(record(0, 0))
+        error = await heard.get()
+        assert "second record" in str(error)
+
+
+async def test_a_listener_that_raises_silences_nobody(run: Path) -> None:
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["exception"]))
+    heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
+
+    def bad(_: JournalError | None) -> None:
+        raise RuntimeError("listener")
+
+    with Journal.create(run, {}) as journal:
+        journal.on_commit(bad)
+        journal.on_commit(heard.put_nowait)
+        journal.event("a")
+        assert await heard.get() is None
+        journal.event("b")
+        assert await heard.get() is None
+    assert [str(problem) for problem in problems] == ["listener"] * 2
+
+
+async def test_a_cancelled_waiter_disturbs_nobody(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        with held_up(run):
+            journal.event("a")
+            waiter = asyncio.ensure_future(journal.committed())
+            other = asyncio.ensure_future(journal.committed())
+            await asyncio.sleep(0)
+            waiter.cancel()
+        await other
+        assert waiter.cancelled()
+
+
+async def test_the_queue_is_bounded(run: Path) -> None:
+    with Journal.create(run, {}, bound=10) as journal:
+        most = 0
+        for i in range(300):
+            await journal.room()
+            journal.add_rollout(record(i, 0))
+            most = max(most, journal.backlog)
+        assert most <= 10
+        await journal.committed()
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 300}
+
+
+def test_what_is_not_plain_data_is_its_senders_failure_alone(run: Path) -> None:
+    import msgspec
+
+    with Journal.create(run, {}) as journal:
+        for bad in (object(), 1 << 80, "\ud800"):
+            with pytest.raises(JournalError, match="rollout '0-0' holds something that is not plain data"):
+                journal.add_rollout(msgspec.structs.replace(record(0, 0), info={"x": bad}))
+        with pytest.raises(JournalError, match="event"):
+            journal.event("x", {"x": object()})
+        journal.event("big", {"x": "y" * 1_000_000})
+        journal.add_rollout(record(0, 0))
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 1}
+        assert "left_out" in reader.events()[-1].payload
+
+
+def test_close_leaves_no_thread_and_no_lock_and_refuses_more(run: Path) -> None:
+    before = threads()
+    journal = Journal.create(run, {})
+    assert threads() == before + 1
+    journal.event("last")
+    journal.close()
+    assert threads() == before
+    assert not is_locked(run)
+    assert sorted(os.listdir(run)) == [FILE, "run.lock", "tokens"]
+    with pytest.raises(JournalError, match="closed"):
+        journal.event("too late")
+    with RunReader(run) as reader:
+        assert reader.events()[-1].kind == "last"
+
+
+def test_totals_never_disagree_with_the_records(run: Path) -> None:
+    fill(run, 10)
+    with Journal.open(run) as journal:
+        journal.add_rollout(record(9, 0, reward=-1.0, outcome=Truncated("time")))
+        journal.discard("0-0", "tokens lost")
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 9, "truncated.time": 1}
+        assert reader.mean_reward() == pytest.approx((9 * 0.5 - 1.0) / 10)
+
+
+def test_a_discarded_record_is_an_event_and_its_member_can_run_again(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        journal.add_group(0, stream="s", position=0, task=0, k=1)
+        journal.add_rollout(record(0, 0, reward=0.25))
+        journal.set_group(0, "finished")
+    with Journal.open(run) as journal:
+        journal.discard("0-0", "tokens lost")
+        journal.discard("no such", "")
+        journal.add_rollout(record(0, 0, reward=0.75))
+    with RunReader(run) as reader:
+        assert [one.reward for one in reader.rollouts()] == [0.75]
+        assert [group.status for group in reader.groups()] == ["open"]
+        [event] = [event for event in reader.events() if event.kind == "rollout.discarded"]
+        assert event.payload["reason"] == "tokens lost"
+        assert event.payload["record"]["reward"] == 0.25  # type: ignore[index]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from rookery.journal import Journal
+journal = Journal.open(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_writer_is_refused_with_the_pid_and_a_killed_one_lets_go(run: Path) -> None:
+    fill(run, 1)
+    command = [sys.executable, "-c", HOLD, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert is_locked(run)
+        with pytest.raises(UsageError, match=f"is being written by pid {holder.pid} on "):
+            Journal.open(run)
+        holder.kill()
+        holder.wait()
+        assert not is_locked(run)
+        Journal.open(run).close()
+
+
+def test_two_locks_in_one_process_are_refused_too(run: Path) -> None:
+    with open_lock(run), pytest.raises(UsageError, match=f"pid {os.getpid()}"):
+        open_lock(run, patience=0.0)
+    open_lock(run).close()
+
+
+def test_a_journal_is_made_once(run: Path) -> None:
+    fill(run, 3)
+    with pytest.raises(JournalError, match="already there"):
+        Journal.create(run, {})
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 3}
+
+
+def test_a_newer_format_is_refused_in_words_and_untouched(run: Path) -> None:
+    fill(run, 3)
+    connection = sqlite3.connect(run / FILE)
+    connection.execute("PRAGMA user_version=3")
+    connection.commit()
+    connection.close()
+    before = {name: (run / name).read_bytes() for name in (FILE, "run.lock")}
+    for opening in (Journal.open, RunReader):
+        with pytest.raises(JournalError, match=r"newer Rookery \(format 3, this one reads up to 1\): upgrade"):
+            opening(run)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert not is_locked(run)
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, os.urandom(8192)])
+def test_a_file_that_is_no_journal_is_refused_in_words(run: Path, content: bytes) -> None:
+    (run / FILE).write_bytes(content)
+    for opening in (Journal.open, RunReader):
+        with pytest.raises(JournalError, match="is not a Rookery journal"):
+            opening(run)
+    assert (run / FILE).read_bytes() == content
+
+
+def test_another_programs_database_an_empty_file_and_an_empty_folder_are_refused(run: Path) -> None:
+    with pytest.raises(JournalError, match=r"is not a run: it holds no journal\.sqlite"):
+        RunReader(run)
+    (run / FILE).touch()
+    with pytest.raises(JournalError, match="ended before it began"):
+        RunReader(run)
+    connection = sqlite3.connect(run / FILE)
+    connection.execute("CREATE TABLE t(x)")
+    connection.close()
+    with pytest.raises(JournalError, match="not a Rookery journal"):
+        Journal.open(run)
+
+
+def test_a_damaged_journal_is_said_so(run: Path) -> None:
+    fill(run, 400)
+    path = run / FILE
+    data = bytearray(path.read_bytes())
+    data[4096:] = os.urandom(len(data) - 4096)
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match="is damaged"), RunReader(run) as reader:
+        reader.rollouts(limit=400)
+
+
+@pytest.mark.needs("mount")
+async def test_a_full_disk_reaches_every_waiter_and_earlier_records_are_intact(disk: Mount) -> None:
+    run = disk(1024)
+    journal = Journal.create(run, {})
+    heard: list[JournalError | None] = []
+    journal.on_commit(heard.append)
+    journal.add_rollout(record(0, 0))
+    await journal.committed()
+    exhaust(run / "ballast")
+    for i in range(1, 2000):
+        journal.add_rollout(record(i, 0))
+    waiters = [asyncio.ensure_future(journal.committed()) for _ in range(3)]
+    for result in await asyncio.gather(*waiters, return_exceptions=True):
+        assert isinstance(result, JournalError)
+        assert "disk full while writing" in str(result)
+        assert f"`rookery resume {run.name}`" in str(result)
+    assert str(heard[-1]) == str(journal.error)
+    for put in (lambda: journal.event("x"), lambda: journal.add_rollout(record(5000, 0)), journal.flush):
+        with pytest.raises(JournalError, match="disk full"):
+            put()
+    with pytest.raises(JournalError, match="1999 writes are not on disk"):
+        await journal.aclose()
+    assert not is_locked(run)
+    (run / "ballast").unlink()
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 1}
+        assert reader.rollouts() == [record(0, 0)]
+    with Journal.open(run) as journal:
+        journal.add_rollout(record(1, 0))
+
+
+@pytest.mark.needs("mount")
+def test_close_writes_what_a_full_disk_refused_once_there_is_space(disk: Mount) -> None:
+    run = disk(2048)
+    journal = Journal.create(run, {})
+    ballast = run / "ballast"
+    exhaust(ballast)
+    for i in range(500):
+        journal.add_rollout(record(i, 0))
+    with pytest.raises(JournalError, match="disk full"):
+        journal.flush()
+    ballast.unlink()
+    journal.close()
+    with RunReader(run) as reader:
+        assert reader.counts() == {"completed": 500}
+
+
+@pytest.mark.needs("mount")
+def test_a_full_or_read_only_disk_at_the_start_is_said_so(disk: Mount) -> None:
+    full = disk(16)
+    with pytest.raises(JournalError, match=r"disk full|cannot open|disk failed"):
+        Journal.create(full, {"text": "x" * 100_000})
+    assert not (full / FILE).exists()
+    frozen = disk(1024)
+    fill(frozen, 4)
+    read_only(frozen)
+    with pytest.raises(JournalError, match=r"cannot open .*run\.lock: Read-only file system"):
+        Journal.open(frozen)
+    with RunReader(frozen) as reader:
+        assert reader.counts() == {"completed": 4}
+        assert reader.status == "interrupted"

@@ -1,0 +1,41 @@
+"""A home for sandboxes, which every test must leave as it found it: no process, no folder, no descriptor."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rookery.sandboxes import Home, procs
+
+
+def processes_of(run: str) -> list[int]:
+    """Every process that carries the marker of one of the run's sandboxes."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if (procs.variable_of(pid, procs.MARKER) or "").startswith(f"{run}/")]
+
+
+def orphans_of(folder: Path) -> list[int]:
+    """Processes that wiped their environment but still sit in one of the home's folders."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.readlink(f"/proc/{name}/cwd").startswith(str(folder)):
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    run = f"run-{os.getpid()}-{tmp_path.name}"
+    folder = tmp_path / "sandboxes"
+    folder.mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    yield Home(folder=folder, run=run)
+    assert processes_of(run) == []
+    assert orphans_of(folder) == []
+    assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
+    # The loop is closed by now; a few descriptors of the test runner's own may come and go.
+    assert len(os.listdir("/proc/self/fd")) <= before + 3

@@ -1,0 +1,352 @@
+"""Loading tasks: bad files stop everything in words, bad rows stop themselves."""
+
+import gzip
+import json
+import os
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import Limits, Message, Task, Taskset, ToolCall, UsageError
+from rookery.tasks import load_tasks, tasks_from
+
+
+@pytest.fixture
+def write(tmp_path):
+    def put(*rows, name="tasks.jsonl"):
+        path = tmp_path / name
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        data = b"\n".join(lines)
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return path
+
+    return put
+
+
+def refused(source, *words, limit=None):
+    with pytest.raises(UsageError) as caught:
+        load_tasks(source, limit=limit)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ good rows
+
+
+def test_a_prompt_and_an_answer_are_a_task(write):
+    path = write({"prompt": "1+1?", "answer": "2"})
+    tasks = load_tasks(path)
+    assert list(tasks) == [Task(id="line-000001", prompt=(Message("user", "1+1?"),), data={"answer": "2"})]
+    assert (tasks.name, tasks.source) == ("tasks", str(path))
+
+
+def test_every_field_is_read(write):
+    row = {
+        "id": 7,
+        "prompt": [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}],
+        "data": {"a": 1},
+        "b": [2],
+        "files": {"src/x.py": "print()", "y": ""},
+        "image": "img:1",
+        "limits": {"turns": 3, "run": 10},
+    }
+    (task,) = load_tasks(write(row))
+    assert task == Task(
+        id="7",
+        prompt=(Message("system", "be good"), Message("user", "hi")),
+        data={"a": 1, "b": [2]},
+        files={"src/x.py": "print()", "y": ""},
+        image="img:1",
+        limits=Limits(turns=3, run=10.0),
+    )
+
+
+def test_a_null_field_is_one_that_is_not_there(write):
+    row = {"id": None, "prompt": "x", "data": None, "files": None, "image": None, "limits": None}
+    assert list(load_tasks(write(row))) == [Task(id="line-000001", prompt=(Message("user", "x"),))]
+
+
+def test_tool_calls_of_a_prompt_are_read_in_both_shapes(write):
+    ours = {"id": "a", "name": "f", "arguments": "{}"}
+    theirs = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for call in (ours, theirs):
+        prompt = [
+            {"role": "user", "content": "x", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "1", "tool_call_id": "a"},
+        ]
+        (task,) = load_tasks(write({"prompt": prompt}))
+        assert task.prompt[1].tool_calls == (ToolCall("a", "f", "{}"),)
+
+
+def test_blank_lines_are_skipped_and_do_not_change_the_numbers(write):
+    tasks = load_tasks(write(b"", {"prompt": "a"}, b"  \r", {"prompt": "b"}, b""))
+    assert [task.id for task in tasks] == ["line-000002", "line-000004"]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.ndjson", "t", "T.JSONL"])
+def test_lines_are_read_from_every_kind_of_file(write, name):
+    assert len(load_tasks(write({"prompt": "a"}, {"prompt": "b"}, name=name))) == 2
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_a_json_list_is_read(write, name):
+    tasks = load_tasks(write([{"prompt": "a"}, {"id": "x", "prompt": "b"}], name=name))
+    assert [task.id for task in tasks] == ["item-000001", "x"]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
+    tasks = load_tasks(write(b'\xef\xbb\xbf{"prompt": "a"}\r', b'{"prompt": "b"}\r\n'))
+    assert [task.text for task in tasks] == ["a", "b"]
+
+
+def test_limit_takes_the_first(write):
+    path = write(*({"prompt": str(n)} for n in range(5)), b"never read")
+    assert [task.text for task in load_tasks(path, limit=2)] == ["0", "1"]
+    refused(path, "at least 1", limit=0)
+
+
+# ------------------------------------------------------------------------------------------------ bad files
+
+
+def test_a_missing_file_is_named(tmp_path):
+    refused(tmp_path / "nope.jsonl", "nope.jsonl", "does not exist")
+    refused(str(tmp_path / "nope" / "x.jsonl"), "does not exist")
+    refused("a\0b")
+    refused("~no-such-user-here/x.jsonl")
+
+
+def test_a_folder_is_refused(tmp_path):
+    refused(tmp_path, "folder")
+
+
+def test_an_unknown_kind_of_file_is_refused(write):
+    refused(write({"prompt": "x"}, name="t.parquet"), ".parquet", ".jsonl")
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    path = tmp_path / "loop.jsonl"
+    path.symlink_to(path)
+    refused(path, "loop.jsonl", "cannot be read")
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(write, data):
+    refused(write(data), "holds no tasks")
+    refused(write(data, name="t.json"), "holds no tasks")
+
+
+def test_an_empty_list_is_refused(write):
+    refused(write([], name="t.json"), "holds no tasks")
+
+
+@pytest.mark.parametrize(
+    "bad", [b"{", b"not json", b'{"prompt": "x"} extra', b'{"prompt": NaN}', b"{'a': 1}", b"\0"]
+)
+def test_a_line_that_is_not_json_is_named_and_nothing_is_returned(write, bad):
+    refused(write({"prompt": "a"}, b"", bad, {"prompt": "b"}), "tasks.jsonl, line 3", "not JSON")
+
+
+def test_a_line_that_is_not_utf8_is_named(write):
+    refused(write({"prompt": "a"}, b'{"prompt": "\xff"}'), "line 2", "not UTF-8")
+
+
+def test_a_line_without_end_is_refused(write, monkeypatch):
+    monkeypatch.setattr("rookery.tasks.load.MAX_LINE", 1 << 20)
+    refused(write({"prompt": "a"}, {"prompt": "x" * (1 << 20)}), "line 2", "longer than 1 MB")
+    refused(write({"prompt": "x" * (1 << 20)}, name="t.jsonl.gz"), "line 1", "longer than 1 MB")
+
+
+def test_a_nest_without_end_is_refused(write):
+    refused(write(b"[" * 200_000), "line 1")
+
+
+def test_broken_json_files_are_refused(write, monkeypatch):
+    refused(write(b'[{"prompt": "a"},\n{]', name="t.json"), "t.json", "line 2")
+    refused(write({"prompt": "a"}, name="t.json"), "must hold a list")
+    monkeypatch.setattr("rookery.tasks.load.MAX_JSON", 10)
+    refused(write([{"prompt": "a"}], name="t.json"), "larger")
+
+
+def test_a_broken_gzip_file_is_refused(write):
+    whole = write(*({"prompt": os.urandom(50).hex()} for _ in range(100)), name="t.jsonl.gz")
+    data = whole.read_bytes()
+    for bad in (data[: len(data) // 2], b"no gzip", data[:-8] + b"\0" * 8, data[:50] + b"\xff" * 50 + data[100:]):
+        whole.write_bytes(bad)
+        refused(whole, "t.jsonl.gz", "gzip")
+
+
+# ------------------------------------------------------------------------------------------------- bad rows
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (3, "object"),
+        (None, "object"),
+        (["x"], "object"),
+        ("x", "object"),
+        ({}, "prompt is missing"),
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": " "}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": 3}, "prompt must be"),
+        ({"prompt": ["hi"]}, "prompt[0]"),
+        ({"prompt": [{"role": "user", "content": "x"}, {"role": "boss", "content": "x"}]}, "prompt[1].role"),
+        ({"prompt": [{"role": "user", "contents": "x"}]}, "prompt[0].content"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "prompt is empty"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content"),
+        ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "prompt[0].tool_calls"),
+        ({"prompt": "x", "data": 3}, "data must be"),
+        ({"prompt": "x", "data": {"a": 1}, "a": 2}, "'a' is both"),
+        ({"prompt": "x", "files": []}, "files must be"),
+        ({"prompt": "x", "files": {"a": 1}}, "files['a']"),
+        ({"prompt": "x", "files": {"": "x"}}, "files"),
+        ({"prompt": "x", "files": {"/etc/passwd": "x"}}, "/etc/passwd"),
+        ({"prompt": "x", "files": {"a/../../b": "x"}}, "relative"),
+        ({"prompt": "x", "files": {"..": "x"}}, "relative"),
+        ({"prompt": "x", "files": {"a\0b": "x"}}, "NUL"),
+        ({"prompt": "x", "files": {"a/": "x"}}, "relative"),
+        ({"prompt": "x", "files": {"./a": "x"}}, "relative"),
+        ({"prompt": "x", "files": {"a" * 300: "x"}}, "too long"),
+        ({"prompt": "x", "files": {"a/b": "x", "a": "y"}}, "both a file and a folder"),
+        ({"prompt": "x", "image": 3}, "image"),
+        ({"prompt": "x", "image": ""}, "image"),
+        ({"prompt": "x", "limits": {"turns": 0}}, "limits.turns"),
+        ({"prompt": "x", "limits": {"turns": "3"}}, "limits.turns"),
+        ({"prompt": "x", "limits": {"turnz": 3}}, "turnz"),
+        ({"prompt": "x", "limits": 3}, "limits"),
+        ({"prompt": "x", "id": ""}, "id must be"),
+        ({"prompt": "x", "id": True}, "id must be"),
+        ({"prompt": "x", "id": 1.5}, "id must be"),
+        ({"prompt": "x", "id": "a\nb"}, "id must be"),
+        ({"prompt": "x", "id": "a" * 201}, "id must be"),
+        ({"prompt": "x", "id": 10**30}, "id must be"),
+        ({"prompt": "x", "id": "taken"}, "already"),
+        ({"prompt": "x", "n": 10**30}, "cannot be kept"),
+        (b'{"prompt": "x", "n": 1e999}', "cannot be kept"),
+        (b'{"prompt": "\\ud800 x"}', "cannot be kept"),
+    ],
+)
+def test_a_bad_row_is_quarantined_and_the_others_stay(write, row, words):
+    tasks = load_tasks(write({"id": "taken", "prompt": "a"}, row, {"prompt": "b"}))
+    assert [bool(task.invalid) for task in tasks] == [False, True, False]
+    assert words in tasks[1].invalid
+    assert tasks[1].invalid.startswith("tasks.jsonl, line 2: ")
+    assert len({task.id for task in tasks}) == 3
+
+
+def test_a_bad_row_keeps_its_id_where_it_has_one(write):
+    tasks = load_tasks(write({"id": "mine", "prompt": ""}, {"id": "mine", "prompt": "x"}, 3))
+    assert [task.id for task in tasks] == ["mine", "line-000002", "line-000003"]
+    assert all(task.invalid for task in tasks)
+
+
+def test_given_ids_and_line_numbers_never_collide(write):
+    tasks = load_tasks(write({"id": "line-000002", "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}))
+    assert [task.id for task in tasks] == ["line-000002", "line-000002-2", "1"]
+    assert not any(task.invalid for task in tasks)
+
+
+def test_the_same_source_gives_the_same_ids(write):
+    path = write({"prompt": "a"}, 3, {"id": "x", "prompt": "b"}, {"id": "x", "prompt": "c"})
+    assert list(load_tasks(path)) == list(load_tasks(path))
+
+
+# -------------------------------------------------------------------------------------------- from Python
+
+
+def test_tasks_rows_and_prompts_make_a_taskset():
+    task = Task(id="t", prompt=(Message("user", "x"),))
+    made = tasks_from([task, {"prompt": "y", "answer": 1}, "z"], "mine")
+    assert [t.id for t in made] == ["t", "task-000002", "task-000003"]
+    assert [t.text for t in made] == ["x", "y", "z"]
+    assert (made.name, made[0]) == ("mine", task)
+    assert len(tasks_from((str(n) for n in range(1, 9)), "mine", limit=3)) == 3
+
+
+def test_a_taskset_stays_what_it_is():
+    made = Taskset([Task(id="t")], name="mine")
+    assert tasks_from(made, "other") is made
+
+
+def test_messages_and_limits_may_be_objects():
+    limits = Limits(turns=2)
+    (task,) = tasks_from([{"prompt": [Message("user", "x")], "limits": limits}], "mine")
+    assert (task.prompt, task.limits) == ((Message("user", "x"),), limits)
+
+
+@pytest.mark.parametrize(
+    "row", [3, None, object(), Task(id="a"), {"prompt": "x", "data": {"o": object()}}, {"prompt": "x", 3: 4}, b"x"]
+)
+def test_a_bad_row_in_python_is_quarantined(row):
+    made = tasks_from([Task(id="a", prompt=(Message("user", "x"),)), row], "mine")
+    assert [bool(task.invalid) for task in made] == [False, True]
+    assert made[1].invalid.startswith("mine, task 2: ")
+
+
+def test_a_task_whose_files_leave_the_sandbox_is_quarantined():
+    (task,) = tasks_from([Task(id="a", files={"../x": ""})], "mine")
+    assert (task.id, task.files) == ("a", {})
+    assert "../x" in task.invalid
+
+
+@pytest.mark.parametrize("obj", ["text", {"prompt": "x"}, 3, None, []])
+def test_what_is_no_list_of_tasks_is_refused(obj):
+    with pytest.raises(UsageError, match="mine"):
+        tasks_from(obj, "mine")
+
+
+# ------------------------------------------------------------------------------------------------ anything
+
+KEYS = st.sampled_from(
+    ["id", "prompt", "data", "files", "image", "limits", "role", "content", "tool_calls", "turns"]
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=10,
+)
+ROWS = st.fixed_dictionaries(
+    {"prompt": st.just("x") | VALUES},
+    optional={
+        "id": st.integers(0, 3) | st.sampled_from(["a", "line-000001", "task-000002"]) | VALUES,
+        "data": VALUES,
+        "files": st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3) | VALUES,
+        "limits": st.dictionaries(st.sampled_from(["turns", "run"]), st.integers(-1, 3)) | VALUES,
+        "image": VALUES,
+        "other": VALUES,
+    },
+)
+
+
+@given(st.lists(ROWS | VALUES, min_size=1, max_size=5))
+def test_any_rows_are_valid_or_invalid_tasks_with_ids_of_their_own(tmp_path_factory, rows):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    for tasks in (load_tasks(path), tasks_from(rows, "any")):
+        assert len(tasks) == len(rows)
+        assert len({task.id for task in tasks}) == len(rows)
+        for task in tasks:
+            assert bool(task.invalid) != bool(task.prompt)
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task) == task
+            for name in task.files:
+                inside = os.path.normpath(os.path.join("/box", name))
+                assert inside.startswith("/box/")
+
+
+@given(st.binary(max_size=60))
+def test_any_file_is_tasks_or_a_usage_error(tmp_path_factory, data):
+    for name in ("bytes.jsonl", "bytes.json", "bytes.jsonl.gz"):
+        path = tmp_path_factory.getbasetemp() / name
+        path.write_bytes(data)
+        try:
+            assert len(load_tasks(path)) >= 1
+        except UsageError as error:
+            assert name in str(error)  # noqa: PT017

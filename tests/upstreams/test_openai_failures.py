@@ -1,0 +1,277 @@
+"""The `openai` upstream against real servers that fail: errors, trying again, deadlines, places."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rookery.core import Truncation, UpstreamError
+from rookery.upstreams import ModelRequest
+from rookery.upstreams.replica import Replica
+from tests.servers import Answer, ModelServer, nobody, raw_server
+from tests.upstreams.helpers import ASK, KEY, fails, upstream
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+async def test_a_refused_connection_is_unreachable():
+    async with nobody() as url, upstream(url, retries=1) as up:
+        assert "refused" in await fails(up, "upstream.unreachable")
+
+
+async def test_an_unknown_host_is_unreachable():
+    async with upstream("http://no-such-host.invalid:1", retries=0) as up:
+        with pytest.raises(UpstreamError, match="no-such-host") as caught:
+            await up.complete(ASK, timeout=30)
+        assert caught.value.code == "upstream.unreachable"
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "tries"),
+    [
+        (400, "upstream.rejected", 1),
+        (401, "upstream.auth", 1),
+        (403, "upstream.auth", 1),
+        (404, "upstream.rejected", 1),
+        (408, "upstream.timeout", 1),
+        (422, "upstream.rejected", 1),
+        (429, "upstream.overloaded", 3),
+        (500, "upstream.error", 1),
+        (502, "upstream.error", 3),
+        (503, "upstream.overloaded", 3),
+        (504, "upstream.error", 1),
+    ],
+)
+async def test_every_status_has_its_cause_and_its_number_of_tries(status, cause, tries):
+    error = f"nothing for {KEY} here"
+    async with ModelServer(Answer(status=status, error=error)) as server, upstream(server.url, retries=2) as up:
+        message = await fails(up, cause)
+        assert "nothing for *** here" in message
+        assert str(status) in message
+        assert len(server.requests) == tries
+
+
+async def test_a_redirect_is_not_followed():
+    headers = {"Location": "http://127.0.0.1:1/elsewhere"}
+    async with ModelServer(Answer(status=307, headers=headers)) as server, upstream(server.url) as up:
+        assert "elsewhere" in await fails(up, "upstream.protocol")
+        assert len(server.requests) == 1
+
+
+async def test_a_full_context_ends_the_rollout_as_truncated():
+    said = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
+    async with ModelServer() as server, upstream(server.url) as up:
+        server.then(Answer(status=400, error=said), Answer(status=400, code="context_length_exceeded"))
+        for _ in range(2):
+            with pytest.raises(Truncation) as caught:
+                await up.complete(ASK, timeout=30)
+            assert caught.value.reason == "context"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(body=b"<html>garbage</html>"),
+        Answer(body=b""),
+        Answer(body={"choices": []}),
+        Answer(body={"hello": "there"}),
+        Answer(finish=None),
+        Answer(ids=[1, 2], logprobs=[-1.0]),
+        Answer(cut="half"),
+        Answer(headers={"Content-Encoding": "gzip"}),
+    ],
+)
+async def test_an_answer_that_is_not_understood_is_a_protocol_error_and_not_repeated(answer):
+    async with ModelServer(answer) as server, upstream(server.url) as up:
+        await fails(up, "upstream.protocol")
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x00\xff garbage \r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 what\r\n\r\n"],
+)
+async def test_a_server_that_speaks_no_http_is_a_protocol_error(data):
+    async with raw_server(data) as url, upstream(url) as up:
+        await fails(up, "upstream.protocol")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n{",
+    ],
+)
+async def test_half_an_answer_is_never_a_whole_one(data):
+    async with raw_server(data) as url, upstream(url) as up:
+        await fails(up, "upstream.protocol")
+
+
+# ---------------------------------------------------------------------------------------------- trying again
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+async def test_a_server_that_comes_back_is_tried_again(status):
+    async with ModelServer("there") as server, upstream(server.url) as up:
+        server.then(Answer(status=status), Answer(status=status, headers={"Retry-After": "0"}))
+        assert (await up.complete(ASK, timeout=30)).message.text == "there"
+        assert len(server.requests) == 3
+
+
+async def test_a_retry_after_past_the_deadline_fails_at_once():
+    async with (
+        ModelServer(Answer(status=429, headers={"Retry-After": "50"})) as server,
+        upstream(server.url) as up,
+    ):
+        await fails(up, "upstream.overloaded", timeout=20)
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("cut", ["before", "head"])
+async def test_a_connection_dropped_before_an_answer_is_tried_again_once(cut):
+    async with ModelServer("there") as server, upstream(server.url) as up:
+        server.then(Answer(cut=cut))
+        assert (await up.complete(ASK, timeout=30)).message.text == "there"
+        server.then(Answer(cut=cut), Answer(cut=cut), Answer(cut=cut))
+        await fails(up, "upstream.unreachable")
+        assert len(server.requests) == 4
+
+
+async def test_a_restarted_server_is_found_again():
+    async with ModelServer("there") as server, upstream(server.url) as up:
+        await up.complete(ASK, timeout=30)
+        await server.stop()
+        async with server:
+            assert (await up.complete(ASK, timeout=30)).message.text == "there"
+
+
+async def test_another_replica_is_tried_where_one_is_gone():
+    async with ModelServer("there") as server, nobody() as gone, upstream(gone, server.url, retries=1) as up:
+        for n in range(6):
+            ask = ModelRequest(model="m", messages=ASK.messages, affinity=f"a{n}" if n % 2 else "")
+            assert (await up.complete(ask, timeout=30)).message.text == "there"
+
+
+# ------------------------------------------------------------------------------------- deadlines and places
+
+
+async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
+    async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
+        assert "0.5 s" in await fails(up, "upstream.timeout", timeout=0.5)
+        await server.disconnected()
+        server.default = Answer("free")
+        assert (await up.complete(ASK, timeout=30)).message.text == "free"
+
+
+async def test_cancelling_closes_the_connection_and_frees_the_place():
+    async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
+        call = asyncio.create_task(up.complete(ASK, timeout=60))
+        await server.requested(1)
+        waiting = asyncio.create_task(up.complete(ASK, timeout=60))
+        server.default = Answer("free")
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await server.disconnected()
+        assert (await waiting).message.text == "free"
+        assert up.replicas[0].load == 0
+
+
+async def test_cancelling_a_call_that_waits_frees_its_turn():
+    hold = asyncio.Event()
+    async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
+        calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
+        await server.requested(1)
+        calls[1].cancel()
+        hold.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        assert len(server.requests) == 2
+        assert up.replicas[0].load == 0
+
+
+async def test_no_more_calls_at_once_than_there_are_places():
+    async with ModelServer() as server, upstream(server.url, concurrency=3) as up:
+        await asyncio.gather(*(up.complete(ASK, timeout=60) for _ in range(20)))
+        assert len(server.requests) == 20
+        assert server.peak <= 3
+        assert server.connections <= 3
+
+
+async def test_places_are_given_in_order_and_waiting_is_reported():
+    hold = asyncio.Event()
+    order: list[int] = []
+    async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
+
+        async def call(n: int) -> float:
+            reply = await up.complete(ASK, timeout=20)
+            order.append(n)
+            return reply.queued
+
+        server.then(Answer(hold=hold))
+        calls = [asyncio.create_task(call(n)) for n in range(4)]
+        await server.requested(1)
+        await asyncio.sleep(0.02)
+        hold.set()
+        queued = await asyncio.gather(*calls)
+        assert order == [0, 1, 2, 3]
+        assert queued[0] == 0
+        assert all(seconds >= 0.01 for seconds in queued[1:])
+
+
+async def test_waiting_for_a_place_is_not_part_of_the_deadline(monkeypatch):
+    hold = asyncio.Event()
+    given: list[float] = []
+    exchange = Replica.exchange
+
+    async def noted(self: Replica, *args: Any, seconds: float) -> Any:
+        given.append(seconds)
+        return await exchange(self, *args, seconds=seconds)
+
+    monkeypatch.setattr(Replica, "exchange", noted)
+    async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
+        server.then(Answer(hold=hold))
+        calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
+        await server.requested(1)
+        await asyncio.sleep(0.02)
+        hold.set()
+        await asyncio.gather(*calls)
+        assert given == [60, 60, 60]
+
+
+async def test_failed_tries_are_part_of_the_deadline(monkeypatch):
+    given: list[float] = []
+    exchange = Replica.exchange
+
+    async def noted(self: Replica, *args: Any, seconds: float) -> Any:
+        given.append(seconds)
+        return await exchange(self, *args, seconds=seconds)
+
+    monkeypatch.setattr(Replica, "exchange", noted)
+    async with ModelServer(Answer(status=503)) as server, upstream(server.url, retries=3) as up:
+        await fails(up, "upstream.overloaded", timeout=60)
+        assert given[0] == 60
+        assert all(later < sooner for sooner, later in zip(given, given[1:], strict=False))
+
+
+async def test_replicas_share_the_load_and_affinity_is_kept():
+    async with ModelServer() as one, ModelServer() as two, upstream(one.url, two.url) as up:
+        await asyncio.gather(*(up.complete(ASK, timeout=60) for _ in range(20)))
+        assert len(one.requests) == len(two.requests) == 10
+        homes = set()
+        for _ in range(5):
+            ask = ModelRequest(model="m", messages=ASK.messages, affinity="r1")
+            homes.add((await up.complete(ask, timeout=60)).replica)
+        assert len(homes) == 1
+
+
+async def test_closing_ends_what_is_under_way():
+    async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url) as up:
+        call = asyncio.create_task(up.complete(ASK, timeout=60))
+        await server.requested(1)
+        await up.close()
+        with pytest.raises(UpstreamError):
+            await call
+        await fails(up, "upstream.unreachable")
