@@ -121,6 +121,19 @@ def test_the_table_shows_every_row_and_says_what_is_missing(
         assert text in shown
 
 
+def test_the_table_is_whole_on_a_terminal_of_80(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    widest = row(
+        name="memory_growth_mb", unit="CPU-ms", ours=0.343, peer="verifiers 0.4.0", theirs=8.61, target=">= 20x"
+    )
+    render(BenchReport(bench="engine", machine={"cores": 2}, results=(widest,)))
+    shown = capsys.readouterr().out
+    for text in ("memory_growth_mb", "CPU-ms", "0.343", "verifiers", "0.4.0", "8.61", "25.1x", ">= 20x", "met"):
+        assert text in shown
+
+
 def test_listing_the_benches_finds_the_engine_and_no_helper() -> None:
     assert "engine" in bench_names()
     assert not {"server", "cpu", "machine", "peers", "floor"} & set(bench_names())

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Task
@@ -64,6 +64,7 @@ async def test_a_long_result_keeps_head_and_tail_and_says_what_was_cut():
 
 
 @given(st.text(), st.integers(1, 40), st.integers(0, 3))
+@settings(deadline=None)
 def test_clipped_text_is_bounded_and_nothing_short_is_changed(text, limit, dropped):
     cut = clip(text, limit, dropped)
     size = len(text.encode())
@@ -106,5 +107,6 @@ def test_answers_are_compared_as_documented(text, answer, equal):
 
 
 @given(st.text(), st.one_of(st.text(), st.integers(), st.floats()))
+@settings(deadline=None)
 def test_no_text_breaks_the_comparison(text, answer):
     match_answer(text, answer)

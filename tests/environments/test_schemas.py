@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import UsageError
@@ -176,6 +176,7 @@ def test_wrong_arguments_are_refused_with_what_is_wrong_and_the_schema(text, sai
 
 
 @given(st.one_of(st.text(), st.binary().map(lambda data: data.decode("latin-1"))))
+@settings(deadline=None)
 def test_arguments_fit_or_are_refused_whatever_was_written(text):
     try:
         found = search.parse(text)

@@ -1,12 +1,13 @@
 """A home for sandboxes, which every test must leave as it found it: no process, no folder, no descriptor."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from rookery.sandboxes import Home, procs
+from rookery.sandboxes.subprocess import SubprocessProvider
 
 
 def processes_of(run: str) -> list[int]:
@@ -39,3 +40,10 @@ def home(tmp_path: Path) -> Iterator[Home]:
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
     # The loop is closed by now; a few descriptors of the test runner's own may come and go.
     assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+@pytest.fixture
+async def provider(home: Home) -> AsyncIterator[SubprocessProvider]:
+    made = SubprocessProvider(home)
+    yield made
+    await made.close()

@@ -95,6 +95,15 @@ def boundary(
         raise kind(f"{what}: {describe(error)}", cause=cause) from error
 
 
+def behind(error: BaseException) -> BaseException:
+    """The one exception behind a task group's: a typed one before others, so that its fault is not lost."""
+    while isinstance(error, BaseExceptionGroup):
+        leaves = error.exceptions
+        typed = [leaf for leaf in leaves if isinstance(leaf, RookeryError | Truncation | BaseExceptionGroup)]
+        error = (typed or leaves)[0]
+    return error
+
+
 def describe(error: BaseException) -> str:
     """One line about an exception; never empty."""
     text = str(error).strip()
@@ -104,11 +113,12 @@ def describe(error: BaseException) -> str:
 def failed(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
     """The outcome for an exception that ended a stage; `cause` applies to exceptions that carry none."""
     code, fault = cause, CAUSES[cause].fault if cause in CAUSES else "bug"
-    if isinstance(error, RookeryError):
-        code, fault = error.code, error.fault
-        text = str(error)
+    single = behind(error)
+    if isinstance(single, RookeryError):
+        code, fault = single.code, single.fault
+        text = str(single)
     else:
-        text = describe(error)
+        text = describe(single)
     trace = "".join(tb.format_exception(error))
     if len(trace) > MAX_TRACEBACK:  # a recursion error has a thousand equal frames
         half = MAX_TRACEBACK // 2

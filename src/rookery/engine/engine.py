@@ -382,7 +382,7 @@ class Engine:
         return {
             "run": str(self.folder),
             "paused": supervisor.fleet.paused,
-            "in_flight": sum(len(link.running) for link in supervisor.fleet.links),
+            "in_flight": supervisor.fleet.under_way,
             "runners": len(supervisor.fleet.links),
             "runner_deaths": supervisor.fleet.deaths,
             **supervisor.counts,

@@ -130,6 +130,11 @@ class Fleet:
 
     # ---- choosing
 
+    @property
+    def under_way(self) -> int:
+        """Attempts in all runners together."""
+        return sum(len(link.running) for link in self.links)
+
     def free(self) -> Link | None:
         """The shared runner with the most room."""
         best: Link | None = None

@@ -35,7 +35,7 @@ from rookery.core import (
     Usage,
     failed,
 )
-from rookery.core.errors import describe
+from rookery.core.errors import behind, describe
 from rookery.engine.wire import Done, Note, Start
 from rookery.environments import Context, Log
 from rookery.gateway import Session
@@ -213,13 +213,14 @@ class Live:
         if error is None:
             reason = self.session.truncated
             return Truncated(reason) if reason else Completed()
-        error = _single(error)
-        if isinstance(error, Truncation) and stage == "run":
-            return Truncated(error.reason)
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            return failed(error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(error)}")
+        single = behind(error)
+        if isinstance(single, Truncation) and stage == "run":
+            self.session.truncated = self.session.truncated or single.reason
+            return Truncated(single.reason)
+        if isinstance(single, SystemExit | KeyboardInterrupt):
+            return failed(error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(single)}")
         cause = "bug.scoring" if stage == "score" else "bug.environment"
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(single, asyncio.CancelledError):
             detail = "the environment raised CancelledError by itself; nobody had cancelled it"
             return failed(error, stage, cause=cause, detail=detail)
         return failed(error, stage, cause=cause)
@@ -395,15 +396,6 @@ class Live:
             raise SandboxError(f"attempt {self.start.attempt} has ended; it can open no more sandboxes")
         self._sandboxes.append(box)
         return box
-
-
-def _single(error: BaseException) -> BaseException:
-    """The one exception behind a task group's: a typed one before others, so that its fault is not lost."""
-    while isinstance(error, BaseExceptionGroup):
-        leaves = error.exceptions
-        typed = [leaf for leaf in leaves if isinstance(leaf, RookeryError | Truncation | BaseExceptionGroup)]
-        error = (typed or leaves)[0]
-    return error
 
 
 def _retrieved(work: "asyncio.Future[Any]") -> None:

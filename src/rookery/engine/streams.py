@@ -41,6 +41,8 @@ class GroupStream(AsyncIterator[Group]):
     async def aclose(self) -> None:
         """Cancels the stream; rollouts under way end as Cancelled(user)."""
         self._supervisor.close_channel(self._channel, "user")
+        while self._channel.in_flight and not self._supervisor.closing:
+            await self._channel.wait()  # each attempt under way ends within its grace
         if self._reader is not None:
             self._reader.close()
 

@@ -78,7 +78,7 @@ class Supervisor:
         self.environment = environment
         self.journal = journal
         self.policy = policy
-        self.breaker = Breaker(policy.breaker)
+        self.breaker = Breaker(policy.breaker, concurrency=policy.concurrency)
         self.court = Court()
         self.channels: deque[Channel] = deque()
         self.next_group = 0
@@ -207,7 +207,7 @@ class Supervisor:
             return
         now = self._loop.time()
         self._admit_suspects()
-        flying = sum(len(link.running) for link in self.fleet.links)
+        flying = self.fleet.under_way
         while flying < self.policy.concurrency and self.journal.backlog < 5_000:
             link = self.fleet.free()
             found = self._next(now) if link is not None else None
@@ -322,11 +322,12 @@ class Supervisor:
         flight.channel.in_flight -= 1
         if done.tainted:
             self.fleet.replace(link)
-        if self._stopping or self.stopped is not None:
-            return
+        flight.channel.changed()
         if isinstance(done.outcome, Cancelled) and done.outcome.reason == "shutdown":
+            return  # unfinished: a resume runs it again
+        if self.journal.error is not None:
             return
-        self.breaker.observe(done.outcome)
+        self.breaker.observe(done.outcome, self.fleet.under_way)
         self._ended(flight, Ended(done.outcome, policy_loss=done.policy_loss), done, link.name)
         if self.breaker.opened:
             self.stop(Stopped(self.breaker.opened))
@@ -347,7 +348,7 @@ class Supervisor:
             if verdict == "convicted":
                 cause = "bug.blocked" if death == "blocked" else "bug.crashed"
                 outcome = Failed("bug", cause, f"run alone, it did this: {detail}"[:MAX_DETAIL], "run", detail)
-                self.breaker.observe(outcome)
+                self.breaker.observe(outcome, self.fleet.under_way)
             else:
                 outcome = Failed("infra", "runner.lost", detail.partition("\n")[0], "run")
             ended = Ended(outcome, charged=verdict == "convicted")

@@ -69,15 +69,19 @@ def kill_marked(value: str, *, seconds: float = KILL_SECONDS) -> int:
     clean = 0
     while True:
         victims = _marked(value)
-        handles = []
+        guards = {pid for pid in victims if procs.variable_of(pid, procs.COMMAND) is None and _says(pid, value)}
+        # The guard goes last: until then no orphan can leave its tree. It is stopped first, so that it does
+        # not report deaths of our making as the programs' own.
+        last = guards == victims.keys()
+        handles: list[int] = []
         try:
-            for pid, started in victims.items():
+            for pid in sorted(victims, key=lambda pid: pid not in guards):
                 # Through a handle, checked after it was opened: the number may have been given to another.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    handle = os.pidfd_open(pid)
-                    handles.append(handle)
-                    if start_ticks(pid) == started:
-                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    handles.append(os.pidfd_open(pid))
+                    if start_ticks(pid) == victims[pid]:
+                        number = signal.SIGSTOP if pid in guards and not last else signal.SIGKILL
+                        signal.pidfd_send_signal(handles[-1], number)
             clean = 0 if victims else clean + 1
             if clean > 1 or time.monotonic() > end:
                 return len(victims)
@@ -88,11 +92,15 @@ def kill_marked(value: str, *, seconds: float = KILL_SECONDS) -> int:
                 os.close(handle)
 
 
+def _says(pid: int, value: str) -> bool:
+    return procs.variable_of(pid, procs.MARKER) == value
+
+
 def _marked(value: str) -> dict[int, int]:
     found: dict[int, int] = {}
     own = os.getpid()
     everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    todo = [pid for pid in everyone if procs.variable_of(pid, procs.MARKER) == value]
+    todo = [pid for pid in everyone if _says(pid, value)]
     while todo:
         pid = todo.pop()
         started = start_ticks(pid)

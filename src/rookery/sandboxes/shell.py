@@ -38,7 +38,7 @@ COME_BACK_SECONDS = 3.0
 MAX_WORD = 4096
 INIT = (
     "PS1= PS2= PROMPT_COMMAND=; set +H; unset HISTFILE MAILCHECK; shopt -s expand_aliases; "
-    f"trap 'kill -INT $BASHPID' RTMAX-{signal.SIGRTMAX - stub.INTERRUPT_SIGNAL}\n"
+    f"trap 'trap - INT; kill -INT $BASHPID' RTMAX-{signal.SIGRTMAX - stub.INTERRUPT_SIGNAL}\n"
 )
 RESET = "the shell was replaced: its folder, variables and functions are gone"
 

@@ -167,7 +167,9 @@ def render(report: BenchReport) -> None:
     from rich.text import Text
 
     # Few lines and little padding: eight columns have to be readable on a terminal of 80.
-    table = Table(title=f"rookery bench {report.bench}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"rookery bench {report.bench}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for column in ("name", "unit", "ours", "peer", "theirs", "ratio", "target", "met"):
         numeric = column in {"ours", "theirs", "ratio"}
         table.add_column(column, justify="right" if numeric else "left", no_wrap=column != "peer", overflow="fold")

@@ -7,7 +7,7 @@ and everything they start; the model server is the instrument and does not count
 Promises:
 - a rollout that did not complete, or did not bring its 256 tokens, fails the bench: no figure from a broken run;
 - warm-up is left out on both sides, and windows begin and end with all places taken: none is flattered by
-  work that was begun before it or is finished after it;
+  work that was begun before it or is finished after it, nor cuts through groups that arrive together;
 - the peer answers the same question at the same concurrency, from the same server, without the token data it
   does not ask for.
 """
@@ -34,13 +34,13 @@ RUNNERS = 2
 PER_RUNNER = 64
 IN_FLIGHT = RUNNERS * PER_RUNNER
 WARM_UP = 4 * IN_FLIGHT
-TAIL = 2 * IN_FLIGHT
+TAIL = 4 * IN_FLIGHT
 DECILES = 10
-QUICK_SECONDS = 25.0  # of the minute that a quick bench has, for our own streams; the peer has as much
+QUICK_SECONDS = 25.0  # of the minute that a quick bench has, for our own streams; the peer has what is left
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """How much is measured. `peer_seconds` counts from the start of the bench."""
 
     rollouts: int
     repeats: int
@@ -50,8 +50,8 @@ class Size(NamedTuple):
     stream_seconds: float
 
 
-FULL = Size(rollouts=50_000, repeats=3, peer_rollouts=600, peer_seconds=300, helps=15, stream_seconds=600)
-QUICK = Size(rollouts=5_000, repeats=3, peer_rollouts=200, peer_seconds=25, helps=5, stream_seconds=25)
+FULL = Size(rollouts=50_000, repeats=3, peer_rollouts=600, peer_seconds=2_400, helps=15, stream_seconds=600)
+QUICK = Size(rollouts=5_000, repeats=3, peer_rollouts=120, peer_seconds=50, helps=5, stream_seconds=25)
 
 
 class Stream(NamedTuple):
@@ -69,6 +69,24 @@ class Stream(NamedTuple):
         return self.memory[1] - self.memory[0]
 
 
+class Burst:
+    """Whether the loop has turned since the last group: groups that are there already come without a turn.
+
+    Groups are handed over as the journal commits them, 70 together on average and up to 129. Counted by the
+    group, a window would be off by as many: a quarter of a quick decile.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def goes_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.ended = False
+        loop.call_soon(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+
+
 @environment
 async def bench_env(ctx: Context) -> float:
     """One turn."""
@@ -78,6 +96,9 @@ async def bench_env(ctx: Context) -> float:
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
+    began = time.perf_counter()
+    progress("rookery --help")
+    shown = median(await help_ms(size.helps))
     async with instant_model() as model:
         progress("floor: the bare HTTP call")
         floor = median(
@@ -92,15 +113,15 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             n=size.peer_rollouts,
             repeat=size.repeats,
             concurrency=PER_RUNNER,
-            timeout=size.peer_seconds,
+            timeout=max(1.0, size.peer_seconds - (time.perf_counter() - began)),
         )
         if peer.runs:
             progress(f"peer: {', '.join(f'{cost:.2f}' for cost in peer.runs)} CPU-ms")
-    progress("rookery --help")
-    shown = median(await help_ms(size.helps))
-    ours = median(cost for stream in streams for cost in stream.deciles)
+    costs = [cost for stream in streams for cost in stream.deciles]
+    growths = [stream.growth for stream in streams]
+    ours, spread = median(costs), f"deciles from {min(costs):.3f} to {max(costs):.3f}"
     return [
-        Result(name="rollout_cpu_ms", unit="CPU-ms", ours=ours, target="<= 0.45"),
+        Result(name="rollout_cpu_ms", unit="CPU-ms", ours=ours, target="<= 0.45", note=spread),
         Result(
             name="rollout_cpu_ms",
             unit="CPU-ms",
@@ -111,7 +132,15 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             note=peer.note,
         ),
         Result(name="floor_cpu_ms", unit="CPU-ms", ours=floor),
-        Result(name="growth", unit="ratio", ours=median(s.growth for s in streams), target="<= 1.05"),
+        # On a busy two-core VM a stand-in that keeps nothing gave 0.83 to 1.39 in single quick streams and
+        # 0.89 to 1.30 in full ones: a verdict means little where the streams differ by more than the margin.
+        Result(
+            name="growth",
+            unit="ratio",
+            ours=median(growths),
+            target="<= 1.05",
+            note=f"streams {', '.join(f'{growth:.3f}' for growth in growths)}",
+        ),
         # The largest, not the median: memory that one stream of ours took is there for the next to use.
         Result(name="memory_growth_mb", unit="MiB", ours=max(s.memory_growth for s in streams), target="<= 8"),
         Result(name="help_ms", unit="ms", ours=shown, target="<= 150"),
@@ -140,7 +169,8 @@ async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> St
     from rookery.engine import Engine
 
     decile = rollouts // DECILES
-    marks = {WARM_UP + decile * i for i in range(DECILES + 1)}
+    if decile < 2 * IN_FLIGHT:
+        raise ValueError(f"a decile of {decile} rollouts is not measurable with {IN_FLIGHT} under way")
     tasks = Taskset(
         [
             Task(id=str(i), prompt=(Message("user", f"Question {i}: what is six times seven?"),))
@@ -162,22 +192,28 @@ async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> St
                 out=Path(folder) / "run",
             ) as engine,
         ):
+            loop = asyncio.get_running_loop()
+            burst = Burst()
             meter: CpuMeter | None = None
-            seen = 0
+            seen, counted, mark = 0, 0, WARM_UP
             async for group in engine.groups(tasks, k=1, load_tokens=False):
+                if seen >= mark and burst.ended and len(costs) < DECILES:
+                    if meter is None:
+                        meter = CpuMeter(engine.pids(), without=[model.pid])
+                    else:
+                        costs.append(1e3 * meter.used() / (seen - counted))
+                        if len(costs) in {1, DECILES}:
+                            memory.append(memory_mb(family(engine.pids(), without=[model.pid])))
+                    counted, mark = seen, mark + decile
+                    meter.start()  # after the reading of memory, which is not the rollouts' work
                 _check(group)
                 seen += 1
-                if seen not in marks:
-                    continue
-                if meter is None:
-                    meter = CpuMeter(engine.pids(), without=[model.pid])
-                else:
-                    costs.append(1e3 * meter.used() / decile)
-                    if len(costs) in {1, DECILES}:
-                        memory.append(memory_mb(family(engine.pids(), without=[model.pid])))
-                meter.start()  # after the reading of memory, which is not the rollouts' work
+                if seen >= mark:
+                    burst.goes_on(loop)
     if seen != len(tasks):
         raise RuntimeError(f"{len(tasks)} groups were asked for and {seen} came")
+    if len(costs) != DECILES:
+        raise RuntimeError(f"{len(costs)} of {DECILES} deciles could be measured: the groups came all at once")
     return Stream(tuple(costs), (memory[0], memory[1]))
 
 

@@ -1,5 +1,8 @@
 """Commands and background processes."""
 
+# One assertion, one thing that must hold.
+# ruff: noqa: PT018
+
 import asyncio
 import hashlib
 import os
@@ -50,7 +53,7 @@ async def input_arrives_whole(provider: Provider) -> None:
 
 
 async def the_environment_is_clean(provider: Provider) -> None:
-    os.environ["ROOKERY_CONFORMANCE_SECRET"] = "hunter2"
+    os.environ["ROOKERY_CONFORMANCE_SECRET"] = "hunter2"  # noqa: S105
     try:
         async with box(
             provider, SandboxSpec(untrusted_ok=True, env={"GIVEN": "spec", "OTHER": "spec"})
@@ -166,7 +169,7 @@ async def output_streams_while_it_is_made(provider: Provider) -> None:
 
 async def a_callback_that_raises_ends_the_command(provider: Provider) -> None:
     def take(stream: str, data: bytes) -> None:
-        raise LookupError(stream)
+        raise LookupError(stream, data)
 
     async with box(provider) as sandbox:
         try:

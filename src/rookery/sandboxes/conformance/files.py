@@ -1,5 +1,8 @@
 """Files in and out."""
 
+# The files here are small and local.
+# ruff: noqa: ASYNC240
+
 import asyncio
 import os
 import tempfile

@@ -1,6 +1,5 @@
 """What the checks share."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeAlias
@@ -55,12 +54,14 @@ if os.fork() == 0:
 if os.fork() == 0:
     if os.fork() == 0:
         note()
+        while len(open("pids").readlines()) < 5:
+            time.sleep(0.01)
         open("ready", "w").close()
         time.sleep(600)
     os._exit(0)
 time.sleep(600)
 """
-"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; five live in the end."""
+"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; of five, four go on living."""
 
 
 async def runaway(sandbox: Sandbox, wall: float) -> ExecResult:

@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Set JOBS=0 to run the tests in one process.
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: test lint unit setup peers clean help
+
+help:
+	@echo "make test    set up, lint, type-check and run every test"
+	@echo "make lint    ruff, mypy and the order of the rooms"
+	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
+	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
+	@echo "make clean   remove what make made"
+
+test: lint unit
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+peers: $(STAMP)
+	$(BIN)/python tools/make_peers.py
+
+clean:
+	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,163 @@
+"""An environment that does what its task says, at the stage its task says: every way a rollout can misbehave."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from rookery import Context, Environment, Limits, Score
+from rookery.core import SandboxError, TaskError, Truncation
+from rookery.sandboxes.protocol import Command
+
+FOREVER = 3600.0
+
+
+class CustomError(Exception):
+    """What only this environment raises."""
+
+
+class Misbehaving(Environment):
+    """`task.data` maps a stage to a deed; without one the rollout asks the policy once and scores 1."""
+
+    name = "misbehaving"
+    limits = Limits(setup=20.0, run=20.0, score=20.0, teardown=5.0)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"prompt": f"question {n}"} for n in range(4)]
+
+    async def setup(self, ctx: Context) -> None:
+        await deed(ctx, "setup")
+
+    async def run(self, ctx: Context) -> None:
+        await deed(ctx, "run")
+        ctx.state["reply"] = await ctx.policy.chat(ctx.task.prompt)
+        await deed(ctx, "after")
+
+    async def score(self, ctx: Context) -> Score | float:
+        value = await deed(ctx, "score")
+        return 1.0 if value is None else value
+
+    async def teardown(self, ctx: Context) -> None:
+        await deed(ctx, "teardown")
+
+
+async def deed(ctx: Context, stage: str) -> Any:
+    kind = ctx.task.data.get(stage)
+    if kind is None:
+        return None
+    if isinstance(kind, dict):  # by member or by attempt: {"0": deed} or {"attempt 1": deed}
+        _, member, number = ctx.attempt.split(".")
+        kind = kind.get(member, kind.get(f"attempt {number}"))
+    match kind:
+        case None:
+            return None
+        case "raise":
+            raise CustomError(f"raised in {stage} of {ctx.attempt}")
+        case "group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_raises())
+        case "recursion":
+            return await deed(ctx, stage)
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "cancel-self":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        case "exit":
+            sys.exit(7)
+        case "exit-in-task":
+            await asyncio.create_task(_exits())
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "hang":
+            await asyncio.sleep(FOREVER)
+        case "hang-in-policy":
+            await ctx.policy.chat("hang")
+        case "hang-in-sandbox":
+            box = await ctx.sandbox()
+            await box.exec(Command(argv=("sleep", "3600"), wall=FOREVER))
+        case "swallow":
+            while True:
+                try:
+                    await asyncio.sleep(FOREVER)
+                except asyncio.CancelledError:
+                    if ctx.state.setdefault("swallowed", 0) > 100:
+                        raise
+                    ctx.state["swallowed"] += 1
+        case "block":
+            time.sleep(FOREVER)
+        case "spin":
+            while True:
+                pass
+        case "segfault":
+            ctypes.string_at(0)
+        case "abort":
+            os.abort()
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "_exit":
+            os._exit(0)
+        case "sandbox-lost":
+            raise SandboxError("the sandbox is gone")
+        case "task-broken":
+            raise TaskError("this task's file is broken", cause="task.setup")
+        case "truncate":
+            raise Truncation("context")
+        case "nan":
+            return float("nan")
+        case "nothing":
+            return "not a number"
+        case "too-much":
+            return 2.0
+        case "half":
+            return 0.5
+        case "spend-turns":
+            while True:
+                await ctx.policy.chat(ctx.task.prompt)
+        case "wait-for-door":
+            await asyncio.sleep(0.2)
+        case "loose-task":
+            ctx.state["loose"] = asyncio.create_task(ctx.policy.chat("hang"))
+            await asyncio.sleep(0)
+        case _:
+            raise AssertionError(f"unknown deed {kind!r}")
+    return None
+
+
+async def _raises() -> None:
+    raise CustomError("raised in a child task")
+
+
+async def _exits() -> None:
+    sys.exit(3)
+
+
+class Blocking(Environment):
+    """Stages as plain functions: they run off the loop."""
+
+    def run(self, ctx: Context) -> None:  # type: ignore[override]
+        time.sleep(0.01)
+        ctx.info["thread"] = __import__("threading").current_thread().name
+
+    def score(self, ctx: Context) -> float:  # type: ignore[override]
+        return 1.0
+
+
+class WithSandbox(Environment):
+    """Writes and reads a file in its sandbox, beside a child that would outlive it."""
+
+    name = "with-sandbox"
+
+    async def run(self, ctx: Context) -> None:
+        box = await ctx.sandbox()
+        await box.exec(Command(argv=("sh", "-c", "setsid sleep 3600 >/dev/null 2>&1 & echo $$ > mine")))
+        ctx.state["data"] = await box.read("mine")
+        await ctx.policy.chat(ctx.task.prompt)
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0 if ctx.state["data"].strip().isdigit() else 0.0

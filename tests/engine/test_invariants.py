@@ -1,0 +1,315 @@
+"""The eight invariants of the engine, each by the name its docstring gives it (the eighth is in test_crash.py)."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.core import Cancelled, Completed, Failed, Group, Limits, Rollout, Truncated, label
+from rookery.engine import Stopped
+from tests.engine.conftest import engine, events, gather, records
+from tests.servers import ModelServer
+
+MODES = pytest.mark.parametrize("runners", [0, 2], ids=["in-process", "two-runners"])
+
+
+def row(**data: Any) -> dict[str, Any]:
+    return {"prompt": "question", "data": data}
+
+
+async def test_every_admitted_rollout_gets_exactly_one_terminal_record(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [row(), row(run="raise"), row(score="nan"), row(run={"1": "sandbox-lost"}), row(setup="exit")] * 4
+    groups = await gather(model, tmp_path, tasks, k=3, runners=2, breaker=None)
+    assert len(groups) == 20
+    written = records(tmp_path)
+    assert len(written) == 60
+    assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(20) for m in range(3)}
+    handed = {record.id: record.outcome for group in groups for record in group.rollouts}
+    assert handed == {record.id: record.outcome for record in written}
+
+
+@MODES
+async def test_nothing_one_rollout_does_cancels_another(model: ModelServer, tmp_path: Path, runners: int) -> None:
+    deeds = ["raise", "group", "recursion", "cancelled", "cancel-self", "exit", "interrupt"]
+    stages = ["setup", "run", "after", "score"]
+    tasks = [row(**{stage: {"1": deed}}) for stage in stages for deed in deeds]
+    groups = await gather(model, tmp_path, tasks, k=3, runners=runners, breaker=None)
+    assert len(groups) == len(tasks)
+    for group in groups:
+        assert [type(rollout.outcome) for rollout in group.rollouts] == [Completed, Failed, Completed], (
+            group.task.data
+        )
+        failed = group.rollouts[1].outcome
+        assert isinstance(failed, Failed)
+        assert failed.fault == "bug"
+        assert failed.traceback
+
+
+async def test_a_failed_teardown_is_an_event_and_never_a_changed_outcome(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [row(teardown=deed) for deed in ("raise", "cancelled", "exit", "hang")]
+    groups = await gather(model, tmp_path, tasks, limits=Limits(teardown=0.05))
+    assert [group.rollouts[0].outcome for group in groups] == [Completed()] * 4
+    assert [group.rewards for group in groups] == [[1.0]] * 4
+    assert len(events(tmp_path, "teardown.failed")) == 4
+
+
+@MODES
+async def test_a_group_always_returns_k_records_in_order_of_one_shape(
+    model: ModelServer, tmp_path: Path, runners: int
+) -> None:
+    deeds = {"0": "raise", "1": "hang-in-policy", "2": "exit", "4": "sandbox-lost", "6": "spend-turns"}
+    (group,) = await gather(
+        model, tmp_path, [row(run=deeds)], k=8, runners=runners, limits=Limits(run=0.5, turns=3), breaker=None
+    )
+    assert [rollout.member for rollout in group.rollouts] == list(range(8))
+    assert all(isinstance(rollout, Rollout) and isinstance(rollout.segments, list) for rollout in group.rollouts)
+    assert [label(rollout.outcome) for rollout in group.rollouts] == [
+        "bug.environment",
+        "truncated.time",
+        "bug.exit",
+        "completed",
+        "sandbox.lost",
+        "completed",
+        "truncated.turns",
+        "completed",
+    ]
+    for rollout in group.rollouts:
+        assert rollout.valid == (not isinstance(rollout.outcome, Failed))
+        assert (rollout.reward is None) == isinstance(rollout.outcome, Failed)
+        assert bool(rollout.segments) == (rollout.valid and rollout.usage.turns > 0)
+
+
+@MODES
+async def test_five_hundred_rollouts_three_raise_after_their_generation(
+    model: ModelServer, tmp_path: Path, runners: int
+) -> None:
+    """The known incident: an exception after the generation had returned took the whole step with it."""
+    bad = {17: "raise", 250: "group", 499: "cancelled"}
+    tasks = [row(after=bad.get(n)) for n in range(500)]
+    groups = await gather(model, tmp_path, tasks, runners=runners)
+    outcomes = {group.index: group.rollouts[0].outcome for group in groups}
+    assert len(outcomes) == len(records(tmp_path)) == 500
+    assert sum(isinstance(outcome, Completed) for outcome in outcomes.values()) == 497
+    for n in bad:
+        failed = outcomes[n]
+        assert isinstance(failed, Failed)
+        assert "in deed" in failed.traceback
+
+
+@MODES
+@pytest.mark.parametrize("stage", ["setup", "run", "after", "score"])
+async def test_every_stage_has_a_deadline_that_the_engine_enforces(
+    model: ModelServer, tmp_path: Path, stage: str, runners: int
+) -> None:
+    limits = Limits(setup=0.2, run=0.2, score=0.2)
+    tasks = [row(**{stage: {"0": "hang"}})]
+    (group,) = await gather(model, tmp_path, tasks, k=2, limits=limits, runners=runners)
+    first, second = group.rollouts
+    assert isinstance(first.outcome, Failed)
+    assert (first.outcome.fault, first.outcome.cause) == ("bug", "bug.hung")
+    assert "asyncio.sleep(FOREVER)" in first.outcome.traceback
+    assert second.outcome == Completed()
+
+
+@pytest.mark.parametrize("deed", ["hang-in-policy", "hang-in-sandbox"])
+async def test_a_run_deadline_while_the_policy_or_its_sandbox_works_is_truncated_time_and_scored(
+    model: ModelServer, tmp_path: Path, deed: str
+) -> None:
+    (group,) = await gather(model, tmp_path, [row(run=deed, score="half")], limits=Limits(run=0.3))
+    assert group.rollouts[0].outcome == Truncated("time")
+    assert group.rewards == [0.5]
+
+
+async def test_a_setup_or_score_deadline_in_a_sandbox_or_model_is_infra(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [row(setup="hang-in-sandbox"), row(score="hang-in-policy")]
+    groups = await gather(model, tmp_path, tasks, limits=Limits(setup=0.3, score=0.3), breaker=None)
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["engine.setup", "scoring.timeout"]
+    assert [len(group.rollouts[0].attempts) for group in groups] == [3, 3]
+
+
+async def test_what_swallows_its_cancellation_gets_its_record_and_its_runner_is_replaced(
+    model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(model, tmp_path, runners=1, limits=Limits(run=0.1), concurrency=4) as made:
+        before = made.pids()[1:]
+        groups = [group async for group in made.groups([row(run="swallow"), row(), row()])]
+        by_task = {group.index: label(group.rollouts[0].outcome) for group in groups}
+        assert by_task == {0: "bug.uncancellable", 1: "completed", 2: "completed"}
+        more = [group async for group in made.groups([row()] * 3)]
+        assert [label(group.rollouts[0].outcome) for group in more] == ["completed"] * 3
+        assert made.pids()[1:] != before
+
+
+async def test_blocking_stages_run_off_the_loop(model: ModelServer, tmp_path: Path) -> None:
+    groups = await gather(model, tmp_path, ["a", "b", "c"], env="tests.engine.envs:Blocking")
+    assert all(group.rollouts[0].info["thread"].startswith("blocking") for group in groups)
+    assert [group.rewards for group in groups] == [[1.0]] * 3
+
+
+async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Path) -> None:
+    async with engine(model, tmp_path) as made:
+        stream = made.groups([row(run="hang-in-policy"), row(run="loose-task", after="hang")])
+        await model.requested(3)
+        await stream.aclose()
+        await model.disconnected(2)
+    assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 2
+
+
+async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path) -> None:
+    async with engine(model, tmp_path, runners=1) as made:
+        stream = made.groups([row(run="hang-in-sandbox", after="hang")] * 3)
+        leases = tmp_path / "runs" / "latest" / "sandboxes" / "leases"
+        while len(list(leases.glob("*.json"))) < 3:
+            await asyncio.sleep(0.01)
+        await stream.aclose()
+        while list(leases.glob("*.json")):
+            await asyncio.sleep(0.01)
+    assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 3
+
+
+@MODES
+async def test_outer_cancellation_is_not_swallowed_and_cancels_everything(
+    model: ModelServer, tmp_path: Path, runners: int
+) -> None:
+    async def consume() -> None:
+        async with engine(model, tmp_path, runners=runners) as made:
+            async for _ in made.groups(
+                [row(run="hang-in-policy"), row(run="hang"), row(run="hang-in-sandbox")], k=4
+            ):
+                pass
+
+    task = asyncio.create_task(consume())
+    await model.requested(4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+    assert records(tmp_path) == []  # unfinished, so a resume runs them again
+
+
+@MODES
+async def test_the_original_exception_with_its_traceback_is_in_the_record_and_the_log(
+    model: ModelServer, tmp_path: Path, runners: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    await gather(model, tmp_path, [row(run="raise"), row(score="group")], runners=runners)
+    logs = caplog.text + "".join(
+        path.read_text() for path in (tmp_path / "runs" / "latest" / "logs").glob("*.log")
+    )
+    first, second = (record.outcome for record in records(tmp_path))
+    assert isinstance(first, Failed)
+    assert first.detail == "CustomError: raised in run of 0.0.1"
+    assert isinstance(second, Failed)
+    assert (second.cause, second.stage) == ("bug.scoring", "score")
+    for outcome, words in ((first, "raised in run of 0.0.1"), (second, "raised in a child task")):
+        assert "Traceback" in outcome.traceback
+        assert words in outcome.traceback
+        assert words in logs
+
+
+async def test_failures_above_a_rate_stop_admission_with_a_clear_message(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped, match=r"most often bug\.environment") as caught:
+        await gather(model, tmp_path, [row(run="raise")] * 500, concurrency=8)
+    assert "rookery resume" in str(caught.value)
+    assert 20 <= len(records(tmp_path)) <= 40
+    assert events(tmp_path, "stopped")
+
+
+async def test_a_few_failures_do_not_open_the_breaker(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [row(run="raise" if n % 3 == 0 else None) for n in range(90)]
+    groups = await gather(model, tmp_path, tasks)
+    assert len(groups) == 90
+
+
+async def test_new_attempts_are_for_infra_faults_only_budgeted_and_counted(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [
+        row(run={"attempt 1": "sandbox-lost", "attempt 2": "sandbox-lost"}),
+        row(run="sandbox-lost"),
+        row(run="raise"),
+        row(run="task-broken"),
+    ]
+    groups = await gather(model, tmp_path, tasks, breaker=None)
+    rollouts = [group.rollouts[0] for group in groups]
+    assert [len(rollout.attempts) for rollout in rollouts] == [3, 3, 1, 1]
+    assert [label(rollout.outcome) for rollout in rollouts] == [
+        "completed",
+        "sandbox.lost",
+        "bug.environment",
+        "task.setup",
+    ]
+    assert [attempt.id for attempt in rollouts[0].attempts] == ["0.0.1", "0.0.2", "0.0.3"]
+    assert [label(attempt.outcome) for attempt in rollouts[0].attempts] == [
+        "sandbox.lost",
+        "sandbox.lost",
+        "completed",
+    ]
+
+
+async def test_a_task_fault_quarantines_the_task(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [{"id": "broken", **row(setup="task-broken")}, {"id": "fine", **row()}]
+    groups = await gather(model, tmp_path, tasks, k=4, stream={"epochs": 3}, concurrency=1)
+    labels = [[label(rollout.outcome) for rollout in group.rollouts] for group in groups]
+    assert labels == [["task.setup"] * 4, ["completed"] * 4] * 3
+    # Attempted once; the other eleven end with the same cause without having run.
+    assert (
+        sum(len(rollout.attempts) for group in groups for rollout in group.rollouts if group.task.id == "broken")
+        == 1
+    )
+    assert [event["task"] for event in events(tmp_path, "task.quarantined")] == ["broken"]
+
+
+async def test_an_invalid_row_is_quarantined_and_the_others_run(model: ModelServer, tmp_path: Path) -> None:
+    groups = await gather(model, tmp_path, [row(), {"no": "prompt"}, row()], k=2)
+    assert [[label(rollout.outcome) for rollout in group.rollouts] for group in groups] == [
+        ["completed"] * 2,
+        ["task.invalid"] * 2,
+        ["completed"] * 2,
+    ]
+    assert len(model.requests) == 4
+
+
+async def test_a_reward_that_is_no_finite_number_in_its_range_is_a_fault_and_not_a_zero(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    groups = await gather(model, tmp_path, [row(score=deed) for deed in ("nan", "nothing", "too-much", "half")])
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["bug.reward"] * 3 + ["completed"]
+    assert [group.rewards for group in groups] == [[None], [None], [None], [0.5]]
+
+
+async def test_budgets_truncate_and_what_is_there_is_scored(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [
+        {**row(run="spend-turns"), "limits": {"turns": 3}},
+        {**row(run="spend-turns"), "limits": {"tokens": 7}},
+        {**row(run="truncate")},
+        {**row(), "limits": {"context": 4}},
+    ]
+    groups = await gather(model, tmp_path, tasks)
+    assert [label(group.rollouts[0].outcome) for group in groups] == [
+        "truncated.turns",
+        "truncated.tokens",
+        "truncated.context",
+        "truncated.context",
+    ]
+    assert [group.rollouts[0].usage.turns for group in groups] == [3, 4, 0, 1]
+    assert all(group.rewards == [1.0] for group in groups)
+
+
+async def test_a_loose_task_does_not_outlive_its_attempt(model: ModelServer, tmp_path: Path) -> None:
+    groups = await gather(model, tmp_path, [row(run="loose-task")])
+    assert groups[0].rollouts[0].outcome == Completed()
+    await model.disconnected(1)
+
+
+async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_path: Path) -> None:
+    groups: list[Group] = await gather(
+        model, tmp_path, ["a", "b"], k=4, env="tests.engine.envs:WithSandbox", runners=2
+    )
+    assert [group.rewards for group in groups] == [[1.0] * 4] * 2

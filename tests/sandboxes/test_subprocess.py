@@ -1,0 +1,345 @@
+"""What the subprocess provider promises beyond the protocol."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.sandboxes import Command, Home, leases, open_provider, procs, reap
+from rookery.sandboxes.conformance.tools import RUNAWAY, appears, runaway
+from rookery.sandboxes.subprocess import SubprocessProvider
+from tests.sandboxes.conftest import orphans_of, processes_of
+
+SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
+
+
+def wait_for_death(pids: list[int], seconds: float = 20.0) -> list[int]:
+    """Waits until they are gone; those that are not."""
+    end = time.monotonic() + seconds
+    left = []
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([handle], [], [], max(0.0, end - time.monotonic()))[0]:
+                left.append(pid)
+        finally:
+            os.close(handle)
+    return left
+
+
+def test_a_provider_is_found_by_name(home: Home) -> None:
+    provider = open_provider("subprocess", home)
+    assert (provider.name, provider.isolated) == ("subprocess", False)
+    with pytest.raises(UsageError, match="subprocess"):
+        open_provider("no-such", home)
+    assert not any(home.folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (SandboxSpec(image="debian"), "image"),
+        (SandboxSpec(network="model"), "network"),
+        (SandboxSpec(network="allow", allow=("example.org",)), "network"),
+        (SandboxSpec(cpus=1.0), "processors"),
+        (SandboxSpec(user="nobody-else"), "user"),
+        (SandboxSpec(workdir="/app"), "folder"),
+        (SandboxSpec(workdir="../up"), "folder"),
+    ],
+)
+async def test_what_it_cannot_give_is_said_and_refused(home: Home, spec: SandboxSpec, word: str) -> None:
+    provider = SubprocessProvider(home)
+    (sentence,) = provider.check(spec)
+    assert word in sentence
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(spec, attempt="a")
+    assert caught.value.code == "sandbox.refused"
+
+
+def test_what_it_can_give_is_accepted(home: Home) -> None:
+    for spec in (SandboxSpec(), SandboxSpec(network="all", disk=1 << 20, workdir="a/b", cpu_seconds=5.0)):
+        assert SubprocessProvider(home).check(spec) == []
+
+
+async def test_snapshots_are_refused(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    for call in (sandbox.snapshot(), sandbox.fork("x"), sandbox.diff("x")):
+        with pytest.raises(SandboxError) as caught:
+            await call
+        assert caught.value.code == "sandbox.refused"
+
+
+async def test_close_leaves_nothing(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    task = asyncio.create_task(runaway(sandbox, 60.0))
+    await appears(sandbox, "ready")
+    pids = [int(line) for line in (await sandbox.read("pids")).split()]
+    assert len(pids) >= 5
+    await sandbox.exec(
+        Command(argv=("sh", "-c", "mkdir -p d/d; touch d/d/f; chmod 000 d/d d; ln -s /etc out; mkfifo p"))
+    )
+    await sandbox.close()
+    assert (await task).status == "lost"
+    assert wait_for_death(pids, 0) == []
+    assert not sandbox.root.exists()
+
+
+async def test_a_cancelled_close_goes_on(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    closing = asyncio.create_task(sandbox.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    await provider.close()
+    assert not sandbox.root.exists()
+
+
+async def test_a_cancelled_creation_leaves_nothing(home: Home) -> None:
+    provider = SubprocessProvider(home)
+    for turns in range(6):
+        task = asyncio.create_task(provider.create(SPEC, attempt="a"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert processes_of(home.run) == []
+
+
+async def test_a_failed_creation_leaves_nothing(home: Home) -> None:
+    provider = SubprocessProvider(home)
+    with pytest.raises(SandboxError) as caught:
+        await provider.create(SPEC, attempt="a", timeout=0.0001)
+    assert caught.value.code == "sandbox.create"
+    blocked = home.folder / "file"
+    blocked.write_text("")
+    with pytest.raises(SandboxError) as caught:
+        await SubprocessProvider(Home(folder=blocked, run=home.run)).create(SPEC, attempt="a")
+    assert caught.value.code == "sandbox.create"
+    blocked.unlink()
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, Home, open_provider
+from rookery.sandboxes.conformance.tools import appears, runaway
+
+async def main():
+    provider = open_provider("subprocess", Home(folder=Path(sys.argv[1]), run=sys.argv[2]))
+    sandbox = await provider.create(SandboxSpec(wall=600), attempt="a")
+    task = asyncio.create_task(runaway(sandbox, 600.0))
+    await appears(sandbox, "ready")
+    print((await sandbox.read("pids")).decode().replace("\\n", " "), sandbox._channel.pid, flush=True)
+    if sys.argv[3] == "forked":
+        import os
+        if os.fork() == 0:  # holds every descriptor of its parent, and outlives it
+            sys.stdin.read()
+            os._exit(0)
+    await task
+
+asyncio.run(main())
+"""
+
+
+def own(home: Home, how: str) -> "tuple[subprocess.Popen[str], list[int]]":
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(home.folder), home.run, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    return owner, [int(word) for word in owner.stdout.readline().split()]
+
+
+def end(owner: "subprocess.Popen[str]") -> None:
+    owner.kill()
+    owner.wait()
+    for stream in (owner.stdin, owner.stdout):
+        assert stream is not None
+        stream.close()
+
+
+@pytest.mark.parametrize("how", ["plain", "forked"])
+def test_an_owners_death_leaves_nothing(home: Home, how: str) -> None:
+    owner, pids = own(home, how)
+    try:
+        assert len(pids) >= 6
+        owner.kill()
+        owner.wait()
+        assert wait_for_death(pids) == []
+        assert [path for path in home.folder.rglob("*") if path != home.folder / "leases"] == []
+    finally:
+        end(owner)
+
+
+def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: Home) -> None:
+    owner, pids = own(home, "plain")
+    try:
+        assert reap(home.folder, now=time.time()) == []
+        assert len(wait_for_death(pids, 0)) >= 5, "it touched what a live owner holds"
+        owner.send_signal(signal.SIGSTOP)  # so that it cannot clean up after its guard
+        os.kill(pids[-1], signal.SIGKILL)
+        owner.kill()
+        owner.wait()
+        (lease,) = leases.read_all(home.folder)
+        assert reap(home.folder, now=time.time()) == [lease.id]
+        assert processes_of(home.run) == []
+    finally:
+        end(owner)
+    # The one that wiped its environment and lost its guard cannot be told from any other process.
+    for pid in orphans_of(home.folder):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_death(pids)
+    assert reap(home.folder, now=time.time()) == []
+
+
+async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, home: Home) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    task = asyncio.create_task(sandbox.exec(Command(argv=("sleep", "600"), wall=600)))
+    await sandbox.exec(Command(argv=("true",)))
+    assert await asyncio.to_thread(reap, home.folder, now=time.time()) == []
+    assert await asyncio.to_thread(reap, home.folder, now=time.time() + 10 * 86400) == [sandbox.id]
+    assert (await task).status == "lost"
+
+
+async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, home: Home) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    process = await sandbox.start(Command(argv=("sleep", "600")))
+    shell = await sandbox.shell()
+    task = asyncio.create_task(sandbox.exec(Command(argv=("sleep", "600"), wall=600)))
+    script = asyncio.create_task(shell.run("echo > here; sleep 600", timeout=600))
+    await appears(sandbox, "here")
+    result = await sandbox.exec(Command(argv=("sh", "-c", "kill -9 $PPID; sleep 600"), wall=600))
+    assert result.status == "lost"
+    assert (await task).status == "lost"
+    assert (await script).status == "lost"
+    assert (await process.wait(timeout=5)).status == "lost"
+    with pytest.raises(SandboxError) as caught:
+        await sandbox.exec(Command(argv=("true",)))
+    assert caught.value.code == "sandbox.lost"
+    with pytest.raises(SandboxError):
+        await shell.run("true", timeout=5)
+    await provider.close()
+    assert processes_of(home.run) == []
+
+
+async def test_a_stopped_guard_counts_as_lost(
+    provider: SubprocessProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.sandboxes.jobs.GRACE", 0.3)
+    sandbox = await provider.create(SPEC, attempt="a")
+    result = await sandbox.exec(Command(argv=("sh", "-c", "kill -STOP $PPID; sleep 600"), wall=0.2))
+    assert result.status == "lost"
+
+
+async def test_too_many_processes_are_killed(provider: SubprocessProvider, home: Home) -> None:
+    sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=20, wall=60), attempt="a")
+    result = await sandbox.exec(Command(argv=("sh", "-c", "for i in $(seq 60); do sleep 600 & done; wait")))
+    assert result.status == "process_limit"
+    assert len(processes_of(home.run)) == 1  # the guard
+
+
+async def test_a_fork_bomb_dies(provider: SubprocessProvider, home: Home) -> None:
+    sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=30, wall=20), attempt="a")
+    bomb = "import os, time\nfor _ in range(6):\n    if os.fork() == 0 == os.fork(): os.setsid()\ntime.sleep(60)"
+    result = await sandbox.exec(Command(argv=("python3", "-c", bomb)))
+    assert result.status in ("process_limit", "time_limit", "exited"), result
+    await sandbox.close()
+    assert processes_of(home.run) == []
+
+
+async def test_a_file_over_the_limit_is_a_disk_limit(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SandboxSpec(untrusted_ok=True, disk=1 << 20), attempt="a")
+    result = await sandbox.exec(Command(argv=("sh", "-c", "exec head -c 3000000 /dev/zero > big")))
+    assert result.status == "disk_limit"
+
+
+async def test_a_program_that_dies_at_its_memory_limit_is_said_so(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    grow = "x = []\nwhile True: x.append(bytearray(1 << 20))"
+    result = await sandbox.exec(Command(argv=("python3", "-c", grow), memory=200 << 20))
+    assert result.status == "memory_limit", result
+
+
+async def test_the_guard_has_no_descriptor_but_its_own(provider: SubprocessProvider) -> None:
+    leak = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(leak, True)
+    try:
+        sandbox = await provider.create(SPEC, attempt="a")
+    finally:
+        os.close(leak)
+    listed = await sandbox.exec(Command(argv=("ls", "-l", "/proc/self/fd")))
+    assert len(listed.stdout.decode().strip().splitlines()) == 1 + 4, (
+        listed.stdout
+    )  # 0, 1, 2 and the folder itself
+
+
+async def test_a_deep_tree_is_removed(provider: SubprocessProvider, home: Home) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    script = textwrap.dedent("""
+        import os
+        for n in range(3000):
+            os.mkdir("d"); open("f", "w").close(); os.chdir("d")
+    """)
+    assert (await sandbox.exec(Command(argv=("python3", "-c", script)))).ok
+    with pytest.raises(OSError, match="deep"):
+        await sandbox.download("d", home.folder.parent / "got")
+    await provider.close()
+    assert not sandbox.root.exists()
+
+
+async def test_long_arguments_and_environments_arrive(provider: SubprocessProvider) -> None:
+    sandbox = await provider.create(SPEC, attempt="a")
+    argv = ("sh", "-c", 'echo "$#" "${#BIG}"', *("x" * 1000 for _ in range(500)))
+    result = await sandbox.exec(Command(argv=argv, env={"BIG": "y" * 100_000}))
+    assert result.stdout == b"499 100000\n"
+    assert (await sandbox.exec(Command(argv=("echo", "z" * 200_000)))).exit_code == 126
+
+
+async def test_runs_on_uvloop_too(home: Home) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    def elsewhere() -> None:
+        async def main() -> None:
+            provider = SubprocessProvider(home)
+            sandbox = await provider.create(SPEC, attempt="a")
+            result = await sandbox.exec(Command(argv=("cat",), stdin=b"hi"))
+            assert result.stdout == b"hi"
+            shell = await sandbox.shell()
+            assert (await shell.run("sleep 60", timeout=0.2)).status == "time_limit"
+            assert (await shell.run("echo on", timeout=20)).stdout == b"on\n"
+            assert (await sandbox.exec(Command(argv=("python3", "-c", RUNAWAY), wall=0.3))).status == "time_limit"
+            await provider.close()
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+
+    await asyncio.to_thread(elsewhere)
+    assert procs.children_of(os.getpid()) == []
+
+
+def test_a_lease_with_a_hostile_name_is_left_alone(home: Home, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    path = home.folder / "leases" / "x.json"
+    path.parent.mkdir()
+    path.write_text(
+        '{"id":"../victim","run":"r","attempt":"a","owner_pid":1,"owner_started":0,"deadline":0,"provider":"p","folder":"/"}'
+    )
+    assert reap(home.folder, now=time.time()) == []
+    assert victim.exists()
+    path.unlink()
