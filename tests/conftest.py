@@ -1,6 +1,7 @@
 """What every test is held to: a skip needs a probed reason, and the run leaves nothing on the machine."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,34 +36,55 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"[probed] this machine has no {capability}")
 
 
-@pytest.hookimpl(hookwrapper=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    outcome = yield
-    report = outcome.get_result()  # type: ignore[attr-defined]
+    report = yield
     if NO_SKIP and report.skipped and "[probed]" not in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"skipped without a probed reason: {report.longrepr}"
+    return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_on_the_machine() -> Iterator[None]:
-    """No process, mount or shared-memory file of ours outlives the tests."""
-    mounts = Path("/proc/self/mounts").read_text() if Path("/proc/self/mounts").exists() else ""
-    yield
-    ours = [pid for pid in _processes() if _marked(pid)]
-    assert ours == [], f"processes left: {ours}"
-    if mounts:
-        assert Path("/proc/self/mounts").read_text().count("rookery") <= mounts.count("rookery")
+def _ours() -> set[tuple[int, str]]:
+    """Processes of sandboxes and runners, by pid and start time."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            environ = Path(f"/proc/{name}/environ").read_bytes()
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            started = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[19]
+        except OSError:
+            continue
+        if b"ROOKERY_SANDBOX=" in environ or b"rookery.engine.runner" in command:
+            found.add((int(name), started))
+    return found
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if Path("/proc").exists() else []
+def _mounts() -> int:
+    return Path("/proc/self/mounts").read_text().count("\n")
 
 
-def _marked(pid: int) -> bool:
-    """Below this test process, by parent chain, or carrying the marker of one of its sandboxes."""
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return b"ROOKERY_SANDBOX=" in environ and f"ROOKERY_TEST_SESSION={os.getpid()}".encode() in environ
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[_BEFORE] = (_ours(), _mounts())
+
+
+_BEFORE = pytest.StashKey[tuple[set[tuple[int, str]], int]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The whole run leaves no process, mount or temp folder behind; asked once, by the process that leads."""
+    if hasattr(session.config, "workerinput"):
+        return
+    processes, mounts = session.config.stash[_BEFORE]
+    left = _ours() - processes
+    if left or _mounts() > mounts:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"LEFT BEHIND: processes {sorted(left)}, mounts {_mounts() - mounts}", red=True)
+    base = session.config.getoption("basetemp") or getattr(session.config, "_tmp_path_factory", None)
+    if session.exitstatus == 0 and base is not None and hasattr(base, "getbasetemp"):
+        shutil.rmtree(base.getbasetemp(), ignore_errors=True)

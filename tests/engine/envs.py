@@ -155,7 +155,9 @@ class WithSandbox(Environment):
 
     async def run(self, ctx: Context) -> None:
         box = await ctx.sandbox()
-        await box.exec(Command(argv=("sh", "-c", "setsid sleep 3600 >/dev/null 2>&1 & echo $$ > mine")))
+        write = Command(argv=("sh", "-c", "setsid sleep 3600 >/dev/null 2>&1 & echo $$ > mine"))
+        while not (await box.exec(write)).ok:  # somebody killed the program, not the sandbox
+            pass
         ctx.state["data"] = await box.read("mine")
         await ctx.policy.chat(ctx.task.prompt)
 

@@ -12,6 +12,7 @@ Promises:
 
 import asyncio
 import random
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -117,10 +118,12 @@ class Supervisor:
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        """What runners of this run left behind when they were killed; live owners are never touched."""
+        """What runners of this run left behind when they were killed. Called while none of them lives."""
         folder = Path(self.settings.folder) / "sandboxes"
         if folder.exists():
             reap(folder, now=time.time())
+            if not list(folder.glob("leases/*.json")):
+                shutil.rmtree(folder, ignore_errors=True)  # a kill can leave half a lease
 
     @property
     def closing(self) -> bool:

@@ -8,11 +8,14 @@ Promises:
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,8 @@ from rookery.sandboxes import procs
 from rookery.sandboxes.capture import memory_file
 
 LOG = "guard.log"
+SEND_SECONDS = 10.0
+HUNG_UP = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 
 
 class Report(NamedTuple):
@@ -81,7 +86,12 @@ class Channel:
             raise
         finally:
             theirs.close()
-        return cls(pid, ours, folder)
+        try:
+            return cls(pid, ours, folder)
+        except BaseException:
+            ours.close()
+            os.waitpid(pid, 0)  # it ends at once: we hung up before it began
+            raise
 
     async def hello(self, parts: Sequence[str]) -> None:
         """Tells the guard what it holds; returns when it is ready to start commands."""
@@ -147,13 +157,19 @@ class Channel:
             finally:
                 os.close(box)
             return
+        end = time.monotonic() + SEND_SECONDS
         while True:
             try:
                 socket.send_fds(self._sock, [head, body], list(fds))
             except BlockingIOError:
                 await self._writable()
-            except OSError:  # hung up; the death of the guard answers whoever waits
-                return
+            except OSError as error:
+                if error.errno in HUNG_UP:  # the death of the guard answers whoever waits
+                    return
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > end:
+                    raise SandboxError(f"the sandbox's guard cannot be reached: {error}") from error
+                # Too many descriptors of this user are under way; nothing tells when there are fewer.
+                await asyncio.sleep(0.005)
             else:
                 return
 
@@ -179,7 +195,11 @@ class Channel:
             if not data:
                 self._loop.remove_reader(self._sock.fileno())  # the end of the process is what counts
                 return
-            kind, number, *rest = stub.REPORT.unpack(data)
+            try:
+                kind, number, *rest = stub.REPORT.unpack(data)
+            except struct.error:  # no guard of ours speaks so
+                self.kill_guard()
+                return
             if kind == stub.READY:
                 if not self._ready.done():
                     self._ready.set_result(True)

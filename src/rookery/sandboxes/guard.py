@@ -196,6 +196,8 @@ class Guard:
                 break
             except OSError as error:
                 problem = error.errno or problem
+            except ValueError:  # a name or a word the system takes for none
+                problem = errno.EINVAL
         os.chdir("/")
         if not command.pid:
             self.report(command, NOT_STARTED, problem)

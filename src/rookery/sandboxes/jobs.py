@@ -17,7 +17,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError
+from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError, boundary
 from rookery.sandboxes import guard as stub
 from rookery.sandboxes.capture import Capture, Pump
 from rookery.sandboxes.channel import Channel, Report
@@ -71,10 +71,11 @@ class Job:
         """Starts it; `stdin` and `extra` (the program's descriptors from 3 on) stay the caller's."""
         ends = []
         try:
-            for stream in ("stdout", "stderr"):
-                ours, theirs = os.pipe2(os.O_CLOEXEC)
-                ends.append(theirs)
-                self.pumps[stream] = Pump(self._loop, ours, self._sink(stream))
+            with boundary(SandboxError, "a command could not be started", OSError):
+                for stream in ("stdout", "stderr"):
+                    ours, theirs = os.pipe2(os.O_CLOEXEC)
+                    ends.append(theirs)
+                    self.pumps[stream] = Pump(self._loop, ours, self._sink(stream))
             plan = self._plan
             fds = (stdin, *ends, *extra)
             self.promise = await self._channel.start(
@@ -129,6 +130,8 @@ class Job:
         """The result, from what the pipes hold at this moment."""
         for pump in self.pumps.values():
             pump.drain()
+        if self.error is not None:
+            raise self.error
         return self.result(report)
 
     def result(self, report: Report | None) -> ExecResult:
@@ -197,8 +200,6 @@ async def run_to_end(job: Job, stdin: int, on_output: OnOutput | None) -> ExecRe
     try:
         report = await job.report()
         finished = report is not None and report.reason == stub.NATURAL
-        if job.error is not None:
-            raise job.error
         return job.collect(report)
     except asyncio.CancelledError:
         await job.abort()

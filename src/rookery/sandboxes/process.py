@@ -3,15 +3,15 @@
 Promises:
 - its output is bounded: when a reader of `output()` is slow the program blocks, and nothing piles up here;
 - who only waits needs not read: the output is then kept as a command's is, head and tail;
-- after its end, or the sandbox's, every call returns at once.
+- after its end, or the sandbox's, every call returns at once, and nothing of it stays open.
 """
 
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from rookery.core import ExecResult
+from rookery.core import ExecResult, SandboxError
 from rookery.sandboxes.capture import Feeder, first_of
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.protocol import Stream
@@ -22,7 +22,7 @@ MAX_UNREAD = 256 << 10
 class SubprocessProcess:
     """Started by `Sandbox.start`; ends by itself, by `kill`, or with the sandbox."""
 
-    def __init__(self, job: Job, feeder: Feeder) -> None:
+    def __init__(self, job: Job, feeder: Feeder, on_end: "Callable[[SubprocessProcess], None]") -> None:
         self._job = job
         self._feeder = feeder
         self._unread: deque[tuple[Stream, bytes]] = deque()
@@ -30,8 +30,8 @@ class SubprocessProcess:
         self._news = asyncio.Event()
         self._discarding = False
         self._read = False
-        self._result: ExecResult | None = None
-        self._lock = asyncio.Lock()
+        self._result: ExecResult | SandboxError | None = None
+        self._on_end = on_end
         job.on_output = self._take
         job.on_end = self._news.set
         job.ceiling = 0  # backpressure bounds it
@@ -67,7 +67,7 @@ class SubprocessProcess:
                 return
             self._news.clear()
             if self._job.promise.done():
-                await self._settle()  # what it left running may hold the pipes: its own end counts
+                self.settle()  # what it left running may hold the pipes: its own end counts
                 continue
             await first_of(self._news.wait(), self._job.promise)
 
@@ -84,24 +84,30 @@ class SubprocessProcess:
         done, _ = await asyncio.wait({self._job.promise}, timeout=timeout)
         if not done:
             raise TimeoutError(f"the process still runs after {timeout:g} s")
-        return await self._settle()
+        result = self.settle()
+        if isinstance(result, SandboxError):
+            raise result
+        return result
 
     async def kill(self) -> ExecResult:
         if self._result is None:
             await self._job.abort()
         return await self.wait(timeout=1.0)
 
-    async def _settle(self) -> ExecResult:
-        async with self._lock:
-            if self._result is None:
-                report = await asyncio.shield(self._job.promise)
-                try:
-                    self._result = self._job.collect(report)
-                finally:
-                    self._job.release(leave_running=report is not None)
-                    self._feeder.close()
-                    self._news.set()
-            return self._result
+    def settle(self) -> ExecResult | SandboxError:
+        """After the end: takes what is left in the pipes and closes them, whether anybody waits or not."""
+        if self._result is None:
+            report = self._job.promise.result()
+            try:
+                self._result = self._job.collect(report)
+            except SandboxError as error:
+                self._result = error
+            finally:
+                self._job.release(leave_running=report is not None)
+                self._feeder.close()
+                self._news.set()
+                self._on_end(self)
+        return self._result
 
     def drop(self) -> None:
         """Closes our ends, when the sandbox closes."""
@@ -110,17 +116,18 @@ class SubprocessProcess:
         self._news.set()
 
 
-async def start_process(job: Job) -> SubprocessProcess:
+async def start_process(job: Job, on_end: Callable[[SubprocessProcess], None]) -> SubprocessProcess:
     """Begins a job whose input stays open."""
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
         feeder = Feeder(asyncio.get_running_loop(), ours)
-        process = SubprocessProcess(job, feeder)
+        process = SubprocessProcess(job, feeder, on_end)
         try:
             await job.begin(theirs)
         except BaseException:
             feeder.close()
             raise
+        job.promise.add_done_callback(lambda _: process.settle())
         return process
     finally:
         os.close(theirs)

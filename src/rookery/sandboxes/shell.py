@@ -94,7 +94,8 @@ class Bash:
             os.close(theirs_in)
             os.close(theirs_word)
         token = secrets.token_hex(16)
-        await self._feeder.write(f"{INIT}{_say(token)}".encode())
+        with contextlib.suppress(BrokenPipeError):
+            await self._feeder.write(f"{INIT}{_say(token)}".encode())
         if await self.until(token, START_SECONDS) is None:
             raise SandboxError(f"bash did not start: {self.job.captures['stderr'].result()[0][:500]!r}")
         self.fresh()

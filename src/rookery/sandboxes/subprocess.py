@@ -37,6 +37,8 @@ from rookery.sandboxes.shell import SubprocessShell
 T = TypeVar("T")
 LEASE_SECONDS = 24 * 3600.0
 CLOSE_SECONDS = 20.0
+LEAST_MEMORY = 1 << 20
+MOST_SECONDS = 1e7
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -99,7 +101,8 @@ class SubprocessSandbox:
     ) -> None:
         self.id = f"s{secrets.token_hex(8)}"
         self.spec = spec
-        self.root = home.folder.absolute() / self.id
+        self._folder = home.folder.resolve()  # what a program's `pwd` says
+        self.root = self._folder / self.id
         self._home = home
         self._attempt = attempt
         self._forget = forget
@@ -126,7 +129,7 @@ class SubprocessSandbox:
             provider=SubprocessProvider.name,
             folder=str(self.root),
         )
-        path = leases.write(self._home.folder.absolute(), lease)
+        path = leases.write(self._folder, lease)
         self.root.mkdir(mode=0o700)
         for name in ("work", "tmp"):
             (self.root / name).mkdir()
@@ -141,7 +144,7 @@ class SubprocessSandbox:
             procs.MARKER: self._marker,
         }
         self._channel = Channel.launch(self.root, self._marker)
-        numbers = (self.spec.memory or 0, self.spec.disk or 0, self.spec.pids or 0)
+        numbers = (max(0, number or 0) for number in (self.spec.memory, self.spec.disk, self.spec.pids))
         await self._channel.hello((str(self.root), str(path), *map(str, numbers)))
 
     def _live(self) -> Channel:
@@ -156,7 +159,7 @@ class SubprocessSandbox:
         channel = self._live()
         if command.user is not None and command.user != _user():
             raise SandboxError(f"the subprocess provider cannot run as {command.user!r}", cause="sandbox.refused")
-        if not command.argv:
+        if not command.argv or not command.argv[0]:
             return ExecResult(status="exited", exit_code=127, detail="no program was named")
         spec = self.spec
         number = channel.reserve()
@@ -166,17 +169,19 @@ class SubprocessSandbox:
             parts = [os.fsencode(p) for p in (cwd, *command.argv, *(f"{k}={v}" for k, v in env.items()))]
         except UnicodeEncodeError:
             return ExecResult(status="exited", exit_code=126, detail="an argument is no valid text")
+        if any(not name or "=" in name for name in env):
+            return ExecResult(status="exited", exit_code=126, detail="a variable's name is empty or contains '='")
         if any(b"\0" in part for part in parts):
             return ExecResult(status="exited", exit_code=126, detail="an argument contains a NUL")
-        memory = min((m for m in (command.memory, spec.memory) if m), default=0)
-        cpu = command.cpu_seconds or spec.cpu_seconds or 0.0
+        memory = min((max(m, LEAST_MEMORY) for m in (command.memory, spec.memory) if m), default=0)
+        cpu = _seconds(command.cpu_seconds or spec.cpu_seconds or 0.0)
         output = spec.output if command.output is None else command.output
-        plan = Plan(parts, len(command.argv), wall=wall, cpu=cpu, memory=memory, output=output)
+        plan = Plan(parts, len(command.argv), wall=_seconds(wall), cpu=cpu, memory=memory, output=output)
         return Job(channel, plan, number)
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
         wall = self.spec.wall if command.wall is None else command.wall
-        job = self._job(command, wall=max(wall, 0.001))
+        job = self._job(command, wall=wall if wall > 0 else 0.001)
         if isinstance(job, ExecResult):
             return job
         if not command.stdin:
@@ -192,7 +197,8 @@ class SubprocessSandbox:
         job = self._job(command, wall=command.wall or 0.0)
         if isinstance(job, ExecResult):
             raise SandboxError(f"the process cannot be started: {job.detail}", cause="sandbox.refused")
-        process = await start_process(job)
+        process = await start_process(job, self._parts.discard)
+        self._parts.add(process)
         try:
             if command.stdin:
                 await process.send(command.stdin)
@@ -201,7 +207,6 @@ class SubprocessSandbox:
         except BaseException:
             await process.kill()
             raise
-        self._parts.add(process)
         return process
 
     async def shell(self) -> SubprocessShell:
@@ -256,16 +261,15 @@ class SubprocessSandbox:
             if self._channel is not None:
                 self._channel.hang_up()
                 await self._channel.gone(timeout=CLOSE_SECONDS)
-            for part in self._parts:
+            for part in list(self._parts):
                 part.drop()
             self._parts.clear()
             if self._null >= 0:
                 os.close(self._null)
                 self._null = -1
-            home = self._home.folder.absolute()
-            if self.root.exists() or leases.path_of(home, self.id).exists():
+            if self.root.exists() or leases.path_of(self._folder, self.id).exists():
                 # The guard is dead, or never lived: it left the cleaning to us.
-                left = await asyncio.to_thread(leases.destroy, home, self.id, self._marker)
+                left = await asyncio.to_thread(leases.destroy, self._folder, self.id, self._marker)
                 if left:
                     raise SandboxError(f"{left} processes of sandbox {self.id} would not die")
         finally:
@@ -294,6 +298,11 @@ def _user() -> str:
     with contextlib.suppress(KeyError, OSError):
         return getpass.getuser()
     return str(os.getuid())
+
+
+def _seconds(value: float) -> float:
+    """A number the guard can wait for; 0 for none."""
+    return min(value, MOST_SECONDS) if value > 0 else 0.0
 
 
 def _inside(path: str) -> bool:

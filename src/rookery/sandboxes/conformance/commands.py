@@ -79,13 +79,14 @@ async def commands_share_a_working_folder(provider: Provider) -> None:
 
 async def a_time_limit_kills_the_whole_tree(provider: Provider) -> None:
     async with box(provider) as sandbox:
-        task = asyncio.create_task(runaway(sandbox, 3.0))
-        await appears(sandbox, "ready")
-        assert len((await alive(sandbox, "pids")).split()) >= 4
-        result = await task
-        assert result.status == "time_limit", result
-        assert result.usage.wall >= 3.0
-        assert await alive(sandbox, "pids") == b""
+        for wall in (0.5, 2.0, 8.0, 25.0):  # until the machine was fast enough for the tree to stand
+            result = await runaway(sandbox, wall)
+            assert result.status == "time_limit", result
+            assert result.usage.wall >= wall
+            assert await alive(sandbox, "pids") == b""
+            if (await sh(sandbox, "[ -e ready ]")).ok:
+                return
+        raise AssertionError("the tree never stood")
 
 
 async def a_cancelled_exec_kills_the_whole_tree(provider: Provider) -> None:

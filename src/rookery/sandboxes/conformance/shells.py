@@ -60,8 +60,8 @@ async def a_shell_survives_the_timeout_of_a_script(provider: Provider) -> None:
         shell = await sandbox.shell()
         assert (await shell.run("x=5; sleep 600 & echo $! > job", timeout=20)).ok
         for script in scripts:
-            result = await shell.run(f"echo begin\n{script}\ntouch after", timeout=0.3)
-            assert result.status == "time_limit" and result.stdout.startswith(b"begin\n"), (script, result)
+            result = await shell.run(f"{script}\ntouch after", timeout=0.3)
+            assert result.status == "time_limit", (script, result)
             result = await shell.run("echo $x; trap - TERM; ls after", timeout=20)
             assert result.stdout == b"5\n", (script, result)
         assert await alive(sandbox, "job") != b"", "a background job of an earlier script was killed"

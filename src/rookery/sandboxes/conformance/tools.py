@@ -61,7 +61,7 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
-"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; of five, four go on living."""
+"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; four go on living."""
 
 
 async def runaway(sandbox: Sandbox, wall: float) -> ExecResult:

@@ -1,0 +1,8 @@
+"""`python -m rookery.cli`."""
+
+import sys
+
+from rookery.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

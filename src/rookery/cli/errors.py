@@ -1,0 +1,112 @@
+"""How a command ends: exit codes, and one sentence for what went wrong.
+
+Promises:
+- what is wrong with the usage is one sentence on stderr and exit code 2, never a traceback;
+- a fault in the user's own file is named with its file and line;
+- our own bug shows its traceback, asks to be reported, and exits with 1;
+- a reader that went away (`rookery show | head`) is not an error worth words.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from enum import IntEnum
+
+import click
+
+DEBUG = "ROOKERY_DEBUG"
+"""Set to anything: tracebacks of usage errors too, for those who write environments."""
+
+
+class Exit(IntEnum):
+    """What a command's exit code says."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    FAILED = 3
+    STOPPED = 4
+    INTERRUPTED = 128 + signal.SIGINT
+    TERMINATED = 128 + signal.SIGTERM
+    CLOSED_PIPE = 128 + signal.SIGPIPE
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Runs a command to its exit code; whatever it raises becomes words and the right code."""
+    try:
+        return command()
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.UsageError as error:
+        say_error(_usage(error))
+        return Exit.USAGE
+    except click.ClickException as error:
+        say_error(error.format_message())
+        return Exit.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        say_error("interrupted before anything was started")
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return Exit.CLOSED_PIPE
+    except Exception as error:  # noqa: BLE001  (the last seam: words for the user, or our own bug)
+        return _ended_by(error)
+
+
+def _ended_by(error: Exception) -> int:
+    from rookery.core import RookeryError
+
+    if isinstance(error, RookeryError):
+        say_error(in_words(error))
+        return Exit.USAGE
+    traceback.print_exception(error)
+    say_error("this is a bug in Rookery: please report it, with the lines above and what you ran")
+    return Exit.BUG
+
+
+def in_words(error: BaseException) -> str:
+    """The error's own sentence, with the place in the user's file where one raised."""
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    text = str(error)
+    place = _place(error.__cause__)
+    return f"{text} ({place})" if place and place not in text else text
+
+
+def _place(error: BaseException | None) -> str:
+    """The last line outside of Rookery and the standard library that an exception passed through."""
+    if error is None or isinstance(error, SyntaxError):  # a syntax error names its line itself
+        return ""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = os.path.dirname(os.__file__)
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith("<") or frame.filename.startswith((ours, theirs)):
+            continue
+        found = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+    return found
+
+
+def _usage(error: click.UsageError) -> str:
+    text = error.format_message().rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "rookery"
+    joint = "" if text.endswith("?") else ";"
+    return f"{text[:1].lower()}{text[1:]}{joint} see `{command} --help`"
+
+
+def say_error(text: str) -> None:
+    from rookery.cli.text import clean
+
+    try:
+        click.echo(click.style("error: ", fg="red", bold=True) + clean(text), err=True)
+    except OSError:
+        return  # nobody reads our errors either; the exit code still says it
+
+
+def _forget_stdout() -> None:
+    """The interpreter flushes stdout at its end; without this it would complain about the pipe once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

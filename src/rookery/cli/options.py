@@ -1,0 +1,151 @@
+"""The options of `rookery run`: each with its environment variable and its place in `rookery.toml`."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from rookery.cli.config import RUNS, from_file
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Rate(click.ParamType):
+    """A rate above 0 and at most 1, or `off`."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+        if value is None or value == "off":
+            return None
+        try:
+            rate = float(value)
+        except (TypeError, ValueError):
+            rate = -1.0
+        if not 0 < rate <= 1:
+            self.fail(f"{value!r} is not a rate above 0 and at most 1, or off", param, ctx)
+        return rate
+
+
+def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
+    if env:
+        settings |= {"envvar": f"ROOKERY_{env}"}
+    return click.option(*names, **settings)
+
+
+_OPTIONS = (
+    click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
+    _option("--tasks", metavar="SRC", env="TASKS", help="A file of tasks (.jsonl, .json).  [default: its own]"),
+    _option(
+        "--policy", metavar="URL", multiple=True, env="POLICY", help="The model server; repeat for its replicas."
+    ),
+    _option("--model", metavar="M", env="MODEL", help="The model's name.  [default: the server's only one]"),
+    _option(
+        "-n",
+        "--num-tasks",
+        metavar="TASKS",
+        type=click.IntRange(min=1),
+        env="NUM_TASKS",
+        help="Only the first so many tasks.",
+    ),
+    _option(
+        "-k",
+        "--per-task",
+        metavar="PER_TASK",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        env="PER_TASK",
+        help="Rollouts of each task: a group.",
+    ),
+    _option(
+        "-c",
+        "--concurrency",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        env="CONCURRENCY",
+        help="Rollouts under way at once.",
+    ),
+    _option(
+        "--runners",
+        metavar="N",
+        type=click.IntRange(min=0),
+        env="RUNNERS",
+        help="Runner processes; 0 runs in this process.  [default: the number of cores]",
+    ),
+    _option(
+        "-o", "--out", metavar="DIR", default=RUNS, show_default=True, env="OUT", help="Where the run's folder goes."
+    ),
+    _option("--seed", metavar="S", type=int, default=0, show_default=True, env="SEED", help="Root of all seeds."),
+    _option(
+        "--arg", metavar="KEY=VALUE", multiple=True, help="An argument for the environment; VALUE is JSON or text."
+    ),
+    _option(
+        "--limit-turns",
+        metavar="N",
+        type=click.IntRange(min=1),
+        env="LIMIT_TURNS",
+        help="Model calls a rollout may make.",
+    ),
+    _option(
+        "--limit-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        env="LIMIT_TOKENS",
+        help="Tokens a rollout may sample.",
+    ),
+    _option(
+        "--max-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        env="MAX_TOKENS",
+        help="Tokens of one answer.",
+    ),
+    _option(
+        "--temperature", metavar="T", type=click.FloatRange(min=0), env="TEMPERATURE", help="Of the sampling."
+    ),
+    _option(
+        "--top-p",
+        metavar="P",
+        type=click.FloatRange(min=0, min_open=True, max=1),
+        env="TOP_P",
+        help="Of the sampling.",
+    ),
+    _option(
+        "--attempts",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=3,
+        show_default=True,
+        env="ATTEMPTS",
+        help="Attempts at a rollout that infrastructure fails.",
+    ),
+    _option(
+        "--breaker",
+        metavar="RATE",
+        type=Rate(),
+        default="0.5",
+        show_default=True,
+        env="BREAKER",
+        help="Stop when more attempts than this fail; off: never.",
+    ),
+    _option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=from_file,
+        env="CONFIG",
+        help="A TOML file with a [run] table.  [default: rookery.toml, if there is one]",
+    ),
+    click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout."),
+    click.option("--dry-run", is_flag=True, help="Show what would run, and where each value is from; start nothing."),
+)
+
+
+def run_options(command: F) -> F:
+    """Adds them all, in the order of the help."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

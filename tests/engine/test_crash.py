@@ -1,0 +1,172 @@
+"""kill -9 at any moment, start again: finished rollouts are kept, unfinished ones run again, nothing counts twice,
+nothing is left behind."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rookery.core import Completed, UsageError
+from rookery.engine import Engine
+from rookery.journal import RunReader
+from rookery.sandboxes import procs
+from tests.engine.conftest import engine, records
+from tests.engine.crash_run import TASKS, K
+from tests.servers import ModelServer
+
+KINDS = ["supervisor", "runner", "guard", "payload"]
+
+
+def below(pid: int) -> list[int]:
+    """Every process below one, parents first."""
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop(0)
+        try:
+            threads = os.listdir(f"/proc/{parent}/task")
+            below = [
+                int(p) for t in threads for p in Path(f"/proc/{parent}/task/{t}/children").read_text().split()
+            ]
+        except OSError:
+            continue
+        found += below
+        todo += below
+    return found
+
+
+def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
+    """A process of this kind, if there is one at the moment."""
+    if kind == "supervisor":
+        return supervisor
+    tree = below(supervisor)
+    sandboxed = [pid for pid in tree if procs.variable_of(pid, procs.MARKER)]
+    runners = [pid for pid in tree if b"rookery.engine.runner" in _cmdline(pid)]
+    guards = [pid for pid in tree if pid not in sandboxed and pid not in runners]
+    choice = {"runner": runners, "guard": guards, "payload": sandboxed}[kind]
+    return rng.choice(choice) if choice else None
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+async def start(what: str, folder: Path, url: str) -> asyncio.subprocess.Process:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.engine.crash_run",
+        what,
+        str(folder),
+        url,
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.timeout(180)
+async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
+    model: ModelServer, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    folder = tmp_path / "runs"
+    run = await start("new", folder, model.url)
+    kills = Counter[str]()
+    for _ in range(10):
+        before = len(model.requests)
+        reached = asyncio.create_task(model.requested(before + rng.randrange(1, 12)))
+        ended = asyncio.create_task(run.wait())
+        await asyncio.wait({reached, ended}, return_when=asyncio.FIRST_COMPLETED)
+        reached.cancel()
+        if ended.done():
+            assert run.returncode == 0
+            break
+        ended.cancel()
+        kind = rng.choice(KINDS)
+        pid = victim(kind, run.pid, rng)
+        if pid is None:
+            continue
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        kills[kind] += 1
+        if kind == "supervisor":
+            assert await run.wait() == -signal.SIGKILL
+            run = await start("resume" if (folder / "latest").exists() else "new", folder, model.url)
+    assert await asyncio.wait_for(run.wait(), 120) == 0
+    assert kills
+    with RunReader(folder / "latest") as reader:
+        written = list(reader.each())
+        assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
+        assert {record.task for record in written} == {task.id for task in reader.tasks()}
+        assert reader.status == "finished"
+        assert not reader.unfinished(checksums=True).groups
+        for record in written:
+            assert record.outcome == Completed(), record
+            assert record.reward == 1.0
+            assert len(reader.turns(record)) == 1
+        run_name = (folder / "latest").resolve().name
+    everyone = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    assert [pid for pid in everyone if (procs.variable_of(pid, procs.MARKER) or "").startswith(run_name)] == []
+
+
+async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    run = await start("new", folder, model.url)
+    await model.requested(6)
+    tree = {pid: os.pidfd_open(pid) for pid in below(run.pid)}
+    assert len(tree) >= 4
+    run.kill()
+    await run.wait()
+    loop = asyncio.get_running_loop()
+    for fd in tree.values():
+        gone = asyncio.Event()
+        loop.add_reader(fd, gone.set)
+        await asyncio.wait_for(gone.wait(), 15)
+        loop.remove_reader(fd)
+        os.close(fd)
+    again = await start("resume", folder, model.url)
+    assert await asyncio.wait_for(again.wait(), 60) == 0
+    assert len(records(tmp_path)) == TASKS * K
+
+
+async def test_a_second_resume_of_a_live_run_is_refused(model: ModelServer, tmp_path: Path) -> None:
+    async with engine(model, tmp_path) as made:
+        assert made.folder is not None
+        with pytest.raises(Exception, match=str(os.getpid())):
+            async with Engine.resume(made.folder, env="tests.engine.envs:Misbehaving"):
+                pass
+        groups = [group async for group in made.groups(["a"])]
+    assert len(groups) == 1
+
+
+async def test_resuming_a_finished_run_runs_nothing(model: ModelServer, tmp_path: Path) -> None:
+    async with engine(model, tmp_path) as made:
+        assert [group.index async for group in made.groups(["a", "b"])] == [0, 1]
+    async with Engine.resume(tmp_path / "runs" / "latest") as again:
+        assert [group async for group in again.groups()] == []
+    assert len(model.requests) == 2
+
+
+async def test_an_object_from_python_is_resumed_from_python(model: ModelServer, tmp_path: Path) -> None:
+    from tests.engine.envs import Misbehaving
+
+    async with engine(model, tmp_path, env=Misbehaving()) as made:
+        await anext(made.groups(["a", "b"]))
+    with pytest.raises(UsageError, match="Engine.resume"):
+        Engine.resume(tmp_path / "runs" / "latest")
+    async with Engine.resume(tmp_path / "runs" / "latest", env=Misbehaving()) as again:
+        assert [group.index async for group in again.groups()] in ([], [1])
+    assert len(records(tmp_path)) == 2
