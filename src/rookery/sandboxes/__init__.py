@@ -7,8 +7,6 @@ Promises:
 - whatever an owner leaves behind when it dies, `reap` removes.
 """
 
-from importlib.metadata import entry_points
-
 from rookery.core import UsageError
 from rookery.sandboxes.leases import owner_alive, reap, start_ticks
 from rookery.sandboxes.protocol import Command, Home, Lease, OnOutput, Process, Provider, Sandbox, Shell, Stream
@@ -34,6 +32,8 @@ GROUP = "rookery.sandboxes"
 
 def open_provider(name: str, home: Home) -> Provider:
     """The provider of this name, ready to create sandboxes below `home`."""
+    from importlib.metadata import entry_points  # slow to import
+
     found = entry_points(group=GROUP)
     for entry in found:
         if entry.name == name:
