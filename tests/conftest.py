@@ -57,9 +57,17 @@ def _ours() -> set[tuple[int, str]]:
             started = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[19]
         except OSError:
             continue
-        if b"ROOKERY_SANDBOX=" in environ or b"rookery.engine.runner" in command:
+        ours = b"ROOKERY_SANDBOX=" in environ or b"rookery.engine.runner" in command
+        if ours and _parent(int(name)) in (1, os.getpid()):  # another session's have a parent of their own
             found.add((int(name), started))
     return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _mounts() -> int:

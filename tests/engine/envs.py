@@ -141,7 +141,7 @@ class Blocking(Environment):
     """Stages as plain functions: they run off the loop."""
 
     def run(self, ctx: Context) -> None:  # type: ignore[override]
-        time.sleep(0.01)
+        time.sleep(FOREVER if ctx.task.id == "stuck" else 0.01)
         ctx.info["thread"] = __import__("threading").current_thread().name
 
     def score(self, ctx: Context) -> float:  # type: ignore[override]
@@ -159,6 +159,8 @@ class WithSandbox(Environment):
         while not (await box.exec(write)).ok:  # somebody killed the program, not the sandbox
             pass
         ctx.state["data"] = await box.read("mine")
+        for path, text in ctx.task.files.items():
+            assert (await box.read(path)).decode() == text
         await ctx.policy.chat(ctx.task.prompt)
 
     async def score(self, ctx: Context) -> float:

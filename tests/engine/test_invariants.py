@@ -148,7 +148,7 @@ async def test_what_swallows_its_cancellation_gets_its_record_and_its_runner_is_
 
 async def test_blocking_stages_run_off_the_loop(model: ModelServer, tmp_path: Path) -> None:
     groups = await gather(model, tmp_path, ["a", "b", "c"], env="tests.engine.envs:Blocking")
-    assert all(group.rollouts[0].info["thread"].startswith("blocking") for group in groups)
+    assert all(group.rollouts[0].info["thread"].startswith("rookery-run") for group in groups)
     assert [group.rewards for group in groups] == [[1.0]] * 3
 
 
@@ -309,7 +309,21 @@ async def test_a_loose_task_does_not_outlive_its_attempt(model: ModelServer, tmp
 
 
 async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_path: Path) -> None:
-    groups: list[Group] = await gather(
-        model, tmp_path, ["a", "b"], k=4, env="tests.engine.envs:WithSandbox", runners=2
-    )
+    tasks = ["a", {"prompt": "b", "files": {"data/in.txt": "héllo\n"}}]
+    groups: list[Group] = await gather(model, tmp_path, tasks, k=4, env="tests.engine.envs:WithSandbox", runners=2)
     assert [group.rewards for group in groups] == [[1.0] * 4] * 2
+
+
+async def test_a_blocking_stage_past_its_deadline_costs_its_runner_and_nobody_else(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    async with engine(
+        model, tmp_path, env="tests.engine.envs:Blocking", runners=1, concurrency=4, limits=Limits(run=0.3)
+    ) as made:
+        before = made.pids()
+        groups = [group async for group in made.groups([row(), {"id": "stuck", **row()}, row(), row()])]
+        outcomes = {group.task.id: label(group.rollouts[0].outcome) for group in groups}
+        assert Counter(outcomes.values()) == {"completed": 3, "bug.hung": 1}
+        assert outcomes["stuck"] == "bug.hung"
+        assert [group.rewards async for group in made.groups([row()])] == [[1.0]]
+        assert made.pids() != before

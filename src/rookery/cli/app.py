@@ -36,10 +36,10 @@ Exit codes: 0 fine, 1 a bug of ours, 2 something was wrong before the start,
 class Lazy(click.Group):
     """Imports the command that is asked for, and no other."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (click's signature)
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
         module, _, attr = COMMANDS[cmd_name][0].partition(":")
@@ -55,7 +55,7 @@ class Lazy(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}: {hint}", ctx)
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
 
@@ -65,7 +65,7 @@ class Lazy(click.Group):
     help=HELP,
     epilog=EPILOG,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(rookery.__version__, prog_name="rookery", message="%(prog)s %(version)s")
 @click.pass_context

@@ -214,7 +214,7 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     sampling: Sampling = Sampling(
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
     ).over(_struct(ctx, "sampling", Sampling))
-    policy = UpstreamConfig(urls=values["policy"], model=values["model"] or "", sampling=sampling)
+    policy = UpstreamConfig(urls=values["policy"], model=values["model"] or "")
     env = absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if ":" in env and ".py" not in env:

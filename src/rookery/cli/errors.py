@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 
 import click
 
@@ -79,13 +80,11 @@ def _place(error: BaseException | None) -> str:
     """The last line outside of Rookery and the standard library that an exception passed through."""
     if error is None or isinstance(error, SyntaxError):  # a syntax error names its line itself
         return ""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = os.path.dirname(os.__file__)
+    skipped = ("<", str(Path(__file__).resolve().parent.parent), str(Path(os.__file__).parent))
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith("<") or frame.filename.startswith((ours, theirs)):
-            continue
-        found = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+        if not frame.filename.startswith(skipped):
+            found = f"{Path(frame.filename).name}, line {frame.lineno}"
     return found
 
 

@@ -54,7 +54,13 @@ class LiveProgress(Lines):
             left = f"{duration((total - done) * elapsed / self.stats.rollouts)} left"
         bar = Table.grid(padding=(0, 2), expand=False)
         bar.add_row(
-            ProgressBar(total=max(1, total), completed=done, width=min(36, max(10, self._console.width - 44))),
+            ProgressBar(
+                total=max(1, total),
+                completed=done,
+                width=min(36, max(10, self._console.width - 44)),
+                complete_style="cyan",
+                finished_style="green",
+            ),
             Text(f"{done:,}/{total:,}", "bold"),
             Text(duration(elapsed)),
             Text(left, "dim"),
@@ -66,6 +72,7 @@ class LiveProgress(Lines):
         return Group(*rows)
 
     def _joined(self, parts: list[Text]) -> Text:
-        found = Text(" · ", "dim", no_wrap=True, overflow="ellipsis").join(parts)
-        found.no_wrap, found.overflow = True, "ellipsis"
+        found = Text(no_wrap=True, overflow="ellipsis")
+        for at, part in enumerate(parts):
+            found.append(" · " if at else "", "dim").append_text(part)
         return found

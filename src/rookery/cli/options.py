@@ -1,7 +1,8 @@
 """The options of `rookery run`: each with its environment variable and its place in `rookery.toml`."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -9,8 +10,40 @@ from rookery.cli.config import RUNS, from_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    _Type = click.ParamType[Any]
+else:
+    _Type = click.ParamType  # generic only in newer clicks
 
-class Rate(click.ParamType):
+
+class Number(_Type):
+    """A number within bounds; click's own ranges write their bounds into every line of the help."""
+
+    def __init__(
+        self, kind: type[int] | type[float], low: float, high: float = inf, *, above: bool = False
+    ) -> None:
+        self.kind = kind
+        self.low = low
+        self.high = high
+        self.above = above
+        """Whether `low` itself is too low."""
+        self.name = "integer" if kind is int else "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        word = "a whole number" if self.kind is int else "a number"
+        try:
+            if isinstance(value, float) and self.kind is int:
+                raise ValueError
+            number = self.kind(value)
+        except (TypeError, ValueError):
+            self.fail(f"{value!r:.80} is not {word}", param, ctx)
+        if not self.low <= number <= self.high or (self.above and number == self.low) or number == inf:
+            low = f"{'above' if self.above else 'at least'} {self.low:g}"
+            self.fail(f"it must be {low}{f' and at most {self.high:g}' if self.high < inf else ''}", param, ctx)
+        return number
+
+
+class Rate(_Type):
     """A rate above 0 and at most 1, or `off`."""
 
     name = "rate"
@@ -44,7 +77,7 @@ _OPTIONS = (
         "-n",
         "--num-tasks",
         metavar="TASKS",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         env="NUM_TASKS",
         help="Only the first so many tasks.",
     ),
@@ -52,7 +85,7 @@ _OPTIONS = (
         "-k",
         "--per-task",
         metavar="PER_TASK",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         default=1,
         show_default=True,
         env="PER_TASK",
@@ -62,7 +95,7 @@ _OPTIONS = (
         "-c",
         "--concurrency",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         default=64,
         show_default=True,
         env="CONCURRENCY",
@@ -71,52 +104,64 @@ _OPTIONS = (
     _option(
         "--runners",
         metavar="N",
-        type=click.IntRange(min=0),
+        type=Number(int, 0),
         env="RUNNERS",
         help="Runner processes; 0 runs in this process.  [default: the number of cores]",
     ),
     _option(
-        "-o", "--out", metavar="DIR", default=RUNS, show_default=True, env="OUT", help="Where the run's folder goes."
+        "-o",
+        "--out",
+        metavar="DIR",
+        default=RUNS,
+        show_default=True,
+        env="OUT",
+        help="Where the run's folder goes.",
     ),
-    _option("--seed", metavar="S", type=int, default=0, show_default=True, env="SEED", help="Root of all seeds."),
+    _option(
+        "--seed",
+        metavar="S",
+        type=Number(int, -(2**63), 2**63 - 1),
+        default=0,
+        show_default=True,
+        env="SEED",
+        help="Root of all seeds.",
+    ),
     _option(
         "--arg", metavar="KEY=VALUE", multiple=True, help="An argument for the environment; VALUE is JSON or text."
     ),
     _option(
         "--limit-turns",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         env="LIMIT_TURNS",
         help="Model calls a rollout may make.",
     ),
     _option(
         "--limit-tokens",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         env="LIMIT_TOKENS",
         help="Tokens a rollout may sample.",
     ),
     _option(
         "--max-tokens",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         env="MAX_TOKENS",
         help="Tokens of one answer.",
     ),
-    _option(
-        "--temperature", metavar="T", type=click.FloatRange(min=0), env="TEMPERATURE", help="Of the sampling."
-    ),
+    _option("--temperature", metavar="T", type=Number(float, 0), env="TEMPERATURE", help="Of the sampling."),
     _option(
         "--top-p",
         metavar="P",
-        type=click.FloatRange(min=0, min_open=True, max=1),
+        type=Number(float, 0, 1, above=True),
         env="TOP_P",
         help="Of the sampling.",
     ),
     _option(
         "--attempts",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=Number(int, 1),
         default=3,
         show_default=True,
         env="ATTEMPTS",
@@ -140,7 +185,9 @@ _OPTIONS = (
         help="A TOML file with a [run] table.  [default: rookery.toml, if there is one]",
     ),
     click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout."),
-    click.option("--dry-run", is_flag=True, help="Show what would run, and where each value is from; start nothing."),
+    click.option(
+        "--dry-run", is_flag=True, help="Show what would run, and where each value is from; start nothing."
+    ),
 )
 
 

@@ -107,7 +107,7 @@ class JsonLines:
     def started(self, start: Start) -> None:
         self.write(
             "started",
-            run=str(start.run),
+            run=str(start.run.resolve()),
             environment=start.environment,
             model=start.model,
             tasks=start.tasks,
@@ -124,9 +124,7 @@ class JsonLines:
         self.write("rollout", **facts(record))
 
     def group(self, group: Group) -> None:
-        self.write(
-            "group", index=group.index, task=group.task.id, valid=len(group.valid), rewards=group.rewards
-        )
+        self.write("group", index=group.index, task=group.task.id, valid=len(group.valid), rewards=group.rewards)
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
         if kind.startswith("log."):
@@ -226,7 +224,8 @@ class Lines:
         if status.get("retries"):
             parts.append(f"{status['retries']:,} retried")
         parts.append(f"{status.get('in_flight', 0)} under way")
-        parts.append(f"{rate(stats.rollouts, seconds)} rollouts/s")
+        if stats.rollouts:
+            parts.append(f"{rate(stats.rollouts, seconds)} rollouts/s")
         if stats.sampled_tokens:
             parts.append(f"{rate(stats.sampled_tokens, seconds)} tokens/s")
         return parts

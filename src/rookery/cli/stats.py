@@ -127,3 +127,8 @@ def facts(record: Rollout) -> dict[str, Any]:
     if isinstance(outcome, Failed):
         found |= {"fault": outcome.fault, "cause": outcome.cause, "stage": outcome.stage, "detail": outcome.detail}
     return found
+
+
+def is_failure(name: str) -> bool:
+    """Whether a label is a cause of failure, not a way to end."""
+    return name != "completed" and not name.startswith(("truncated.", "cancelled."))

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from rookery.cli.stats import Stats, wilson
-from rookery.cli.text import bold, dim, duration, line, plural, quoted, rate, table
+from rookery.cli.text import bold, dim, duration, line, plural, quoted, rate, status_word, table
 from rookery.core import cause_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Summary(msgspec.Struct, kw_only=True):
         """As data, for `--json`."""
         stats = self.stats
         found: dict[str, Any] = {
-            "run": str(self.path),
+            "run": str(self.path.resolve()),
             "status": self.status,
             "environment": self.environment,
             "model": self.model,
@@ -135,16 +135,15 @@ def summary_lines(summary: Summary, session: Session | None = None) -> list[str]
             f"rollouts/s, {rate(session.sampled_tokens, session.seconds)} tokens/s, in {duration(session.seconds)}"
         )
         rows.append(["speed", rate(session.rollouts, session.seconds), about])
-    head = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}  {_status(summary.status)}"
-    lines = [head, *table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  ")]
+    title = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}"
+    head = f"{title}  {status_word(summary.status)}"
+    lines = [
+        head,
+        *table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  "),
+    ]
     if stats.failures:
         lines += ["", click.style("failed", fg="red", bold=True) + dim("  not in any rate above"), *_causes(stats)]
     return lines
-
-
-def _status(status: str) -> str:
-    colour = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
-    return click.style(status, fg=colour.get(status, "red"))
 
 
 def _quarantined(summary: Summary) -> str:
@@ -172,7 +171,11 @@ def _result(stats: Stats) -> list[str]:
         low, high = wilson(stats.passed, stats.valid)
         return ["pass rate", f"{stats.passed / stats.valid:.1%}", f"95% within {low:.1%} to {high:.1%}, {over}"]
     error = stats.standard_error
-    return ["reward", f"{stats.mean:.4g}", f"{f'± {error:.2g} (standard error), ' if error is not None else ''}{over}"]
+    return [
+        "reward",
+        f"{stats.mean:.4g}",
+        f"{f'± {error:.2g} (standard error), ' if error is not None else ''}{over}",
+    ]
 
 
 def _causes(stats: Stats) -> list[str]:

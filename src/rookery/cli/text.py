@@ -49,7 +49,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4s`, `12s`, `3m 05s`, `2h 10m`."""
+    """`12ms`, `0.4s`, `12s`, `3m 05s`, `2h 10m`."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f}ms" if seconds >= 0.001 else "0s"
     if seconds < 10:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -70,7 +72,7 @@ def age(then: float, now: float | None = None) -> str:
 def rate(count: float, seconds: float) -> str:
     """Per second, with as many digits as it deserves."""
     if seconds <= 0:
-        return "–"
+        return "-"
     value = count / seconds
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
@@ -89,11 +91,17 @@ def quoted(path: Path) -> str:
 
 
 def dim(text: str) -> str:
-    return click.style(text, dim=True)
+    return click.style(text, dim=True) if text else text
 
 
 def bold(text: str) -> str:
-    return click.style(text, bold=True)
+    return click.style(text, bold=True) if text else text
+
+
+def status_word(status: str) -> str:
+    """A run's status in its colour."""
+    colours = {"finished": "green", "running": "cyan", "stopped": "yellow", "interrupted": "yellow"}
+    return click.style(status, fg=colours.get(status, "red"))
 
 
 def table(rows: list[list[str]], *, right: frozenset[int] = frozenset(), indent: str = "") -> list[str]:

@@ -118,12 +118,8 @@ _TABLE = (
         "Fix the grader: it must always write its reward.",
     ),
     Cause("task.invalid", "task", "The row is not a valid task.", "Fix the named field of the named row."),
-    Cause(
-        "task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."
-    ),
-    Cause(
-        "task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."
-    ),
+    Cause("task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."),
+    Cause("task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."),
     Cause(
         "bug.environment",
         "bug",
@@ -175,6 +171,4 @@ CAUSES: dict[str, Cause] = {cause.code: cause for cause in _TABLE}
 
 def cause_of(code: str) -> Cause:
     """The table's row, or a row that says the code is not ours (an environment may add its own)."""
-    return CAUSES.get(code) or Cause(
-        code, "bug", "A cause of the environment's own.", "See its documentation."
-    )
+    return CAUSES.get(code) or Cause(code, "bug", "A cause of the environment's own.", "See its documentation.")

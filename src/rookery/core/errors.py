@@ -2,8 +2,8 @@
 
 Promises:
 - `boundary` turns a foreign exception into a typed one where the information still exists, and keeps
-  the original as `__cause__`; cancellation and typed errors pass through untouched;
-- `failed` never loses a traceback.
+  the original as `__cause__`; cancellation, exits and typed errors pass through untouched;
+- `failed` never loses a traceback, whatever the exception is made of, and what it returns can be encoded.
 """
 
 import traceback as tb
@@ -81,6 +81,9 @@ class Truncation(Exception):  # noqa: N818  (a way to end, not an error)
         super().__init__(message or f"the rollout's budget is spent: {reason}")
         self.reason: TruncatedReason = reason
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.reason, str(self)))
+
 
 @contextmanager
 def boundary(
@@ -89,9 +92,11 @@ def boundary(
     """Inside, each of `foreign` becomes `kind`; everything else passes."""
     try:
         yield
-    except RookeryError:
+    except (RookeryError, Truncation):
         raise
     except foreign as error:
+        if not isinstance(error, Exception):  # a cancellation, an exit: never a failure of `kind`
+            raise
         raise kind(f"{what}: {describe(error)}", cause=cause) from error
 
 
@@ -105,9 +110,21 @@ def behind(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception; never empty."""
-    text = str(error).strip()
+    """One line about an exception; never empty, never raises."""
+    text = _text(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return encodable(str(error))
+    except Exception as worse:  # noqa: BLE001  (a `__str__` of the user's may raise anything)
+        return f"(its __str__ raised {type(worse).__name__})"
+
+
+def encodable(text: str) -> str:
+    """The text with what no encoding takes made visible: undecodable file names put lone surrogates into it."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def failed(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
@@ -116,11 +133,11 @@ def failed(error: BaseException, stage: Stage, *, cause: str, detail: str = "") 
     single = behind(error)
     if isinstance(single, RookeryError):
         code, fault = single.code, single.fault
-        text = str(single)
+        text = _text(single)
     else:
         text = describe(single)
-    trace = "".join(tb.format_exception(error))
+    trace = encodable("".join(tb.format_exception(error)))
     if len(trace) > MAX_TRACEBACK:  # a recursion error has a thousand equal frames
         half = MAX_TRACEBACK // 2
         trace = f"{trace[:half]}\n… {len(trace) - 2 * half} characters left out …\n{trace[-half:]}"
-    return Failed(fault, code, (detail or text)[:MAX_DETAIL], stage, trace)
+    return Failed(fault, code, encodable(detail or text)[:MAX_DETAIL], stage, trace)

@@ -34,9 +34,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     def over(self, below: "Limits") -> "Limits":
         """These limits where they say something, `below` elsewhere."""
+        if self is NO_LIMITS:
+            return below
         said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
         return msgspec.structs.replace(below, **said) if said else below
 
+
+NO_LIMITS = Limits()
 
 DEFAULT_LIMITS = Limits(
     turns=64,

@@ -5,5 +5,6 @@ from hashlib import blake2b
 
 def derive_seed(root: int, *parts: str | int) -> int:
     """A 63-bit seed that depends on the root and every part, and on nothing else."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (root, *parts))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    # Type and length go in, so that no name of a stream can be made to look like another stream's parts.
+    text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in (root, *parts))
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.core.limits import Limits
+from rookery.core.limits import NO_LIMITS, Limits
 from rookery.core.messages import Message
 
 
@@ -19,7 +19,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = {}
     """Path inside the sandbox → text."""
     image: str | None = None
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
     invalid: str = ""
     """Why the row is not a task, in words; such a task is quarantined, never attempted."""
 

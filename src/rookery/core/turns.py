@@ -75,10 +75,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     extras: dict[str, Extra] = {}
 
     def __post_init__(self) -> None:
+        if len(self.prompt) % 4 or len(self.sampled) % 4:
+            raise ValueError("token ids are int32: their bytes must be a multiple of 4")
         if self.logprobs and len(self.logprobs) != len(self.sampled):
-            raise ValueError(
-                f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs"
-            )
+            raise ValueError(f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs")
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
                 raise ValueError(f"extra {name!r} does not describe {len(self.sampled) // 4} tokens")
@@ -104,13 +104,18 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 f"a segment of {len(self.tokens) / 4:g} tokens has {len(self.mask)} mask values "
                 f"and {len(self.logprobs) / 4:g} logprobs"
             )
-        at = 0
+        at = trained = 0
         for span in self.versions:
             if not at <= span.start < span.end <= n:
                 raise ValueError(f"version span {span} is out of order or outside of {n} tokens")
+            if self.mask.count(1, span.start, span.end) != span.end - span.start:
+                raise ValueError(f"version span {span} covers tokens that do not train")
             at = span.end
-        if sum(span.end - span.start for span in self.versions) != self.mask.count(1):
+            trained += span.end - span.start
+        if trained != self.mask.count(1):
             raise ValueError("the version spans do not cover the trained tokens exactly")
+        if trained + self.mask.count(0) != n:
+            raise ValueError("a mask holds zeros and ones only")
         for name, extra in self.extras.items():
             if len(extra.data) != n * extra.width:
                 raise ValueError(f"extra {name!r} does not describe {n} tokens")

@@ -129,7 +129,7 @@ class Engine:
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; make another one for another run")
-        self._check_sandbox()
+        self.check_sandbox()
         upstreams = await self._check_upstreams()
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         ref = self._reference()
@@ -181,7 +181,8 @@ class Engine:
                     journal.end(status)
                 await journal.aclose()
 
-    def _check_sandbox(self) -> None:
+    def check_sandbox(self) -> None:
+        """Raises what the provider says against the sandbox asked for; opens nothing."""
         spec = self.environment.sandbox or self.config.sandbox
         # Checking opens nothing: the provider is thrown away again.
         provider = open_provider(self.config.sandbox.provider, Home(folder=self._out, run="check"))
@@ -222,12 +223,16 @@ class Engine:
             run=self.folder.name,
             folder=str(self.folder.resolve()),
             environment=ref,
-            upstreams=self.config.upstreams,
+            upstreams={**self.config.upstreams, "policy": self._sampled(self.config.upstreams["policy"])},
             sandbox=self.config.sandbox,
             limits=self.config.limits,
             credits=max(1, 256 // max(1, self.config.runners)),
             record=self.config.record,
         )
+
+    def _sampled(self, policy: UpstreamConfig) -> UpstreamConfig:
+        """The policy's upstream with the run's sampling, where it says nothing itself."""
+        return msgspec.structs.replace(policy, sampling=policy.sampling.over(self.config.sampling))
 
     def _policy(self) -> Policy:
         config = self.config

@@ -7,12 +7,14 @@ Promises:
 """
 
 import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from rookery.core import (
     DEFAULT_LIMITS,
@@ -24,7 +26,7 @@ from rookery.core import (
 )
 from rookery.core.errors import describe
 from rookery.engine.live import Live
-from rookery.engine.wire import Done, Note, Paused, RunSettings, Start, Unfit
+from rookery.engine.wire import Done, Note, Paused, RunSettings, Start
 from rookery.environments import Environment
 from rookery.gateway import Credits, Door, Role
 from rookery.journal.tokens import TokenWriter
@@ -32,8 +34,6 @@ from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import Command, Home, Provider, Sandbox
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import Upstream, UpstreamConfig
-
-BLOCKING_THREADS = 32
 
 
 class Executor:
@@ -46,10 +46,16 @@ class Executor:
         self.environment = environment
         self.has_setup = _overridden(environment, "setup")
         self.has_teardown = _overridden(environment, "teardown")
+        self.async_stages = {
+            stage
+            for stage in ("setup", "run", "score", "teardown")
+            if inspect.iscoroutinefunction(getattr(environment, stage))
+        }
+        base = environment.sandbox or settings.sandbox
+        self._spec = replace(base, provider=settings.sandbox.provider)
         self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
         self.send = send
         self.door = Door()
-        self.threads = ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking")
         self.logger = logging.getLogger("rookery.attempts")
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
         self.lives: dict[str, Live] = {}
@@ -89,14 +95,13 @@ class Executor:
             self.send(done)
 
     def flush(self) -> None:
-        """Writes token data out; a disk that cannot take it ends the run, with nothing half-recorded."""
-        try:
-            self.writer.flush()
-        except JournalError as error:
-            if not self._broken:
+        """Writes token data out. Raises once when the disk cannot take it: what points to it must not be sent."""
+        if not self._broken:
+            try:
+                self.writer.flush()
+            except JournalError:
                 self._broken = True
-                self.send(Unfit(str(error), "", disk=True))
-            raise
+                raise
 
     def pause(self, number: int) -> None:
         """Starts no model call any more and says so when the last one has ended."""
@@ -123,12 +128,7 @@ class Executor:
 
     def spec_for(self, task: Task) -> SandboxSpec:
         """The environment's spec, or the run's; a task's image goes over both."""
-        from msgspec.structs import replace
-
-        spec = self.environment.sandbox or self.settings.sandbox
-        if self.environment.sandbox is not None and spec.provider != self.settings.sandbox.provider:
-            spec = replace(spec, provider=self.settings.sandbox.provider)
-        return replace(spec, image=task.image) if task.image else spec
+        return replace(self._spec, image=task.image) if task.image else self._spec
 
     async def open_sandbox(self, spec: SandboxSpec, attempt: str) -> Sandbox:
         return await self._provider(spec.provider).create(spec, attempt=attempt)
@@ -178,7 +178,6 @@ class Executor:
                 await close()
             except (RookeryError, OSError) as error:
                 self.send(Note("close.failed", {"detail": describe(error)}))
-        self.threads.shutdown(wait=False, cancel_futures=True)
         try:
             self.writer.close()
         except JournalError:

@@ -93,8 +93,8 @@ class LocalLink(Link):
         self._scheduled = False
         try:
             self.executor.flush()
-        except RookeryError:
-            self._out = [message for message in self._out if not isinstance(message, wire.Done)]
+        except RookeryError as error:
+            self._out = [wire.Unfit(str(error), "", disk=True)]
         out, self._out = self._out, []
         for message in out:
             self.handler.on_message(self, message)

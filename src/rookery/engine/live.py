@@ -38,6 +38,7 @@ from rookery.core import (
 from rookery.core.errors import behind, describe
 from rookery.engine.wire import Done, Note, Start
 from rookery.environments import Context, Log
+from rookery.environments.threads import in_thread, stuck_threads
 from rookery.gateway import Session
 from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox
@@ -189,18 +190,13 @@ class Live:
         return value, error
 
     async def _call(self, call: Callable[[Context], Any]) -> Any:
-        if inspect.iscoroutinefunction(call):
+        if self.stage in self.executor.async_stages:
             return await call(self.ctx)
         # A plain function is taken for blocking work. A thread cannot be stopped: past its deadline the runner
         # is replaced once its other rollouts have ended.
-        work = self._loop.run_in_executor(self.executor.threads, call, self.ctx)
-        try:
-            value = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if not work.done():
-                self._tainted = True
-                work.add_done_callback(_retrieved)
-            raise
+        value, error = await in_thread(f"{self.stage}-{self.start.attempt}", lambda: call(self.ctx))
+        if error is not None:
+            raise error
         return await value if inspect.isawaitable(value) else value
 
     def _verdict(self, error: BaseException | None) -> Outcome:
@@ -218,7 +214,9 @@ class Live:
             self.session.truncated = self.session.truncated or single.reason
             return Truncated(single.reason)
         if isinstance(single, SystemExit | KeyboardInterrupt):
-            return failed(error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(single)}")
+            return failed(
+                error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(single)}"
+            )
         cause = "bug.scoring" if stage == "score" else "bug.environment"
         if isinstance(single, asyncio.CancelledError):
             detail = "the environment raised CancelledError by itself; nobody had cancelled it"
@@ -363,7 +361,7 @@ class Live:
                 tokens=tuple(self._extents),
                 policy_loss=policy_loss,
                 minimum=self.executor.environment.reward_range[0],
-                tainted=self._tainted,
+                tainted=self._tainted or stuck_threads() > 0,
             ),
         )
 
@@ -396,8 +394,3 @@ class Live:
             raise SandboxError(f"attempt {self.start.attempt} has ended; it can open no more sandboxes")
         self._sandboxes.append(box)
         return box
-
-
-def _retrieved(work: "asyncio.Future[Any]") -> None:
-    if not work.cancelled():
-        work.exception()

@@ -1,7 +1,8 @@
 """Which rollout runs next and which group is handed out: a pure controller for one stream of groups.
 
 Promises:
-- members of open groups go before new groups, in order of admission, so groups end soon after they begin;
+- members of open groups go before new groups, in order of admission, so groups end soon after they begin; one
+  that runs again goes before those that never ran;
 - a straggler holds its own place and nothing else: others are admitted past it;
 - a slow consumer slows admission: no group opens while the buffer of finished groups is full;
 - with `want` and a filter, dropped groups are replaced; the groups handed out are the first `want` kept ones in
@@ -10,8 +11,10 @@ Promises:
 """
 
 from collections import deque
-from collections.abc import Mapping
-from heapq import heappop, heappush
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -59,8 +62,8 @@ class Stream:
     """The schedule of one call of `engine.groups`."""
 
     def __init__(self, *, k: int, want: int | None = None, oversample: int = 0, buffer: int = 64) -> None:
-        if k < 1 or buffer < 1 or oversample < 0 or (want is not None and want < 1):
-            raise ValueError("k, want and buffer must be at least 1, oversample at least 0")
+        if k < 1 or buffer < 1 or oversample < 0 or (want is not None and want < 0):
+            raise ValueError("k and buffer must be at least 1, want and oversample at least 0")
         self.k = k
         self.want = want
         self.oversample = oversample
@@ -74,7 +77,10 @@ class Stream:
         """Every group that is open, or kept and not yet handed out, by position; in order of admission."""
         self.positions = 0
         """How many groups were admitted."""
-        self._ready: deque[Pick] = deque()
+        self._fresh: deque[Pick] = deque()
+        """Never ran yet; in order of admission."""
+        self._repeats: list[tuple[int, int, Pick]] = []
+        """Run again: a heap by position and member."""
         self._suspects: deque[Pick] = deque()
         self._delayed: list[tuple[float, int, int, Pick]] = []
         self._order = 0
@@ -103,16 +109,25 @@ class Stream:
                 member.record = finished[number]
                 group.left -= 1
             else:
-                self._ready.append(Pick(group, number))
+                self._fresh.append(Pick(group, number))
         return group
 
     def pick(self, now: float) -> Pick | None:
         """The next rollout for a shared runner."""
+        self._due(now)
+        if self._repeats:
+            return heappop(self._repeats)[2]
+        return self._fresh.popleft() if self._fresh else None
+
+    def _due(self, now: float) -> None:
+        """Delayed rollouts whose time has come wait for a runner from the moment it came."""
         while self._delayed and self._delayed[0][0] <= now:
-            pick = heappop(self._delayed)[3]
-            pick.group.members[pick.member].since = now
-            self._ready.append(pick)
-        return self._ready.popleft() if self._ready else None
+            due, _, _, pick = heappop(self._delayed)
+            self._repeat(pick, due)
+
+    def _repeat(self, pick: Pick, since: float) -> None:
+        pick.group.members[pick.member].since = since
+        heappush(self._repeats, (pick.group.position, pick.member, pick))
 
     def pick_suspect(self) -> Pick | None:
         """The next rollout that must run alone."""
@@ -127,24 +142,32 @@ class Stream:
         return self._delayed[0][0] if self._delayed else None
 
     def overdue(self, now: float, limit: float) -> list[Pick]:
-        """Takes out the ready ones that have waited for a runner longer than `limit` seconds."""
-        late: list[Pick] = []
-        while self._ready and now - self._ready[0].group.members[self._ready[0].member].since > limit:
-            late.append(self._ready.popleft())
+        """Takes out those that have waited for a shared runner longer than `limit` seconds."""
+        self._due(now)
+        late = [pick for pick in self._waiting() if now - pick.group.members[pick.member].since > limit]
+        if late:
+            taken = {(pick.group.position, pick.member) for pick in late}
+            self._fresh = deque(pick for pick in self._fresh if (pick.group.position, pick.member) not in taken)
+            self._repeats = [entry for entry in self._repeats if entry[:2] not in taken]
+            heapify(self._repeats)
         return late
+
+    def _waiting(self) -> Iterator[Pick]:
+        yield from (entry[2] for entry in sorted(self._repeats, key=itemgetter(0, 1)))
+        yield from self._fresh
 
     def not_counting(self, seconds: float) -> None:
         """A pause went by: it is nobody's waiting time."""
-        for pick in self._ready:
+        for pick in chain(self._waiting(), self._suspects):
             pick.group.members[pick.member].since += seconds
 
     def again(self, pick: Pick, now: float, delay: float, *, alone: bool = False) -> None:
         """A new attempt: ahead of rollouts that never ran, after `delay` seconds, or alone."""
         if alone:
+            pick.group.members[pick.member].since = now
             self._suspects.append(pick)
         elif delay <= 0:
-            pick.group.members[pick.member].since = now
-            self._ready.appendleft(pick)
+            self._repeat(pick, now)
         else:
             self._order += 1
             heappush(self._delayed, (now + delay, pick.group.position, self._order, pick))
@@ -191,7 +214,8 @@ class Stream:
             return []
         left = list(self.groups.values())
         self.groups.clear()
-        self._ready.clear()
+        self._fresh.clear()
+        self._repeats.clear()
         self._suspects.clear()
         self._delayed.clear()
         for group in left:

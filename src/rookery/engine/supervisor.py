@@ -69,6 +69,7 @@ class Flight(msgspec.Struct, eq=False):
     attempt: str
     number: int
     queued: float
+    seed: int = 0
 
 
 class Supervisor:
@@ -269,10 +270,11 @@ class Supervisor:
             return 0
         number = len(member.history) + 1
         attempt = f"{group.index}.{pick.member}.{number}"
-        link.running[attempt] = Flight(channel, pick, attempt, number, now - member.since)
+        seed = self.seed_of(channel, group, pick.member)
+        link.running[attempt] = Flight(channel, pick, attempt, number, now - member.since, seed)
         channel.in_flight += 1
         self.counts["attempts"] += 1
-        link.send(Start(attempt, number, self.seed_of(channel, group, pick.member), group.task))
+        link.send(Start(attempt, number, seed, group.task))
         return 1
 
     def seed_of(self, channel: Channel, group: OpenGroup, member: int) -> int:
@@ -396,7 +398,7 @@ class Supervisor:
             member=pick.member,
             task=pick.group.task.id,
             outcome=decision_outcome,
-            seed=self.seed_of(channel, pick.group, pick.member),
+            seed=flight.seed,
             reward=done.minimum if minimum else (done.reward if scored else None),
             rewards=done.rewards,
             metrics=done.metrics,
@@ -455,8 +457,8 @@ class Supervisor:
                 kept = channel.keep(channel.group(group))
             except Exception as error:  # noqa: BLE001  (the consumer's own function: the consumer gets its error)
                 channel.fail(error)
-        self._write(lambda: self.journal.set_group(group.index, "finished" if kept else "filtered"))
-        if not kept:
+        if not kept:  # a group that has all its records needs no other word for being finished
+            self._write(lambda: self.journal.set_group(group.index, "filtered"))
             channel.ordinals.pop(group.index, None)
         for out in channel.schedule.settle(group, kept=kept):
             channel.pending.append((self.journal.put_count, channel.group(out)))

@@ -181,6 +181,10 @@ class Wire(asyncio.Protocol):
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.flush)
 
+    def unsend(self) -> None:
+        """Drops what has not left yet."""
+        self._out.clear()
+
     def flush(self) -> None:
         self._scheduled = False
         if not self._out or self._transport is None or self._transport.is_closing():

@@ -94,12 +94,18 @@ class Context:
         return random.Random(self.seed)  # noqa: S311
 
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """The attempt's sandbox: made at the first call, the same one afterwards. With a spec, a new one."""
+        """The attempt's sandbox: made at the first call, with the task's files in it, the same one afterwards.
+
+        With a spec, a new one, empty.
+        """
         if spec is not None:
             return await self._opened(spec)
         async with self._first:  # tools that run together must find the same one
             if self._main is None:
-                self._main = await self._opened(self.spec)
+                box = await self._opened(self.spec)
+                for path, text in self.task.files.items():
+                    await box.write(path, text.encode())
+                self._main = box
             return self._main
 
     async def _opened(self, spec: SandboxSpec) -> Sandbox:

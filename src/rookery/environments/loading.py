@@ -33,7 +33,7 @@ class EnvironmentRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     path: tuple[str, ...] = ()
     """Where modules were looked for."""
     files: tuple[str, ...] = ()
-    """Files that were loaded as environments: what it was made with may come from them."""
+    """Files loaded as environments that it was made with something of."""
     main: str = ""
     """The script it was made in, where what it was made with comes from there."""
 
@@ -125,12 +125,16 @@ def reference(env: Environment) -> EnvironmentRef:
             f"{name} was made with arguments that cannot travel to runner processes ({describe(error)}): "
             "use plain data and what is at the top of a module, or runners=0"
         ) from error
-    files = [getattr(loaded, "__rookery_file__", None) for loaded in tuple(sys.modules.values())]
+    files = [
+        vars(loaded)["__rookery_file__"]
+        for module, loaded in tuple(sys.modules.items())
+        if hasattr(loaded, "__rookery_file__") and module.encode() in made_with
+    ]
     return EnvironmentRef(
         source=source,
         made_with=made_with,
         path=path,
-        files=tuple(file for file in files if file is not None),
+        files=tuple(files),
         main=str(Path(main).resolve()) if main is not None and b"__main__" in made_with else "",
     )
 

@@ -33,7 +33,7 @@ class Credits:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.give()  # the credit came in the same tick as the cancellation
-            else:
+            elif turn in self._waiting:  # else a credit given in the same tick passed over it already
                 self._waiting.remove(turn)
             raise
 

@@ -18,6 +18,7 @@ from rookery.core import (
     TruncatedReason,
     Truncation,
     Turn,
+    UpstreamError,
     UsageError,
 )
 from rookery.gateway.door import Credits, Door
@@ -91,6 +92,8 @@ class Session:
         self._door = door
         self._watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
+        self._asking = 0
+        """Calls of the policy under way: each will be a turn."""
         self._closed = False
         self._models: dict[str, Model] = {}
 
@@ -121,7 +124,7 @@ class Session:
     def _sampling(self, wanted: Sampling) -> Sampling:
         """Budgets, before the call: a spent one truncates, a nearly spent one shortens the answer."""
         limits = self.limits
-        if limits.turns is not None and self.turns >= limits.turns:
+        if limits.turns is not None and self.turns + self._asking >= limits.turns:
             raise self._stop("turns", f"all {limits.turns} turns are used")
         if limits.tokens is None:
             return wanted
@@ -144,6 +147,7 @@ class Session:
         assert task is not None
         nested = task in self._calls
         self._calls.add(task)
+        self._asking += policy
         began = time.monotonic()
         self._watch.waiting("model", 1)
         try:
@@ -153,13 +157,15 @@ class Session:
             try:
                 reply = await role.upstream.complete(request, timeout=self.limits.model_call or 600.0)
             except Truncation as stop:
-                if policy:
-                    self.truncated = self.truncated or stop.reason
+                if not policy:  # another role's limit is no budget of the rollout's
+                    raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
+                self.truncated = self.truncated or stop.reason
                 raise
             finally:
                 self._door.leave()
                 role.credits.give()
         finally:
+            self._asking -= policy
             self._watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)

@@ -14,7 +14,7 @@ REMEMBERED = 8
 class _Node(msgspec.Struct):
     index: int
     messages: tuple[Message, ...]
-    """The whole history, the answer included."""
+    """The whole history, the answer included; empty for a call with token ids in."""
     tokens: bytes
     """Prompt and sampled ids; empty where the engine gives none."""
 
@@ -54,7 +54,8 @@ class Recorder:
             sampled=sampled,
             **rest,
         )
-        nodes.append(_Node(self.count, (*messages, response), prompt + sampled if sampled else b""))
+        history = (*messages, response) if messages else ()
+        nodes.append(_Node(self.count, history, prompt + sampled if sampled else b""))
         if len(nodes) > REMEMBERED:
             del nodes[0]
         self.count += 1
@@ -63,12 +64,17 @@ class Recorder:
 
     @staticmethod
     def _parent(nodes: list[_Node], messages: tuple[Message, ...], prompt: bytes) -> tuple[_Node | None, int]:
-        best: _Node | None = None
+        """The longest recent turn whose ids this prompt begins with; else the latest of the same messages."""
+        longest: _Node | None = None
+        told: _Node | None = None
         for node in reversed(nodes):
+            if longest is not None and len(node.tokens) <= len(longest.tokens):
+                continue
             n = len(node.messages)
-            if len(messages) < n or messages[:n] != node.messages:
+            if bool(messages) != bool(n) or messages[:n] != node.messages:
                 continue
             if node.tokens and prompt.startswith(node.tokens):
-                return node, len(node.tokens) // 4
-            best = best or node
-        return best, 0
+                longest = node
+            elif n:
+                told = told or node
+        return (longest, len(longest.tokens) // 4) if longest is not None else (told, 0)

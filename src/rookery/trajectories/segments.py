@@ -11,7 +11,7 @@ NO_LOGPROB = b"\x00\x00\xc0\x7f"
 def segments(turns: Sequence[Turn], role: str = "policy") -> list[Segment]:
     """One segment for each leaf of the token tree; a sampled token trains in the first that holds it."""
     own = {turn.index: turn for turn in turns if turn.role == role and turn.sampled}
-    extended = {turn.parent for turn in own.values() if turn.prefix and turn.parent in own}
+    extended = {turn.parent for turn in own.values() if turn.prefix}
     trained: set[int] = set()
     return [
         _segment(_path(own, turn), trained)
@@ -26,8 +26,11 @@ def _index(turn: Turn) -> int:
 
 def _path(own: dict[int, Turn], leaf: Turn) -> list[Turn]:
     path = [leaf]
-    while path[-1].prefix and path[-1].parent is not None and path[-1].parent in own:
-        path.append(own[path[-1].parent])
+    while path[-1].prefix:
+        parent = own.get(path[-1].parent) if path[-1].parent is not None else None
+        if parent is None:  # without it the prompt would be cut off, and the wrong thing would train
+            raise ValueError(f"turn {path[-1].index} extends turn {path[-1].parent}, which is not there")
+        path.append(parent)
     path.reverse()
     return path
 
@@ -39,6 +42,8 @@ def _segment(path: list[Turn], trained: set[int]) -> Segment:
     layout = {name: extra for turn in path for name, extra in turn.extras.items()}
     extras = {name: bytearray() for name in layout}
     for turn in path:
+        if turn.prefix != len(mask):
+            raise ValueError(f"turn {turn.index} extends {turn.prefix} tokens, but {len(mask)} are there")
         before, n = len(turn.prompt) // 4, len(turn.sampled) // 4
         start = len(mask) + before
         trains = turn.index not in trained
@@ -57,9 +62,7 @@ def _segment(path: list[Turn], trained: set[int]) -> Segment:
         mask=bytes(mask),
         logprobs=bytes(logprobs),
         versions=tuple(spans),
-        extras={
-            name: Extra(layout[name].dtype, layout[name].width, bytes(data)) for name, data in extras.items()
-        },
+        extras={name: Extra(layout[name].dtype, layout[name].width, bytes(data)) for name, data in extras.items()},
         turns=tuple(fresh),
     )
 

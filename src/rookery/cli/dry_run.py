@@ -1,0 +1,191 @@
+"""`rookery run --dry-run`: what would run, and where each value is from.
+
+Promises:
+- it starts nothing: no sandbox, no pool, no connection, no run folder;
+- what would keep the run from starting is said, with exit code 2, after everything else was shown;
+- no key is shown, only the name of the variable that holds it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from rookery.cli.config import engine_config, key_origin, origin, part
+from rookery.cli.errors import Exit, say_error
+from rookery.cli.run import chosen_tasks
+from rookery.cli.text import bold, clean, dim, line, plural, table
+from rookery.core import DEFAULT_LIMITS, Taskset, UsageError
+
+if TYPE_CHECKING:
+    from rookery.cli.progress import JsonLines
+    from rookery.engine import EngineConfig
+    from rookery.environments import Environment
+
+MAX_INVALID = 5
+
+
+class Value(msgspec.Struct, frozen=True):
+    """One row: a setting, its value, where it is from."""
+
+    name: str
+    value: Any
+    origin: str
+    note: str = ""
+
+
+def dry_run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:
+    from rookery.environments import load_environment
+
+    config = engine_config(ctx, values)
+    environment = load_environment(config.environment, **config.arguments)
+    tasks = chosen_tasks(environment, values)
+    rows = _values(ctx, values, config, environment)
+    problems = _problems(config, values["out"])
+    code = Exit.USAGE if problems else Exit.OK
+    if events is not None:
+        events.write(
+            "dry-run",
+            values=[msgspec.to_builtins(row) for row in rows],
+            environment=environment.title,
+            tools=[msgspec.to_builtins(tool) for tool in environment.tools()],
+            tasks=len(tasks),
+            invalid=[task.invalid for task in tasks if task.invalid],
+            rollouts=len(tasks) * values["per_task"],
+            problems=problems,
+            exit_code=int(code),
+        )
+    else:
+        _print(rows, environment, tasks, values["per_task"])
+    for problem in problems:
+        say_error(f"this would not start: {problem}")
+    return code
+
+
+def _problems(config: "EngineConfig", out: str) -> list[str]:
+    """Everything that can be told to be wrong without starting or connecting to anything."""
+    from rookery.engine import Engine
+    from rookery.upstreams.urls import Address
+
+    found = []
+    for upstream in config.upstreams.values():
+        for url in upstream.urls:
+            try:
+                Address(url)
+            except UsageError as error:
+                found.append(str(error))
+    try:
+        Engine(config.environment, config=config, out=out).check_sandbox()
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def _values(
+    ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
+) -> list[Value]:
+    from rookery.upstreams.urls import redact
+
+    policy = config.upstreams["policy"]
+    said = origin(ctx, "runners")
+    rows = [
+        Value("environment", values["env"], origin(ctx, "env"), config.environment),
+        Value("tasks", values["tasks"] or "the environment's own", origin(ctx, "tasks")),
+        Value("policy", [redact(url) for url in policy.urls] or None, origin(ctx, "policy")),
+        Value("model", policy.model or "the server's only one", origin(ctx, "model")),
+        Value("key", key_origin(policy.key_env), "environment"),
+        Value("num-tasks", values["num_tasks"] or "all", origin(ctx, "num_tasks")),
+        Value("per-task", values["per_task"], origin(ctx, "per_task")),
+        Value("concurrency", config.concurrency, origin(ctx, "concurrency")),
+        Value("runners", config.runners, said, "the number of cores" if said == "default" else ""),
+        Value("out", values["out"], origin(ctx, "out")),
+        Value("seed", config.seed, origin(ctx, "seed")),
+        Value("attempts", config.retry.attempts, origin(ctx, "attempts")),
+        Value("breaker", "off" if config.breaker is None else config.breaker, origin(ctx, "breaker")),
+    ]
+    rows += _arguments(ctx, values, config)
+    rows += _sampling(ctx, config, environment)
+    rows += _limits(ctx, config, environment)
+    rows += [Value(f"sandbox.{name}", value, _file(ctx)) for name, value in part(ctx, "sandbox").items()]
+    for role, upstream in config.upstreams.items():
+        if role != "policy":
+            urls = [redact(url) for url in upstream.urls]
+            rows.append(
+                Value(f"roles.{role}", urls, _file(ctx), f"{upstream.model}, key {key_origin(upstream.key_env)}")
+            )
+    return rows
+
+
+def _file(ctx: click.Context) -> str:
+    return str(ctx.meta.get("rookery.toml", "rookery.toml"))
+
+
+def _arguments(ctx: click.Context, values: dict[str, Any], config: "EngineConfig") -> list[Value]:
+    given = {pair.partition("=")[0].strip().replace("-", "_") for pair in values["arg"]}
+    return [
+        Value(f"arg.{name}", value, "command line" if name in given else _file(ctx))
+        for name, value in config.arguments.items()
+    ]
+
+
+def _sampling(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:
+    rows = []
+    for name, value in msgspec.to_builtins(config.sampling.over(environment.sampling)).items():
+        where = "environment's code"
+        if name in ctx.params and ctx.params[name] is not None:
+            where = origin(ctx, name)
+        elif name in part(ctx, "sampling"):
+            where = _file(ctx)
+        rows.append(Value(name.replace("_", "-"), value, where))
+    return rows
+
+
+def _limits(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:
+    """As every rollout gets them, unless its own task says otherwise."""
+    rows = []
+    limits = config.limits.over(environment.limits.over(DEFAULT_LIMITS))
+    for name, value in msgspec.to_builtins(limits).items():
+        where = "default"
+        if ctx.params.get(f"limit_{name}") is not None:
+            where = origin(ctx, f"limit_{name}")
+        elif name in part(ctx, "limits"):
+            where = _file(ctx)
+        elif getattr(environment.limits, name) is not None:
+            where = "environment's code"
+        rows.append(Value(f"limits.{name}", value, where))
+    return rows
+
+
+def _print(rows: list[Value], environment: "Environment", tasks: Taskset, k: int) -> None:
+    cells = [
+        [
+            row.name,
+            bold(_shown(row.value)),
+            row.origin if row.origin != "default" else dim(row.origin),
+            dim(line(row.note, 100)),
+        ]
+        for row in rows
+    ]
+    invalid = [task for task in tasks if task.invalid]
+    about = f", {len(invalid):,} of them not valid" if invalid else ""
+    times = f", {k} rollouts each: {plural(len(tasks) * k, 'rollout')}" if k > 1 else ""
+    lines = [*table(cells), "", f"{plural(len(tasks), 'task')}{about}{times}"]
+    lines += [click.style(f"  {line(task.invalid, 200)}", fg="yellow") for task in invalid[:MAX_INVALID]]
+    if len(invalid) > MAX_INVALID:
+        lines.append(dim(f"  and {plural(len(invalid) - MAX_INVALID, 'more row')}"))
+    tools = environment.tools()
+    lines.append(plural(len(tools), "tool") if tools else "no tools")
+    for tool in tools:
+        lines.append(f"  {bold(clean(tool.name))}  {line(tool.description, 100)}")
+        lines.append(dim(f"    {line(msgspec.json.encode(tool.parameters).decode(), 2_000)}"))
+    click.echo("\n".join([*lines, "", "dry run: nothing was started"]))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return line(value, 80)
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return line(" ".join(value), 120)
+    return line(msgspec.json.encode(value).decode(), 80)

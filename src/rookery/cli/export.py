@@ -1,0 +1,52 @@
+"""`rookery export`: a run for other programs."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rookery.cli.config import runs_folder, runs_option
+from rookery.core import UsageError
+
+if TYPE_CHECKING:
+    from rookery.journal.export import Kind
+
+_HELP = """Writes RUN's rollouts as JSONL or Parquet, one record each, with transcripts.
+
+Without -o JSONL goes to stdout. A file appears under its name when it is whole.
+"""
+
+
+@click.command(help=_HELP, short_help="Write a run as JSONL or Parquet.")
+@click.argument("name", metavar="RUN")
+@click.option("-o", "--out", metavar="FILE", help="The file to write.  [default: stdout]")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["jsonl", "parquet"]),
+    help="[default: what the file's name says, or jsonl]",
+)
+@click.option("--tokens", is_flag=True, help="With segments: token ids, mask, logprobs, versions.")
+@runs_option
+def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: str | None) -> int:
+    from rookery.cli.text import plural
+    from rookery.journal import RunReader, find_run
+    from rookery.journal.export import export as write
+    from rookery.journal.export import export_jsonl
+
+    if out in (None, "-"):
+        if kind == "parquet":
+            raise UsageError("Parquet does not go to stdout: name a file with -o FILE.parquet")
+        out = None
+    with RunReader(find_run(name, runs_folder(root))) as reader:
+        if out is None:
+            done = export_jsonl(reader, sys.stdout, tokens=tokens)
+            sys.stdout.flush()
+        else:
+            done = write(reader, Path(out), kind=kind, tokens=tokens)
+    click.echo(f"{plural(done.rollouts, 'rollout')} written to {out or 'stdout'}", err=True)
+    if done.damaged:
+        text = f"{done.damaged:,} of them without their tokens, which are damaged: see `damage` in their rows"
+        click.echo(click.style("warning: ", fg="yellow") + text, err=True)
+    return 0

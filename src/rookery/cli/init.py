@@ -1,0 +1,93 @@
+"""`rookery init`: a first environment that runs.
+
+Promises:
+- what it makes runs as it stands, against any OpenAI-compatible server;
+- a file that is already there is never touched.
+"""
+
+import keyword
+import re
+from pathlib import Path
+
+import click
+
+from rookery.cli.text import bold, dim, quoted
+from rookery.core import UsageError
+
+_ENVIRONMENT = '''\
+"""{title}: sums in words, with a tool to multiply. Change it into your own."""
+
+from pathlib import Path
+
+from rookery import Context, Taskset, ToolEnvironment, tool
+from rookery.environments.tools import match_answer
+from rookery.tasks import load_tasks
+
+
+@tool
+def multiply(a: float, b: float) -> float:
+    """Multiplies two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+class {title}(ToolEnvironment):
+    """The policy may call the tools until it answers; the last line of its answer is compared."""
+
+    toolset = [multiply]
+    system_prompt = "Work it out, with the tools where they help. End with a line that holds only the number."
+
+    def tasks(self) -> Taskset:
+        return load_tasks(Path(__file__).with_name("tasks.jsonl"))
+
+    async def score(self, ctx: Context) -> float:
+        return float(match_answer(self.answer(ctx), ctx.task.data["answer"]))
+'''
+
+_TASKS = """\
+{"id": "boxes", "prompt": "A box holds 24 pencils. How many pencils are in 17 boxes?", "answer": 408}
+{"id": "train", "prompt": "A train goes 85 km an hour. How many km does it go in 6 hours?", "answer": 510}
+{"id": "garden", "prompt": "A garden is 12.5 m long and 8 m wide. How many square metres is it?", "answer": 100}
+{"id": "change", "prompt": "Three books cost 14 each. How much change is left of 50?", "answer": 8}
+"""
+
+
+@click.command(short_help="Make a first environment that runs.")
+@click.argument("name", metavar="NAME")
+@click.argument("folder", metavar="[DIR]", required=False)
+def init(name: str, folder: str | None) -> int:
+    """Makes NAME.py and tasks.jsonl in DIR (by default a new folder NAME): a small environment that runs."""
+    module = re.sub(r"[^0-9a-zA-Z]+", "_", name.removesuffix(".py")).strip("_").lower()
+    if not module or not module.isidentifier() or keyword.iskeyword(module):
+        raise UsageError(
+            f"{name!r} cannot name an environment: use letters, digits and _, beginning with a letter"
+        )
+    title = "".join(word.capitalize() for word in module.split("_"))
+    target = Path(folder) if folder is not None else Path(module)
+    files = {
+        target / f"{module}.py": _ENVIRONMENT.replace("{title}", title),
+        target / "tasks.jsonl": _TASKS,
+    }
+    there = [path for path in files if path.exists() or path.is_symlink()]
+    if there:
+        raise UsageError(f"{there[0]} is already there and is not overwritten: choose another name or folder")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write into {target}: {error.strerror}") from error
+    made = quoted(target / f"{module}.py")
+    rows = [
+        f"made {', '.join(quoted(path) for path in files)}",
+        "",
+        f"  {dim('# run it, each task four times; --dry-run shows first what would run')}",
+        f"  {bold(f'rookery run {made} --policy http://localhost:8000/v1 -k 4')}",
+    ]
+    click.echo("\n".join(rows))
+    return 0

@@ -1,0 +1,48 @@
+"""`rookery ls`: the runs, newest first. One unreadable run does not hide the others."""
+
+import click
+
+from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.options import Number
+
+
+@click.command(short_help="List the runs.")
+@runs_option
+@click.option("-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="The newest N.")
+@click.option("--all", "everything", is_flag=True, help="All of them.")
+@click.option("--json", is_flag=True, help="One JSON object a line.")
+def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
+    """Lists the runs, newest first."""
+    import msgspec
+
+    from rookery.cli.stats import is_failure
+    from rookery.cli.text import age, bold, dim, line, shown_path, status_word, table
+    from rookery.journal import list_runs, run_names
+
+    folder = runs_folder(root)
+    names = run_names(folder)
+    runs = list_runs(folder, limit=None if everything else count)
+    if json:
+        for run in runs:
+            click.echo(msgspec.json.encode({**msgspec.structs.asdict(run), "path": str(run.path.resolve())}))
+        return 0
+    if not runs:
+        click.echo(f"no runs in {shown_path(folder)} yet: start one with `rookery run`", err=True)
+        return 0
+    rows = [[dim(word) for word in ("run", "status", "rollouts", "failed", "reward", "started")]]
+    for run in runs:
+        failed = sum(count for label, count in run.labels.items() if is_failure(label))
+        rows.append(
+            [
+                bold(run.name),
+                status_word(run.status),
+                f"{run.rollouts:,}" if run.status != "unreadable" else "",
+                click.style(f"{failed:,}", fg="red") if failed else "",
+                f"{run.mean_reward:.4g}" if run.mean_reward is not None else "",
+                line(run.detail, 100) if run.detail else age(run.created),
+            ]
+        )
+    click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
+    if len(names) > len(runs):
+        click.echo(dim(f"and {len(names) - len(runs):,} older ones: --all shows them"), err=True)
+    return 0

@@ -1,0 +1,168 @@
+"""One rollout on the terminal: how it ended, its transcript turn by turn, tokens, timings, attempts, failure."""
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from rookery.cli.text import bold, clean, clip, dim, duration, line, plural, table
+from rookery.core import Attempt, Completed, Failed, JournalError, Message, Rollout, Turn, cause_of, label
+
+if TYPE_CHECKING:
+    from rookery.journal import RunReader
+
+MAX_TEXT = 6_000
+_COLOURS = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: bool) -> None:
+    """On stdout."""
+    limit = 1 << 30 if full else MAX_TEXT
+    lines = _head(record)
+    try:
+        turns = reader.turns(record)
+    except (JournalError, ValueError) as error:
+        turns = []
+        lines += ["", click.style(f"its turns cannot be read: {line(str(error), 300)}", fg="red")]
+    for turn in turns:
+        lines += ["", *_turn(turn, limit, tokens=tokens)]
+    lines += _attempts(reader.attempts(record.id), record)
+    if isinstance(record.outcome, Failed):
+        lines += ["", *_failure(record.outcome)]
+    click.echo("\n".join(lines))
+
+
+def _head(record: Rollout) -> list[str]:
+    outcome = record.outcome
+    colour = "red" if isinstance(outcome, Failed) else "green" if isinstance(outcome, Completed) else "yellow"
+    reward = f"reward {record.reward:.4g}" if record.reward is not None else "no reward"
+    head = f"{bold(f'rollout {record.id}')}  {click.style(label(outcome), fg=colour)}  {bold(reward)}"
+    usage = record.usage
+    rows = [
+        ["task", line(record.task, 120)],
+        [
+            "tokens",
+            f"{usage.sampled_tokens:,} sampled in {plural(usage.turns, 'turn')}, "
+            f"{usage.prompt_tokens:,} of prompts"
+            + (f", {plural(usage.tool_calls, 'tool call')}" if usage.tool_calls else ""),
+        ],
+        ["time", _timing(record)],
+        ["seed", str(record.seed)],
+    ]
+    for name, data in (("rewards", record.rewards), ("metrics", record.metrics), ("info", record.info)):
+        if data:
+            rows.append([name, line(_json(data), 600)])
+    if usage.others:
+        rows.append(
+            ["others", ", ".join(f"{line(role, 40)} {count:,} tokens" for role, count in usage.others.items())]
+        )
+    return [head, *table([[dim(row[0]), row[1]] for row in rows], indent="  ")]
+
+
+def _timing(record: Rollout) -> str:
+    spent = msgspec.structs.asdict(record.timing)
+    stages = ("queue", "setup", "run", "score", "teardown", "paused")
+    parts = [f"{stage} {duration(spent[stage])}" for stage in stages if spent[stage] >= 0.0005]
+    waits = [f"{name} {duration(spent[name])}" for name in ("model", "sandbox") if spent[name] >= 0.0005]
+    text = ", ".join(parts) or "none"
+    return f"{text} (of it waiting on {', '.join(waits)})" if waits else text
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value, enc_hook=repr).decode()
+
+
+def _turn(turn: Turn, limit: int, *, tokens: bool) -> list[str]:
+    role = "" if turn.role == "policy" else f" {turn.role}"
+    after = f", after turn {turn.parent}" if turn.parent is not None and turn.parent != turn.index - 1 else ""
+    about = (
+        f"{turn.prompt_tokens:,} → {turn.sampled_tokens:,} tokens, {duration(turn.seconds)}"
+        f"{f', {duration(turn.queued)} queued' if turn.queued >= 0.05 else ''}, {turn.finish}{after}"
+    )
+    lines = [f"{bold(f'turn {turn.index}{line(role, 40)}')}  {dim(about)}"]
+    for message in (*turn.messages, turn.response):
+        lines += _message(message, limit)
+    if tokens:
+        lines += _tokens(turn)
+    return lines
+
+
+def _message(message: Message, limit: int) -> list[str]:
+    name = message.role + (f" {line(message.tool_call_id, 40)}" if message.tool_call_id else "")
+    lines = [click.style(name, fg=_COLOURS.get(message.role), bold=True)]
+    if message.reasoning:
+        lines += [dim(f"  {text}") for text in clean(clip(message.reasoning, limit)).split("\n")]
+    if message.content is not None:
+        text = message.text if isinstance(message.content, str) else _parts(message)
+        lines += [f"  {one}" for one in clean(clip(text, limit)).split("\n")] if text else []
+    for call in message.tool_calls:
+        lines.append(f"  {bold(line(call.name, 80))}({clean(clip(call.arguments, limit))})")
+    return lines
+
+
+def _parts(message: Message) -> str:
+    assert isinstance(message.content, tuple)
+    return "\n".join(
+        str(part.get("text", "")) if part.get("type") == "text" else f"[{part.get('type', 'part')}]"
+        for part in message.content
+    )
+
+
+def _tokens(turn: Turn) -> list[str]:
+    count = len(turn.sampled) // 4
+    if not count:
+        return [dim("  the server gave no token ids")]
+    ids = struct.unpack(f"<{count}i", turn.sampled)
+    before = struct.unpack(f"<{len(turn.prompt) // 4}i", turn.prompt)
+    probs = struct.unpack(f"<{count}f", turn.logprobs) if turn.logprobs else None
+    kept = f" after {turn.prefix:,} that the turn before it ended with" if turn.prefix else ""
+    lines = [dim(f"  prompt ids{kept}"), *_numbers([str(one) for one in before])]
+    lines.append(dim(f"  sampled ids{'' if probs is None else ', with logprobs'}, policy version {turn.version}"))
+    pairs = (
+        [str(one) for one in ids] if probs is None else [f"{a}:{b:.3f}" for a, b in zip(ids, probs, strict=True)]
+    )
+    return [*lines, *_numbers(pairs)]
+
+
+def _numbers(texts: list[str], width: int = 100) -> list[str]:
+    lines, here = [], "   "
+    for text in texts:
+        if len(here) + len(text) + 1 > width and here.strip():
+            lines.append(here)
+            here = "   "
+        here += f" {text}"
+    return [*lines, here] if here.strip() else lines
+
+
+def _attempts(attempts: list[Attempt], record: Rollout) -> list[str]:
+    if len(attempts) < 2:
+        return []
+    rows = []
+    for one in attempts:
+        detail = one.outcome.detail if isinstance(one.outcome, Failed) else ""
+        rows.append(
+            [
+                line(one.id, 40),
+                line(label(one.outcome), 40),
+                line(one.runner, 40),
+                duration(max(0.0, one.ended - one.started)),
+                line(detail, 120),
+            ]
+        )
+    return [
+        "",
+        bold(plural(len(attempts), "attempt"))
+        + dim(f"  the turns are those of {record.attempts[-1].id}" if record.attempts else ""),
+        *table(rows, indent="  "),
+    ]
+
+
+def _failure(outcome: Failed) -> list[str]:
+    cause = cause_of(outcome.cause)
+    where = f" in {outcome.stage}: {bold(line(outcome.cause, 60))} ({outcome.fault})"
+    head = click.style("failed", fg="red", bold=True) + where
+    lines = [head, f"  {clean(outcome.detail)}", dim(f"  {cause.meaning} {cause.advice}")]
+    if outcome.traceback:
+        lines += ["", *(f"  {one}" for one in clean(outcome.traceback).rstrip().split("\n"))]
+    return lines

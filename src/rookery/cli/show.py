@@ -1,0 +1,180 @@
+"""`rookery show`: a run, a page of its rollouts, or one rollout with all there is to know about it.
+
+Promises:
+- it only reads, also while the run is live; `--follow` sees every rollout once, until the run is over;
+- what a model or a sandbox wrote cannot touch the terminal: control characters are written out;
+- memory is bounded by a page, whatever the size of the run.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.options import Number
+from rookery.core import UsageError
+
+if TYPE_CHECKING:
+    from rookery.core import Rollout
+    from rookery.journal import RunReader
+
+_HELP = """Shows RUN: what it came to, and a page of its rollouts. With ROLLOUT (its id, like 12.3) its transcript,
+tokens, timings, attempts and failure; with the number of a group (12) that group's rollouts.
+
+RUN is a folder, its name, a beginning or an end of its name, or `latest`.
+"""
+
+
+@click.command(help=_HELP, short_help="Show a run, or one of its rollouts.")
+@click.argument("name", metavar="RUN")
+@click.argument("rollout", metavar="[ROLLOUT]", required=False)
+@click.option("--failed", is_flag=True, help="Only rollouts that failed.")
+@click.option(
+    "--label", metavar="L", help="Only rollouts that ended so: completed, truncated.time, sandbox.lost, …"
+)
+@click.option("--task", metavar="ID", help="Only rollouts of this task.")
+@click.option(
+    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Rollouts a page."
+)
+@click.option("--page", metavar="P", type=Number(int, 1), default=1, show_default=True, help="Which page.")
+@click.option("--tokens", is_flag=True, help="Of a rollout: token ids and logprobs.")
+@click.option("--full", is_flag=True, help="Of a rollout: long texts in full.")
+@click.option("--follow", is_flag=True, help="Rollouts of a live run as they end, until it is over.")
+@click.option("--json", is_flag=True, help="As JSON.")
+@runs_option
+def show(name: str, rollout: str | None, root: str | None, json: bool, **values: Any) -> int:
+    from rookery.journal import RunReader, find_run
+
+    if rollout is not None and values["follow"]:
+        raise UsageError("--follow is for a run, not for one rollout")
+    with RunReader(find_run(name, runs_folder(root))) as reader:
+        if values["follow"]:
+            return _follow(reader, json)
+        if rollout is not None and not rollout.isdecimal():
+            return _one(reader, rollout, json, tokens=values["tokens"], full=values["full"])
+        return _page(reader, rollout, json, values)
+
+
+# ---- a run
+
+
+def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
+    from rookery.cli.stats import facts
+    from rookery.cli.summary import next_lines, read_summary, summary_lines
+    from rookery.cli.text import bold, dim, quoted
+
+    chosen = _chosen(reader, group, values)
+    start = (values["page"] - 1) * values["count"]
+    found = list(islice(chosen, start, start + values["count"] + 1))
+    page, more = found[: values["count"]], len(found) > values["count"]
+    filtered = group is not None or any(values[name] for name in ("failed", "label", "task"))
+    summary = read_summary(reader)
+    if json:
+        rollouts = [facts(record) for record in page]
+        click.echo(msgspec.json.encode({**summary.plain(), "page": values["page"], "rollouts_shown": rollouts}))
+        return 0
+    lines = [] if filtered else [*summary_lines(summary), ""]
+    if page:
+        lines += _listed(page)
+    elif filtered:
+        raise UsageError(f"no rollout of {reader.folder.name} is like that")
+    else:
+        lines.append("no rollouts yet")
+    click.echo("\n".join(lines))
+    if more:
+        click.echo(dim(f"more with --page {values['page'] + 1}"), err=True)
+    if not filtered and summary.left and summary.status not in ("running", "finished"):
+        click.echo("\n".join(next_lines(summary)[:3]), err=True)
+    elif page:
+        click.echo(
+            f"\n{dim('one of them:')} {bold(f'rookery show {quoted(reader.folder)} {page[0].id}')}", err=True
+        )
+    return 0
+
+
+def _chosen(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "Iterator[Rollout]":
+    from rookery.core import Failed, label
+
+    for record in reader.each():
+        if group is not None and record.group != int(group):
+            if record.group > int(group):
+                return
+            continue
+        if values["failed"] and not isinstance(record.outcome, Failed):
+            continue
+        if values["label"] and label(record.outcome) != values["label"]:
+            continue
+        if values["task"] and record.task != values["task"]:
+            continue
+        yield record
+
+
+def _listed(records: "list[Rollout]") -> list[str]:
+    from rookery.cli.text import dim, table
+
+    head = [dim(word) for word in ("rollout", "task", "ended", "reward", "turns", "tokens", "seconds", "")]
+    return table([head, *(_cells(record) for record in records)], right=frozenset({3, 4, 5, 6}))
+
+
+def _cells(record: "Rollout") -> list[str]:
+    from rookery.cli.text import bold, line
+    from rookery.core import Failed, label
+
+    outcome, usage, timing = record.outcome, record.usage, record.timing
+    failed = isinstance(outcome, Failed)
+    more = f"{len(record.attempts)} attempts  " if len(record.attempts) > 1 else ""
+    return [
+        bold(record.id),
+        line(record.task, 32),
+        click.style(line(label(outcome), 32), fg="red" if failed else None),
+        f"{record.reward:.4g}" if record.reward is not None else "-",
+        f"{usage.turns}",
+        f"{usage.sampled_tokens:,}",
+        f"{timing.setup + timing.run + timing.score:.2f}",
+        more + (line(outcome.detail, 80) if isinstance(outcome, Failed) else ""),
+    ]
+
+
+def _follow(reader: "RunReader", json: bool) -> int:
+    from rookery.cli.stats import facts
+    from rookery.cli.text import dim, line
+    from rookery.core import Rollout
+
+    for item in reader.follow():
+        if isinstance(item, Rollout):
+            if json:
+                click.echo(msgspec.json.encode({"event": "rollout", **facts(item)}))
+            else:
+                click.echo("  ".join(cell for cell in _cells(item) if cell))
+        elif json:
+            click.echo(
+                msgspec.json.encode({"event": "event", "ts": item.ts, "kind": item.kind, "data": item.payload})
+            )
+        elif not item.kind.startswith("log."):
+            about = str(item.payload.get("detail") or item.payload.get("status") or "")
+            click.echo(dim(f"{item.kind}  {line(about, 160)}".rstrip()))
+    return 0
+
+
+# ---- a rollout
+
+
+def _one(reader: "RunReader", rollout: str, json: bool, *, tokens: bool, full: bool) -> int:
+    from rookery.cli.rollout import print_rollout
+
+    record = reader.rollout(rollout)
+    if record is None:
+        raise UsageError(
+            f"{reader.folder.name} has no record of a rollout {rollout!r}: "
+            f"`rookery show {reader.folder.name}` lists them, by group and member (12.3)"
+        )
+    if json:
+        from rookery.journal.export import row
+
+        click.echo(msgspec.json.encode(row(reader, record, tokens=tokens)))
+    else:
+        print_rollout(reader, record, tokens=tokens, full=full)
+    return 0

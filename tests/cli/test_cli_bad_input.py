@@ -1,0 +1,195 @@
+"""Bad input: one clear sentence, the right exit code, nothing lost."""
+
+import asyncio
+import json
+import sqlite3
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rookery.journal import RunReader
+from tests.cli.conftest import tasks
+from tests.cli.helpers import ended, rookery, runs, started
+from tests.servers import Answer, ModelServer, nobody
+
+
+async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None:
+    (await rookery(*args, cwd=here)).refused(*words)
+    assert not (here / "runs").exists()
+
+
+async def test_a_missing_file_of_tasks_is_named(here: Path, server: ModelServer) -> None:
+    await refused(
+        here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl does not exist",)
+    )
+    assert server.connections == 0
+
+
+async def test_a_line_that_is_not_json_is_named_and_nothing_starts(here: Path, server: ModelServer) -> None:
+    (here / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n')
+    await refused(
+        here,
+        *("run", "sums.py", "--tasks", "bad.jsonl", "--policy", server.url),
+        words=("bad.jsonl, line 2 is not JSON",),
+    )
+    assert server.connections == 0
+
+
+async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(here: Path, server: ModelServer) -> None:
+    rows = [{"id": "fine", "prompt": "a", "answer": 42}, {"id": "odd", "prompt": 3}, {"id": "too", "prompt": "b"}]
+    rows[2]["answer"] = 42
+    (here / "mixed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    done = await rookery("run", "sums.py", "--tasks", "mixed.jsonl", "--policy", server.url, "-k", "2", cwd=here)
+    assert done.code == 3
+    assert "mixed.jsonl, line 2: prompt must be a text" in done.err
+    with RunReader(runs(here)[0]) as reader:
+        assert reader.counts() == {"completed": 4, "task.invalid": 2}
+        assert [row.status for row in reader.task_rows()] == ["ok", "quarantined", "ok"]
+
+
+async def test_an_unknown_environment_is_told_what_is_known(here: Path) -> None:
+    await refused(here, "run", "nothing", words=("unknown environment 'nothing'", "known are", "tools"))
+    await refused(here, "run", "nothing.py", words=("no environment file",))
+    await refused(here, "run", "no.module:attr", words=("no module 'no.module'",))
+    await refused(here, "run", "sums.py:Nope", words=("has no 'Nope'",))
+
+
+async def test_an_environment_that_raises_is_named_with_its_line(here: Path, server: ModelServer) -> None:
+    (here / "broken.py").write_text("import rookery\n\nx = undefined\n")
+    await refused(here, "run", "broken.py", words=("NameError: name 'undefined'", "broken.py, line 3"))
+    (here / "torn.py").write_text("def (:\n")
+    await refused(here, "run", "torn.py", words=("SyntaxError", "line 1"))
+    (here / "raising.py").write_text(
+        "import rookery\n\n\ndef some():\n    raise KeyError('rows')\n\n\n"
+        "@rookery.environment(tasks=some)\nasync def play(ctx):\n    return 1.0\n"
+    )
+    await refused(
+        here, "run", "raising.py", "--policy", server.url, words=("the tasks of play", "KeyError", "raising.py, line 5")
+    )
+
+
+async def test_a_policy_that_refuses_connections_is_named_before_anything_starts(here: Path) -> None:
+    async with nobody() as url:
+        await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
+
+
+async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServer) -> None:
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl")
+    await refused(here, *run, words=("needs a model for: policy", "--policy"))
+    await refused(here, *run, "--policy", "localhost:8000", words=("does not begin with http://",))
+    await refused(here, *run, "--policy", server.url, "--model", "other", words=("'other' is not served", "test-model"))
+    server.models = ("one", "two")
+    await refused(here, *run, "--policy", server.url, words=("name the model", "one, two"))
+    server.models = Answer(status=401, error="no such key")
+    await refused(here, *run, "--policy", server.url, words=("ROOKERY_API_KEY",))
+
+
+async def test_an_argument_the_environment_does_not_take_is_refused(here: Path, server: ModelServer) -> None:
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
+    await refused(here, *run, "--arg", "nope=1", words=("'nope'", "its signature is"))
+    await refused(here, *run, "--arg", "nope", words=("is not KEY=VALUE",))
+    await refused(here, *run, "--arg", "max_turns=0", words=("max_turns must be at least 1",))
+
+
+async def test_a_configuration_file_that_is_wrong_is_named_with_its_key(here: Path) -> None:
+    for text, words in {
+        "[run\n": "rookery.toml is not TOML",
+        "[run]\npolcy = 'x'\n": "[run] has no key 'polcy'; did you mean 'policy'?",
+        "[rum]\n": "unknown at its top: rum",
+        "[run]\nk = 'many'\n": "[run] k: 'many' is not a whole number",
+        "[run]\nk = true\n": "[run] k cannot be True",
+        "[run]\nmodel = ['a']\n": "[run] model cannot be",
+        "[run.limits]\nturn = 3\n": "[run.limits]",
+        "[run.limits]\nturns = -3\n": "limits.turns must be a finite number above 0",
+        "[run.sampling]\ntemperature = 'hot'\n": "[run.sampling]",
+        "[run.roles.judge]\nurll = 'x'\n": "[run.roles.judge] has no key 'urll'",
+    }.items():
+        (here / "rookery.toml").write_text(text)
+        await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", words=(words,))
+    (here / "rookery.toml").unlink()
+    await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml does not exist",))
+
+
+@pytest.mark.needs("mount")
+async def test_a_read_only_output_folder_is_named(
+    here: Path, server: ModelServer, disk: Callable[[str], Path]
+) -> None:
+    folder = disk("ro,size=64k")
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
+    (await rookery(*run, "-o", folder, cwd=here)).refused(str(folder), "Read-only file system", "-o")
+    (await rookery(*run, "-o", here / "sums.py", cwd=here)).refused("sums.py", "-o")
+
+
+@pytest.mark.needs("mount")
+async def test_a_full_disk_stops_the_run_and_a_resume_loses_nothing(
+    here: Path, server: ModelServer, disk: Callable[[str], Path]
+) -> None:
+    folder = disk("size=1m")
+    tasks(here, 60)
+    server.default = Answer("x" * 40_000 + " 42")
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1", "-c", "4")
+    done = await rookery(*run, "-o", folder, cwd=here)
+    assert done.code == 4, done.err
+    assert "disk" in done.err or "space" in done.err
+    name = next(path.name for path in folder.glob("2*"))
+    subprocess.run(["mount", "-o", "remount,size=32m", str(folder)], check=True)
+    with RunReader(folder / name) as reader:
+        before = {record.id: record.seed for record in reader.each()}
+    assert 0 < len(before) < 60
+    again = await rookery("resume", folder / name, cwd=here)
+    assert again.code == 0, again.err
+    with RunReader(folder / name) as reader:
+        after = {record.id: record.seed for record in reader.each()}
+        assert len(after) == 60
+        assert before.items() <= after.items()
+        assert all(reader.turns(record) for record in reader.each())
+
+
+@pytest.mark.needs("mount")
+async def test_a_disk_that_is_full_from_the_start_is_exit_code_2(
+    here: Path, server: ModelServer, disk: Callable[[str], Path]
+) -> None:
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-o", disk("size=16k"))
+    done = await rookery(*run, cwd=here)
+    done.refused("journal.sqlite")
+
+
+async def test_a_journal_of_a_newer_version_is_refused_and_untouched(here: Path, server: ModelServer) -> None:
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
+    assert (await rookery(*run, cwd=here)).code == 0
+    path = runs(here)[0] / "journal.sqlite"
+    with sqlite3.connect(path) as journal:
+        journal.execute("PRAGMA user_version=99")
+    journal.close()
+    before = path.read_bytes()
+    for command in (("resume", "latest"), ("show", "latest"), ("export", "latest")):
+        (await rookery(*command, cwd=here)).refused("newer Rookery", "format 99", "upgrade")
+    listed = await rookery("ls", cwd=here)
+    assert listed.code == 0
+    assert "unreadable" in listed.out
+    assert path.read_bytes() == before
+
+
+async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: ModelServer) -> None:
+    hold = asyncio.Event()
+    server.default = Answer("42", hold=hold)
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
+    async with started(*run, cwd=here) as first:
+        async with asyncio.timeout(60):
+            await server.requested(4)
+        second = await rookery("resume", "latest", cwd=here)
+        second.refused(f"is being written by pid {first.pid}")
+        assert "running" in (await rookery("ls", cwd=here)).out
+        hold.set()
+        done = await ended(first)
+    assert done.code == 0, done.err
+    with RunReader(runs(here)[0]) as reader:
+        assert reader.counts() == {"completed": 4}
+
+
+async def test_a_run_that_is_none_is_named(here: Path) -> None:
+    (await rookery("resume", "latest", cwd=here)).refused("there is no run in runs yet")
+    (await rookery("show", "abc", cwd=here)).refused("no run 'abc'")
+    (await rookery("export", "./sums.py", cwd=here)).refused("is not a run")

@@ -1,0 +1,92 @@
+"""The command itself: help, names, and what is wrong with how it is called."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rookery.cli.errors import Exit, guarded
+from rookery.core import JournalError, UsageError
+from tests.cli.helpers import environ, rookery
+
+HEAVY = ("asyncio", "rich", "msgspec", "aiohttp", "numpy", "sqlite3", "orjson", "uvloop", "importlib.metadata")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], []])
+def test_help_imports_click_and_nothing_heavier(args: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "rookery.cli", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ(), check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "click" in imported
+    assert not {name for name in imported if name in HEAVY or name.partition(".")[0] in HEAVY}
+
+
+async def test_help_names_every_command_and_the_exit_codes(tmp_path: Path) -> None:
+    done = await rookery("--help", cwd=tmp_path)
+    assert done.code == 0
+    for word in ("run", "resume", "ls", "show", "export", "init", "bench", "130 interrupted"):
+        assert word in done.out
+
+
+@pytest.mark.parametrize("name", ["run", "resume", "ls", "show", "export", "init", "bench"])
+async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
+    done = await rookery(name, "--help", cwd=tmp_path)
+    assert done.code == 0
+    assert done.out.startswith(f"Usage: rookery {name}")
+    assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["rn"], "did you mean `run`?"),
+        (["zzz"], "the commands are run, resume"),
+        (["--polcy"], "no such option"),
+        (["run", "x.py", "--polcy", "u"], "--policy"),
+        (["run", "x.py", "-k", "0"], "it must be at least 1"),
+        (["run", "x.py", "-k", "many"], "'many' is not a whole number"),
+        (["run", "x.py", "--breaker", "2"], "is not a rate above 0 and at most 1, or off"),
+        (["run", "x.py", "extra"], "unexpected extra argument"),
+        (["run"], "name an environment"),
+        (["show"], "RUN"),
+        (["bench", "nothing"], "there is no bench 'nothing'"),
+    ],
+)
+async def test_a_usage_error_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
+    (await rookery(*args, cwd=tmp_path)).refused(words)
+
+
+async def test_a_variable_of_the_environment_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (await rookery("run", "x.py", cwd=tmp_path, ROOKERY_CONCURRENCY="lots")).refused("'lots' is not a whole number")
+
+
+def test_our_own_bug_shows_its_traceback_asks_for_a_report_and_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken() -> int:
+        raise ZeroDivisionError("ours")
+
+    assert guarded(broken) == Exit.BUG == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "ZeroDivisionError: ours" in said
+    assert "please report it" in said
+
+
+@pytest.mark.parametrize("kind", [UsageError, JournalError])
+def test_an_error_in_words_is_exit_code_2_without_a_traceback(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> int:
+        raise kind("this cannot be\x1b[2J")
+
+    assert guarded(refused) == Exit.USAGE == 2
+    assert capsys.readouterr().err == "error: this cannot be\\x1b[2J\n"
+
+
+def test_ctrl_c_before_anything_was_started_is_exit_code_130() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted) == Exit.INTERRUPTED == 130

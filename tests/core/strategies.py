@@ -1,0 +1,123 @@
+"""A strategy for every struct of core, made from its annotations: a new field is tested the day it is added."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+from msgspec import inspect as mi
+
+from rookery.core import Extra, Limits, Message, Segment, Span, Turn, floats, ints
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+integers = st.integers(-(2**63), 2**63 - 1)
+names = st.text(max_size=8)
+plain = st.recursive(
+    st.none() | st.booleans() | integers | finite | names,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def made(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a struct class, or of anything it is annotated with."""
+    return _own[kind] if kind in _own else _of(mi.type_info(kind))
+
+
+def _of(kind: mi.Type) -> st.SearchStrategy[Any]:
+    match kind:
+        case mi.AnyType():
+            return plain
+        case mi.NoneType():
+            return st.none()
+        case mi.BoolType():
+            return st.booleans()
+        case mi.IntType():
+            return integers
+        case mi.FloatType():
+            return finite
+        case mi.StrType():
+            return names
+        case mi.BytesType():
+            return st.binary(max_size=8)
+        case mi.LiteralType(values):
+            return st.sampled_from(values)
+        case mi.UnionType(types):
+            return st.one_of([_of(each) for each in types])
+        case mi.ListType(item_type=item):
+            return st.lists(_of(item), max_size=3)
+        case mi.VarTupleType(item_type=item):
+            return st.lists(_of(item), max_size=3).map(tuple)
+        case mi.DictType(key_type=key, value_type=value):
+            return st.dictionaries(_of(key), _of(value), max_size=3)
+        case mi.StructType(cls=cls):
+            return _own[cls] if cls in _own else st.builds(cls, **{f.name: _of(f.type) for f in kind.fields})
+    raise AssertionError(f"no strategy for {kind}")
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    counts = {name: draw(st.none() | st.integers(1, 2**40)) for name in ("turns", "tokens", "context")}
+    seconds = draw(
+        st.dictionaries(
+            st.sampled_from(["queue", "setup", "run", "score", "teardown", "call", "model_call"]),
+            st.floats(min_value=1e-9, max_value=1e9),
+        )
+    )
+    return Limits(**counts, **seconds)
+
+
+tokens = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6)
+logprob = st.floats(max_value=0.0, min_value=-1e6, width=32)
+
+
+@st.composite
+def extras(draw: st.DrawFn, n: int) -> dict[str, Extra]:
+    widths = draw(st.dictionaries(names, st.integers(0, 4), max_size=2))
+    return {name: Extra("uint8", width, bytes(width * n)) for name, width in widths.items()}
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    sampled = draw(tokens)
+    logprobs = draw(st.just([]) | st.lists(logprob, min_size=len(sampled), max_size=len(sampled)))
+    return Turn(
+        attempt=draw(names),
+        index=draw(st.integers(0, 99)),
+        response=draw(made(Message)),
+        role=draw(names),
+        parent=draw(st.none() | st.integers(0, 9)),
+        messages=draw(st.lists(made(Message), max_size=2).map(tuple)),
+        prefix=draw(st.integers(0, 99)),
+        prompt=ints(draw(tokens)),
+        sampled=ints(sampled),
+        logprobs=floats(logprobs),
+        version=draw(integers),
+        seconds=draw(finite),
+        extras=draw(extras(len(sampled))),
+    )
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    mask = bytes(draw(st.lists(st.booleans(), max_size=12)))
+    n = len(mask)
+    return Segment(
+        tokens=ints(draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))),
+        mask=mask,
+        logprobs=floats(draw(st.lists(logprob, min_size=n, max_size=n))),
+        versions=tuple(Span(at, at + 1, draw(integers)) for at, on in enumerate(mask) if on),
+        extras=draw(extras(n)),
+        turns=tuple(draw(st.lists(st.integers(0, 99), max_size=3))),
+    )
+
+
+_own: dict[Any, st.SearchStrategy[Any]] = {Limits: limits(), Turn: turns(), Segment: segments()}
+
+
+def structs(module: Any) -> list[type[msgspec.Struct]]:
+    """Every struct a module offers."""
+    return [
+        value
+        for name in module.__all__
+        if isinstance(value := getattr(module, name), type) and issubclass(value, msgspec.Struct)
+    ]

@@ -1,0 +1,55 @@
+"""The stage clock never charges held time, against the plainest model there is."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import StageClock
+
+steps = st.lists(
+    st.one_of(st.just("hold"), st.just("release"), st.integers(0, 1000)),
+    max_size=60,
+)
+
+
+@given(steps, st.integers(0, 10**6), st.integers(1, 5000))
+def test_held_time_is_not_charged_and_holds_nest(sequence: list[str | int], start: int, budget: int) -> None:
+    """Whole numbers, so that the model and the clock agree to the last bit."""
+    clock = StageClock(float(start), float(budget))
+    now, holds, charged = start, 0, 0
+    for step in sequence:
+        match step:
+            case "hold":
+                clock.hold(now)
+                holds += 1
+            case "release" if holds:
+                holds -= 1
+                assert clock.release(now) == (holds == 0)
+            case "release":
+                with pytest.raises(ValueError, match="nobody holds"):
+                    clock.release(now)
+            case int():
+                now += step
+                charged += 0 if holds else step
+        assert clock.stopped == (holds > 0)
+        assert clock.used(now) == charged
+        assert clock.remaining(now) == budget - charged
+
+
+@given(steps, st.floats(0, 1e9), st.floats(0.001, 1e6))
+def test_the_clock_never_runs_backwards(sequence: list[str | int], start: float, budget: float) -> None:
+    clock = StageClock(start, budget)
+    now, holds, last = start, 0, 0.0
+    for step in sequence:
+        if step == "hold":
+            clock.hold(now)
+            holds += 1
+        elif step == "release":
+            if holds:
+                clock.release(now)
+                holds -= 1
+        else:
+            now += int(step) / 997
+        used = clock.used(now)
+        assert used >= last - 1e-6
+        last = used

@@ -1,0 +1,229 @@
+"""Errors: whose fault it was and why, never lost on the way to the record."""
+
+import asyncio
+import pickle
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rookery.core
+from rookery.core import (
+    CAUSES,
+    Failed,
+    Fault,
+    JournalError,
+    RookeryError,
+    SandboxError,
+    ScoringError,
+    TaskError,
+    Truncation,
+    UpstreamError,
+    UsageError,
+    WorkerRecoveryError,
+    boundary,
+    cause_of,
+    failed,
+)
+from rookery.core.errors import MAX_DETAIL, MAX_TRACEBACK, behind, describe
+
+ALL = [
+    RookeryError,
+    UsageError,
+    JournalError,
+    SandboxError,
+    WorkerRecoveryError,
+    UpstreamError,
+    TaskError,
+    ScoringError,
+]
+KINDS = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+ROOMS = {"sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "bug"}
+
+
+class Foreign(Exception):
+    """Somebody else's."""
+
+
+class Unspeakable(Exception):
+    """Has no words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+# ---- the table of causes
+
+
+@pytest.mark.parametrize("code", sorted(CAUSES))
+def test_every_cause_says_whose_fault_it_is_what_it_means_and_what_to_do(code: str) -> None:
+    cause = CAUSES[code]
+    room, dot, word = code.partition(".")
+    assert (cause.code, dot) == (code, ".")
+    assert room in ROOMS
+    assert word
+    assert cause.fault in get_args(Fault)
+    assert cause.meaning.endswith(".")
+    assert cause.advice
+    assert (cause.fault == "bug") >= (room == "bug")
+    assert (cause.fault == "task") >= (room == "task")
+    assert (cause.fault == "infra") >= (room in ("sandbox", "worker", "engine", "runner"))
+    assert cause_of(code) is cause
+
+
+def test_every_cause_our_code_names_is_in_the_table() -> None:
+    home = Path(rookery.core.__file__).parent.parent
+    pattern = re.compile(r'''(?:cause=|cause = |Failed\("(?:infra|task|bug)", )"([a-z_]+\.[a-z_]+)"''')
+    named = {code for path in home.rglob("*.py") for code in pattern.findall(path.read_text())}
+    assert len(named) > 10
+    assert named - set(CAUSES) == set()
+
+
+def test_a_cause_of_the_environments_own_is_a_bug_with_a_row_like_the_others() -> None:
+    cause = cause_of("mine.odd")
+    assert (cause.code, cause.fault) == ("mine.odd", "bug")
+
+
+@KINDS
+def test_every_kind_of_error_has_a_cause_of_the_table_and_its_fault(kind: type[RookeryError]) -> None:
+    error = kind("it broke")
+    assert error.fault == CAUSES[error.code].fault
+    assert kind("x", cause="task.image").fault == "task"
+    assert kind("x", cause="mine.odd").fault == "bug"
+    assert kind("x", cause="mine.odd", fault="infra").fault == "infra"
+
+
+@KINDS
+def test_errors_pickle_with_their_cause_and_fault(kind: type[RookeryError]) -> None:
+    for error in (kind("it broke"), kind("x", cause="mine.odd", fault="task")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.code, again.fault) == (kind, str(error), error.code, error.fault)
+    stop = pickle.loads(pickle.dumps(Truncation("context")))
+    assert (stop.reason, str(stop)) == ("context", str(Truncation("context")))
+
+
+# ---- boundary
+
+
+def test_boundary_keeps_the_original_as_the_cause() -> None:
+    original = Foreign("deep inside")
+    with (
+        pytest.raises(SandboxError, match="while writing: Foreign: deep inside") as caught,
+        boundary(SandboxError, "while writing", Foreign, cause="sandbox.create"),
+    ):
+        raise original
+    assert caught.value.__cause__ is original
+    assert caught.value.code == "sandbox.create"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncio.CancelledError(),
+        KeyboardInterrupt(),
+        SystemExit(3),
+        GeneratorExit(),
+        UpstreamError("typed"),
+        Truncation("tokens"),
+        ValueError("not named"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_cancellation_exits_and_typed_errors_pass_through_a_boundary_untouched(error: BaseException) -> None:
+    foreign: tuple[type[BaseException], ...] = (Foreign,) if isinstance(error, ValueError) else (BaseException,)
+    with pytest.raises(type(error)) as caught, boundary(SandboxError, "anything", *foreign):
+        raise error
+    assert caught.value is error
+
+
+# ---- failed
+
+
+def test_failed_keeps_the_whole_chain_of_tracebacks() -> None:
+    try:
+        try:
+            raised(Foreign("first"))
+            raise Foreign("first")
+        except Foreign as first:
+            raise UpstreamError("second", cause="upstream.timeout") from first
+    except UpstreamError as error:
+        outcome = failed(error, "setup", cause="bug.environment")
+    assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "upstream.timeout", "setup")
+    assert outcome.detail == "second"
+    for words in ("Foreign: first", "UpstreamError: second", "direct cause", __file__):
+        assert words in outcome.traceback
+
+
+def test_failed_gives_an_untyped_exception_the_cause_of_its_stage() -> None:
+    outcome = failed(raised(Foreign("x")), "score", cause="bug.scoring")
+    assert (outcome.fault, outcome.cause, outcome.detail) == ("bug", "bug.scoring", "Foreign: x")
+
+
+def test_failed_looks_behind_a_task_group_for_the_typed_error() -> None:
+    inner = ExceptionGroup("in", [Foreign("a"), SandboxError("the box is gone")])
+    error = ExceptionGroup("out", [Foreign("b"), inner])
+    assert isinstance(behind(error), SandboxError)
+    outcome = failed(raised(error), "run", cause="bug.environment")
+    assert (outcome.cause, outcome.detail) == ("sandbox.lost", "the box is gone")
+    assert "Foreign: a" in outcome.traceback
+    assert "Foreign: b" in outcome.traceback
+
+
+def test_failed_is_bounded_and_keeps_both_ends() -> None:
+    def deeper(n: int) -> None:
+        deeper(n + 1)
+
+    try:
+        deeper(0)
+    except RecursionError as error:
+        outcome = failed(error, "run", cause="bug.environment")
+    assert "RecursionError" in outcome.traceback
+    huge = failed(raised(Foreign("y" * 10 * MAX_TRACEBACK)), "run", cause="bug.environment")
+    assert len(huge.detail) <= MAX_DETAIL
+    assert len(huge.traceback) <= MAX_TRACEBACK + 100
+    assert huge.traceback.startswith("Traceback")
+    assert "left out" in huge.traceback
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unspeakable(),
+        Foreign(),
+        Foreign("\udcff in a file's name"),
+        UpstreamError("\ud83d half a smile"),
+        OSError(2, "no such file", b"\xff".decode("utf-8", "surrogateescape")),
+        ExceptionGroup("\udcff", [Unspeakable()]),
+        SystemExit(),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_failed_takes_any_exception_and_what_it_returns_can_be_encoded(error: BaseException) -> None:
+    outcome = failed(raised(error), "run", cause="bug.environment", detail="")
+    assert outcome.detail
+    assert outcome.traceback
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Failed) == outcome
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=Failed) == outcome
+
+
+texts: Any = st.text(st.characters(exclude_categories=()), max_size=20)
+
+
+@given(texts)
+def test_describe_is_never_empty_and_never_raises(text: str) -> None:
+    words = describe(Foreign(text))
+    assert words.startswith("Foreign")
+    words.encode()
