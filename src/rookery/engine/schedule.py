@@ -96,7 +96,9 @@ class Stream:
         """Whether a new group may be admitted now."""
         if self.exhausted or self.buffered >= self.buffer:
             return False
-        return self.want is None or self.handed + len(self.groups) < self.want + self.oversample
+        if self.want is None:
+            return True
+        return self.handed < self.want and self.handed + len(self.groups) < self.want + self.oversample
 
     def open(self, index: int, task: Task, now: float, finished: Mapping[int, Rollout] | None = None) -> OpenGroup:
         """Admits a group; `finished` are members that an earlier process already ended."""

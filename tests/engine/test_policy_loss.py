@@ -1,0 +1,56 @@
+"""Killing one's own sandbox must not buy a free try, and a machine's failure must not cost the policy anything."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rookery.core import Truncated, label
+from tests.engine.conftest import QUICK, gather
+from tests.servers import Answer, ModelServer, Request
+
+KILL_THE_GUARD = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
+
+
+def scripted(*programs: str) -> ModelServer:
+    """Asks for each program in turn through the `python` tool, then answers 42."""
+
+    def play(request: Request) -> Answer:
+        done = sum(message["role"] == "tool" for message in request.body["messages"])
+        if done < len(programs):
+            call = ("python", json.dumps({"code": programs[done]}))
+            return Answer(None, calls=[call], prompt_ids=[1] * (3 + done), ids=[7, 8], logprobs=[-1.0, -1.0])
+        return Answer("42", prompt_ids=[1] * (3 + done), ids=[9], logprobs=[-1.0])
+
+    return ModelServer(play)
+
+
+TASK = {"prompt": "what is six times seven?", "answer": "42"}
+
+
+@pytest.mark.parametrize("runners", [0, 2])
+async def test_a_policy_that_kills_its_sandbox_twice_is_truncated_lost_at_the_minimum_reward(
+    tmp_path: Path, runners: int
+) -> None:
+    async with scripted(KILL_THE_GUARD) as model:
+        (group,) = await gather(model, tmp_path, [TASK], k=2, env="tools", runners=runners, retry=QUICK)
+    for rollout in group.rollouts:
+        assert rollout.outcome == Truncated("lost")
+        assert rollout.reward == 0.0
+        assert [label(attempt.outcome) for attempt in rollout.attempts] == ["sandbox.lost", "sandbox.lost"]
+        assert rollout.valid
+        assert rollout.segments  # what it sampled on the way trains
+
+
+async def test_a_program_that_ends_badly_is_an_observation_and_the_rollout_goes_on(tmp_path: Path) -> None:
+    programs = ["print(6 * 7)", "raise ValueError('no')", "import os; os.kill(os.getpid(), 9)", "import sys; sys.exit(3)"]
+    async with scripted(*programs) as model:
+        (group,) = await gather(model, tmp_path, [TASK], env="tools", runners=1)
+        seen = [message["content"] for message in model.requests[-1].body["messages"] if message["role"] == "tool"]
+    assert label(group.rollouts[0].outcome) == "completed"
+    assert group.rewards == [1.0]
+    assert group.rollouts[0].usage.tool_calls == 4
+    assert seen[0].strip() == "42"
+    assert "ValueError: no" in seen[1]
+    assert "SIGKILL" in seen[2] or "signal 9" in seen[2]
+    assert "3" in seen[3]
