@@ -37,7 +37,9 @@ async def test_a_line_that_is_not_json_is_named_and_nothing_starts(here: Path, s
     assert server.connections == 0
 
 
-async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(here: Path, server: ModelServer) -> None:
+async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(
+    here: Path, server: ModelServer
+) -> None:
     rows = [{"id": "fine", "prompt": "a", "answer": 42}, {"id": "odd", "prompt": 3}, {"id": "too", "prompt": "b"}]
     rows[2]["answer"] = 42
     (here / "mixed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -66,7 +68,12 @@ async def test_an_environment_that_raises_is_named_with_its_line(here: Path, ser
         "@rookery.environment(tasks=some)\nasync def play(ctx):\n    return 1.0\n"
     )
     await refused(
-        here, "run", "raising.py", "--policy", server.url, words=("the tasks of play", "KeyError", "raising.py, line 5")
+        here,
+        "run",
+        "raising.py",
+        "--policy",
+        server.url,
+        words=("the tasks of play", "KeyError", "raising.py, line 5"),
     )
 
 
@@ -79,7 +86,9 @@ async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServe
     run = ("run", "sums.py", "--tasks", "tasks.jsonl")
     await refused(here, *run, words=("needs a model for: policy", "--policy"))
     await refused(here, *run, "--policy", "localhost:8000", words=("does not begin with http://",))
-    await refused(here, *run, "--policy", server.url, "--model", "other", words=("'other' is not served", "test-model"))
+    await refused(
+        here, *run, "--policy", server.url, "--model", "other", words=("'other' is not served", "test-model")
+    )
     server.models = ("one", "two")
     await refused(here, *run, "--policy", server.url, words=("name the model", "one, two"))
     server.models = Answer(status=401, error="no such key")
@@ -107,7 +116,9 @@ async def test_a_configuration_file_that_is_wrong_is_named_with_its_key(here: Pa
         "[run.roles.judge]\nurll = 'x'\n": "[run.roles.judge] has no key 'urll'",
     }.items():
         (here / "rookery.toml").write_text(text)
-        await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", words=(words,))
+        await refused(
+            here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", "http://127.0.0.1:1", words=(words,)
+        )
     (here / "rookery.toml").unlink()
     await refused(here, "run", "sums.py", "--config", "no.toml", words=("no.toml does not exist",))
 

@@ -1,4 +1,4 @@
-"""The schedule of a stream of groups, by simulation: any order of endings, any filter, any pace of the consumer."""
+"""The schedule of a stream of groups, by simulation: any order of endings, any filter, any pace of consumer."""
 
 from collections import Counter
 from dataclasses import dataclass, field

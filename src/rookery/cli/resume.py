@@ -78,7 +78,9 @@ def _resume(
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
         left = bool(reader.unfinished().groups) or summary.left > 0
     if not summary.tasks:
-        raise UsageError(f"{folder.name} was stopped before its tasks were known: start it again with `rookery run`")
+        raise UsageError(
+            f"{folder.name} was stopped before its tasks were known: start it again with `rookery run`"
+        )
     if not left:
         return _nothing_left(summary, events)
     path = config.stream.get("path")

@@ -3,8 +3,8 @@
 Promises:
 - only infra faults get a new attempt, up to a budget that is counted;
 - what was lost with somebody else's crash is run again without being charged for it, up to a bound;
-- a sandbox lost during the policy's own command, twice in a row on a healthy host, is the policy's: it ends
-  Truncated(lost) at the minimum reward.
+- a sandbox lost during the policy's own command, in two charged attempts in a row on a healthy host, is the
+  policy's: it ends Truncated(lost) at the minimum reward.
 """
 
 from collections.abc import Sequence
@@ -56,11 +56,12 @@ class RetryPolicy(msgspec.Struct, frozen=True):
         last = history[-1]
         if not isinstance(last.outcome, Failed) or last.outcome.fault != "infra":
             return Final(last.outcome)
-        if last.policy_loss and len(history) > 1 and history[-2].policy_loss:
+        own = [ended for ended in history if ended.charged]
+        if last.charged and last.policy_loss and len(own) > 1 and own[-2].policy_loss:
             return Final(Truncated("lost"), minimum=True)
-        charged = sum(ended.charged for ended in history)
+        charged = len(own)
         if not last.charged:
             return Again(0.0) if len(history) - charged < UNCHARGED_BOUND else Final(last.outcome)
         if charged >= self.attempts:
             return Final(last.outcome)
-        return Again(min(self.cap, self.base * 2.0 ** (charged - 1)) * (0.5 + jitter / 2))
+        return Again(min(self.cap, self.base * 2.0 ** min(charged - 1, 60)) * (0.5 + jitter / 2))

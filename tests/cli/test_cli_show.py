@@ -1,0 +1,178 @@
+"""`ls`, `show`, `export`, `init`, `bench`: looking at runs, and making a first environment."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import tasks
+from tests.cli.helpers import COMMAND, ended, environ, rookery, runs, started
+from tests.servers import Answer, ModelServer
+
+RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")
+
+
+@pytest.fixture
+async def ran(here: Path, server: ModelServer) -> Path:
+    """A run of six tasks, twice each; tasks 1 fails; the first answer calls a tool and tries to paint the screen."""
+    tasks(here, 6, boom=(1,))
+    server.then(
+        Answer("one\x1b[2Jmoment", calls=[("add", '{"a": 20, "b": 22}')], finish="tool_calls", ids=[7, 8, 9])
+    )
+    server.default = Answer("42", ids=[5], logprobs=[-0.25], prompt_ids=[1, 2, 3])
+    done = await rookery(*RUN, "--policy", server.url, "-k", "2", "-c", "1", cwd=here)
+    assert done.code == 3, done.err
+    return here
+
+
+async def test_ls_lists_the_runs_and_says_when_there_are_none(ran: Path, tmp_path: Path) -> None:
+    done = await rookery("ls", cwd=ran)
+    assert done.code == 0
+    assert runs(ran)[0].name in done.out
+    assert "finished" in done.out
+    line = (await rookery("ls", "--json", cwd=ran)).events[0]
+    assert line["labels"] == {"completed": 10, "bug.scoring": 2}
+    assert line["mean_reward"] == 1.0
+    empty = await rookery("ls", "--runs", "nowhere", cwd=ran)
+    assert empty.code == 0
+    assert "no runs in nowhere yet" in empty.err
+
+
+async def test_show_gives_what_the_run_came_to_and_a_page_of_rollouts(ran: Path) -> None:
+    done = await rookery("show", "latest", "-n", "5", cwd=ran)
+    assert done.code == 0
+    assert "10 valid, 2 failed" in done.out
+    assert "0.0 " in done.out
+    assert "2.0 " in done.out
+    assert "2.1 " not in done.out
+    assert "--page 2" in done.err
+    failed = await rookery("show", "latest", "--failed", cwd=ran)
+    assert [row.split()[0] for row in failed.out.splitlines()] == ["rollout", "1.0", "1.1"]
+    labelled = await rookery("show", "latest", "--label", "completed", "--task", "t3", cwd=ran)
+    assert [row.split()[0] for row in labelled.out.splitlines()] == ["rollout", "3.0", "3.1"]
+    group = await rookery("show", "latest", "4", cwd=ran)
+    assert [row.split()[0] for row in group.out.splitlines()] == ["rollout", "4.0", "4.1"]
+    data = json.loads((await rookery("show", "latest", "--json", cwd=ran)).out)
+    assert (data["failed"], len(data["rollouts_shown"])) == (2, 12)
+    (await rookery("show", "latest", "--label", "nothing", cwd=ran)).refused("no rollout")
+
+
+async def test_show_gives_a_rollouts_transcript_tokens_and_timings(ran: Path) -> None:
+    done = await rookery("show", "latest", "0.0", cwd=ran)
+    assert done.code == 0
+    for word in (
+        "rollout 0.0  completed  reward 1",
+        "sum 0",
+        "add(",
+        '{"a": 20, "b": 22}',
+        "turn 1",
+        "1 tool call",
+    ):
+        assert word in done.out
+    assert "\x1b" not in done.out
+    assert "one\\x1b[2Jmoment" in done.out
+    tokens = await rookery("show", "latest", "2.0", "--tokens", cwd=ran)
+    assert "5:-0.250" in tokens.out
+    assert "1 2 3" in tokens.out
+    data = json.loads((await rookery("show", "latest", "0.0", "--json", "--tokens", cwd=ran)).out)
+    assert data["messages"][0] == {"role": "user", "content": "sum 0"}
+    assert [message["role"] for message in data["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert data["segments"]
+
+
+async def test_show_gives_a_failure_with_its_original_traceback(ran: Path) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run, [*COMMAND, "show", "latest", "1.0"], cwd=ran, env=environ(), capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "failed in score: bug.scoring (bug)" in done.stdout
+    assert "Traceback (most recent call last):" in done.stdout
+    assert 'raise ValueError("boom in scoring")' in done.stdout
+
+
+async def test_show_names_a_rollout_that_is_not_there(ran: Path) -> None:
+    (await rookery("show", "latest", "99.0", cwd=ran)).refused("no record of a rollout '99.0'")
+
+
+async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServer) -> None:
+    hold = asyncio.Event()
+    server.then(Answer("42"))
+    server.default = Answer("42", hold=hold)
+    async with started(*RUN, "--policy", server.url, "-c", "2", cwd=here) as running:
+        async with asyncio.timeout(60):
+            await server.requested(3)
+        async with started("show", "latest", "--follow", "--json", cwd=here) as following:
+            assert following.stdout is not None
+            async with asyncio.timeout(60):
+                while json.loads(await following.stdout.readline())["event"] != "rollout":
+                    pass
+            hold.set()
+            rest = await ended(following)
+        assert (await ended(running)).code == 0
+    assert rest.code == 0
+    seen = [event["id"] for event in rest.events if event["event"] == "rollout"]
+    assert len(seen) == 3
+    assert rest.events[-1]["kind"] == "run.ended"
+
+
+async def test_export_writes_jsonl_and_parquet(ran: Path) -> None:
+    done = await rookery("export", "latest", "-o", "out.jsonl", "--tokens", cwd=ran)
+    assert done.code == 0
+    assert "12 rollouts written to out.jsonl" in done.err
+    rows = [json.loads(line) for line in (ran / "out.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    assert rows[4]["segments"][0]["tokens"] == [1, 2, 3, 5]
+    to_stdout = await rookery("export", "latest", cwd=ran)
+    assert [json.loads(line)["id"] for line in to_stdout.out.splitlines()] == [row["id"] for row in rows]
+    assert (await rookery("export", "latest", "-o", "out.parquet", cwd=ran)).code == 0
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(ran / "out.parquet").num_rows == 12
+    (await rookery("export", "latest", "--format", "parquet", cwd=ran)).refused("-o FILE.parquet")
+    (await rookery("export", "latest", "-o", "no/such/out.jsonl", cwd=ran)).refused("cannot write", "No such file")
+
+
+async def test_a_reader_that_goes_away_is_no_error_worth_words(ran: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "export", "latest", cwd=ran, env=environ(), stdout=write, stderr=asyncio.subprocess.PIPE
+        )
+    finally:
+        os.close(write)
+    _, err = await process.communicate()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert err == b""
+
+
+async def test_init_makes_an_environment_that_runs_and_never_overwrites(
+    tmp_path: Path, server: ModelServer
+) -> None:
+    done = await rookery("init", "My sums", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "rookery run my_sums/my_sums.py" in done.out
+    server.then(Answer(None, calls=[("multiply", '{"a": 24, "b": 17}')], finish="tool_calls"))
+    server.default = Answer("408")
+    ran = await rookery("run", "my_sums/my_sums.py", "--policy", server.url, "--runners", "1", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    assert "25.0%" in ran.out
+    source = (tmp_path / "my_sums" / "my_sums.py").read_text()
+    (tmp_path / "my_sums" / "my_sums.py").write_text("mine")
+    (await rookery("init", "my-sums", cwd=tmp_path)).refused("is already there and is not overwritten")
+    assert (tmp_path / "my_sums" / "my_sums.py").read_text() == "mine"
+    assert (await rookery("init", "other", "my_sums/deeper", cwd=tmp_path)).code == 0
+    assert (tmp_path / "my_sums" / "deeper" / "other.py").read_text() == source.replace("MySums", "Other")
+    for name in ("class", "1st", "…"):
+        (await rookery("init", name, cwd=tmp_path)).refused("cannot name an environment")
+    (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).refused("cannot write into /proc/nowhere")
+
+
+async def test_bench_names_the_benches(tmp_path: Path) -> None:
+    done = await rookery("bench", cwd=tmp_path)
+    assert done.code == 0
+    assert "engine" in done.out.split()

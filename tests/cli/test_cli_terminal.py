@@ -1,0 +1,159 @@
+"""What a person sees: the live picture on a terminal, numbers, and text that cannot touch the terminal."""
+
+import asyncio
+import os
+import pty
+import signal
+from math import isclose, sqrt
+from pathlib import Path
+
+import pytest
+
+from rookery.cli.stats import Stats, is_failure, wilson
+from rookery.cli.text import clean, clip, duration, line, table
+from rookery.core import Cancelled, Completed, Failed, Outcome, Rollout, Truncated
+from tests.cli.conftest import tasks
+from tests.cli.helpers import COMMAND, SECONDS, environ
+from tests.servers import Answer, ModelServer
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, *args: str, cwd: Path, **env: str) -> None:
+        self.said = ""
+        pid, self._fd = pty.fork()
+        if pid == 0:
+            try:
+                os.chdir(cwd)
+                os.execve(COMMAND[0], [*COMMAND, *args], environ(TERM="xterm-256color", COLUMNS="100", **env))
+            finally:
+                os._exit(99)
+        self.pid = pid
+        self._more = asyncio.Event()
+        self._over = False
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            self._over = True
+        self.said += data.decode(errors="replace")
+        self._more.set()
+
+    async def until(self, *words: str) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not all(word in self.said for word in words) and not self._over:
+                self._more.clear()
+                await self._more.wait()
+        assert all(word in self.said for word in words), self.said
+
+    async def end(self) -> int:
+        async with asyncio.timeout(SECONDS):
+            while not self._over:
+                self._more.clear()
+                await self._more.wait()
+        os.close(self._fd)
+        _, status = await asyncio.to_thread(os.waitpid, self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+async def test_a_terminal_gets_a_live_picture_and_is_left_as_it_was(here: Path, server: ModelServer) -> None:
+    tasks(here, 6, boom=(3,))
+    hold = asyncio.Event()
+    server.then(*[Answer("42")] * 4)
+    server.default = Answer("42", hold=hold)
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0", "-c", "5")
+    terminal = Terminal(*run, cwd=here)
+    await terminal.until(HIDE, "4/6", "2 under way", "1 failed", "bug.scoring 1")
+    hold.set()
+    assert await terminal.end() == 3
+    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
+    assert "\x1b[1m" in terminal.said
+    assert "5 valid" in terminal.said
+
+
+async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: ModelServer) -> None:
+    server.default = Answer("42", hold=asyncio.Event())
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
+    terminal = Terminal(*run, cwd=here)
+    await terminal.until("4 under way")
+    os.kill(terminal.pid, signal.SIGINT)
+    assert await terminal.end() == 130
+    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
+    assert "rookery resume" in terminal.said
+
+
+async def test_no_color_is_heeded(here: Path, server: ModelServer) -> None:
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
+    terminal = Terminal(*run, cwd=here, NO_COLOR="1", TERM="dumb")
+    assert await terminal.end() == 0
+    assert "\x1b" not in terminal.said
+
+
+def record(outcome: Outcome, reward: float | None = None) -> Rollout:
+    return Rollout(id="0.0", group=0, member=0, task="t", outcome=outcome, reward=reward)
+
+
+def test_only_valid_rollouts_are_in_a_denominator() -> None:
+    stats = Stats()
+    for reward in (1.0, 0.0, 1.0, 1.0):
+        stats.add(record(Completed(), reward))
+    stats.add(record(Truncated("time"), 0.0))
+    stats.add(record(Failed("infra", "sandbox.lost", "gone"), None))
+    stats.add(record(Failed("bug", "bug.scoring", "boom"), None))
+    stats.add(record(Failed("bug", "bug.scoring", "boom"), None))
+    stats.add(record(Cancelled("user"), None))
+    assert (stats.rollouts, stats.valid, stats.failed, stats.cancelled) == (9, 5, 3, 1)
+    assert stats.short == "pass 60.0%"
+    assert [(cause, failure.count) for cause, failure in stats.causes()] == [
+        ("bug.scoring", 2),
+        ("sandbox.lost", 1),
+    ]
+    assert stats.truncated == {"time": 1}
+
+
+def test_a_pass_rate_has_wilsons_interval_and_a_mean_its_standard_error() -> None:
+    low, high = wilson(0, 10)
+    assert low == 0.0
+    assert isclose(high, 0.2775, abs_tol=1e-4)
+    low, high = wilson(81, 263)
+    assert isclose(low, 0.2553, abs_tol=1e-4)
+    assert isclose(high, 0.3662, abs_tol=1e-4)
+    assert wilson(0, 0) == (0.0, 1.0)
+    stats = Stats()
+    values = [0.5, 0.25, 1.0, 0.0]
+    for value in values:
+        stats.add(record(Completed(), value))
+    mean = sum(values) / 4
+    expected = sqrt(sum((value - mean) ** 2 for value in values) / 3 / 4)
+    assert not stats.binary
+    assert stats.standard_error is not None
+    assert isclose(stats.mean, mean)
+    assert isclose(stats.standard_error, expected)
+    assert "pass_rate" not in stats.reward()
+
+
+@pytest.mark.parametrize("name", ["completed", "truncated.time", "cancelled.user"])
+def test_a_way_to_end_is_no_failure(name: str) -> None:
+    assert not is_failure(name)
+    assert is_failure("sandbox.lost")
+
+
+def test_nothing_others_wrote_can_touch_the_terminal() -> None:
+    assert clean("a\x1b[2J\r\x00\x9b\u202eb\ud800") == "a\\x1b[2J\\r\\x00\\x9b\\u202eb\\ud800"
+    assert clean("Grüße, 世界\n\tok") == "Grüße, 世界\n\tok"
+    assert line("a\n b\x07" + "x" * 500, 20) == "a b\\x07" + "x" * 12 + "…"
+    assert clip("x" * 100, 10) == "xxxxx\n… 90 characters left out …\nxxxxx"
+
+
+def test_times_and_columns_are_short_and_aligned() -> None:
+    said = [duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
+    assert said == ["0s", "12ms", "0.4s", "12s", "3m 05s", "2h 10m", "2d 7h"]
+    assert table([["a", "1", "x"], ["bbb", "22", "y"]], right=frozenset({1})) == ["a     1  x", "bbb  22  y"]

@@ -1,0 +1,80 @@
+"""The docs say what is so: tables are made from the code, examples run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rookery.core import CAUSES
+from tests.servers import ModelServer
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def causes_page() -> str:
+    rows = "\n".join(
+        f"| `{cause.code}` | {cause.fault} | {cause.meaning} | {cause.advice} |" for cause in CAUSES.values()
+    )
+    return f"""# Causes of failure
+
+Every `Failed` outcome carries one of these codes. A code, once released, keeps its meaning. What the policy does is not
+here: it is a result (see [concepts](concepts.md)).
+
+| cause | fault | what it means | what to do |
+|---|---|---|---|
+{rows}
+
+Faults: **infra** gets a new attempt up to a budget, **task** quarantines the task, **bug** is neither tried again nor
+counted in any denominator. `rookery show RUN ROLLOUT` shows the detail and the original traceback.
+"""
+
+
+def test_the_table_of_causes_is_the_codes() -> None:
+    page = ROOT / "docs" / "causes.md"
+    assert page.read_text() == causes_page()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_example_compiles(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec", flags=0x2000)  # PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_first_environment_has_at_most_25_lines() -> None:
+    (first, *_) = blocks(ROOT / "README.md", "python")
+    assert len(first.splitlines()) <= 25
+
+
+async def test_the_examples_that_define_environments_run(tmp_path: Path) -> None:
+    from rookery import Engine
+    from rookery.environments import load_environment
+
+    (tmp_path / "sums.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    guide = blocks(ROOT / "docs" / "environments.md", "python")
+    for name, block in zip(("guess", "capitals", "shop"), guide, strict=False):
+        (tmp_path / f"{name}.py").write_text(block)
+    async with ModelServer("7") as model:
+        for name, tasks in (
+            ("sums", None),
+            ("guess", None),
+            ("capitals", None),
+            ("shop", [{"prompt": "?", "answer": 7}]),
+        ):
+            env = str(tmp_path / f"{name}.py")
+            assert load_environment(env) is not None
+            async with Engine(env, policy=model.url, runners=1, out=tmp_path / "runs") as engine:
+                groups = [group async for group in engine.groups(tasks)]
+            assert groups
+            assert all(rollout.valid for group in groups for rollout in group.rollouts)

@@ -1,0 +1,229 @@
+"""Retry, breaker, conviction: state in, decision out; no clock, no task, no sleep."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import CAUSES, Cancelled, Completed, Failed, Outcome, Truncated
+from rookery.engine.breaker import Breaker
+from rookery.engine.conviction import KILLS_ALONE, Court
+from rookery.engine.retry import UNCHARGED_BOUND, Again, Ended, Final, RetryPolicy
+
+INFRA = Failed("infra", "sandbox.lost", "gone")
+TASK = Failed("task", "task.invalid", "bad row")
+BUG = Failed("bug", "bug.environment", "raised")
+outcomes: st.SearchStrategy[Outcome] = st.sampled_from(
+    [Completed(), Truncated("time"), Truncated("lost"), Cancelled("user"), Cancelled("filtered"), INFRA, TASK, BUG]
+)
+endings = st.builds(Ended, outcomes, st.booleans(), st.booleans())
+failures = st.builds(Ended, st.just(INFRA), st.booleans(), st.booleans())
+jitters = st.floats(0.0, 1.0, exclude_max=True)
+policies = st.builds(RetryPolicy, st.integers(1, 6), st.floats(0.001, 10.0), st.floats(0.001, 60.0))
+
+
+# ---- retry
+
+
+@given(policies, st.lists(failures, max_size=8), endings, jitters)
+def test_only_infra_faults_get_a_new_attempt(
+    policy: RetryPolicy, before: list[Ended], last: Ended, jitter: float
+) -> None:
+    decision = policy.decide([*before, last], jitter)
+    if not (isinstance(last.outcome, Failed) and last.outcome.fault == "infra"):
+        assert decision == Final(last.outcome)
+    if isinstance(decision, Again):
+        assert last.outcome == INFRA
+
+
+@given(policies, st.lists(st.tuples(st.booleans(), jitters), min_size=60, max_size=60))
+def test_the_budget_is_counted_and_every_rollout_ends(
+    policy: RetryPolicy, tries: list[tuple[bool, float]]
+) -> None:
+    history: list[Ended] = []
+    for charged, jitter in tries:
+        history.append(Ended(INFRA, charged=charged))
+        decision = policy.decide(history, jitter)
+        if isinstance(decision, Final):
+            assert decision == Final(INFRA)
+            break
+    charged_for = sum(ended.charged for ended in history)
+    assert isinstance(decision, Final)
+    assert charged_for <= policy.attempts
+    assert len(history) - charged_for <= UNCHARGED_BOUND
+    assert charged_for == policy.attempts or len(history) - charged_for == UNCHARGED_BOUND
+
+
+@given(policies, st.integers(1, 5), jitters)
+def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
+    policy: RetryPolicy, count: int, jitter: float
+) -> None:
+    generous = RetryPolicy(2000, policy.base, policy.cap)
+    delays = []
+    for n in (count, count + 1, 1999):
+        decision = generous.decide([Ended(INFRA)] * n, jitter)
+        assert isinstance(decision, Again)
+        delays.append(decision.delay)
+        full = min(policy.cap, policy.base * 2.0 ** min(n - 1, 100))
+        assert full / 2 <= decision.delay <= full
+    assert delays == sorted(delays)
+
+
+def test_what_was_lost_with_somebody_elses_crash_runs_again_at_once_and_uncharged_up_to_a_bound() -> None:
+    policy = RetryPolicy(attempts=1)
+    lost = Ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
+    for n in range(1, UNCHARGED_BOUND):
+        assert policy.decide([lost] * n, 0.5) == Again(0.0)
+    assert policy.decide([lost] * UNCHARGED_BOUND, 0.5) == Final(lost.outcome)
+    assert policy.decide([*[lost] * 5, Ended(INFRA)], 0.5) == Final(INFRA)
+
+
+LOSS = Ended(INFRA, policy_loss=True)
+OTHER = Ended(INFRA)
+NEIGHBOUR = Ended(INFRA, charged=False)
+
+
+@pytest.mark.parametrize(
+    ("history", "final"),
+    [
+        ([LOSS], False),
+        ([LOSS, LOSS], True),
+        ([OTHER, LOSS], False),
+        ([LOSS, OTHER], False),
+        ([LOSS, OTHER, LOSS], False),
+        ([OTHER, LOSS, LOSS], True),
+        ([LOSS, NEIGHBOUR, LOSS], True),  # what a neighbour did is no attempt that went well
+        ([NEIGHBOUR, LOSS], False),
+    ],
+)
+def test_a_sandbox_lost_in_the_policys_own_command_twice_in_a_row_is_the_policys(
+    history: list[Ended], final: bool
+) -> None:
+    decision = RetryPolicy(attempts=9).decide(history, 0.0)
+    assert (decision == Final(Truncated("lost"), minimum=True)) == final
+    assert isinstance(decision, Final) == final
+
+
+# ---- breaker
+
+
+def fed(breaker: Breaker, sequence: list[Outcome], under_way: int = 0) -> list[bool]:
+    return [breaker.observe(outcome, under_way) for outcome in sequence]
+
+
+@given(
+    st.lists(st.tuples(outcomes, st.integers(0, 60)), max_size=300),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([1, 64]),
+)
+def test_the_breaker_opens_on_a_rate_over_a_minimum_exactly(
+    sequence: list[tuple[Outcome, int]], rate: float, concurrency: int
+) -> None:
+    breaker = Breaker(rate, concurrency=concurrency)
+    window = max(100, 2 * concurrency)
+    seen: list[bool] = []
+    for outcome, under_way in sequence:
+        opened_now = breaker.observe(outcome, under_way)
+        if isinstance(outcome, Cancelled):
+            assert not opened_now
+            continue
+        bad = isinstance(outcome, Failed) and outcome.fault != "task"
+        seen.append(bad)
+        last = seen[-window:]
+        over = bad and len(last) >= breaker.minimum and sum(last) > rate * (len(last) + under_way)
+        assert opened_now == over
+        assert bool(breaker.opened) == over
+        if over:
+            break
+    else:
+        assert breaker.opened == ""
+
+
+def test_a_few_early_failures_never_open_it() -> None:
+    breaker = Breaker(0.5)
+    assert not any(fed(breaker, [BUG] * (breaker.minimum - 1)))
+    assert fed(breaker, [BUG]) == [True]
+    assert fed(breaker, [BUG]) == [False], "it opens once"
+
+
+def test_attempts_still_under_way_count_among_those_that_did_not_fail() -> None:
+    """Failures are quick: of 64 begun together, the first 20 to end may be the only ones that fail."""
+    assert not any(fed(Breaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
+    assert any(fed(Breaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
+
+
+def test_old_failures_are_forgotten() -> None:
+    breaker = Breaker(0.5)
+    fed(breaker, [Completed()] * 40 + [BUG] * 30 + [Completed()] * 100)
+    assert not any(fed(breaker, [BUG] * 50))
+    assert any(fed(breaker, [BUG] * 2))
+
+
+@pytest.mark.parametrize("harmless", [TASK, Completed(), Truncated("time"), Cancelled("filtered")])
+def test_invalid_tasks_and_what_the_policy_does_never_open_it(harmless: Outcome) -> None:
+    breaker = Breaker(0.1)
+    assert not any(fed(breaker, [harmless] * 500))
+
+
+def test_its_message_names_the_most_frequent_cause_and_what_to_do() -> None:
+    breaker = Breaker(0.5)
+    fed(breaker, [BUG, INFRA, INFRA] * 10)
+    row = CAUSES["sandbox.lost"]
+    for words in ("sandbox.lost", row.meaning, row.advice, "rookery resume", "20 of the last 20"):
+        assert words in breaker.opened
+
+
+def test_without_a_rate_it_never_opens() -> None:
+    assert not any(fed(Breaker(None), [BUG] * 500))
+
+
+# ---- conviction
+
+names = st.lists(st.sampled_from([f"{n}.0" for n in range(6)]), min_size=1, max_size=6, unique=True)
+deaths: Any = st.sampled_from(["crashed", "blocked", "killed"])
+
+
+@given(names, deaths, st.none() | st.sampled_from(["0.0", "1.0", "9.9"]))
+def test_nobody_is_convicted_in_company(rollouts: list[str], death: Any, named: str | None) -> None:
+    verdicts = Court().judge(rollouts, death, alone=False, named=named)
+    assert list(verdicts) == rollouts
+    assert "convicted" not in verdicts.values()
+    assert "suspect" in verdicts.values()
+    if named in rollouts:
+        assert {rollout for rollout, verdict in verdicts.items() if verdict == "suspect"} == {named}
+
+
+@pytest.mark.parametrize("death", ["crashed", "blocked"])
+def test_a_rollout_is_convicted_of_what_it_repeats_alone(death: Any) -> None:
+    court = Court()
+    assert court.judge(["1.0"], death, alone=False) == {"1.0": "suspect"}
+    assert court.judge(["1.0"], death, alone=True) == {"1.0": "convicted"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=20))
+def test_a_runner_killed_from_outside_convicts_only_again_and_again(kills: list[tuple[str, bool]]) -> None:
+    court = Court()
+    alone: Counter[str] = Counter()
+    for rollout, by_itself in kills:
+        verdict = court.judge([rollout], "killed", alone=by_itself)[rollout]
+        alone[rollout] += by_itself
+        assert verdict == ("convicted" if by_itself and alone[rollout] >= KILLS_ALONE else "suspect")
+        if verdict == "convicted":
+            court.forget(rollout)
+            alone[rollout] = 0
+
+
+def test_a_rollout_with_its_record_is_forgotten() -> None:
+    court = Court()
+    for _ in range(KILLS_ALONE - 1):
+        court.judge(["1.0"], "killed", alone=True)
+    court.forget("1.0")
+    court.forget("never there")
+    assert court.judge(["1.0"], "killed", alone=True) == {"1.0": "suspect"}
+
+
+def test_an_empty_runner_accuses_nobody() -> None:
+    assert Court().judge([], "crashed", alone=False) == {}
+    assert Court().judge([], "crashed", alone=True) == {}
