@@ -11,7 +11,7 @@ import pytest
 
 from rookery.journal import RunReader
 from tests.cli.conftest import tasks
-from tests.cli.helpers import KEY, ended, rookery, runs, started
+from tests.cli.helpers import COMMAND, KEY, ended, environ, rookery, runs, started
 from tests.servers import Answer, ModelServer
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl")
@@ -41,7 +41,7 @@ async def test_a_run_without_failures_is_exit_code_0_and_sums_up(here: Path, ser
     assert (here / "runs" / "latest").resolve() == folder
     assert "12 valid" in done.out
     assert "100.0%" in done.out
-    assert "95% within 75.7% to 100.0%, over 12 valid rollouts" in done.out
+    assert "95% within 75.8% to 100.0%, over 12 valid rollouts" in done.out
     assert f"rookery export runs/{folder.name}" in done.out
     assert "4 tasks x 3" in done.err
     assert "\x1b" not in done.out + done.err
@@ -216,9 +216,9 @@ async def recorded(here: Path, count: int) -> None:
 
 async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path, server: ModelServer) -> None:
     (here / "stubborn.py").write_text(
-        "import asyncio, pathlib, rookery\n\n\n@rookery.environment(tasks=['a'])\nasync def stubborn(ctx):\n"
-        "    await ctx.policy.chat(ctx.task.prompt)\n    while True:\n        try:\n            await asyncio.sleep(1000)\n"
-        "        except asyncio.CancelledError:\n            await ctx.policy.chat(ctx.task.prompt)\n"
+        "import asyncio, rookery\n\n\n@rookery.environment(tasks=['a'])\nasync def stubborn(ctx):\n"
+        "    await ctx.policy.chat(ctx.task.prompt)\n    while True:\n        try:\n"
+        "            await asyncio.sleep(1000)\n        except asyncio.CancelledError:\n            pass\n"
     )
     async with started("run", "stubborn.py", "--policy", server.url, "--runners", "1", cwd=here) as process:
         async with asyncio.timeout(60):
@@ -310,12 +310,14 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
 
 
 async def test_a_resume_can_name_a_server_that_has_moved(here: Path) -> None:
-    async with ModelServer(Answer("42", hold=asyncio.Event())) as first:
-        async with started(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process:
-            async with asyncio.timeout(60):
-                await first.requested(4)
-            process.send_signal(signal.SIGINT)
-            assert (await ended(process)).code == 130
+    async with (
+        ModelServer(Answer("42", hold=asyncio.Event())) as first,
+        started(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process,
+    ):
+        async with asyncio.timeout(60):
+            await first.requested(4)
+        process.send_signal(signal.SIGINT)
+        assert (await ended(process)).code == 130
     (await rookery("resume", "latest", cwd=here)).refused(first.url)
     async with ModelServer("42") as second:
         done = await rookery("resume", "latest", "--policy", second.url, cwd=here)
@@ -374,3 +376,27 @@ async def test_dry_run_says_what_would_keep_the_run_from_starting(here: Path) ->
     assert "4 tasks" in done.out
     assert "this would not start" in done.err
     assert "--policy" in done.err
+    done = await rookery(*RUN, "--dry-run", "--policy", "nowhere", "-o", "sums.py", cwd=here)
+    assert done.code == 2
+    assert "does not begin with http://" in done.err
+    assert "nothing can be written into sums.py" in done.err
+
+
+async def test_nobody_reading_what_is_said_does_not_change_what_a_run_comes_to(
+    here: Path, server: ModelServer
+) -> None:
+    tasks(here, 3, boom=(1,))
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = (*COMMAND, *RUN, "--policy", server.url, "--runners", "0")
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=here, env=environ(), stdout=write, stderr=write
+        )
+    finally:
+        os.close(write)
+    async with asyncio.timeout(60):
+        assert await process.wait() == 3
+    with RunReader(runs(here)[0]) as reader:
+        assert reader.counts() == {"completed": 2, "bug.scoring": 1}
+        assert reader.status == "finished"

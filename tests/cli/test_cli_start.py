@@ -59,7 +59,7 @@ async def test_a_usage_error_is_one_sentence_and_exit_code_2(args: list[str], wo
 
 async def test_a_variable_of_the_environment_that_cannot_be_is_named(tmp_path: Path) -> None:
     (await rookery("run", "x.py", cwd=tmp_path, ROOKERY_CONCURRENCY="lots")).refused(
-        "'lots' is not a whole number"
+        "$ROOKERY_CONCURRENCY: 'lots' is not a whole number"
     )
 
 

@@ -28,7 +28,9 @@ class Terminal:
         if pid == 0:
             try:
                 os.chdir(cwd)
-                os.execve(COMMAND[0], [*COMMAND, *args], environ(TERM="xterm-256color", COLUMNS="100", **env))
+                os.execve(
+                    COMMAND[0], [*COMMAND, *args], environ(**{"TERM": "xterm-256color", "COLUMNS": "100", **env})
+                )
             finally:
                 os._exit(99)
         self.pid = pid

@@ -121,6 +121,23 @@ async def deed(ctx: Context, stage: str) -> Any:
                 await ctx.policy.chat(ctx.task.prompt)
         case "wait-for-door":
             await asyncio.sleep(0.2)
+        case "odd-data":
+            import numpy as np
+
+            ctx.info = {
+                "array": np.ones(2),
+                3: {("a", 1): object()},
+                "set": {1},
+                "path": __import__("pathlib").Path("x"),
+            }
+            ctx.metrics = {"float32": np.float32(0.5), "int": np.int64(3), "plain": True}  # type: ignore[dict-item]
+            ctx.log.info("odd", **{"thing": object(), "nested": {(1, 2): {3}}})
+        case "bad-metrics":
+            ctx.metrics = {"words": "many"}  # type: ignore[dict-item]
+        case "bad-info":
+            loop: list[Any] = []
+            loop.append(loop)
+            ctx.info = {"loop": loop}
         case "loose-task":
             ctx.state["loose"] = asyncio.create_task(ctx.policy.chat("hang"))
             await asyncio.sleep(0)

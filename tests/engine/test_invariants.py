@@ -327,3 +327,19 @@ async def test_a_blocking_stage_past_its_deadline_costs_its_runner_and_nobody_el
         assert outcomes["stuck"] == "bug.hung"
         assert [group.rewards async for group in made.groups([row()])] == [[1.0]]
         assert made.pids() != before
+
+
+@MODES
+async def test_what_an_environment_keeps_becomes_plain_data(
+    model: ModelServer, tmp_path: Path, runners: int
+) -> None:
+    tasks = [row(run="odd-data"), row(run="bad-metrics"), row(run="bad-info"), row()]
+    groups = await gather(model, tmp_path, tasks, runners=runners)
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 4
+    first, second, *_ = (group.rollouts[0] for group in groups)
+    assert first.metrics == {"float32": 0.5, "int": 3.0, "plain": 1.0}
+    assert set(first.info) == {"array", "3", "set", "path"}
+    assert second.metrics == {}
+    assert "many" in str(second.info)  # shown where it can be shown
+    (logged,) = events(tmp_path, "log.info")
+    assert logged["message"] == "odd"

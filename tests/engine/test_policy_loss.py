@@ -43,7 +43,12 @@ async def test_a_policy_that_kills_its_sandbox_twice_is_truncated_lost_at_the_mi
 
 
 async def test_a_program_that_ends_badly_is_an_observation_and_the_rollout_goes_on(tmp_path: Path) -> None:
-    programs = ["print(6 * 7)", "raise ValueError('no')", "import os; os.kill(os.getpid(), 9)", "import sys; sys.exit(3)"]
+    programs = [
+        "print(6 * 7)",
+        "raise ValueError('no')",
+        "import os; os.kill(os.getpid(), 9)",
+        "import sys; sys.exit(3)",
+    ]
     async with scripted(*programs) as model:
         (group,) = await gather(model, tmp_path, [TASK], env="tools", runners=1)
         seen = [message["content"] for message in model.requests[-1].body["messages"] if message["role"] == "tool"]

@@ -75,7 +75,7 @@ class Simulation:
         pick = self.running.pop(at)
         key = (pick.group.position, pick.member)
         self.repeats[key] += 1
-        if pick.group.state == "surplus" or self.repeats[key] > 3:
+        if pick.group.cancelled is not None or self.repeats[key] > 3:
             self._end(pick)
         else:
             self.stream.again(pick, self.now, delay, alone=alone)
@@ -85,12 +85,15 @@ class Simulation:
 
     def _end(self, pick: Pick, outcome: Outcome | None = None) -> None:
         self.ends[pick.group.position, pick.member] += 1
-        if not self.stream.end(pick, record(pick, outcome)) or pick.group.state == "surplus":
+        if not self.stream.end(pick, record(pick, outcome)) or pick.group.cancelled is not None:
             return
         outs = self.stream.settle(pick.group, kept=self.verdict(pick.group.position))
         self.queue.extend(outs)
         self.handed.extend(out.position for out in outs)
-        for group in self.stream.surplus():
+        surplus = self.stream.surplus()
+        for group in surplus:
+            group.cancelled = "filtered"
+        for group in surplus:
             flying = {other.member for other in self.running if other.group is group}
             self.cancelled.add(group.position)
             for number, member in enumerate(group.members):

@@ -1,5 +1,7 @@
 """The group of commands. Knows their names and one line about each; imports a command when it is called."""
 
+import os
+import sys
 from importlib import import_module
 from typing import Any, Final
 
@@ -17,6 +19,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
     "bench": ("rookery.cli.bench_command:bench", "Measure what Rookery costs, beside others."),
 }
+
+COMPLETE: Final = "_ROOKERY_COMPLETE"
 
 HELP: Final = """Runs LLM agents through tasks, thousands of times, and keeps what happened.
 
@@ -81,7 +85,11 @@ def run_app(args: list[str] | None = None) -> int:
     """Runs the command line to its exit code."""
 
     def call() -> int:
-        code = app.main(args, prog_name="rookery", standalone_mode=False)
+        if COMPLETE in os.environ:
+            app.main(args, prog_name="rookery")
+        # Not `app.main`: it answers a closed pipe by itself, with an exit code that says a bug of ours.
+        with app.make_context("rookery", sys.argv[1:] if args is None else list(args)) as ctx:
+            code = app.invoke(ctx)
         return code if isinstance(code, int) else 0
 
     return guarded(call)

@@ -16,19 +16,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import click
-
-from rookery.cli.errors import Exit, in_words, say_error
+from rookery.cli.errors import Exit, forget_stdout, in_words, say_error
 from rookery.cli.progress import JsonLines, Progress, Start
 from rookery.cli.stats import Stats
 from rookery.cli.summary import Session, Summary, next_lines, read_summary, summary_lines
-from rookery.cli.text import plural
+from rookery.cli.text import plural, tell
 from rookery.core import JournalError, Rollout, RookeryError, Task
 from rookery.engine import Engine
 from rookery.engine.processes import new_event_loop
 from rookery.journal import RunReader
 
 TICK = 0.2
+log = logging.getLogger("rookery.cli")
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -81,7 +80,7 @@ class Drive:
             raise asyncio.CancelledError
         engine = self.engine
         engine.on_record = self._record
-        engine.on_event = self.progress.event
+        engine.on_event = self._event
         async with engine:
             _log_into(engine)
             if self.tasks is not None:
@@ -92,7 +91,7 @@ class Drive:
             try:
                 self.admitted = True
                 async for group in engine.groups(self.tasks, k=self.k, load_tokens=False):
-                    self.progress.group(group)
+                    self._show(self.progress.group, group)
                 self._seconds = time.monotonic() - self._began
             finally:
                 ticker.cancel()
@@ -101,12 +100,22 @@ class Drive:
 
     async def _tick(self) -> None:
         while True:
-            self.progress.tick(await self.engine.status())
+            self._show(self.progress.tick, await self.engine.status())
             await asyncio.sleep(TICK)
 
     def _record(self, record: Rollout) -> None:
         self.stats.add(record)
-        self.progress.rollout(record)
+        self._show(self.progress.rollout, record)
+
+    def _event(self, kind: str, payload: dict[str, Any]) -> None:
+        self._show(self.progress.event, kind, payload)
+
+    def _show(self, call: Callable[..., None], *args: Any) -> None:
+        """A picture that cannot be drawn must not reach the supervisor, which calls us amid its own work."""
+        try:
+            call(*args)
+        except Exception:
+            log.exception("progress could not be shown")
 
     # ---- signals
 
@@ -169,6 +178,12 @@ def _log_into(engine: Engine) -> None:
 
 
 class _LogFile(logging.FileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it could not even be opened
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A disk that takes no log line stops the run by itself; a traceback for each would hide its words."""
 
@@ -181,15 +196,17 @@ def finish(drive: Drive, events: JsonLines | None) -> int:
         say_error(in_words(drive.error))
     if drive.signal is not None and summary is not None:
         kept = plural(summary.stats.rollouts, "rollout")
-        click.echo(f"interrupted by {drive.signal.name}: {kept} kept, {summary.left:,} left", err=True)
+        tell(f"interrupted by {drive.signal.name}: {kept} kept, {summary.left:,} left")
     elif drive.signal is not None:
-        click.echo(f"interrupted by {drive.signal.name} before anything was admitted", err=True)
+        tell(f"interrupted by {drive.signal.name} before anything was admitted")
     if events is not None:
         plain = summary.plain(drive.session) if summary is not None else {}
         detail = {"error": str(drive.error)} if drive.error is not None else {}
         events.write("finished", **plain, **detail, exit_code=code)
     elif summary is not None:
-        click.echo("\n".join(["", *summary_lines(summary, drive.session), *next_lines(summary)]))
+        lines = ["", *summary_lines(summary, drive.session), *next_lines(summary)]
+        if not tell("\n".join(lines), err=False):
+            forget_stdout()
     return code
 
 

@@ -6,6 +6,8 @@ Promises:
 - no key is shown, only the name of the variable that holds it.
 """
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,11 +76,20 @@ def _problems(config: "EngineConfig", out: str) -> list[str]:
                 Address(url)
             except UsageError as error:
                 found.append(str(error))
+    if not _writable(Path(out)):
+        found.append(f"nothing can be written into {out}; choose another folder with -o")
     try:
         Engine(config.environment, config=config, out=out).check_sandbox()
     except UsageError as error:
         found.append(str(error))
     return found
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a folder could be made or written there, as far as asking tells."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _values(

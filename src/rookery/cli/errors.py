@@ -47,10 +47,10 @@ def guarded(command: Callable[[], int]) -> int:
         say_error(error.format_message())
         return Exit.USAGE
     except (click.Abort, KeyboardInterrupt):
-        say_error("interrupted before anything was started")
+        say_error("interrupted")
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
         return Exit.CLOSED_PIPE
     except Exception as error:  # noqa: BLE001  (the last seam: words for the user, or our own bug)
         return _ended_by(error)
@@ -90,9 +90,22 @@ def _place(error: BaseException | None) -> str:
 
 def _usage(error: click.UsageError) -> str:
     text = error.format_message().rstrip(".")
+    if isinstance(error, click.BadParameter) and (name := _variable(error)):
+        text = f"${name}: {error.message.rstrip('.')}"
     command = error.ctx.command_path if error.ctx is not None else "rookery"
     joint = "" if text.endswith("?") else ";"
-    return f"{text[:1].lower()}{text[1:]}{joint} see `{command} --help`"
+    text = text if text.startswith("$") else f"{text[:1].lower()}{text[1:]}"
+    return f"{text}{joint} see `{command} --help`"
+
+
+def _variable(error: click.BadParameter) -> str:
+    """The environment variable that a bad value came from."""
+    from click.core import ParameterSource
+
+    param, ctx = error.param, error.ctx
+    if param is None or ctx is None or param.name is None:
+        return ""
+    return str(param.envvar) if ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT else ""
 
 
 def say_error(text: str) -> None:
@@ -104,7 +117,7 @@ def say_error(text: str) -> None:
         return  # nobody reads our errors either; the exit code still says it
 
 
-def _forget_stdout() -> None:
+def forget_stdout() -> None:
     """The interpreter flushes stdout at its end; without this it would complain about the pipe once more."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())

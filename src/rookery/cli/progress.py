@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from rookery.cli.stats import Stats, facts
-from rookery.cli.text import duration, line, plural, quoted, rate
+from rookery.cli.text import duration, line, plural, quoted, rate, tell
 from rookery.core import Failed, Group, Rollout
 
 NAMED: Final = 5
@@ -102,7 +102,7 @@ class JsonLines:
                 data = data[os.write(self._fd, data) :]
         except BrokenPipeError:
             self._gone = True
-            click.echo("the reader of the events went away; the run goes on", err=True)
+            tell("the reader of the events went away; the run goes on")
 
     def started(self, start: Start) -> None:
         self.write(
@@ -156,7 +156,7 @@ class Lines:
         self._named: Counter[str] = Counter()
 
     def say(self, text: str) -> None:
-        click.echo(text, err=True)
+        tell(text)
 
     def head(self, start: Start) -> str:
         where = f"{plural(start.runners, 'runner')}" if start.runners else "in this process"

@@ -199,7 +199,7 @@ def next_lines(summary: Summary) -> list[str]:
     run = quoted(summary.path)
     rows: list[list[str]] = []
     if summary.left and summary.status not in ("running", "finished"):
-        rows.append([f"rookery resume {run}", f"run the {plural(summary.left, 'rollout')} that are left"])
+        rows.append([f"rookery resume {run}", f"run the rest: {plural(summary.left, 'rollout')}"])
     causes = summary.stats.causes()
     if causes:
         cause, failure = causes[0]

@@ -90,6 +90,15 @@ def quoted(path: Path) -> str:
     return shlex.quote(shown_path(path))
 
 
+def tell(text: str, *, err: bool = True) -> bool:
+    """Writes a line; False when nobody reads any more, which must not change what a run comes to."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        return False
+    return True
+
+
 def dim(text: str) -> str:
     return click.style(text, dim=True) if text else text
 

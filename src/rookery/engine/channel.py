@@ -30,6 +30,8 @@ class Sourced(msgspec.Struct, frozen=True):
     index: int | None = None
     """The group's index, where it was already admitted."""
     finished: Mapping[int, Rollout] = {}
+    attempts: Mapping[int, int] = {}
+    """By member: how many attempts an earlier process may have begun."""
 
 
 class Channel:
@@ -51,6 +53,8 @@ class Channel:
         self.ordinals: dict[int, int] = {}
         """Group index → ordinal, of groups that the consumer has not taken."""
         self.taken = 0
+        self.owed: set[int] = set()
+        """Ordinals that a checkpoint says were under way, and that are not admitted again yet."""
         self._source: Iterator[Sourced] = iter(source)
         self._changed = asyncio.Event()
 
@@ -59,6 +63,7 @@ class Channel:
         try:
             sourced = next(self._source)
             self.pulled = max(self.pulled, sourced.ordinal + 1)
+            self.owed.discard(sourced.ordinal)
         except StopIteration:
             self.schedule.exhausted = True
         except Exception as error:  # noqa: BLE001  (the consumer gets it, as it is)

@@ -2,7 +2,9 @@
 
 Promises:
 - a client that goes away takes its streams with it, and a pause it held ends;
-- over TCP nothing is answered before the key was shown; the Unix socket is the user's alone.
+- over TCP nothing is answered before the key was shown, and nothing large is read; the Unix socket is the user's
+  alone;
+- closing waits for what clients held: streams are cancelled, pauses end.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ import msgspec
 
 from rookery.core import RookeryError, UsageError
 from rookery.core.errors import describe
-from rookery.engine.wire import Wire
+from rookery.engine.wire import MAX_FRAME, Wire
 
 if TYPE_CHECKING:
     from rookery.engine.engine import Engine
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 SOCKET = "control.sock"
 KEY = "control.key"
+HELLO_BYTES = 4096
+"""The longest frame from a client that has not shown the key."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -115,9 +119,14 @@ class _Client:
         self._engine = engine
         self._key = key
         self._known = not key
+        if key:
+            self.wire.limit = HELLO_BYTES
         self._gone = gone
         self._streams: dict[str, GroupStream] = {}
         self._pause: AsyncExitStack | None = None
+        self._pauses = 0
+        """Holders of the pause in that process: it ends with the last."""
+        self._pausing = asyncio.Lock()
         self._work: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -127,20 +136,31 @@ class _Client:
         task.add_done_callback(self._work.discard)
 
     def _on_lost(self, _: BaseException | None) -> None:
-        self._closing = asyncio.get_running_loop().create_task(self.close())
+        self._begin_closing()
+
+    def _begin_closing(self) -> "asyncio.Task[None]":
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        return self._closing
 
     async def close(self) -> None:
-        self._gone(self)
+        await self._begin_closing()
+
+    async def _close(self) -> None:
         for task in self._work:
-            if task is not asyncio.current_task():
-                task.cancel()
-        for stream in self._streams.values():
-            await stream.aclose()
-        self._streams.clear()
-        if self._pause is not None:
-            pause, self._pause = self._pause, None
-            await pause.aclose()
-        self.wire.close()
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        try:
+            async with AsyncExitStack() as held:  # each of them, whatever another of them raises
+                if self._pause is not None:
+                    held.push_async_callback(self._pause.aclose)
+                for stream in self._streams.values():
+                    held.push_async_callback(stream.aclose)
+        finally:
+            self._streams.clear()
+            self._pause = None
+            self.wire.close()
+            self._gone(self)
 
     async def _answer(self, call: Call) -> None:
         try:
@@ -149,6 +169,7 @@ class _Client:
                 if not hmac.compare_digest(given.encode(), self._key.encode()):
                     raise UsageError("the engine's key is wrong or missing")
                 self._known = True
+                self.wire.limit = MAX_FRAME
             value = await self._do(call.op, call.args)
             self.wire.send(Answer(call.id, value))
         except RookeryError as error:
@@ -178,15 +199,19 @@ class _Client:
                     await stream.aclose()
                 return None
             case "pause":
-                if self._pause is None:
-                    stack = AsyncExitStack()
-                    await stack.enter_async_context(engine.paused(float(args["timeout"])))
-                    self._pause = stack
+                async with self._pausing:
+                    if self._pause is None:
+                        stack = AsyncExitStack()
+                        await stack.enter_async_context(engine.paused(float(args["timeout"])))
+                        self._pause = stack
+                    self._pauses += 1
                 return None
             case "resume":
-                if self._pause is not None:
-                    pause, self._pause = self._pause, None
-                    await pause.aclose()
+                async with self._pausing:
+                    self._pauses = max(0, self._pauses - 1)
+                    if self._pause is not None and self._pauses == 0:
+                        pause, self._pause = self._pause, None
+                        await pause.aclose()
                 return None
             case "state_dict":
                 return engine.state_dict()

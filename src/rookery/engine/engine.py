@@ -147,8 +147,8 @@ class Engine:
             self._journal = Journal.open(self.folder)
         try:
             self._supervisor = Supervisor(self._settings(ref), self.environment, self._journal, self._policy())
-            self._supervisor.on_record = self._on_record
-            self._supervisor.on_event = self._on_event
+            self._supervisor.ledger.on_record = self._on_record
+            self._supervisor.ledger.on_event = self._on_event
             if self._resume:
                 await asyncio.to_thread(self._read_back)
             await self._supervisor.start()
@@ -226,7 +226,7 @@ class Engine:
             upstreams={**self.config.upstreams, "policy": self._sampled(self.config.upstreams["policy"])},
             sandbox=self.config.sandbox,
             limits=self.config.limits,
-            credits=max(1, 256 // max(1, self.config.runners)),
+            share=max(1, self.config.runners),
             record=self.config.record,
         )
 
@@ -356,7 +356,7 @@ class Engine:
         self._resumed, self._numbers = back.sources, back.numbers
         self.supervisor.next_group = back.next_group
         for task, detail in back.quarantined.items():
-            self.supervisor.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
+            self.supervisor.ledger.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
 
     # ---- pause, state
 

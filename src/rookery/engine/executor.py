@@ -26,7 +26,7 @@ from rookery.core import (
 )
 from rookery.core.errors import describe
 from rookery.engine.live import Live
-from rookery.engine.wire import Done, Note, Paused, RunSettings, Start
+from rookery.engine.wire import Done, Note, Paused, RunSettings, Start, plain
 from rookery.environments import Environment
 from rookery.gateway import Credits, Door, Role
 from rookery.journal.tokens import TokenWriter
@@ -75,7 +75,7 @@ class Executor:
             upstream=upstream,
             model=config.model,
             sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
-            credits=Credits(min(self.settings.credits, config.concurrency * max(1, len(config.urls)))),
+            credits=Credits(-(-config.concurrency * max(1, len(config.urls)) // self.settings.share)),
             want_tokens=self.settings.record == "tokens",
         )
 
@@ -91,8 +91,11 @@ class Executor:
 
     def done(self, live: Live, done: Done) -> None:
         del self.lives[live.start.attempt]
-        if not self._broken:
-            self.send(done)
+        if self._broken:
+            return
+        if done.info or done.metrics or done.rewards:
+            done = plain(done)
+        self.send(done)
 
     def flush(self) -> None:
         """Writes token data out. Raises once when the disk cannot take it: what points to it must not be sent."""

@@ -7,7 +7,7 @@ Promises:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from rookery.core import JournalError, RookeryError, UsageError
@@ -120,13 +120,15 @@ class Fleet:
         self._ready.set()
         self._pause_changed.set()
 
-    def later(self, delay: float, call: Callable[[], None]) -> None:
-        self._loop.call_later(delay, call)
-
     def _adopt(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: "asyncio.Task[None]") -> None:
+        self._work.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.owner.stop(Stopped(f"a runner cannot be started or stopped: {describe(error)}"))
 
     # ---- choosing
 

@@ -25,6 +25,8 @@ from rookery.engine.executor import Executor
 from rookery.environments import Environment
 
 STOP_SECONDS = 60.0
+"""For attempts to tear down, while the runner still shows signs of life."""
+SILENT_SECONDS = 4.0
 LOG_TAIL = 8_000
 
 
@@ -259,12 +261,16 @@ class ProcessLink(Link):
             return
         if not self._lost:
             self.send(wire.Stop())
+        asked = self._loop.time()
         try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await self._dead.wait()
-        except TimeoutError:
-            self.kill("killed")
-            await self._dead.wait()
+            while not self._dead.is_set():
+                try:
+                    async with asyncio.timeout(0.5):
+                        await self._dead.wait()
+                except TimeoutError:
+                    now = self._loop.time()
+                    if now - asked > STOP_SECONDS or now - max(asked, self.last_heard) > SILENT_SECONDS:
+                        self.kill("killed")
         except asyncio.CancelledError:
             self.kill("killed")
             raise

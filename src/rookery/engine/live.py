@@ -36,7 +36,7 @@ from rookery.core import (
     failed,
 )
 from rookery.core.errors import behind, describe
-from rookery.engine.wire import Done, Note, Start
+from rookery.engine.wire import Done, Note, Start, plain_event
 from rookery.environments import Context, Log
 from rookery.environments.threads import in_thread, stuck_threads
 from rookery.gateway import Session
@@ -385,7 +385,7 @@ class Live:
     def _event(self, kind: str, **fields: Any) -> None:
         self._events += 1
         if self._events <= EVENTS_PER_ATTEMPT:
-            self.executor.send(Note(kind, {"attempt": self.start.attempt, **fields}))
+            self.executor.send(Note(kind, plain_event({"attempt": self.start.attempt, **fields})))
 
     async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
         box = await self.executor.open_sandbox(spec, self.start.attempt)

@@ -1,4 +1,9 @@
-"""An engine in another process, as its consumers see it."""
+"""An engine in another process, as its consumers see it.
+
+Promises:
+- no wait is for a process that is gone: a lost connection ends every call with an error in words;
+- connecting is bounded: what does not answer as an engine is an error, not a wait.
+"""
 
 import asyncio
 import itertools
@@ -12,8 +17,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rookery.core import Group, RookeryError, Task, UsageError
+from rookery.core.errors import describe
 from rookery.engine.control import SOCKET, Answer, Call, answers, short_path
-from rookery.engine.wire import Wire
+from rookery.engine.wire import Wire, encoder
+
+CONNECT_SECONDS = 10.0
 
 
 class RemoteEngine:
@@ -23,7 +31,8 @@ class RemoteEngine:
         self._wire = Wire(answers, self._on_answer, self._on_lost)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._lost = False
+        self._lost = ""
+        """Why there is no connection any more, in words."""
         self.run = ""
 
     @classmethod
@@ -32,17 +41,25 @@ class RemoteEngine:
         loop = asyncio.get_running_loop()
         key = ""
         try:
-            if url.startswith("tcp://"):
-                parts = urlsplit(url)
-                key = parts.username or ""
-                await loop.create_connection(lambda: engine._wire, parts.hostname or "", parts.port or 0)
-            else:
-                path = Path(url.removeprefix("unix:"))
-                async with short_path(path.parent if path.name == SOCKET else path) as short:
-                    await loop.create_unix_connection(lambda: engine._wire, short)
+            async with asyncio.timeout(CONNECT_SECONDS):
+                if url.startswith("tcp://"):
+                    parts = urlsplit(url)
+                    key = parts.username or ""
+                    await loop.create_connection(lambda: engine._wire, parts.hostname or "", parts.port or 0)
+                else:
+                    path = Path(url.removeprefix("unix:"))
+                    async with short_path(path.parent if path.name == SOCKET else path) as short:
+                        await loop.create_unix_connection(lambda: engine._wire, short)
+                engine.run = (await engine._call("hello", key=key))["run"]
+        except TimeoutError as error:
+            raise UsageError(
+                f"nothing at {_without_key(url)} answers as an engine within {CONNECT_SECONDS:g} seconds"
+            ) from error
         except (OSError, ValueError) as error:
             raise UsageError(f"no engine answers at {_without_key(url)}: {error}") from error
-        engine.run = (await engine._call("hello", key=key))["run"]
+        finally:
+            if not engine.run:
+                engine._wire.close()
         return engine
 
     def _on_answer(self, answer: Answer) -> None:
@@ -55,21 +72,22 @@ class RemoteEngine:
         else:
             future.set_result(answer.value)
 
-    def _on_lost(self, _: BaseException | None) -> None:
-        self._lost = True
+    def _on_lost(self, error: BaseException | None) -> None:
+        why = f" ({describe(error)})" if error is not None else ""
+        self._lost = self._lost or f"the engine's process is gone, or closed the connection{why}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(RookeryError("the engine's process is gone"))
+                future.set_exception(RookeryError(self._lost))
         self._waiting.clear()
 
     async def _call(self, op: str, **args: Any) -> Any:
         if self._lost:
-            raise RookeryError("the engine's process is gone")
+            raise RookeryError(self._lost)
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._wire.send(Call(number, op, args))
         try:
+            self._wire.send(Call(number, op, args))
             return await future
         finally:
             self._waiting.pop(number, None)
@@ -77,9 +95,13 @@ class RemoteEngine:
     async def groups(
         self, tasks: Iterable[Task | dict[str, Any] | str] | None = None, k: int = 1, **options: Any
     ) -> AsyncIterator[Group]:
-        """As `Engine.groups`; `keep` must be a filter's name."""
-        name = str(options.setdefault("name", f"remote-{id(options):x}"))
-        plain = None if tasks is None else [msgspec.to_builtins(task) for task in tasks]
+        """As `Engine.groups`; the tasks are sent at once, and `keep` must be a filter's name."""
+        name = str(options.setdefault("name", "main"))
+        try:
+            plain = None if tasks is None else [msgspec.to_builtins(task) for task in tasks]
+            encoder.encode(options)
+        except TypeError as error:
+            raise UsageError(f"what is sent to another process must be plain data: {error}") from error
         await self._call("open", tasks=plain, k=k, **options)
         try:
             while (value := await self._call("next", name=name)) is not None:
@@ -95,7 +117,8 @@ class RemoteEngine:
         try:
             yield
         finally:
-            await self._call("resume")
+            if not self._lost:
+                await self._call("resume")
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._call("status")
@@ -109,6 +132,7 @@ class RemoteEngine:
         await self._call("load_state_dict", state=dict(state))
 
     async def close(self) -> None:
+        self._lost = self._lost or "this connection to the engine was closed"
         self._wire.close()
 
     async def __aenter__(self) -> Self:

@@ -19,10 +19,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Attempt, Rollout, Task
+from rookery.core import Attempt, CancelledReason, Rollout, Task
 from rookery.engine.retry import Ended
 
-GroupState: TypeAlias = Literal["open", "kept", "dropped", "handed", "surplus"]
+GroupState: TypeAlias = Literal["open", "kept", "dropped", "handed"]
 
 
 class Member(msgspec.Struct):
@@ -33,6 +33,12 @@ class Member(msgspec.Struct):
     since: float = 0.0
     """When it became ready for a runner."""
     record: Rollout | None = None
+    earlier: int = 0
+    """Attempts that an earlier process may have begun: their numbers are not used again."""
+
+    @property
+    def next_attempt(self) -> int:
+        return self.earlier + len(self.history) + 1
 
 
 class OpenGroup(msgspec.Struct, eq=False):
@@ -48,6 +54,8 @@ class OpenGroup(msgspec.Struct, eq=False):
     number: int = 0
     """The task's number in the journal."""
     state: GroupState = "open"
+    cancelled: CancelledReason | None = None
+    """Not needed any more: what still runs of it is cancelled for this reason."""
 
     def rollout_id(self, member: int) -> str:
         return f"{self.index}.{member}"
@@ -212,16 +220,17 @@ class Stream:
 
     def surplus(self) -> list[OpenGroup]:
         """Once enough are handed out: the groups that are not needed any more."""
-        if self.want is None or self.handed < self.want:
-            return []
+        return [] if self.want is None or self.handed < self.want else self.cancel()
+
+    def cancel(self) -> list[OpenGroup]:
+        """Ends the stream; returns the groups that were under way."""
+        self.exhausted = True
         left = list(self.groups.values())
         self.groups.clear()
         self._fresh.clear()
         self._repeats.clear()
         self._suspects.clear()
         self._delayed.clear()
-        for group in left:
-            group.state = "surplus"
         return left
 
     def taken(self) -> None:

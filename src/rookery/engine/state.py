@@ -1,8 +1,10 @@
 """A stream's place, for a trainer's checkpoint.
 
 Promises:
-- a group that was taken before the checkpoint is not handed out again after it; one that was not taken is;
-- rollouts that run again after a restore draw the seeds they had.
+- a group that was taken before the checkpoint is not handed out again after it; one that was not taken is, also
+  over several checkpoints in a row;
+- rollouts that run again after a restore draw the seeds they had;
+- a checkpoint needs nothing of the run that made it: finished groups travel in it, tokens and all.
 """
 
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rookery.core import Group, UsageError
+from rookery.core.errors import describe
 from rookery.engine.channel import Channel
 from rookery.engine.streams import with_segments
 from rookery.journal import TokenReader
@@ -31,11 +34,13 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups nobody had taken yet, with their segments."""
 
     def left(self, want: int | None) -> int | None:
-        return None if want is None else max(1, want - self.taken)
+        """How many groups are still to be taken of those that were wanted."""
+        return None if want is None else max(0, want - self.taken)
 
     def restore(self, channel: Channel) -> None:
         channel.pulled = self.pulled
         channel.taken = self.taken
+        channel.owed = set(self.open)
         for group in self.finished:
             channel.queue.append(group)
             channel.schedule.buffered += 1
@@ -48,13 +53,16 @@ class _EngineState(msgspec.Struct, kw_only=True):
     streams: dict[str, StreamState]
 
 
-def dump_state(seed: int, channels: Mapping[str, Channel], folder: Path) -> dict[str, Any]:
-    """Plain data: numbers, strings and one bytes value, safe in any checkpoint format."""
-    reader = TokenReader(folder / "tokens")
-    try:
+def dump_state(
+    seed: int, channels: Mapping[str, Channel], folder: Path, unopened: Mapping[str, StreamState] | None = None
+) -> dict[str, Any]:
+    """Plain data: numbers, strings and one bytes value, safe in any checkpoint format.
+
+    `unopened` are streams of an earlier checkpoint that nobody has opened since: they are kept as they were.
+    """
+    with TokenReader(folder / "tokens") as reader:
         streams = {name: _stream(channel, reader) for name, channel in channels.items()}
-    finally:
-        reader.close()
+    streams.update(unopened or {})
     packed = msgspec.msgpack.encode(_EngineState(format=FORMAT, seed=seed, streams=streams))
     return {"rookery": FORMAT, "seed": seed, "streams": packed}
 
@@ -65,14 +73,23 @@ def _stream(channel: Channel, reader: TokenReader) -> StreamState:
     return StreamState(
         pulled=channel.pulled,
         taken=channel.taken,
-        open=sorted(ordinal for index, ordinal in channel.ordinals.items() if index not in indices),
-        finished=[with_segments(group, reader) for group in waiting],
+        open=sorted({*(ordinal for at, ordinal in channel.ordinals.items() if at not in indices), *channel.owed}),
+        finished=[_detached(with_segments(group, reader)) for group in waiting],
     )
+
+
+def _detached(group: Group) -> Group:
+    """Without the places of its tokens: they lie in this run's folder, and the next run has another."""
+    rollouts = (msgspec.structs.replace(rollout, tokens=()) for rollout in group.rollouts)
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
 def load_state(state: Mapping[str, Any]) -> tuple[int, dict[str, StreamState]]:
     """The seed and the streams of a checkpoint."""
     if state.get("rookery") != FORMAT:
         raise UsageError(f"this is not an engine state of format {FORMAT}: {state.get('rookery')!r}")
-    decoded = msgspec.msgpack.decode(state["streams"], type=_EngineState)
+    try:
+        decoded = msgspec.msgpack.decode(state["streams"], type=_EngineState)
+    except (KeyError, TypeError, msgspec.DecodeError) as error:
+        raise UsageError(f"this engine state is damaged: {describe(error)}") from error
     return decoded.seed, decoded.streams

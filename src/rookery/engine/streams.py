@@ -1,6 +1,12 @@
-"""The consumer's end of a stream of groups, and where its tasks come from."""
+"""The consumer's end of a stream of groups, and where its tasks come from.
+
+Promises:
+- a group counts as taken when the consumer has it: a cancelled or failed `anext` puts it back;
+- a stream that was cut short, by an error or by closing the engine, never looks like one that ended.
+"""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -8,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from rookery.core import Group, Rollout, Task
+from rookery.core import Group, Rollout, Task, UsageError
 from rookery.engine.channel import Channel, Sourced
 from rookery.journal import Journal, RunReader, TokenReader, decode_turn
 from rookery.trajectories import segments
@@ -25,26 +31,54 @@ class GroupStream(AsyncIterator[Group]):
         self._supervisor = supervisor
         self._channel = channel
         self._reader = TokenReader(folder / "tokens") if folder is not None else None
+        self._loading = asyncio.Lock()
+        if self._reader is not None:  # a consumer may leave its loop without closing the stream
+            weakref.finalize(self, self._reader.close)
 
     async def __anext__(self) -> Group:
         channel = self._channel
         while not channel.queue:
             if channel.error is not None:
                 raise channel.error
-            if channel.done or self._supervisor.closing:
+            if channel.done:
+                await self._close_reader()
                 raise StopAsyncIteration
+            if self._supervisor.closing:
+                raise UsageError("the engine was closed before this stream of groups had ended")
             await channel.wait()
         group = channel.queue.popleft()
+        try:
+            loaded = await self._loaded(group)
+        except BaseException:
+            if not channel.closed:
+                channel.queue.appendleft(group)
+                channel.changed()
+            raise
         self._supervisor.taken(channel, group.index)
-        return group if self._reader is None else await asyncio.to_thread(with_segments, group, self._reader)
+        return loaded
+
+    async def _loaded(self, group: Group) -> Group:
+        if self._reader is None:
+            return group
+        async with self._loading:  # a reader is for one thread at a time
+            work = asyncio.ensure_future(asyncio.to_thread(with_segments, group, self._reader))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait({work})  # the thread still reads; disk reads end
+                raise
+
+    async def _close_reader(self) -> None:
+        if self._reader is not None:
+            async with self._loading:
+                self._reader.close()
 
     async def aclose(self) -> None:
         """Cancels the stream; rollouts under way end as Cancelled(user)."""
         self._supervisor.close_channel(self._channel, "user")
         while self._channel.in_flight and not self._supervisor.closing:
             await self._channel.wait()  # each attempt under way ends within its grace
-        if self._reader is not None:
-            self._reader.close()
+        await self._close_reader()
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,8 +116,12 @@ def _rounds(tasks: Iterable[Task], epochs: int | None) -> Iterator[Task]:
     if epochs == 1:
         yield from tasks
         return
-    kept = list(tasks)
-    done = 0
+    kept: list[Task] = []
+    if epochs is None or epochs > 0:
+        for task in tasks:  # in its own time: a generator may be slow, or draw each task when it is asked
+            kept.append(task)
+            yield task
+    done = 1
     while kept and (epochs is None or done < epochs):
         yield from kept
         done += 1
@@ -120,7 +158,14 @@ def resumed(folder: Path, journal: Journal) -> Resumed:
                 if member not in missing.members
                 and (record := reader.rollout(f"{group.idx}.{member}")) is not None
             }
-            sources.append(Sourced(group.position, group.task_idx, tasks[group.task_idx], group.idx, finished))
+            # One more than was written: an attempt that was under way when the process died wrote nothing.
+            begun_before = {
+                member: 1
+                + max((attempt.number for attempt in reader.attempts(f"{group.idx}.{member}")), default=0)
+                for member in missing.members
+            }
+            task = tasks[group.task_idx]
+            sources.append(Sourced(group.position, group.task_idx, task, group.idx, finished, begun_before))
         ordinal = max((group.position for group in reader.groups()), default=-1) + 1
     for idx, task in tasks.items():
         if idx not in begun:

@@ -1,23 +1,23 @@
 """The supervisor: admits, dispatches, judges, records. It runs no user code and sees no token bytes.
 
 Promises:
-- every admitted rollout gets exactly one terminal record;
 - nothing one rollout does cancels another;
-- a group always returns k records, in order, of one shape;
 - cancelling reaches sandbox, grader and upstream;
 - failures above a rate stop admission with a clear message instead of burning the run;
-- a group is handed out only after its records are committed;
-- concurrency is bounded, over all runners together.
+- concurrency is bounded, over all runners together;
+- a bug of our own stops the run and says so: it never leaves consumers waiting.
 """
 
 import asyncio
+import logging
 import random
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import msgspec
 
@@ -29,25 +29,28 @@ from rookery.core import (
     Completed,
     Failed,
     JournalError,
-    Outcome,
     Rollout,
     RookeryError,
     Truncated,
     derive_seed,
 )
-from rookery.core.errors import MAX_DETAIL
+from rookery.core.errors import MAX_DETAIL, describe
 from rookery.engine import wire
 from rookery.engine.breaker import Breaker
 from rookery.engine.channel import Channel
 from rookery.engine.conviction import Court, Death
 from rookery.engine.fleet import TICK, Fleet, Stopped
+from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
-from rookery.engine.retry import Again, Ended, RetryPolicy
+from rookery.engine.retry import Again, Ended, Final, RetryPolicy
 from rookery.engine.schedule import OpenGroup, Pick
 from rookery.engine.wire import Done, RunSettings, Start
 from rookery.environments import Environment
 from rookery.journal import Journal
 from rookery.sandboxes import reap
+
+P = ParamSpec("P")
+log = logging.getLogger("rookery.supervisor")
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +62,21 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
     block_limit: float = 30.0
+
+
+def loudly(method: Callable[P, None]) -> Callable[P, None]:
+    """For callbacks of the loop, whose exceptions nobody else would see: our own bug ends the run, in words."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            log.exception("the supervisor failed in %s", method.__name__)
+            supervisor = cast("Supervisor", args[0])
+            supervisor.stop(RookeryError(f"Rookery's own code failed in {method.__name__}: {describe(error)}"))
+
+    return call
 
 
 class Flight(msgspec.Struct, eq=False):
@@ -77,16 +95,13 @@ class Supervisor:
 
     def __init__(self, settings: RunSettings, environment: Environment, journal: Journal, policy: Policy) -> None:
         self.settings = settings
-        self.environment = environment
         self.journal = journal
         self.policy = policy
         self.breaker = Breaker(policy.breaker, concurrency=policy.concurrency)
         self.court = Court()
         self.channels: deque[Channel] = deque()
         self.next_group = 0
-        self.quarantined: dict[str, Failed] = {}
-        self.on_record: Callable[[Rollout], None] | None = None
-        self.on_event: Callable[[str, dict[str, Any]], None] | None = None
+        self.ledger = Ledger(journal, self.stop)
         self.stopped: RookeryError | None = None
         self.counts = {"attempts": 0, "retries": 0}
         self.fleet = Fleet(
@@ -144,9 +159,7 @@ class Supervisor:
         self.fleet.wake()
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
-        self._write(lambda: self.journal.event(kind, payload))
-        if self.on_event is not None:
-            self.on_event(kind, payload)
+        self.ledger.event(kind, payload)
 
     # ---- streams
 
@@ -164,28 +177,21 @@ class Supervisor:
         channel.queue.clear()
         channel.pending.clear()
         if not self._stopping and self.stopped is None:
-            schedule = channel.schedule
-            schedule.exhausted = True
-            groups = list(schedule.groups.values())
-            schedule.want = schedule.want or max(1, schedule.handed)
-            schedule.handed = max(schedule.handed, schedule.want)
-            schedule.surplus()
-            self._cancel_groups(channel, groups, reason)
+            self._cancel_groups(channel, channel.schedule.cancel(), reason)
         self._forget(channel)
 
     def taken(self, channel: Channel, index: int) -> None:
         """The consumer took a group."""
-        channel.schedule.taken()
-        channel.taken += 1
-        channel.ordinals.pop(index, None)
-        self._write(lambda: self.journal.set_group(index, "consumed"))
+        self.ledger.taken(channel, index)
         self.pump()
 
     def _forget(self, channel: Channel) -> None:
-        if channel.in_flight == 0 and (channel.closed or channel.schedule.done) and channel in self.channels:
+        if channel.in_flight == 0 and channel.done and channel in self.channels:
             self.channels.remove(channel)
 
     def _cancel_groups(self, channel: Channel, groups: list[OpenGroup], reason: CancelledReason) -> None:
+        for group in groups:
+            group.cancelled = reason
         flying: set[str] = set()
         for link in self.fleet.links:
             for attempt, flight in link.running.items():
@@ -195,7 +201,7 @@ class Supervisor:
         for group in groups:
             for number, member in enumerate(group.members):
                 if member.record is None and group.rollout_id(number) not in flying:
-                    self._record(channel, Pick(group, number), self._bare(group, number, Cancelled(reason)))
+                    self._record(channel, Pick(group, number), Ledger.bare(group, number, Cancelled(reason)))
 
     # ---- admission
 
@@ -205,6 +211,7 @@ class Supervisor:
             self._pumping = True
             self._loop.call_soon(self._admit)
 
+    @loudly
     def _admit(self) -> None:
         self._pumping = False
         if self.fleet.paused or self._stopping or self.stopped is not None:
@@ -245,30 +252,26 @@ class Supervisor:
         index = sourced.index
         if index is None:
             index, self.next_group = self.next_group, self.next_group + 1
-            k = channel.schedule.k
-            self._write(
-                lambda: self.journal.add_group(
-                    index, stream=channel.name, position=sourced.ordinal, task=sourced.number, k=k
-                )
-            )
+            self.ledger.opened(channel, index, sourced)
         group = channel.schedule.open(index, sourced.task, now, sourced.finished)
         group.number, group.ordinal = sourced.number, sourced.ordinal
         channel.ordinals[index] = sourced.ordinal
+        for number, used in sourced.attempts.items():
+            group.members[number].earlier = used
         if sourced.task.invalid:
-            self.quarantined.setdefault(
-                sourced.task.id, Failed("task", "task.invalid", sourced.task.invalid, "queue")
-            )
+            broken = Failed("task", "task.invalid", sourced.task.invalid, "queue")
+            self.ledger.quarantined.setdefault(sourced.task.id, broken)
         if group.left == 0:
             self._complete(channel, group)
         return True
 
     def _launch(self, link: Link, channel: Channel, pick: Pick, now: float) -> int:
         group, member = pick.group, pick.group.members[pick.member]
-        broken = self.quarantined.get(group.task.id)
+        broken = self.ledger.quarantined.get(group.task.id)
         if broken is not None:
-            self._record(channel, pick, self._bare(group, pick.member, broken))
+            self._record(channel, pick, Ledger.bare(group, pick.member, broken))
             return 0
-        number = len(member.history) + 1
+        number = member.next_attempt
         attempt = f"{group.index}.{pick.member}.{number}"
         seed = self.seed_of(channel, group, pick.member)
         link.running[attempt] = Flight(channel, pick, attempt, number, now - member.since, seed)
@@ -294,6 +297,7 @@ class Supervisor:
                     break
         self.fleet.need_spares(waiting)
 
+    @loudly
     def on_tick(self, late: float) -> None:
         """Once a second: who has waited too long for a runner."""
         limit = self.settings.limits.queue or DEFAULT_LIMITS.queue
@@ -309,16 +313,15 @@ class Supervisor:
     def _overdue(self, channel: Channel, pick: Pick, limit: float) -> None:
         member = pick.group.members[pick.member]
         detail = f"no runner was free for {limit:g} seconds"
-        number = len(member.history) + 1
-        flight = Flight(
-            channel, pick, f"{pick.group.index}.{pick.member}.{number}", number, self._loop.time() - member.since
-        )
+        name = f"{pick.group.rollout_id(pick.member)}.{member.next_attempt}"
+        flight = Flight(channel, pick, name, member.next_attempt, self._loop.time() - member.since)
         outcome = Failed("infra", "engine.queue", detail, "queue")
         now = time.time()
         self._ended(flight, Ended(outcome), Done(flight.attempt, outcome, now, now), "")
 
     # ---- what runners say
 
+    @loudly
     def on_done(self, link: Link, done: Done) -> None:
         flight: Flight | None = link.running.pop(done.attempt, None)
         if flight is None:
@@ -338,6 +341,7 @@ class Supervisor:
             self.stop(Stopped(self.breaker.opened))
         self.pump()
 
+    @loudly
     def on_runner_death(self, link: Link, death: Death, detail: str) -> None:
         """Neighbours run again uncharged, suspects alone, the convicted not at all."""
         flights = {flight.pick.group.rollout_id(flight.pick.member): flight for flight in link.running.values()}
@@ -379,27 +383,26 @@ class Supervisor:
         decision = self.policy.retry.decide(member.history, self._random.random())
         if isinstance(decision, Again):
             self.counts["retries"] += ended.charged
-            self._write(lambda: self.journal.add_attempt(pick.group.rollout_id(pick.member), attempt))
-            if pick.group.state != "surplus":
+            rollout = pick.group.rollout_id(pick.member)
+            self.ledger.write(lambda: self.journal.add_attempt(rollout, attempt))
+            if pick.group.cancelled is None:
                 channel.schedule.again(pick, self._loop.time(), decision.delay, alone=alone)
                 if decision.delay:
                     self._loop.call_later(decision.delay, self.pump)
                 return
-            decision_outcome: Outcome = Cancelled("filtered")
-            minimum = False
-        else:
-            decision_outcome, minimum = decision.outcome, decision.minimum
-        scored = isinstance(decision_outcome, Completed | Truncated)
-        if isinstance(decision_outcome, Failed) and decision_outcome.fault == "task":
-            self._quarantine(pick.group, decision_outcome)
+            decision = Final(Cancelled(pick.group.cancelled))
+        outcome = decision.outcome
+        scored = isinstance(outcome, Completed | Truncated)
+        if isinstance(outcome, Failed) and outcome.fault == "task":
+            self.ledger.quarantine(pick.group, outcome)
         record = Rollout(
             id=pick.group.rollout_id(pick.member),
             group=pick.group.index,
             member=pick.member,
             task=pick.group.task.id,
-            outcome=decision_outcome,
+            outcome=outcome,
             seed=flight.seed,
-            reward=done.minimum if minimum else (done.reward if scored else None),
+            reward=done.minimum if decision.minimum else (done.reward if scored else None),
             rewards=done.rewards,
             metrics=done.metrics,
             info=done.info,
@@ -410,74 +413,23 @@ class Supervisor:
         )
         self._record(channel, pick, record)
 
-    def _bare(self, group: OpenGroup, member: int, outcome: Outcome) -> Rollout:
-        """The record of a rollout that ends without having run, or between two attempts."""
-        return Rollout(
-            id=group.rollout_id(member),
-            group=group.index,
-            member=member,
-            task=group.task.id,
-            outcome=outcome,
-            attempts=tuple(group.members[member].attempts),
-        )
-
-    def _quarantine(self, group: OpenGroup, outcome: Failed) -> None:
-        if group.task.id not in self.quarantined:
-            self.quarantined[group.task.id] = outcome
-            self._write(lambda: self.journal.quarantine(group.number, f"{outcome.cause}: {outcome.detail}"))
-            self.event(
-                "task.quarantined", {"task": group.task.id, "cause": outcome.cause, "detail": outcome.detail}
-            )
-
     # ---- records and groups
 
-    def _write(self, put: Callable[[], None]) -> None:
-        try:
-            put()
-        except JournalError as error:
-            self.stop(error)
-
     def _record(self, channel: Channel, pick: Pick, record: Rollout) -> None:
-        """The one place where a rollout becomes terminal."""
         self.court.forget(record.id)
-        self._write(lambda: self.journal.add_rollout(record))
-        if self.on_record is not None:
-            self.on_record(record)
-        if channel.schedule.end(pick, record):
+        if self.ledger.record(channel, pick, record):
             self._complete(channel, pick.group)
 
     def _complete(self, channel: Channel, group: OpenGroup) -> None:
-        if group.state == "surplus":
-            self._write(lambda: self.journal.set_group(group.index, "surplus"))
-            self._forget(channel)
-            return
-        kept = True
-        if channel.keep is not None:
-            try:
-                kept = channel.keep(channel.group(group))
-            except Exception as error:  # noqa: BLE001  (the consumer's own function: the consumer gets its error)
-                channel.fail(error)
-        if not kept:  # a group that has all its records needs no other word for being finished
-            self._write(lambda: self.journal.set_group(group.index, "filtered"))
-            channel.ordinals.pop(group.index, None)
-        for out in channel.schedule.settle(group, kept=kept):
-            channel.pending.append((self.journal.put_count, channel.group(out)))
-        surplus = channel.schedule.surplus()
+        surplus = self.ledger.complete(channel, group)
         if surplus:
             self._cancel_groups(channel, surplus, "filtered")
-        if channel.done:
-            channel.changed()
+        self._forget(channel)
 
+    @loudly
     def _on_commit(self, error: JournalError | None) -> None:
         if error is not None:
             self.stop(error)
             return
-        done = self.journal.done_count
-        for channel in self.channels:
-            moved = False
-            while channel.pending and channel.pending[0][0] <= done:
-                channel.queue.append(channel.pending.popleft()[1])
-                moved = True
-            if moved:
-                channel.changed()
+        self.ledger.committed(self.channels)
         self.pump()

@@ -2,19 +2,22 @@
 
 Promises:
 - the engine keeps running while the caller trains between two groups;
-- leaving the `with` block ends everything and the thread.
+- leaving the `with` block, in whichever way, ends everything and the thread;
+- used outside of its `with` block it says so.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rookery.core import Group
+from rookery.core import Group, UsageError
 from rookery.engine.engine import Engine
 from rookery.engine.processes import new_event_loop
+from rookery.engine.streams import GroupStream
 
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ class SyncEngine:
         self._thread = threading.Thread(target=self._turn, name="rookery-engine", daemon=True)
         self._thread.start()
         try:
-            self._do(self._engine.__aenter__())
+            self._do(self._engine.__aenter__)
         except BaseException:
             self._end()
             raise
@@ -43,9 +46,14 @@ class SyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._do(self._engine.__aexit__(kind, error, trace))
+            self._do(lambda: self._engine.__aexit__(kind, error, trace))
         finally:
             self._end()
+
+    def _open(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise UsageError("the engine is not open: use `with SyncEngine(…) as engine`")
+        return self._loop
 
     def _turn(self) -> None:
         assert self._loop is not None
@@ -53,46 +61,61 @@ class SyncEngine:
         self._loop.run_forever()
 
     def _end(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        loop, thread = self._open(), self._thread
+        assert thread is not None
+        try:
+            asyncio.run_coroutine_threadsafe(_wind_up(loop), loop).result()
+        finally:
             self._loop = self._thread = None
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _do(self, make: Callable[[], Awaitable[T]]) -> T:
+        async def work() -> T:
+            return await make()
+
+        future = asyncio.run_coroutine_threadsafe(work(), self._open())
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            future.cancel()  # Ctrl-C came to us; what we waited for must hear of it
             raise
 
     def groups(self, *args: Any, **kwargs: Any) -> Iterator[Group]:
         """As `Engine.groups`; leaving the loop early cancels what is still under way."""
 
-        async def open_stream() -> Any:
+        async def open_stream() -> GroupStream:
             return self._engine.groups(*args, **kwargs)
 
-        stream = self._do(open_stream())
+        return self._iterate(self._do(open_stream))
+
+    def _iterate(self, stream: GroupStream) -> Iterator[Group]:
         try:
             while True:
                 try:
-                    yield self._do(stream.__anext__())
+                    group = self._do(stream.__anext__)
                 except StopAsyncIteration:
                     return
+                yield group
         finally:
-            self._do(stream.aclose())
+            if self._loop is not None:  # else leaving the `with` block has closed it already
+                self._do(stream.aclose)
 
     @contextmanager
     def paused(self, timeout: float = 600.0) -> Iterator[None]:
         """As `Engine.paused`."""
         pause = self._engine.paused(timeout)
-        self._do(pause.__aenter__())
+        self._do(pause.__aenter__)
         try:
             yield
         finally:
-            self._do(pause.__aexit__(None, None, None))
+            if self._loop is not None:
+                self._do(lambda: pause.__aexit__(None, None, None))
+
+    def status(self) -> dict[str, Any]:
+        """As `Engine.status`."""
+        return self._do(self._engine.status)
 
     def state_dict(self) -> dict[str, Any]:
         """As `Engine.state_dict`."""
@@ -100,16 +123,26 @@ class SyncEngine:
         async def read() -> dict[str, Any]:
             return self._engine.state_dict()
 
-        return self._do(read())
+        return self._do(read)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Engine.load_state_dict`."""
 
         async def load() -> None:
             self._engine.load_state_dict(state)
 
-        self._do(load())
+        self._do(load)
 
     @property
-    def folder(self) -> Any:
+    def folder(self) -> Path | None:
         return self._engine.folder
+
+
+async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    """What `asyncio.run` does at its end: nothing of ours is left half done when the loop stops."""
+    left = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()

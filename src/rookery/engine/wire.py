@@ -2,7 +2,8 @@
 
 Promises:
 - a frame is at most `MAX_FRAME` bytes, and a longer one is refused before it is read;
-- messages of one tick leave in one write, in order.
+- messages of one tick leave in one write, in order;
+- whatever an environment kept or logged is plain and bounded in the message about it, so that it can be encoded.
 """
 
 import asyncio
@@ -11,8 +12,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from rookery.core import CancelledReason, Extent, Limits, Outcome, RookeryError, SandboxSpec, Task, Timing, Usage
+from rookery.core.errors import encodable
+from rookery.engine.plain import plain_data, plain_numbers
 from rookery.environments.loading import EnvironmentRef
 from rookery.upstreams.protocol import UpstreamConfig
 
@@ -30,8 +34,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """By model role; always holds `policy`."""
     sandbox: SandboxSpec
     limits: Limits
-    credits: int = 256
-    """Calls under way at once at each upstream, for this runner."""
+    share: int = 1
+    """One part in so many of each upstream's places is this runner's."""
     block_warning: float = 1.0
     record: str = "tokens"
 
@@ -83,6 +87,10 @@ class Unfit(msgspec.Struct, frozen=True, tag=1, array_like=True):
     traceback: str
     disk: bool = False
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "detail", encodable(self.detail))
+        force_setattr(self, "traceback", encodable(self.traceback))
+
 
 class Done(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """One ended attempt."""
@@ -103,6 +111,11 @@ class Done(msgspec.Struct, frozen=True, tag=2, array_like=True):
     """The lowest reward of the environment's range."""
     tainted: bool = False
     """Work of this attempt could not be stopped: the runner must be replaced when its others are done."""
+
+    def __post_init__(self) -> None:
+        for name in ("info", "metrics"):  # an environment may have put anything in their place
+            if type(getattr(self, name)) is not dict:
+                force_setattr(self, name, plain_data(getattr(self, name)))
 
 
 class Note(msgspec.Struct, frozen=True, tag=3, array_like=True):
@@ -134,15 +147,21 @@ ToRunner: TypeAlias = Hello | Start | Cancel | Pause | Resume | Stop
 FromRunner: TypeAlias = Ready | Unfit | Done | Note | Beat | Paused | Blocked
 
 
-def _plain(value: Any) -> Any:
-    """Anything an environment kept that is not plain data is kept as its repr, bounded."""
-    item = getattr(value, "item", None)
-    if callable(item) and type(value).__module__ in ("numpy", "torch"):
-        return item()
-    return repr(value)[:1000]
+def plain(done: Done) -> Done:
+    """The same with what its environment kept as plain data, so that every encoder takes it."""
+    metrics, others = plain_numbers(done.metrics)
+    info = plain_data(done.info)
+    if others:  # shown where it can be shown, never dropped in silence
+        info["metrics that are no numbers"] = others
+    return msgspec.structs.replace(done, info=info, metrics=metrics, rewards=plain_numbers(done.rewards)[0])
 
 
-encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+def plain_event(fields: dict[str, Any]) -> dict[str, Any]:
+    """What an event tells, as plain data."""
+    return plain_data(fields)
+
+
+encoder = msgspec.msgpack.Encoder()
 to_runner = msgspec.msgpack.Decoder(ToRunner)
 from_runner = msgspec.msgpack.Decoder(FromRunner)
 
@@ -165,6 +184,7 @@ class Wire(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._before_write = before_write
+        self.limit = MAX_FRAME
         self._in = bytearray()
         self._out: list[bytes] = []
         self._transport: asyncio.Transport | None = None
@@ -201,8 +221,8 @@ class Wire(asyncio.Protocol):
         with memoryview(buffer) as view:
             while size - at >= 4:
                 (length,) = _HEAD.unpack_from(view, at)
-                if length > MAX_FRAME:
-                    raise WireError(f"a frame of {length} bytes is longer than {MAX_FRAME}")
+                if length > self.limit:
+                    raise WireError(f"a frame of {length} bytes is longer than {self.limit}")
                 if size - at - 4 < length:
                     break
                 with view[at + 4 : at + 4 + length] as frame:
