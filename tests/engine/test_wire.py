@@ -246,6 +246,7 @@ def test_what_is_not_plain_is_shown_and_what_is_too_large_is_said() -> None:
         "int key": {"1": 2},
     }
     assert plain_data({"x": ODD["large"], "y": 1}) == {"x": LEFT_OUT, "y": 1}
+    assert plain_data({"x": ODD["many"]})["x"][-1] == LEFT_OUT
     deep: Any = plain_data({"x": nested(MAX_DEPTH + 5)})
     assert LEFT_OUT in repr(deep)
     assert plain_data(None) == {}

@@ -6,7 +6,7 @@ import msgspec
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Seconds for stages, counts for the policy. None: not said here, the next one down the line decides.
 
-    A task's limits go over its environment's, which go over the run's, which go over the defaults.
+    A task's limits go over the run's, which go over its environment's, which go over the defaults.
     """
 
     turns: int | None = None

@@ -47,7 +47,7 @@ class Channel:
         """Finished, waiting for the commit of what was put up to this number."""
         self.error: BaseException | None = None
         self.closed = False
-        self.in_flight = 0
+        self._in_flight = 0
         self.pulled = 0
         """How many tasks of the stream were admitted, in this process and before."""
         self.ordinals: dict[int, int] = {}
@@ -72,6 +72,17 @@ class Channel:
         else:
             return sourced
         return None
+
+    @property
+    def in_flight(self) -> int:
+        """Attempts under way; when the last one ends, whoever waits for that is woken."""
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, count: int) -> None:
+        self._in_flight = count
+        if count == 0:
+            self.changed()
 
     @property
     def done(self) -> bool:

@@ -72,6 +72,7 @@ class Fleet:
         self._last_tick = self._loop.time()
         self._pause = 0
         self._pauses = 0
+        self._pausers = 0
         self._paused: set[str] = set()
         self._pause_changed = asyncio.Event()
         self._work: set[asyncio.Task[None]] = set()
@@ -252,11 +253,14 @@ class Fleet:
 
     async def pause(self, timeout: float) -> None:
         """No runner starts a model call any more; returns when the last one under way has ended."""
-        self._pauses += 1
-        self._pause = number = self._pauses
-        self._paused.clear()
-        for link in self.links:
-            link.send(wire.Pause(number))
+        self._pausers += 1
+        if self._pausers == 1:
+            self._pauses += 1
+            self._pause = self._pauses
+            self._paused.clear()
+            for link in self.links:
+                link.send(wire.Pause(self._pause))
+        number = self._pause
         try:
             async with asyncio.timeout(timeout):
                 while self._pause == number and not self._stopping:
@@ -273,6 +277,10 @@ class Fleet:
             raise
 
     def resume(self) -> None:
+        """One pause is over; work goes on with the end of the last."""
+        self._pausers -= 1
+        if self._pausers:
+            return
         self._pause = 0
         for link in self.links:
             link.send(wire.Resume())

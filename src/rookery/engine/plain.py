@@ -6,16 +6,17 @@ Promises:
 - plain data comes out as it went in.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from rookery.core.errors import encodable
 
+T = TypeVar("T")
 MAX_DEPTH = 24
 MAX_SIZE = 8 << 20
 MAX_SHOWN = 1_000
@@ -75,20 +76,27 @@ def _clean(value: Any, depth: int, room: _Room) -> Any:
     if kind is float:
         return value if isfinite(value) else repr(value)  # JSON has no infinity
     if kind is bytes:
+        if len(value) > room.left:
+            return LEFT_OUT
         room.left -= len(value)
-        return value if room.left >= 0 else LEFT_OUT
+        return value
     if depth >= MAX_DEPTH or room.left <= 0:
         return LEFT_OUT
     if kind is dict:
-        return {_name(key): _clean(each, depth + 1, room) for key, each in _within(value.items(), room)}
+        named = {_name(key): _clean(each, depth + 1, room) for key, each in _within(value.items(), room)}
+        return named | {"…": LEFT_OUT} if len(named) < len(value) else named
     if kind in (list, tuple):
-        return [_clean(each, depth + 1, room) for each in _within(value, room)]
+        items = [_clean(each, depth + 1, room) for each in _within(value, room)]
+        return [*items, LEFT_OUT] if len(items) < len(value) else items
     return _foreign(value, depth, room)
 
 
-def _within(items: Any, room: _Room) -> Any:
-    """As many as there is room for: a million items cost memory before any of them is looked at."""
-    return islice(items, max(0, room.left // 8))
+def _within(items: Iterable[T], room: _Room) -> Iterator[T]:
+    """As many as there is room for."""
+    for item in items:
+        if room.left <= 0:
+            return
+        yield item
 
 
 def _foreign(value: Any, depth: int, room: _Room) -> Any:
@@ -98,9 +106,9 @@ def _foreign(value: Any, depth: int, room: _Room) -> Any:
             base = next(base for base in bases if isinstance(value, base))
             return _clean(base.__new__(base, value), depth + 1, room)
         if isinstance(value, Mapping):
-            return _clean(dict(_within(value.items(), room)), depth + 1, room)
+            return _clean(dict(islice(value.items(), MAX_SIZE // 8)), depth + 1, room)
         if isinstance(value, list | tuple | Set):
-            return _clean(list(_within(value, room)), depth + 1, room)
+            return _clean(list(islice(value, MAX_SIZE // 8)), depth + 1, room)
         tolist = getattr(value, "tolist", None)
         if callable(tolist):
             if getattr(value, "nbytes", MAX_SIZE) >= room.left:
@@ -117,8 +125,10 @@ def _name(key: Any) -> str:
 
 
 def _text(value: str, room: _Room) -> str:
+    if len(value) > room.left:
+        return LEFT_OUT
     room.left -= len(value)
-    return encodable(value) if room.left >= 0 else LEFT_OUT
+    return encodable(value)
 
 
 def _shown(value: Any, room: _Room) -> str:

@@ -72,10 +72,12 @@ class SyncEngine:
             loop.close()
 
     def _do(self, make: Callable[[], Awaitable[T]]) -> T:
+        loop = self._open()
+
         async def work() -> T:
             return await make()
 
-        future = asyncio.run_coroutine_threadsafe(work(), self._open())
+        future = asyncio.run_coroutine_threadsafe(work(), loop)
         try:
             return future.result()
         except BaseException:
