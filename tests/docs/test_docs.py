@@ -78,3 +78,21 @@ async def test_the_examples_that_define_environments_run(tmp_path: Path) -> None
                 groups = [group async for group in engine.groups(tasks)]
             assert groups
             assert all(rollout.valid for group in groups for rollout in group.rollouts)
+
+
+def test_every_option_and_variable_of_the_command_line_is_documented() -> None:
+    import click
+
+    from rookery.cli.app import app
+
+    page = (ROOT / "docs" / "cli.md").read_text()
+    context = click.Context(app)
+    for name in app.list_commands(context):
+        command = app.get_command(context, name)
+        assert command is not None
+        assert f"## rookery {name}" in page
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert any(f"`{option}" in page for option in parameter.opts), (name, parameter.opts)
+                variable = parameter.envvar
+                assert not variable or f"`{variable}`" in page or name != "run", (name, variable)

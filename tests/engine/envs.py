@@ -131,7 +131,7 @@ async def deed(ctx: Context, stage: str) -> Any:
                 "path": __import__("pathlib").Path("x"),
             }
             ctx.metrics = {"float32": np.float32(0.5), "int": np.int64(3), "plain": True}  # type: ignore[dict-item]
-            ctx.log.info("odd", **{"thing": object(), "nested": {(1, 2): {3}}})
+            ctx.log.info("odd", thing=object(), nested={(1, 2): {3}})
         case "bad-metrics":
             ctx.metrics = {"words": "many"}  # type: ignore[dict-item]
         case "bad-info":

@@ -382,6 +382,28 @@ async def test_a_checkpoint_resumes_the_data_exactly(
         assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
 
 
+async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: ModelServer, tmp_path: Path) -> None:
+    answer, gate = model.default, asyncio.Event()
+    model.default = Answer("ok", hold=gate)
+    async with engine(model, tmp_path, concurrency=3) as made:
+        made.groups(TASKS)
+        await model.requested(3)
+        state = made.state_dict()
+    model.default = answer
+    for concurrency in (3, 1):  # none of them is admitted again when the next checkpoint is made; then one
+        async with engine(model, tmp_path, concurrency=concurrency) as made:
+            made.load_state_dict(state)
+            made.groups(TASKS)
+            if concurrency == 1:
+                model.default = Answer("ok", hold=gate)
+                await model.requested(4)
+            state = made.state_dict()
+    model.default = answer
+    async with engine(model, tmp_path) as made:
+        made.load_state_dict(state)
+        assert len(seeds([group async for group in made.groups(TASKS)])) == 12
+
+
 async def test_a_checkpoint_remembers_how_many_were_wanted(model: ModelServer, tmp_path: Path) -> None:
     taken, _ = await lives(model, tmp_path, [2, 1, None, None], want=5, oversample=2)
     assert len(taken) == 5

@@ -22,7 +22,7 @@ from rookery.cli.stats import Stats
 from rookery.cli.summary import Session, Summary, next_lines, read_summary, summary_lines
 from rookery.cli.text import plural, tell
 from rookery.core import JournalError, Rollout, RookeryError, Task
-from rookery.engine import Engine
+from rookery.engine import Engine, OwnBug
 from rookery.engine.processes import new_event_loop
 from rookery.journal import RunReader
 
@@ -159,7 +159,7 @@ class Drive:
         if self.signal is not None:
             return 128 + self.signal
         if self.error is not None:
-            return Exit.STOPPED
+            return Exit.BUG if isinstance(self.error, OwnBug) else Exit.STOPPED
         failed = summary.stats.failed if summary is not None else self.stats.failed
         return Exit.FAILED if failed else Exit.OK
 

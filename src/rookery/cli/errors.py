@@ -77,13 +77,13 @@ def in_words(error: BaseException) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """The last line outside of Rookery and the standard library that an exception passed through."""
+    """The last line of the user's own files that an exception passed through."""
     if error is None or isinstance(error, SyntaxError):  # a syntax error names its line itself
         return ""
     skipped = ("<", str(Path(__file__).resolve().parent.parent), str(Path(os.__file__).parent))
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(skipped):
+        if not frame.filename.startswith(skipped) and "site-packages" not in frame.filename:
             found = f"{Path(frame.filename).name}, line {frame.lineno}"
     return found
 

@@ -15,10 +15,19 @@ Promises (each held by a test of the same name in tests/engine):
 
 from rookery.engine.config import EngineConfig
 from rookery.engine.engine import Engine
-from rookery.engine.fleet import Stopped
+from rookery.engine.fleet import OwnBug, Stopped
 from rookery.engine.remote import RemoteEngine
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.streams import GroupStream
 from rookery.engine.sync import SyncEngine
 
-__all__ = ["Engine", "EngineConfig", "GroupStream", "RemoteEngine", "RetryPolicy", "Stopped", "SyncEngine"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "GroupStream",
+    "OwnBug",
+    "RemoteEngine",
+    "RetryPolicy",
+    "Stopped",
+    "SyncEngine",
+]

@@ -26,6 +26,10 @@ class Stopped(RookeryError):  # noqa: N818  (an end, in words)
     """The run was stopped under way: the breaker, the disk, runners that cannot start."""
 
 
+class OwnBug(Stopped):
+    """Rookery's own code failed, in the supervisor: the run stopped rather than leave anyone waiting."""
+
+
 class Owner(Protocol):
     """Who the fleet works for: the supervisor."""
 

@@ -39,7 +39,7 @@ from rookery.engine import wire
 from rookery.engine.breaker import Breaker
 from rookery.engine.channel import Channel
 from rookery.engine.conviction import Court, Death
-from rookery.engine.fleet import TICK, Fleet, Stopped
+from rookery.engine.fleet import TICK, Fleet, OwnBug, Stopped
 from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
 from rookery.engine.retry import Again, Ended, Final, RetryPolicy
@@ -74,7 +74,7 @@ def loudly(method: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             log.exception("the supervisor failed in %s", method.__name__)
             supervisor = cast("Supervisor", args[0])
-            supervisor.stop(RookeryError(f"Rookery's own code failed in {method.__name__}: {describe(error)}"))
+            supervisor.stop(OwnBug(f"Rookery's own code failed in {method.__name__}: {describe(error)}"))
 
     return call
 
