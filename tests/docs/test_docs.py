@@ -22,15 +22,15 @@ def causes_page() -> str:
     )
     return f"""# Causes of failure
 
-Every `Failed` outcome carries one of these codes. A code, once released, keeps its meaning. What the policy does is not
-here: it is a result (see [concepts](concepts.md)).
+Every `Failed` outcome carries one of these codes. A code, once released, keeps its meaning. What the policy does
+is not here: it is a result (see [concepts](concepts.md)).
 
 | cause | fault | what it means | what to do |
 |---|---|---|---|
 {rows}
 
-Faults: **infra** gets a new attempt up to a budget, **task** quarantines the task, **bug** is neither tried again nor
-counted in any denominator. `rookery show RUN ROLLOUT` shows the detail and the original traceback.
+Faults: **infra** gets a new attempt up to a budget, **task** quarantines the task, **bug** is neither tried again
+nor counted in any denominator. `rookery show RUN ROLLOUT` shows the detail and the original traceback.
 """
 
 

@@ -165,7 +165,7 @@ async def test_an_object_from_python_is_resumed_from_python(model: ModelServer, 
 
     async with engine(model, tmp_path, env=Misbehaving()) as made:
         await anext(made.groups(["a", "b"]))
-    with pytest.raises(UsageError, match="Engine.resume"):
+    with pytest.raises(UsageError, match=r"Engine\.resume"):
         Engine.resume(tmp_path / "runs" / "latest")
     async with Engine.resume(tmp_path / "runs" / "latest", env=Misbehaving()) as again:
         assert [group.index async for group in again.groups()] in ([], [1])

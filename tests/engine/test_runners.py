@@ -84,8 +84,8 @@ async def test_an_environment_that_cannot_be_loaded_is_said_before_anything_is_a
     model: ModelServer, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(
-        "import os\nif os.getppid() != %d: raise ValueError('not here')\n" % os.getppid()
-        + "from tests.engine.envs import Misbehaving\nclass Env(Misbehaving): pass\n"
+        f"import os\nif os.getppid() != {os.getppid()}: raise ValueError('not here')\n"
+        "from tests.engine.envs import Misbehaving\nclass Env(Misbehaving): pass\n"
     )
     with pytest.raises(UsageError, match="not here"):
         async with engine(model, tmp_path, env=str(tmp_path / "broken.py:Env"), runners=1):
@@ -94,8 +94,8 @@ async def test_an_environment_that_cannot_be_loaded_is_said_before_anything_is_a
 
 async def test_runners_that_die_before_they_are_ready_stop_the_run(model: ModelServer, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(
-        "import os\nif os.getppid() != %d: os._exit(9)\n" % os.getppid()
-        + "from tests.engine.envs import Misbehaving\nclass Env(Misbehaving): pass\n"
+        f"import os\nif os.getppid() != {os.getppid()}: os._exit(9)\n"
+        "from tests.engine.envs import Misbehaving\nclass Env(Misbehaving): pass\n"
     )
     with pytest.raises(Stopped, match="status 9"):
         async with engine(model, tmp_path, env=str(tmp_path / "dying.py:Env"), runners=1):
@@ -129,7 +129,7 @@ async def test_pausing_stops_admission_and_model_calls_and_resumes_on_every_path
     async with engine(model, tmp_path, runners=2, concurrency=8, limits=Limits(run=3.0)) as made:
         stream = made.groups([row()] * 400)
         await model.requested(20)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with made.paused():
                 assert model.in_flight == 0
                 before = len(model.requests)
@@ -156,7 +156,7 @@ async def test_a_pause_that_cannot_drain_ends_in_a_clear_error_and_resumes(
     async with engine(model, tmp_path, runners=1) as made:
         stream = made.groups([row(run="hang-in-policy"), row()])
         await model.requested(2)
-        with pytest.raises(Exception, match="still under way after 0.2 seconds in runner-1"):
+        with pytest.raises(Exception, match=r"still under way after 0\.2 seconds in runner-1"):
             async with made.paused(timeout=0.2):
                 raise AssertionError("never paused")
         assert not (await made.status())["paused"]

@@ -191,8 +191,9 @@ async def test_streams_of_different_names_run_side_by_side_and_share_fairly(
         consumer = asyncio.create_task(consume())
         evaluated = [group async for group in evaluation]
         assert len(evaluated) == 20
-        assert len(trained) >= 6
-        assert (await made.status())["streams"]["train"]["admitted"] <= 60
+        # Indices count admissions over the whole run: the two took turns while both had something to run.
+        assert 36 <= max(group.index for group in evaluated) <= 44
+        assert trained
         consumer.cancel()
         await asyncio.gather(consumer, return_exceptions=True)
         await train.aclose()

@@ -50,7 +50,7 @@ class Unprintable:
         (Score(0.5), 0.5),
         (Score(np.float32(0.5)), 0.5),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_every_kind_of_number_is_a_reward(value: object, reward: float) -> None:
     score = checked(value, 0.0, 1.0)
