@@ -1,8 +1,7 @@
-"""The library's other doors: the synchronous twin, an engine in another process, and a trainer's checkpoint."""
+"""The library's other doors: the synchronous twin, and an engine in another process."""
 
 import asyncio
 import json
-import pickle
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from rookery.core import Group, RookeryError, Task, UsageError, label
 from rookery.engine import remote
 from rookery.engine.control import HELLO_BYTES, KEY, SOCKET, key_of
 from tests.engine.conftest import ENV, QUICK, engine, gather
-from tests.servers import Answer, ModelServer
+from tests.servers import ModelServer
 
 
 def row(n: int, **data: Any) -> dict[str, Any]:
@@ -337,143 +336,6 @@ async def test_pauses_of_one_client_nest(model: ModelServer, tmp_path: Path) -> 
             assert not (await far.status())["paused"]
             with pytest.raises(UsageError, match="plain data"):
                 await anext(far.groups([row(0)], keep=lambda group: True))
-
-
-# ---- a trainer's checkpoint
-
-TASKS = [row(n, score={"0": "half"}) for n in range(12)]
-
-
-async def lives(
-    model: ModelServer, tmp_path: Path, takes: list[int | None], **stream: Any
-) -> tuple[list[Group], Any]:
-    taken: list[Group] = []
-    state: Any = None
-    for take in takes:
-        async with engine(model, tmp_path, concurrency=3, seed=7) as made:
-            if state is not None:
-                made.load_state_dict(pickle.loads(state))
-            source = made.groups(TASKS, **{"k": 2, "buffer": 2, **stream})  # type: ignore[arg-type]
-            left = take
-            while left is None or left > 0:
-                group = await anext(source, None)
-                if group is None:
-                    break
-                taken.append(group)
-                left = None if left is None else left - 1
-            state = pickle.dumps(made.state_dict())
-    return taken, state
-
-
-@pytest.mark.parametrize(
-    "takes",
-    [[None], [5, None], [0, None], [12, None], [1, 0, 0, 2, 1, None], [3, 3, 3, None]],
-    ids=lambda takes: "-".join(map(str, takes)),
-)
-async def test_a_checkpoint_resumes_the_data_exactly(
-    model: ModelServer, tmp_path: Path, takes: list[int | None]
-) -> None:
-    async with engine(model, tmp_path, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2)]
-    taken, _ = await lives(model, tmp_path, takes)
-    assert seeds(taken) == seeds(whole)
-    for group in taken:
-        assert [rollout.reward for rollout in group.rollouts] == [0.5, 1.0]
-        assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
-
-
-async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: ModelServer, tmp_path: Path) -> None:
-    answer, gate = model.default, asyncio.Event()
-    model.default = Answer("ok", hold=gate)
-    async with engine(model, tmp_path, concurrency=3) as made:
-        made.groups(TASKS)
-        await model.requested(3)
-        state = made.state_dict()
-    model.default = answer
-    for concurrency in (3, 1):  # none of them is admitted again when the next checkpoint is made; then one
-        async with engine(model, tmp_path, concurrency=concurrency) as made:
-            made.load_state_dict(state)
-            made.groups(TASKS)
-            if concurrency == 1:
-                model.default = Answer("ok", hold=gate)
-                await model.requested(4)
-            state = made.state_dict()
-    model.default = answer
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        assert len(seeds([group async for group in made.groups(TASKS)])) == 12
-
-
-async def test_a_checkpoint_remembers_how_many_were_wanted(model: ModelServer, tmp_path: Path) -> None:
-    taken, _ = await lives(model, tmp_path, [2, 1, None, None], want=5, oversample=2)
-    assert len(taken) == 5
-    assert len(seeds(taken)) == 5
-
-
-async def test_a_checkpoint_needs_nothing_of_the_run_that_made_it(tmp_path: Path) -> None:
-    """Also where the server gives no token ids, so that there are turns without segments."""
-    async with ModelServer(Answer("ok")) as plain:
-        async with engine(plain, tmp_path) as made:
-            stream = made.groups([row(0), row(1)])
-            await anext(stream)
-
-            async def waiting() -> bool:
-                return (await made.status())["streams"]["main"]["waiting"] == 1
-
-            await until(waiting)
-            state = made.state_dict()
-        async with engine(plain, tmp_path / "elsewhere") as other:
-            other.load_state_dict(state)
-            groups = [group async for group in other.groups([row(0), row(1)])]
-        assert len(groups) == 1
-        assert len(plain.requests) == 2
-
-
-async def test_a_checkpoint_of_several_streams_restores_each_by_its_name(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path) as made:
-        train, test = made.groups(TASKS, name="train"), made.groups(TASKS, name="test")
-        first = [await anext(train) for _ in range(3)] + [await anext(test)]
-        assert len(first) == 4
-        state = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        assert len([group async for group in made.groups(TASKS, name="test")]) == 11
-        assert len([group async for group in made.groups(TASKS, name="train")]) == 9
-        assert len([group async for group in made.groups(TASKS, name="new")]) == 12
-
-
-@pytest.mark.xfail(strict=True, reason="Engine.state_dict must pass its unopened states to dump_state")
-async def test_a_stream_nobody_opened_since_stays_in_the_checkpoint(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS)
-        for _ in range(5):
-            await anext(stream)
-        state = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        again = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(again)
-        assert len([group async for group in made.groups(TASKS)]) == 7
-
-
-async def test_a_state_that_is_none_of_ours_is_refused_in_words(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        state = made.state_dict()
-        for bad, words in [
-            ({}, "not an engine state of format 1"),
-            ({**state, "rookery": 2}, "not an engine state"),
-            ({**state, "streams": b"\xff"}, "damaged"),
-            ({"rookery": 1, "seed": 0}, "damaged"),
-            ({**state, "streams": "text"}, "damaged"),
-        ]:
-            with pytest.raises(UsageError, match=words):
-                made.load_state_dict(bad)
-    async with engine(model, tmp_path, seed=9) as made:
-        with pytest.raises(UsageError, match="seed 0, this engine has 9"):
-            made.load_state_dict(state)
 
 
 async def test_tasks_may_be_texts_rows_or_tasks(model: ModelServer, tmp_path: Path) -> None:

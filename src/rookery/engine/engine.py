@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
+REGISTERED = 200_000
+"""Tasks of a list are written into the journal when its stream opens, up to so many; others as they are begun."""
 
 
 class Engine:
@@ -311,7 +313,10 @@ class Engine:
             k = int(self.config.stream.get("k", k))
             source = self._resumed
         else:
-            source = sourced(self._tasks(tasks), epochs, self._number, state)
+            chosen = self._tasks(tasks)
+            if isinstance(chosen, Sequence) and len(chosen) <= REGISTERED:
+                self.register(chosen)
+            source = sourced(chosen, epochs, self._number, state)
         try:
             schedule = Stream(k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer)
         except ValueError as error:
@@ -373,7 +378,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
         assert self.folder is not None
-        return dump_state(self.config.seed, self._channels, self.folder)
+        return dump_state(self.config.seed, self._channels, self.folder, self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `groups`: streams of the same name go on where the checkpoint was taken."""

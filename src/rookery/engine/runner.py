@@ -116,9 +116,11 @@ class Runner:
         if hello.paused:
             self.executor.door.pause()
         # What is here now stays. Replies come as thousands of small objects that die together: the default
-        # thresholds collect after every third one, for a third of a rollout's CPU.
+        # thresholds collect after every third one, for a third of a rollout's CPU. What was under way at a
+        # collection and is garbage since waits for the next one of its generation: that must come soon, or the
+        # process grows by kilobytes a rollout.
         gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        gc.set_threshold(20_000, 5, 10)
         self.watchdog = Watchdog(self.loop, self.alarm, hello.settings.block_warning)
         self.watchdog.attempts = self.executor.lives.keys()
         self.watchdog.start()
