@@ -152,3 +152,20 @@ async def test_a_state_that_is_none_of_ours_is_refused_in_words(model: ModelServ
     async with engine(model, tmp_path, seed=9) as made:
         with pytest.raises(UsageError, match="seed 0, this engine has 9"):
             made.load_state_dict(state)
+
+
+async def test_a_later_stream_of_the_same_name_draws_other_seeds_also_over_a_checkpoint(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    async with engine(model, tmp_path, seed=7) as made:
+        first = [group async for group in made.groups(TASKS)]
+        stream = made.groups(TASKS)
+        second = [await anext(stream) for _ in range(3)]
+        state = made.state_dict()
+        second += [group async for group in stream]
+    assert not set(map(tuple, seeds(first).values())) & set(map(tuple, seeds(second).values()))
+    async with engine(model, tmp_path, seed=7) as made:
+        made.load_state_dict(state)
+        rest = seeds([group async for group in made.groups(TASKS)])
+    assert len(rest) == len(TASKS) - 3
+    assert rest.items() <= seeds(second).items()

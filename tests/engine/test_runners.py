@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rookery import Engine, Limits
+from rookery import Engine, Environment, Limits
 from rookery.core import Failed, UsageError, label
 from rookery.engine import Stopped
 from tests.engine.conftest import engine, events, gather
@@ -164,7 +164,13 @@ async def test_a_pause_that_cannot_drain_ends_in_a_clear_error_and_resumes(
         await stream.aclose()
 
 
+class OddRange(Environment):
+    reward_range = (1.0, float("inf"))
+
+
 async def test_configuration_errors_are_raised_when_the_object_is_built(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="reward_range must be two finite numbers"):
+        Engine(OddRange(), policy="http://127.0.0.1:1")
     env = "tests.engine.envs:Misbehaving"
     for options, words in [
         ({"runners": -1}, "runners"),

@@ -278,7 +278,6 @@ async def test_what_one_rollout_kept_never_stops_the_others(
     assert all(len(group.rollouts[0].attempts) == 1 for group in groups.values())
 
 
-@pytest.mark.xfail(strict=True, reason="Live._finish raises on metrics that are no mapping: no Done is sent")
 async def test_metrics_that_are_no_mapping_keep_nobody_waiting(model: ModelServer, tmp_path: Path) -> None:
     try:
         async with (

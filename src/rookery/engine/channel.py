@@ -27,6 +27,8 @@ class Sourced(msgspec.Struct, frozen=True):
     number: int
     """The task's number in the journal."""
     task: Task
+    stream: str = ""
+    """The stream that admitted it, where that was an earlier process's; seeds depend on it."""
     index: int | None = None
     """The group's index, where it was already admitted."""
     finished: Mapping[int, Rollout] = {}
@@ -39,6 +41,7 @@ class Channel:
 
     def __init__(self, name: str, schedule: Stream, source: Iterable[Sourced], keep: GroupFilter | None) -> None:
         self.name = name
+        """With the number of its round, where others of this name went before it; seeds depend on it."""
         self.schedule = schedule
         self.keep = keep
         self.queue: deque[Group] = deque()

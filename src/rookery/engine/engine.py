@@ -19,7 +19,7 @@ from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Policy, Supervisor
 from rookery.engine.wire import RunSettings
-from rookery.environments import Environment, EnvironmentRef, load_environment, reference
+from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import Home
@@ -78,6 +78,7 @@ class Engine:
             )
         self.config = config
         self.environment = self._given or load_environment(config.environment, **config.arguments)
+        reward_bounds(self.environment)
         missing = sorted(
             {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
         )
@@ -93,6 +94,8 @@ class Engine:
         self._journal: Journal | None = None
         self._channels: dict[str, Channel] = {}
         self._states: dict[str, StreamState] = {}
+        self._rounds: dict[str, int] = {}
+        """How many streams of a name went before the present one."""
         self._numbers: dict[str, int] = {}
         self._resumed: list[Sourced] = []
         self._control: Control | None = None
@@ -321,12 +324,14 @@ class Engine:
             schedule = Stream(k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        channel = Channel(name, schedule, source, keep)
+        number = state.round if state else self._rounds.get(name, -1) + 1
+        channel = Channel(f"{name}#{number}" if number else name, schedule, source, keep)
         if state is not None:
             state.restore(channel)
             behind = (group.index + 1 for group in state.finished)
             supervisor.next_group = max(supervisor.next_group, *behind, 0)
         self._channels[name] = channel
+        self._rounds[name] = number
         supervisor.open_channel(channel)
         assert self.folder is not None
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
@@ -378,7 +383,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
         assert self.folder is not None
-        return dump_state(self.config.seed, self._channels, self.folder, self._states)
+        return dump_state(self.config.seed, self._channels, self._rounds, self.folder, self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `groups`: streams of the same name go on where the checkpoint was taken."""

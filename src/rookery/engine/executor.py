@@ -27,7 +27,7 @@ from rookery.core import (
 from rookery.core.errors import describe
 from rookery.engine.live import Live
 from rookery.engine.wire import Done, Note, Paused, RunSettings, Start, plain
-from rookery.environments import Environment
+from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Door, Role
 from rookery.journal.tokens import TokenWriter
 from rookery.sandboxes import open_provider
@@ -44,6 +44,7 @@ class Executor:
     ) -> None:
         self.settings = settings
         self.environment = environment
+        self.rewards = reward_bounds(environment)
         self.has_setup = _overridden(environment, "setup")
         self.has_teardown = _overridden(environment, "teardown")
         self.async_stages = {
@@ -93,7 +94,7 @@ class Executor:
         del self.lives[live.start.attempt]
         if self._broken:
             return
-        if done.info or done.metrics or done.rewards:
+        if done.info != {} or done.metrics != {} or done.rewards:
             done = plain(done)
         self.send(done)
 

@@ -79,6 +79,7 @@ class Ledger:
                 kept = channel.keep(channel.group(group))
             except Exception as error:  # noqa: BLE001  (the consumer's own function: the consumer gets its error)
                 channel.fail(error)
+                kept = False
         if not kept:  # a group that has all its records needs no other word for being finished
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
             channel.ordinals.pop(group.index, None)

@@ -157,7 +157,7 @@ class Live:
         value, error = await self._run_stage("score", self.limits.score, env.score)
         if error is None and not self.cancelled:
             try:
-                return outcome, checked(value, *env.reward_range)
+                return outcome, checked(value, *self.executor.rewards)
             except RookeryError as bad:
                 return failed(bad, "score", cause="bug.reward"), None
         return self._verdict(error), None
@@ -332,37 +332,44 @@ class Live:
         if self.ended:
             return
         self.ended = True
-        session, ctx = self.session, self.ctx
         if isinstance(outcome, Failed):
             self._log_failure(outcome)
-        self.executor.done(
-            self,
-            Done(
-                attempt=self.start.attempt,
-                outcome=outcome,
-                started=self._began,
-                ended=time.time(),
-                reward=score.reward if score else None,
-                rewards=score.parts if score else {},
-                metrics={**ctx.metrics, **score.metrics} if score else ctx.metrics,
-                info=ctx.info,
-                usage=Usage(
-                    session.turns, session.prompt_tokens, session.sampled_tokens, ctx.tool_calls, session.others
-                ),
-                timing=Timing(
-                    setup=self._seconds.get("setup", 0.0),
-                    run=self._seconds.get("run", 0.0),
-                    score=self._seconds.get("score", 0.0),
-                    teardown=self._seconds.get("teardown", 0.0),
-                    model=self._waited.get("model", 0.0),
-                    sandbox=self._waited.get("sandbox", 0.0),
-                    paused=self._held,
-                ),
-                tokens=tuple(self._extents),
-                policy_loss=policy_loss,
-                minimum=self.executor.environment.reward_range[0],
-                tainted=self._tainted or stuck_threads() > 0,
+        now = time.time()
+        try:
+            done = self._done(outcome, score, now, policy_loss=policy_loss)
+        except Exception as error:  # noqa: BLE001  (what the environment left in its context cannot be read)
+            broken = failed(error, self.stage, cause="bug.environment")
+            done = Done(self.start.attempt, broken, self._began, now, tainted=self._tainted)
+        self.executor.done(self, done)
+
+    def _done(self, outcome: Outcome, score: Score | None, now: float, *, policy_loss: bool) -> Done:
+        session, ctx = self.session, self.ctx
+        seconds, waited = self._seconds, self._waited
+        return Done(
+            attempt=self.start.attempt,
+            outcome=outcome,
+            started=self._began,
+            ended=now,
+            reward=score.reward if score else None,
+            rewards=score.parts if score else {},
+            metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
+            info=ctx.info,
+            usage=Usage(
+                session.turns, session.prompt_tokens, session.sampled_tokens, int(ctx.tool_calls), session.others
             ),
+            timing=Timing(
+                setup=seconds.get("setup", 0.0),
+                run=seconds.get("run", 0.0),
+                score=seconds.get("score", 0.0),
+                teardown=seconds.get("teardown", 0.0),
+                model=waited.get("model", 0.0),
+                sandbox=waited.get("sandbox", 0.0),
+                paused=self._held,
+            ),
+            tokens=tuple(self._extents),
+            policy_loss=policy_loss,
+            minimum=self.executor.rewards[0],
+            tainted=self._tainted or stuck_threads() > 0,
         )
 
     def _log_failure(self, outcome: Failed) -> None:

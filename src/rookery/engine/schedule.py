@@ -49,6 +49,8 @@ class OpenGroup(msgspec.Struct, eq=False):
     task: Task
     members: list[Member]
     left: int
+    stream: str = ""
+    """The name of the stream that admitted it."""
     ordinal: int = 0
     """Where it stands in the whole stream, over resumes."""
     number: int = 0

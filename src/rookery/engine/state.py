@@ -30,6 +30,8 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
     taken: int
     open: list[int]
     """Ordinals of groups under way: they run again."""
+    round: int = 0
+    """How many streams of this name went before it."""
     finished: list[Group]
     """Groups nobody had taken yet, with their segments."""
 
@@ -54,25 +56,30 @@ class _EngineState(msgspec.Struct, kw_only=True):
 
 
 def dump_state(
-    seed: int, channels: Mapping[str, Channel], folder: Path, unopened: Mapping[str, StreamState] | None = None
+    seed: int,
+    channels: Mapping[str, Channel],
+    rounds: Mapping[str, int],
+    folder: Path,
+    unopened: Mapping[str, StreamState] | None = None,
 ) -> dict[str, Any]:
     """Plain data: numbers, strings and one bytes value, safe in any checkpoint format.
 
     `unopened` are streams of an earlier checkpoint that nobody has opened since: they are kept as they were.
     """
     with TokenReader(folder / "tokens") as reader:
-        streams = {name: _stream(channel, reader) for name, channel in channels.items()}
+        streams = {name: _stream(channel, rounds[name], reader) for name, channel in channels.items()}
     streams.update(unopened or {})
     packed = msgspec.msgpack.encode(_EngineState(format=FORMAT, seed=seed, streams=streams))
     return {"rookery": FORMAT, "seed": seed, "streams": packed}
 
 
-def _stream(channel: Channel, reader: TokenReader) -> StreamState:
+def _stream(channel: Channel, number: int, reader: TokenReader) -> StreamState:
     waiting = [*channel.queue, *(group for _, group in channel.pending)]
     indices = {group.index for group in waiting}
     return StreamState(
         pulled=channel.pulled,
         taken=channel.taken,
+        round=number,
         open=sorted({*(ordinal for at, ordinal in channel.ordinals.items() if at not in indices), *channel.owed}),
         finished=[_detached(with_segments(group, reader)) for group in waiting],
     )

@@ -165,7 +165,17 @@ def resumed(folder: Path, journal: Journal) -> Resumed:
                 for member in missing.members
             }
             task = tasks[group.task_idx]
-            sources.append(Sourced(group.position, group.task_idx, task, group.idx, finished, begun_before))
+            sources.append(
+                Sourced(
+                    group.position,
+                    group.task_idx,
+                    task,
+                    stream=group.stream,
+                    index=group.idx,
+                    finished=finished,
+                    attempts=begun_before,
+                )
+            )
         ordinal = max((group.position for group in reader.groups()), default=-1) + 1
     for idx, task in tasks.items():
         if idx not in begun:

@@ -255,6 +255,7 @@ class Supervisor:
             self.ledger.opened(channel, index, sourced)
         group = channel.schedule.open(index, sourced.task, now, sourced.finished)
         group.number, group.ordinal = sourced.number, sourced.ordinal
+        group.stream = sourced.stream or channel.name
         channel.ordinals[index] = sourced.ordinal
         for number, used in sourced.attempts.items():
             group.members[number].earlier = used
@@ -273,16 +274,16 @@ class Supervisor:
             return 0
         number = member.next_attempt
         attempt = f"{group.index}.{pick.member}.{number}"
-        seed = self.seed_of(channel, group, pick.member)
+        seed = self.seed_of(group, pick.member)
         link.running[attempt] = Flight(channel, pick, attempt, number, now - member.since, seed)
         channel.in_flight += 1
         self.counts["attempts"] += 1
         link.send(Start(attempt, number, seed, group.task))
         return 1
 
-    def seed_of(self, channel: Channel, group: OpenGroup, member: int) -> int:
+    def seed_of(self, group: OpenGroup, member: int) -> int:
         """The same for every attempt of a rollout, in this run and in one resumed from it."""
-        return derive_seed(self.policy.seed, channel.name, group.ordinal, member)
+        return derive_seed(self.policy.seed, group.stream, group.ordinal, member)
 
     def _admit_suspects(self) -> None:
         """One suspect per runner: on runners that are empty, and on spare ones made for it."""

@@ -6,7 +6,7 @@ Promises:
 - one attempt's context knows nothing of another's: secrets, sandboxes, state and seed are its own.
 """
 
-from rookery.environments.base import Environment, Score
+from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.context import Context, Log
 from rookery.environments.function import FunctionEnvironment, environment
 from rookery.environments.loading import EnvironmentRef, load_environment, reference
@@ -24,5 +24,6 @@ __all__ = [
     "environment",
     "load_environment",
     "reference",
+    "reward_bounds",
     "tool",
 ]

@@ -1,13 +1,14 @@
 """The base that users subclass."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any, ClassVar, Self
 
 from rookery.core import Limits, Sampling, SandboxSpec, Task, ToolSchema, UsageError
 from rookery.environments.context import Context
 from rookery.scoring import Score
 
-__all__ = ["Environment", "Score"]
+__all__ = ["Environment", "Score", "reward_bounds"]
 
 
 class Environment:
@@ -61,3 +62,16 @@ class Environment:
 
     async def teardown(self, ctx: Context) -> None:
         """After everything. Sandboxes opened through the context are closed by the engine anyway."""
+
+
+def reward_bounds(env: Environment) -> tuple[float, float]:
+    """The declared range of rewards, or a `UsageError` for one that is none."""
+    try:
+        low, high = (float(bound) for bound in env.reward_range)
+    except (TypeError, ValueError):
+        low = high = float("nan")
+    if not (isfinite(low) and isfinite(high) and low < high):
+        raise UsageError(
+            f"{env.title}.reward_range must be two finite numbers, low and high; it is {env.reward_range!r}"
+        )
+    return low, high
