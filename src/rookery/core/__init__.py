@@ -25,6 +25,7 @@ from rookery.core.errors import (
 from rookery.core.limits import DEFAULT_LIMITS, Limits
 from rookery.core.messages import Message, ToolCall, ToolSchema
 from rookery.core.outcomes import (
+    SCORED,
     Cancelled,
     CancelledReason,
     Completed,
@@ -46,6 +47,7 @@ from rookery.core.turns import Extra, Finish, Segment, Span, Turn, floats, ints
 __all__ = [
     "CAUSES",
     "DEFAULT_LIMITS",
+    "SCORED",
     "Attempt",
     "Cancelled",
     "CancelledReason",

@@ -41,6 +41,9 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled", tag_field="kind"):
 
 Outcome: TypeAlias = Completed | Truncated | Failed | Cancelled
 
+SCORED = (Completed, Truncated)
+"""Outcomes that are scored and train. A tuple: `isinstance` of a union builds it anew at every call."""
+
 
 def label(outcome: Outcome) -> str:
     """One word for tables and counters: `completed`, `truncated.time`, `sandbox.lost`, `cancelled.user`."""

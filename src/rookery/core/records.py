@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.core.outcomes import Completed, Outcome, Truncated
+from rookery.core.outcomes import SCORED, Outcome
 from rookery.core.tasks import Task
 from rookery.core.turns import Segment
 
@@ -79,7 +79,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def valid(self) -> bool:
         """Whether it counts: it has a reward, and so belongs in loss, baseline and denominators."""
-        return self.reward is not None and isinstance(self.outcome, Completed | Truncated)
+        return self.reward is not None and isinstance(self.outcome, SCORED)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,5 @@ from hashlib import blake2b
 
 def derive_seed(root: int, *parts: str | int) -> int:
     """A 63-bit seed that depends on the root and every part, and on nothing else."""
-    # Type and length go in, so that no name of a stream can be made to look like another stream's parts.
-    text = "".join(f"{type(part).__name__}:{len(str(part))}:{part};" for part in (root, *parts))
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
+    # A tuple's repr quotes and escapes, so no name of a stream can be made to look like another stream's parts.
+    return int.from_bytes(blake2b(repr((root, *parts)).encode(), digest_size=8).digest(), "big") >> 1

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rookery.core import (
+    SCORED,
     Cancelled,
     CancelledReason,
     Completed,
@@ -134,7 +135,7 @@ class Live:
         score: Score | None = None
         try:
             outcome = await self._setup_and_run()
-            if isinstance(outcome, Completed | Truncated):
+            if isinstance(outcome, SCORED):
                 outcome, score = await self._score(outcome)
         except BaseException as error:  # noqa: BLE001  (our own bug must not take the runner with it)
             outcome = failed(error, self.stage, cause="bug.rookery")
@@ -358,6 +359,7 @@ class Live:
                 session.turns, session.prompt_tokens, session.sampled_tokens, int(ctx.tool_calls), session.others
             ),
             timing=Timing(
+                queue=self.start.queued,
                 setup=seconds.get("setup", 0.0),
                 run=seconds.get("run", 0.0),
                 score=seconds.get("score", 0.0),

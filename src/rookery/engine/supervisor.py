@@ -23,15 +23,15 @@ import msgspec
 
 from rookery.core import (
     DEFAULT_LIMITS,
+    SCORED,
     Attempt,
     Cancelled,
     CancelledReason,
-    Completed,
     Failed,
     JournalError,
     Rollout,
     RookeryError,
-    Truncated,
+    Timing,
     derive_seed,
 )
 from rookery.core.errors import MAX_DETAIL, describe
@@ -86,8 +86,7 @@ class Flight(msgspec.Struct, eq=False):
     pick: Pick
     attempt: str
     number: int
-    queued: float
-    seed: int = 0
+    seed: int
 
 
 class Supervisor:
@@ -275,10 +274,10 @@ class Supervisor:
         number = member.next_attempt
         attempt = f"{group.index}.{pick.member}.{number}"
         seed = self.seed_of(group, pick.member)
-        link.running[attempt] = Flight(channel, pick, attempt, number, now - member.since, seed)
+        link.running[attempt] = Flight(channel, pick, attempt, number, seed)
         channel.in_flight += 1
         self.counts["attempts"] += 1
-        link.send(Start(attempt, number, seed, group.task))
+        link.send(Start(attempt, number, seed, group.task, now - member.since))
         return 1
 
     def seed_of(self, group: OpenGroup, member: int) -> int:
@@ -315,10 +314,11 @@ class Supervisor:
         member = pick.group.members[pick.member]
         detail = f"no runner was free for {limit:g} seconds"
         name = f"{pick.group.rollout_id(pick.member)}.{member.next_attempt}"
-        flight = Flight(channel, pick, name, member.next_attempt, self._loop.time() - member.since)
+        flight = Flight(channel, pick, name, member.next_attempt, self.seed_of(pick.group, pick.member))
         outcome = Failed("infra", "engine.queue", detail, "queue")
         now = time.time()
-        self._ended(flight, Ended(outcome), Done(flight.attempt, outcome, now, now), "")
+        done = Done(flight.attempt, outcome, now, now, timing=Timing(queue=limit))
+        self._ended(flight, Ended(outcome), done, "")
 
     # ---- what runners say
 
@@ -393,7 +393,7 @@ class Supervisor:
                 return
             decision = Final(Cancelled(pick.group.cancelled))
         outcome = decision.outcome
-        scored = isinstance(outcome, Completed | Truncated)
+        scored = isinstance(outcome, SCORED)
         if isinstance(outcome, Failed) and outcome.fault == "task":
             self.ledger.quarantine(pick.group, outcome)
         record = Rollout(
@@ -409,7 +409,7 @@ class Supervisor:
             info=done.info,
             attempts=tuple(member.attempts),
             usage=done.usage,
-            timing=msgspec.structs.replace(done.timing, queue=flight.queued),
+            timing=done.timing,
             tokens=done.tokens,
         )
         self._record(channel, pick, record)

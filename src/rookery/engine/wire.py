@@ -54,6 +54,8 @@ class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):
     number: int
     seed: int
     task: Task
+    queued: float = 0.0
+    """Seconds it has waited for a runner."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):

@@ -86,7 +86,6 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
-        self.model_seconds = 0.0
         self._roles = roles
         self._recorder = recorder
         self._door = door
@@ -148,7 +147,6 @@ class Session:
         nested = task in self._calls
         self._calls.add(task)
         self._asking += policy
-        began = time.monotonic()
         self._watch.waiting("model", 1)
         try:
             queued = await self._enter(role)
@@ -169,7 +167,6 @@ class Session:
             self._watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
-            self.model_seconds += time.monotonic() - began
         if policy:
             self.turns += 1
             self.prompt_tokens += reply.prompt_tokens

@@ -20,6 +20,8 @@ class Score(msgspec.Struct, frozen=True):
 
 def checked(value: object, low: float, high: float) -> Score:
     """The score behind what an environment's scoring returned, or `ScoringError(bug.reward)`."""
+    if type(value) is float and low <= value <= high and isfinite(value):  # nearly always
+        return Score(value)
     score = value if isinstance(value, Score) else Score(_number("the reward", value))
     reward = _number("the reward", score.reward)
     if not low <= reward <= high:
