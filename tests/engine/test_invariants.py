@@ -1,6 +1,7 @@
 """The eight invariants of the engine, each by the name its docstring gives it (the eighth is in test_crash.py)."""
 
 import asyncio
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from rookery.core import Cancelled, Completed, Failed, Group, Limits, Rollout, Truncated, label
 from rookery.engine import Stopped
+from rookery.engine.live import Live
 from tests.engine.conftest import engine, events, gather, records
 from tests.servers import ModelServer
 
@@ -343,3 +345,16 @@ async def test_what_an_environment_keeps_becomes_plain_data(
     assert "many" in str(second.info)  # shown where it can be shown
     (logged,) = events(tmp_path, "log.info")
     assert logged["message"] == "odd"
+
+
+async def test_an_ended_attempt_is_freed_at_once_and_not_by_the_collector(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    """Garbage in cycles made runners grow by half a kilobyte a rollout, and cost a fifth of our own CPU."""
+    gc.collect()
+    gc.disable()
+    try:
+        await gather(model, tmp_path, [row()] * 30)
+        assert [thing for thing in gc.get_objects() if isinstance(thing, Live)] == []
+    finally:
+        gc.enable()

@@ -64,7 +64,7 @@ def record(
     outcome: Outcome | None = None,
     tokens: tuple[Extent, ...] = (),
 ) -> Rollout:
-    rollout_id = f"{group}-{member}"
+    rollout_id = f"{group}.{member}"
     outcome = outcome or Completed()
     return Rollout(
         id=rollout_id,
@@ -87,7 +87,7 @@ def record(
 def whole(folder: Path, group: int, member: int, *, writer: str = "w") -> Rollout:
     """A record whose tokens are on disk."""
     with TokenWriter(folder / "tokens", writer) as tokens:
-        extents = tuple(tokens.append(encode_turn(turn)) for turn in turns(f"{group}-{member}", group))
+        extents = tuple(tokens.append(encode_turn(turn)) for turn in turns(f"{group}.{member}", group))
     return record(group, member, tokens=extents)
 
 

@@ -29,7 +29,7 @@ tokens = TokenWriter(folder / "tokens", f"w{os.getpid()}", max_bytes=2000)
 for missing in todo.groups:
     group = missing.group.idx
     for member in missing.members:
-        extents = tuple(tokens.append(encode_turn(turn)) for turn in turns(f"{group}-{member}", group))
+        extents = tuple(tokens.append(encode_turn(turn)) for turn in turns(f"{group}.{member}", group))
         tokens.flush()
         journal.add_rollout(record(group, member, tokens=extents))
         if member % 2:

@@ -85,7 +85,7 @@ def test_pages_and_labels(run: Path) -> None:
         assert [one.group for one in reader.rollouts(2, 3)] == [7, 6, 5]
         assert [one.group for one in reader.rollouts(label="sandbox.lost")] == [9, 7, 5, 3, 1]
         assert [one.group for one in reader.each(page=3)] == list(range(10))
-        assert reader.rollout("3-0") == record(3, 0, outcome=lost)
+        assert reader.rollout("3.0") == record(3, 0, outcome=lost)
         assert reader.rollout("nope") is None
         assert reader.mean_reward() == 0.5
 
@@ -103,18 +103,18 @@ def test_missing_members_and_lost_tokens_count_as_unfinished(run: Path) -> None:
         left = reader.unfinished()
         assert [(one.group.idx, one.members) for one in left.groups] == [(3, (0, 1))]
         assert left.lost == ()
-        assert reader.turns(reader.rollouts()[0]) == turns("0-0", 0)
+        assert reader.turns(reader.rollouts()[0]) == turns("0.0", 0)
     path = run / "tokens" / "bad-0.rtk"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"\xff")
     with RunReader(run) as reader:
         assert reader.unfinished().lost == ()
-        assert reader.unfinished(checksums=True).lost == ("1-1",)
+        assert reader.unfinished(checksums=True).lost == ("1.1",)
     os.truncate(path, 20)
     with RunReader(run) as reader:
         left = reader.unfinished()
         assert [(one.group.idx, one.members) for one in left.groups] == [(1, (1,)), (3, (0, 1))]
-        assert left.lost == ("1-1",)
+        assert left.lost == ("1.1",)
 
 
 def test_a_run_that_stopped_says_so_until_it_is_resumed(run: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
     read_only(root)
     with RunReader(find_run("latest", root)) as reader:
         assert reader.config() == {"a": 1}
-        assert reader.turns(reader.rollouts()[0]) == turns("0-0", 0)
+        assert reader.turns(reader.rollouts()[0]) == turns("0.0", 0)
         assert len(list(reader.follow())) == 2
     with pytest.raises(UsageError, match="Read-only file system; choose another with -o"):
         create_run(root, "env", "m", now=NOW)

@@ -58,7 +58,7 @@ async def test_what_is_put_is_there_after_committed(run: Path) -> None:
     journal.add_group(0, stream="train", position=0, task=0, k=2)
     journal.add_rollout(record(0, 0))
     journal.add_rollout(record(0, 1, outcome=Failed("infra", "sandbox.lost", "gone")))
-    journal.add_attempt("0-1", Attempt(id="0-1.0", number=0, outcome=Failed("infra", "runner.lost", "killed")))
+    journal.add_attempt("0.1", Attempt(id="0.1.0", number=0, outcome=Failed("infra", "runner.lost", "killed")))
     journal.set_group(0, "finished")
     journal.event("note", {"a": 1})
     journal.put_meta("cursor", "5")
@@ -79,7 +79,7 @@ async def test_what_is_put_is_there_after_committed(run: Path) -> None:
             record(0, 0),
             record(0, 1, outcome=Failed("infra", "sandbox.lost", "gone")),
         ]
-        assert [attempt.number for attempt in reader.attempts("0-1")] == [0, 1]
+        assert [attempt.number for attempt in reader.attempts("0.1")] == [0, 1]
         assert reader.counts() == {"completed": 1, "sandbox.lost": 1}
         assert reader.mean_reward() == 0.5
         assert [event.kind for event in reader.events()] == ["run.started", "note"]
@@ -125,7 +125,7 @@ async def test_a_second_record_is_refused_the_first_stands_and_the_rest_is_commi
         journal.add_rollout(record(0, 1))
         journal.add_rollout(record(0, 0, reward=1.0))
         journal.add_rollout(record(0, 2))
-        with pytest.raises(JournalError, match=r"second record for rollout 0-0 \(group 0, member 0, completed\)"):
+        with pytest.raises(JournalError, match=r"second record for rollout 0.0 \(group 0, member 0, completed\)"):
             await journal.committed()
         journal.add_rollout(record(0, 3))
         await journal.committed()
@@ -203,7 +203,7 @@ def test_what_is_not_plain_data_is_its_senders_failure_alone(run: Path) -> None:
 
     with Journal.create(run, {}) as journal:
         for bad in (object(), 1 << 80, "\ud800"):
-            with pytest.raises(JournalError, match="rollout '0-0' holds something that is not plain data"):
+            with pytest.raises(JournalError, match=r"rollout '0\.0' holds something that is not plain data"):
                 journal.add_rollout(msgspec.structs.replace(record(0, 0), info={"x": bad}))
         with pytest.raises(JournalError, match="event"):
             journal.event("x", {"x": object()})
@@ -233,7 +233,7 @@ def test_totals_never_disagree_with_the_records(run: Path) -> None:
     fill(run, 10)
     with Journal.open(run) as journal:
         journal.add_rollout(record(9, 0, reward=-1.0, outcome=Truncated("time")))
-        journal.discard("0-0", "tokens lost")
+        journal.discard("0.0", "tokens lost")
     with RunReader(run) as reader:
         assert reader.counts() == {"completed": 9, "truncated.time": 1}
         assert reader.mean_reward() == pytest.approx((9 * 0.5 - 1.0) / 10)
@@ -245,7 +245,7 @@ def test_a_discarded_record_is_an_event_and_its_member_can_run_again(run: Path) 
         journal.add_rollout(record(0, 0, reward=0.25))
         journal.set_group(0, "finished")
     with Journal.open(run) as journal:
-        journal.discard("0-0", "tokens lost")
+        journal.discard("0.0", "tokens lost")
         journal.discard("no such", "")
         journal.add_rollout(record(0, 0, reward=0.75))
     with RunReader(run) as reader:

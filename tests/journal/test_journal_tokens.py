@@ -31,7 +31,7 @@ def test_append_touches_no_disk_and_after_flush_every_extent_is_readable(tmp_pat
 
 
 def test_a_turn_reads_back_exactly(tmp_path: Path) -> None:
-    wanted = turns("0-0")
+    wanted = turns("0.0")
     extents = write(tmp_path, *(encode_turn(turn) for turn in wanted))
     with TokenReader(tmp_path) as reader:
         assert [decode_turn(reader.read(extent)) for extent in extents] == wanted

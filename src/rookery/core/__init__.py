@@ -37,7 +37,7 @@ from rookery.core.outcomes import (
     TruncatedReason,
     label,
 )
-from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage
+from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, rollout_place
 from rookery.core.sampling import Sampling
 from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, SandboxSpec
 from rookery.core.seeds import derive_seed
@@ -97,4 +97,5 @@ __all__ = [
     "floats",
     "ints",
     "label",
+    "rollout_place",
 ]

@@ -82,6 +82,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.reward is not None and isinstance(self.outcome, SCORED)
 
 
+def rollout_place(rollout_id: str) -> tuple[int, int] | None:
+    """Group and member of a rollout's id; None for what is no such id."""
+    group, _, member = rollout_id.partition(".")
+    return (int(group), int(member)) if group.isdecimal() and member.isdecimal() else None
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The k rollouts of one task that share a baseline, in order of `member`."""
 

@@ -56,6 +56,8 @@ class Channel:
         self.ordinals: dict[int, int] = {}
         """Group index → ordinal, of groups that the consumer has not taken."""
         self.taken = 0
+        self.trains = True
+        """Its groups are handed out with their segments."""
         self.owed: set[int] = set()
         """Ordinals that a checkpoint says were under way, and that are not admitted again yet."""
         self._source: Iterator[Sourced] = iter(source)

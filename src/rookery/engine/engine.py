@@ -330,6 +330,7 @@ class Engine:
             state.restore(channel)
             behind = (group.index + 1 for group in state.finished)
             supervisor.next_group = max(supervisor.next_group, *behind, 0)
+        channel.trains = load_tokens
         self._channels[name] = channel
         self._rounds[name] = number
         supervisor.open_channel(channel)

@@ -91,11 +91,12 @@ class Ledger:
         return surplus
 
     def taken(self, channel: Channel, index: int) -> None:
-        """The consumer took a group."""
+        """The consumer took a group. Only one that trains is worth a word in the journal."""
         channel.schedule.taken()
         channel.taken += 1
         channel.ordinals.pop(index, None)
-        self.write(lambda: self.journal.set_group(index, "consumed"))
+        if channel.trains:
+            self.write(lambda: self.journal.set_group(index, "consumed"))
 
     def committed(self, channels: Iterable[Channel]) -> None:
         """A batch reached the disk: hands out the groups whose records were in it."""

@@ -144,6 +144,8 @@ class Live:
         policy_loss = await self._policy_loss(outcome)
         await self._teardown()
         self._finish(outcome, score, policy_loss=policy_loss)
+        # They know us and we know them: apart, all of it is freed now and not by some later collection.
+        del self.ctx, self.session
 
     async def _setup_and_run(self) -> Outcome:
         env, error = self.executor.environment, None

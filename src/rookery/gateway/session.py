@@ -111,6 +111,7 @@ class Session:
     def close(self) -> None:
         """Refuses further calls and cancels those under way."""
         self._closed = True
+        self._models.clear()  # they know us: apart, both are freed at once
         current = asyncio.current_task()
         for task in self._calls:
             if task is not current:

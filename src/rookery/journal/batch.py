@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rookery.core import Rollout
+from rookery.core import Rollout, rollout_place
 from rookery.journal.schema import DISCARDED, REFUSED
 
 ADD_TASK, SET_TASK, ADD_GROUP, ADD_ROLLOUT, ADD_ATTEMPT, SET_GROUP, EVENT, PUT_META, DISCARD = range(9)
@@ -143,14 +143,14 @@ def _accepted(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], r
 def _discard(connection: sqlite3.Connection, totals: Totals, rollout_id: str, reason: str) -> None:
     row = connection.execute(
         "SELECT id, group_idx, member, task, kind, label, fault, cause, reward, ended, record "
-        "FROM rollouts WHERE id = ?",
-        (rollout_id,),
+        "FROM rollouts WHERE group_idx = ? AND member = ?",
+        rollout_place(rollout_id) or (-1, -1),
     ).fetchone()
     if row is None:
         return
     record = msgspec.to_builtins(_decode(row[10]))
     payload = msgspec.json.encode({"id": rollout_id, "reason": reason, "record": record}).decode()
     connection.execute(_STATEMENTS[EVENT], (time.time(), DISCARDED, payload))
-    connection.execute("DELETE FROM rollouts WHERE id = ?", (rollout_id,))
+    connection.execute("DELETE FROM rollouts WHERE group_idx = ? AND member = ?", row[1:3])
     connection.execute(_STATEMENTS[SET_GROUP], ("open", row[1]))
     totals.add(row, -1)

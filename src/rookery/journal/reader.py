@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn
+from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, rollout_place
 from rookery.journal.batch import Totals
 from rookery.journal.folder import is_locked, run_names
 from rookery.journal.schema import (
@@ -166,7 +166,10 @@ class RunReader:
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         """The record with this id."""
-        rows = self._all("SELECT record FROM rollouts WHERE id = ?", rollout_id)
+        place = rollout_place(rollout_id)
+        if place is None:
+            return None
+        rows = self._all("SELECT record FROM rollouts WHERE group_idx = ? AND member = ?", *place)
         return _rollout(rows[0][0]) if rows else None
 
     def turns(self, rollout: Rollout) -> list[Turn]:

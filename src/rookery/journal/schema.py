@@ -42,7 +42,7 @@ CREATE TABLE groups(
     idx INTEGER PRIMARY KEY, stream TEXT NOT NULL, position INTEGER NOT NULL, task_idx INTEGER NOT NULL,
     k INTEGER NOT NULL, status TEXT NOT NULL);
 CREATE TABLE rollouts(
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, group_idx INTEGER NOT NULL, member INTEGER NOT NULL,
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL, group_idx INTEGER NOT NULL, member INTEGER NOT NULL,
     task TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, fault TEXT, cause TEXT, reward REAL,
     ended REAL NOT NULL, record BLOB NOT NULL, UNIQUE(group_idx, member));
 CREATE TABLE attempts(
