@@ -66,14 +66,14 @@ async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: Mode
     answer, gate = model.default, asyncio.Event()
     model.default = Answer("ok", hold=gate)
     async with engine(model, tmp_path, concurrency=3) as made:
-        made.groups(TASKS)
+        held = made.groups(TASKS)
         await model.requested(3)
         state = made.state_dict()
     model.default = answer
     for concurrency in (3, 1):  # none of them is admitted again when the next checkpoint is made; then one
         async with engine(model, tmp_path, concurrency=concurrency) as made:
             made.load_state_dict(state)
-            made.groups(TASKS)
+            held = made.groups(TASKS)
             if concurrency == 1:
                 model.default = Answer("ok", hold=gate)
                 await model.requested(4)
@@ -82,6 +82,7 @@ async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: Mode
     async with engine(model, tmp_path) as made:
         made.load_state_dict(state)
         assert len(seeds([group async for group in made.groups(TASKS)])) == 12
+    del held
 
 
 async def test_a_checkpoint_remembers_how_many_were_wanted(model: ModelServer, tmp_path: Path) -> None:

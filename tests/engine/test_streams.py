@@ -326,3 +326,17 @@ async def test_a_pause_inside_a_pause_ends_with_the_outer_one(model: ModelServer
             assert len(model.requests) == 0
         assert not (await made.status())["paused"]
         assert len([group async for group in stream]) == 1
+
+
+async def test_a_stream_left_by_break_is_cancelled(model: ModelServer, tmp_path: Path) -> None:
+    async with engine(model, tmp_path, concurrency=2) as made:
+        async for group in made.groups([row(n) for n in range(500)], k=2):
+            assert len(group.rollouts) == 2
+            break
+        async with asyncio.timeout(10):
+            while (await made.status())["in_flight"]:
+                await asyncio.sleep(0.01)
+        asked = len(model.requests)
+        assert len([group async for group in made.groups([row(0)], name="after")]) == 1
+        assert len(model.requests) == asked + 1
+    assert asked < 200

@@ -2,6 +2,7 @@
 
 Promises:
 - a group counts as taken when the consumer has it: a cancelled or failed `anext` puts it back;
+- a stream that nobody holds any more is cancelled, as if it had been closed;
 - a stream that was cut short, by an error or by closing the engine, never looks like one that ended.
 """
 
@@ -32,8 +33,9 @@ class GroupStream(AsyncIterator[Group]):
         self._channel = channel
         self._reader = TokenReader(folder / "tokens") if folder is not None else None
         self._loading = asyncio.Lock()
-        if self._reader is not None:  # a consumer may leave its loop without closing the stream
-            weakref.finalize(self, self._reader.close)
+        # A consumer may leave its loop by `break`, without closing the stream: it wants no more.
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _abandoned, loop, supervisor, channel, self._reader).atexit = False
 
     async def __anext__(self) -> Group:
         channel = self._channel
@@ -87,6 +89,15 @@ class GroupStream(AsyncIterator[Group]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _abandoned(
+    loop: asyncio.AbstractEventLoop, supervisor: "Supervisor", channel: Channel, reader: TokenReader | None
+) -> None:
+    if reader is not None:
+        reader.close()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(supervisor.close_channel, channel, "user")
 
 
 def with_segments(group: Group, reader: TokenReader) -> Group:
