@@ -342,3 +342,45 @@ async def test_tasks_may_be_texts_rows_or_tasks(model: ModelServer, tmp_path: Pa
     async with engine(model, tmp_path) as made:
         groups = [group async for group in made.groups(["one", {"prompt": "two"}, Task(id="three")])]
     assert sorted(group.task.text for group in groups) == ["", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["asyncio.run(main())", "with SyncEngine(play, policy=URL, out=OUT, runners=1) as e: print(list(e.groups()))"],
+    ids=["async", "sync"],
+)
+async def test_a_script_without_a_guard_is_told_so_and_starts_no_runners_of_runners(
+    model: ModelServer, tmp_path: Path, start: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import asyncio
+from rookery import Engine, SyncEngine, environment
+
+URL, OUT = {model.url!r}, {str(tmp_path / "runs")!r}
+
+@environment(tasks=["a"])
+async def play(ctx):
+    return 1.0
+
+async def main():
+    async with Engine(play, policy=URL, out=OUT, runners=1) as engine:
+        print([group.rewards async for group in engine.groups()])
+
+{start}
+"""
+    )
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await asyncio.wait_for(run.communicate(), 60)
+    assert run.returncode == 1
+    assert b'if __name__ == "__main__"' in errors
+    assert len(list((tmp_path / "runs").glob("2*"))) == 1
+    guarded = script.read_text().replace(start, f'if __name__ == "__main__":\n    {start}')
+    script.write_text(guarded)
+    run = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(run.communicate(), 60)
+    assert run.returncode == 0, said
+    assert b"1.0" in said

@@ -1,6 +1,7 @@
 """The engine as a library: groups of scored rollouts, out of an environment, a policy and tasks."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, U
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.config import EngineConfig
 from rookery.engine.control import Control
+from rookery.engine.processes import RUNNER
 from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
@@ -62,6 +64,11 @@ class Engine:
         **options: Any,
     ) -> None:
         """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …"""
+        if RUNNER in os.environ:
+            raise UsageError(
+                "an engine cannot be started inside of a runner process: put what starts it under "
+                '`if __name__ == "__main__":`, since runners import the file that defines the environment'
+            )
         unknown = set(options) - set(EngineConfig.__struct_fields__)
         if unknown:
             raise UsageError(f"Engine has no option {', '.join(sorted(unknown))}")
@@ -278,8 +285,6 @@ class Engine:
 
     def pids(self) -> list[int]:
         """This process and its runners."""
-        import os
-
         return [os.getpid(), *(pid for link in self.supervisor.fleet.links for pid in link.pids())]
 
     # ---- groups
@@ -417,6 +422,4 @@ def _upstream(policy: str | Sequence[str] | UpstreamConfig, model: str) -> Upstr
 
 
 def _key(config: UpstreamConfig) -> str | None:
-    import os
-
     return os.environ.get(config.key_env) or os.environ.get("OPENAI_API_KEY")

@@ -8,6 +8,9 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 
+RUNNER = "ROOKERY_RUNNER"
+"""Set in the environment of runner processes."""
+
 
 def die_with_parent(parent: int) -> None:
     """The kernel kills us when the parent thread ends. Elsewhere than on Linux the closed wire has to do."""

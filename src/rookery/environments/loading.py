@@ -209,9 +209,15 @@ def _load_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception | SystemExit):
-            raise UsageError(f"{path} cannot be imported: {describe(error)}") from error
+            raise UsageError(f"{path} cannot be imported: {describe(error)}{_guard_hint(error)}") from error
         raise
     return module
+
+
+def _guard_hint(error: BaseException) -> str:
+    """Runner processes import the script an environment is defined in, and must not start it all over again."""
+    starts = isinstance(error, RuntimeError) and "running event loop" in str(error)
+    return '. Put what starts the engine under `if __name__ == "__main__":`' if starts else ""
 
 
 def _pick(module: ModuleType, attr: str, source: str) -> Any:
