@@ -182,3 +182,16 @@ class WithSandbox(Environment):
 
     async def score(self, ctx: Context) -> float:
         return 1.0 if ctx.state["data"].strip().isdigit() else 0.0
+
+
+class Judged(Environment):
+    """Asks other roles than the policy."""
+
+    roles = ("judge", "user")
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt)
+        await ctx.model("user").chat("anything else?")
+
+    async def score(self, ctx: Context) -> float:
+        return float((await ctx.model("judge").chat("right?")).text == "yes")

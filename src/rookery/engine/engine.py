@@ -13,20 +13,19 @@ import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
+from rookery.engine.checks import check_sandbox, checked_upstreams, upstream_of
 from rookery.engine.config import EngineConfig
 from rookery.engine.control import Control
+from rookery.engine.flights import Policy
 from rookery.engine.processes import RUNNER
 from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
-from rookery.engine.supervisor import Policy, Supervisor
+from rookery.engine.supervisor import Supervisor
 from rookery.engine.wire import RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.journal import Journal, RunReader, create_run
-from rookery.sandboxes import open_provider
-from rookery.sandboxes.protocol import Home
 from rookery.tasks import tasks_from
-from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
@@ -77,7 +76,7 @@ class Engine:
             source = env if isinstance(env, str) else ""
             config = EngineConfig(
                 environment=source,
-                upstreams={"policy": _upstream(policy, model), **(roles or {})},
+                upstreams={"policy": upstream_of(policy, model), **(roles or {})},
                 sandbox=SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec(),
                 limits=limits or Limits(),
                 sampling=sampling or Sampling(),
@@ -142,7 +141,7 @@ class Engine:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; make another one for another run")
         self.check_sandbox()
-        upstreams = await self._check_upstreams()
+        upstreams = await checked_upstreams(self.config.upstreams)
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         ref = self._reference()
         if self.folder is None:
@@ -195,27 +194,7 @@ class Engine:
 
     def check_sandbox(self) -> None:
         """Raises what the provider says against the sandbox asked for; opens nothing."""
-        spec = self.environment.sandbox or self.config.sandbox
-        # Checking opens nothing: the provider is thrown away again.
-        provider = open_provider(self.config.sandbox.provider, Home(folder=self._out, run="check"))
-        problems = provider.check(spec)
-        if problems:
-            raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
-
-    async def _check_upstreams(self) -> dict[str, UpstreamConfig]:
-        """Asks each server whether it is there; where it serves one model only, that is the model."""
-        checked: dict[str, UpstreamConfig] = {}
-        for role, config in self.config.upstreams.items():
-            upstream = open_upstream(config, key=_key(config))
-            try:
-                info = await upstream.check()
-            finally:
-                await upstream.close()
-            if not config.model and len(info.models) != 1:
-                offer = f": it serves {', '.join(info.models[:8])}" if info.models else ""
-                raise UsageError(f"name the model for the {role} at {info.url} (--model){offer}")
-            checked[role] = config if config.model else msgspec.structs.replace(config, model=info.models[0])
-        return checked
+        check_sandbox(self.environment.sandbox or self.config.sandbox, self.config.sandbox.provider, self._out)
 
     def _reference(self) -> EnvironmentRef:
         if self._given is not None:
@@ -412,14 +391,3 @@ class Engine:
                 for name, channel in self._channels.items()
             },
         }
-
-
-def _upstream(policy: str | Sequence[str] | UpstreamConfig, model: str) -> UpstreamConfig:
-    if isinstance(policy, UpstreamConfig):
-        return msgspec.structs.replace(policy, model=model) if model else policy
-    urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
-    return UpstreamConfig(urls=urls, model=model)
-
-
-def _key(config: UpstreamConfig) -> str | None:
-    return os.environ.get(config.key_env) or os.environ.get("OPENAI_API_KEY")

@@ -9,7 +9,6 @@ Promises:
 import asyncio
 import inspect
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,7 @@ class Executor:
         self._broken = False
 
     def _role(self, name: str, config: UpstreamConfig) -> Role:
-        key = os.environ.get(config.key_env) or os.environ.get("OPENAI_API_KEY")
-        upstream = open_upstream(config, key=key)
+        upstream = open_upstream(config)
         self._upstreams.append(upstream)
         return Role(
             name=name,

@@ -9,17 +9,12 @@ Promises:
 """
 
 import asyncio
-import logging
 import random
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, cast
-
-import msgspec
+from typing import Any
 
 from rookery.core import (
     DEFAULT_LIMITS,
@@ -34,59 +29,21 @@ from rookery.core import (
     Timing,
     derive_seed,
 )
-from rookery.core.errors import MAX_DETAIL, describe
+from rookery.core.errors import MAX_DETAIL
 from rookery.engine import wire
 from rookery.engine.breaker import Breaker
 from rookery.engine.channel import Channel
 from rookery.engine.conviction import Court, Death
-from rookery.engine.fleet import TICK, Fleet, OwnBug, Stopped
+from rookery.engine.fleet import TICK, Fleet, Stopped
+from rookery.engine.flights import Flight, Policy, loudly
 from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
-from rookery.engine.retry import Again, Ended, Final, RetryPolicy
+from rookery.engine.retry import Again, Ended, Final
 from rookery.engine.schedule import OpenGroup, Pick
 from rookery.engine.wire import Done, RunSettings, Start
 from rookery.environments import Environment
 from rookery.journal import Journal
 from rookery.sandboxes import reap
-
-P = ParamSpec("P")
-log = logging.getLogger("rookery.supervisor")
-
-
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine treats rollouts: numbers only."""
-
-    runners: int
-    concurrency: int
-    seed: int = 0
-    retry: RetryPolicy = RetryPolicy()
-    breaker: float | None = 0.5
-    block_limit: float = 30.0
-
-
-def loudly(method: Callable[P, None]) -> Callable[P, None]:
-    """For callbacks of the loop, whose exceptions nobody else would see: our own bug ends the run, in words."""
-
-    @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(*args, **kwargs)
-        except Exception as error:
-            log.exception("the supervisor failed in %s", method.__name__)
-            supervisor = cast("Supervisor", args[0])
-            supervisor.stop(OwnBug(f"Rookery's own code failed in {method.__name__}: {describe(error)}"))
-
-    return call
-
-
-class Flight(msgspec.Struct, eq=False):
-    """One attempt that a runner has."""
-
-    channel: Channel
-    pick: Pick
-    attempt: str
-    number: int
-    seed: int
 
 
 class Supervisor:

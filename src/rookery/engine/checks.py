@@ -1,0 +1,44 @@
+"""What is looked at before anything is admitted, so that what cannot work is said first."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rookery.core import SandboxSpec, UsageError
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import Home
+from rookery.upstreams import open_upstream
+from rookery.upstreams.protocol import UpstreamConfig
+
+
+def upstream_of(policy: str | Sequence[str] | UpstreamConfig, model: str) -> UpstreamConfig:
+    """The upstream behind what an `Engine` was given as its policy."""
+    if isinstance(policy, UpstreamConfig):
+        return msgspec.structs.replace(policy, model=model) if model else policy
+    urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
+    return UpstreamConfig(urls=urls, model=model)
+
+
+def check_sandbox(spec: SandboxSpec, provider_name: str, folder: Path) -> None:
+    """Raises what the provider says against the spec. It opens nothing and is thrown away again."""
+    provider = open_provider(provider_name, Home(folder=folder, run="check"))
+    problems = provider.check(spec)
+    if problems:
+        raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
+
+
+async def checked_upstreams(upstreams: Mapping[str, UpstreamConfig]) -> dict[str, UpstreamConfig]:
+    """Asks each server whether it is there; where it serves one model only, that is the model."""
+    checked: dict[str, UpstreamConfig] = {}
+    for role, config in upstreams.items():
+        upstream = open_upstream(config)
+        try:
+            info = await upstream.check()
+        finally:
+            await upstream.close()
+        if not config.model and len(info.models) != 1:
+            offer = f": it serves {', '.join(info.models[:8])}" if info.models else ""
+            raise UsageError(f"name the model for the {role} at {info.url} (--model){offer}")
+        checked[role] = config if config.model else msgspec.structs.replace(config, model=info.models[0])
+    return checked
