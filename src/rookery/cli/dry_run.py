@@ -95,6 +95,7 @@ def _writable(folder: Path) -> bool:
 def _values(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Value]:
+    from rookery.sandboxes import is_isolated
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
@@ -114,10 +115,18 @@ def _values(
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),
         Value("breaker", "off" if config.breaker is None else config.breaker, origin(ctx, "breaker")),
     ]
+    provider = config.sandbox.provider
+    walls = "" if is_isolated(provider) else "not isolated: programs run as you"
+    chosen = _file(ctx) if "provider" in part(ctx, "sandbox") else "default"
+    rows.append(Value("sandbox", provider, chosen, walls))
     rows += _arguments(ctx, values, config)
     rows += _sampling(ctx, config, environment)
     rows += _limits(ctx, config, environment)
-    rows += [Value(f"sandbox.{name}", value, _file(ctx)) for name, value in part(ctx, "sandbox").items()]
+    rows += [
+        Value(f"sandbox.{name}", value, _file(ctx))
+        for name, value in part(ctx, "sandbox").items()
+        if name != "provider"
+    ]
     for role, upstream in config.upstreams.items():
         if role != "policy":
             urls = [redact(url) for url in upstream.urls]

@@ -32,6 +32,7 @@ _WARNINGS: Final = frozenset(
         "task.quarantined",
         "teardown.failed",
         "sandbox.close_failed",
+        "sandbox.not_isolated",
         "log.warning",
         "resume.changed",
     )

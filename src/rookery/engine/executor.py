@@ -25,7 +25,7 @@ from rookery.core import (
 )
 from rookery.core.errors import describe
 from rookery.engine.live import Live
-from rookery.engine.wire import Done, Note, Paused, RunSettings, Start, plain
+from rookery.engine.wire import NOT_ISOLATED, Done, Note, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Door, Role
 from rookery.journal.tokens import TokenWriter
@@ -140,6 +140,9 @@ class Executor:
         if found is None:
             home = Home(folder=Path(self.settings.folder) / "sandboxes", run=self.settings.run)
             found = self._providers[name] = open_provider(name, home)
+            if not found.isolated:
+                detail = f"{name} sandboxes do not isolate: programs run as you, on your files and network"
+                self.send(Note(NOT_ISOLATED, {"detail": detail}))
         return found
 
     async def healthy(self) -> bool:

@@ -70,6 +70,7 @@ class Fleet:
         self._named = 0
         self._failed_starts = 0
         self._stopping = False
+        self._not_isolated = False
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -189,7 +190,10 @@ class Fleet:
         match message:
             case wire.Done():
                 self.owner.on_done(link, message)
+            case wire.Note(wire.NOT_ISOLATED, _) if self._not_isolated:
+                pass
             case wire.Note(kind, payload):
+                self._not_isolated |= kind == wire.NOT_ISOLATED
                 self.owner.event(kind, {"runner": link.name, **payload})
             case wire.Ready():
                 link.ready = True

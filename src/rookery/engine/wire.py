@@ -21,6 +21,8 @@ from rookery.environments.loading import EnvironmentRef
 from rookery.upstreams.protocol import UpstreamConfig
 
 MAX_FRAME = 256 << 20
+NOT_ISOLATED = "sandbox.not_isolated"
+"""The event for programs that run without walls; each process tells it, a run keeps it once."""
 _HEAD = struct.Struct("<I")
 
 

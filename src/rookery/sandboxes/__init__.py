@@ -7,6 +7,8 @@ Promises:
 - whatever an owner leaves behind when it dies, `reap` removes.
 """
 
+from pathlib import Path
+
 from rookery.core import UsageError
 from rookery.sandboxes.leases import owner_alive, reap, start_ticks
 from rookery.sandboxes.protocol import Command, Home, Lease, OnOutput, Process, Provider, Sandbox, Shell, Stream
@@ -21,6 +23,7 @@ __all__ = [
     "Sandbox",
     "Shell",
     "Stream",
+    "is_isolated",
     "open_provider",
     "owner_alive",
     "reap",
@@ -28,6 +31,11 @@ __all__ = [
 ]
 
 GROUP = "rookery.sandboxes"
+
+
+def is_isolated(name: str) -> bool:
+    """Whether the provider of this name keeps programs off the user's files and network; opens nothing."""
+    return open_provider(name, Home(folder=Path(), run="ask")).isolated
 
 
 def open_provider(name: str, home: Home) -> Provider:
