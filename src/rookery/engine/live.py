@@ -58,6 +58,35 @@ EVENTS_PER_ATTEMPT = 1_000
 class Live:
     """One attempt. Its one task runs the stages; timers cancel it; nobody else does."""
 
+    __slots__ = (
+        "__weakref__",
+        "_asked",
+        "_began",
+        "_clock",
+        "_events",
+        "_expired",
+        "_extents",
+        "_held",
+        "_hung_on_others",
+        "_loop",
+        "_result",
+        "_sandboxes",
+        "_seconds",
+        "_tainted",
+        "_timer",
+        "_waited",
+        "_waits",
+        "cancelled",
+        "ctx",
+        "ended",
+        "executor",
+        "limits",
+        "session",
+        "stage",
+        "start",
+        "task",
+    )
+
     def __init__(self, executor: "Executor", start: Start) -> None:
         self.executor = executor
         self.start = start

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from rookery.cli.bench import Progress, Result
 from rookery.cli.bench.cpu import CpuMeter, family, memory_mb
 from rookery.cli.bench.floor import floor_cpu_ms
-from rookery.cli.bench.peers import VERIFIERS, verifiers_cpu_ms
+from rookery.cli.bench.peers import VERIFIERS, PeerFigure, verifiers_cpu_ms
 from rookery.cli.bench.server import MODEL, TOKENS, Instant, instant_model
 from rookery.core import Completed, Group, Message, Task, Taskset
 from rookery.environments import Context, environment
@@ -36,7 +36,7 @@ IN_FLIGHT = RUNNERS * PER_RUNNER
 WARM_UP = 4 * IN_FLIGHT
 TAIL = 4 * IN_FLIGHT
 DECILES = 10
-QUICK_SECONDS = 25.0  # of the minute that a quick bench has, for our own streams; the peer has what is left
+QUICK_SECONDS = 50.0  # of the minute that a quick bench has
 
 
 class Size(NamedTuple):
@@ -111,17 +111,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 model.tokens_url, n=size.rollouts // 5, repeats=size.repeats, concurrency=PER_RUNNER
             )
         )
-        streams = await _streams(model, size, quick, progress)
-        progress(f"peer: {VERIFIERS}, {size.repeats} times {size.peer_rollouts} rollouts")
-        peer = await verifiers_cpu_ms(
-            model.plain_url,
-            n=size.peer_rollouts,
-            repeat=size.repeats,
-            concurrency=PER_RUNNER,
-            timeout=max(1.0, size.peer_seconds - (time.perf_counter() - began)),
-        )
-        if peer.runs:
-            progress(f"peer: {', '.join(f'{cost:.2f}' for cost in peer.runs)} CPU-ms")
+        streams, peer = await _side_by_side(model, size, quick, progress, began)
     costs = [cost for stream in streams for cost in stream.deciles]
     growths = [stream.growth for stream in streams]
     ours, spread = median(costs), f"deciles from {min(costs):.3f} to {max(costs):.3f}"
@@ -152,11 +142,16 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     ]
 
 
-async def _streams(model: Instant, size: Size, quick: bool, progress: Progress) -> list[Stream]:
+async def _side_by_side(
+    model: Instant, size: Size, quick: bool, progress: Progress, began: float
+) -> tuple[list[Stream], PeerFigure]:
+    """Ours and the peer's by turns: the machine gets slower and faster by a third within minutes."""
     streams: list[Stream] = []
-    began = time.perf_counter()
+    runs: list[float] = []
+    missing = ""
     while len(streams) < size.repeats:
-        if streams and quick and (time.perf_counter() - began) * (1 + 1 / len(streams)) > QUICK_SECONDS:
+        spent = time.perf_counter() - began
+        if streams and quick and spent * (1 + 1 / len(streams)) > QUICK_SECONDS:
             progress("engine: no time for another stream")
             break
         progress(f"engine: stream {len(streams) + 1} of {size.repeats}, {size.rollouts:,} rollouts")
@@ -166,7 +161,20 @@ async def _streams(model: Instant, size: Size, quick: bool, progress: Progress) 
             f"memory {stream.memory_growth:+.1f} MiB"
         )
         streams.append(stream)
-    return streams
+        if missing:
+            continue
+        peer = await verifiers_cpu_ms(
+            model.plain_url,
+            n=size.peer_rollouts,
+            repeat=1,
+            concurrency=PER_RUNNER,
+            timeout=max(1.0, size.peer_seconds - (time.perf_counter() - began)),
+        )
+        runs += peer.runs
+        missing = peer.note
+        if peer.runs:
+            progress(f"peer: {VERIFIERS}, {peer.figure:.2f} CPU-ms")
+    return streams, PeerFigure(median(runs) if runs else None, "" if runs else missing, tuple(runs))
 
 
 async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> Stream:
