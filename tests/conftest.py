@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -95,4 +96,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reporter.write_line(f"LEFT BEHIND: processes {sorted(left)}, mounts {_mounts() - mounts}", red=True)
     base = session.config.getoption("basetemp") or getattr(session.config, "_tmp_path_factory", None)
     if session.exitstatus == 0 and base is not None and hasattr(base, "getbasetemp"):
-        shutil.rmtree(base.getbasetemp(), ignore_errors=True)
+        folder = base.getbasetemp()
+        shutil.rmtree(folder, ignore_errors=True)
+        current = folder.parent / "pytest-current"
+        if current.is_symlink() and not current.exists():
+            current.unlink()
+        with suppress(OSError):  # other sessions' folders are still in it
+            folder.parent.rmdir()

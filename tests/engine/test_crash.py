@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,24 +60,32 @@ def _cmdline(pid: int) -> bytes:
         return b""
 
 
-async def start(what: str, folder: Path, url: str) -> asyncio.subprocess.Process:
+Launch = Callable[[str, Path, str], Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Launch]:
+    """Starts runs in processes of their own; none outlives its test, however that ends."""
+    started: list[asyncio.subprocess.Process] = []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.engine.crash_run",
-        what,
-        str(folder),
-        url,
-        env=env,
-        stdout=asyncio.subprocess.PIPE,
-    )
+
+    async def launch(what: str, folder: Path, url: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "tests.engine.crash_run", what, str(folder), url]
+        run = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.DEVNULL)
+        started.append(run)
+        return run
+
+    yield launch
+    for run in started:
+        if run.returncode is None:
+            run.kill()
+            await run.wait()
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
-    model: ModelServer, tmp_path: Path, seed: int
+    model: ModelServer, tmp_path: Path, start: Launch, seed: int
 ) -> None:
     rng = random.Random(seed)
     folder = tmp_path / "runs"
@@ -122,7 +131,7 @@ async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
 
 
 async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
-    model: ModelServer, tmp_path: Path
+    model: ModelServer, tmp_path: Path, start: Launch
 ) -> None:
     folder = tmp_path / "runs"
     run = await start("new", folder, model.url)
