@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
+from rookery.engine import processes
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.checks import check_sandbox, checked_upstreams, upstream_of
 from rookery.engine.config import EngineConfig
 from rookery.engine.control import Control
 from rookery.engine.flights import Policy
-from rookery.engine.processes import RUNNER
 from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
@@ -63,7 +63,7 @@ class Engine:
         **options: Any,
     ) -> None:
         """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …"""
-        if RUNNER in os.environ:
+        if processes.in_runner:
             raise UsageError(
                 "an engine cannot be started inside of a runner process: put what starts it under "
                 '`if __name__ == "__main__":`, since runners import the file that defines the environment'

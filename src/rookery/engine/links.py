@@ -22,7 +22,6 @@ from rookery.core import CancelledReason, RookeryError
 from rookery.engine import wire
 from rookery.engine.conviction import Death
 from rookery.engine.executor import Executor
-from rookery.engine.processes import RUNNER
 from rookery.environments import Environment
 
 STOP_SECONDS = 60.0
@@ -155,7 +154,6 @@ class ProcessLink(Link):
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(), alarm_in),
-                env={**os.environ, RUNNER: self.name},
                 start_new_session=True,  # Ctrl-C is for the supervisor, which ends runners in order
             )
         except BaseException:

@@ -8,8 +8,8 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 
-RUNNER = "ROOKERY_RUNNER"
-"""Set in the environment of runner processes."""
+in_runner = False
+"""Whether this is a runner process; not a variable, which programs started from an environment would inherit."""
 
 
 def die_with_parent(parent: int) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rookery.core import JournalError, RookeryError
 from rookery.core.errors import describe
-from rookery.engine import wire
+from rookery.engine import processes, wire
 from rookery.engine.executor import Executor
 from rookery.engine.processes import die_with_parent, new_event_loop
 from rookery.environments import load_environment
@@ -155,6 +155,7 @@ def _bound_log() -> None:
 
 def main() -> None:
     """`python -m rookery.engine.runner SOCKET_FD ALARM_FD PARENT_PID`."""
+    processes.in_runner = True
     channel, alarm, parent = (int(arg) for arg in sys.argv[1:4])
     die_with_parent(parent)
     faulthandler.enable()
