@@ -18,7 +18,8 @@ from rookery.engine.links import Link, LocalLink, ProcessLink
 from rookery.environments import Environment
 
 READY_SECONDS = 120.0
-FAILED_STARTS = 3
+IDLE_DEATHS = 3
+"""Runners that die one after the other with nothing under way: another one would not live longer."""
 TICK = 1.0
 
 
@@ -68,7 +69,7 @@ class Fleet:
         self.links: list[Link] = []
         self.deaths = 0
         self._named = 0
-        self._failed_starts = 0
+        self._idle_deaths = 0
         self._stopping = False
         self._not_isolated = False
         self._ready = asyncio.Event()
@@ -189,6 +190,7 @@ class Fleet:
     def on_message(self, link: Link, message: wire.FromRunner) -> None:
         match message:
             case wire.Done():
+                self._idle_deaths = 0
                 self.owner.on_done(link, message)
             case wire.Note(wire.NOT_ISOLATED, _) if self._not_isolated:
                 pass
@@ -197,7 +199,6 @@ class Fleet:
                 self.owner.event(kind, {"runner": link.name, **payload})
             case wire.Ready():
                 link.ready = True
-                self._failed_starts = 0
                 self._ready.set()
                 self.owner.pump()
             case wire.Unfit(detail, _, disk):
@@ -219,10 +220,10 @@ class Fleet:
         if link.block_stack:
             detail = f"{detail}\nthe loop stood still here:\n{link.block_stack}"
         self.owner.event("runner.died", {"runner": link.name, "death": death, "detail": detail})
-        if not link.ready:
-            self._failed_starts += 1
-            if self._failed_starts >= FAILED_STARTS:
-                self.owner.stop(Stopped(f"runners die before they are ready: {detail}"))
+        if not link.running:
+            self._idle_deaths += 1
+            if self._idle_deaths >= IDLE_DEATHS:
+                self.owner.stop(Stopped(f"runners keep dying without a rollout in them: {detail}"))
                 return
         self.owner.on_runner_death(link, death, detail)
         if not link.spare and not link.retiring:
