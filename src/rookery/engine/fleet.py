@@ -172,7 +172,8 @@ class Fleet:
     def retire(self, link: Link) -> None:
         """It gets nothing more; once empty it is stopped."""
         link.retiring = True
-        if not link.running and isinstance(link, ProcessLink):
+        if not link.running and not link.stopping and isinstance(link, ProcessLink):
+            link.stopping = True
             self._adopt(link.stop())
 
     def replace(self, link: Link) -> None:
@@ -192,6 +193,8 @@ class Fleet:
             case wire.Done():
                 self._idle_deaths = 0
                 self.owner.on_done(link, message)
+                if link.retiring:
+                    self.retire(link)
             case wire.Note(wire.NOT_ISOLATED, _) if self._not_isolated:
                 pass
             case wire.Note(kind, payload):

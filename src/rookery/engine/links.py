@@ -51,6 +51,7 @@ class Link:
         """It holds one suspect and gets nothing else."""
         self.retiring = False
         """It gets nothing more and is stopped when it is empty."""
+        self.stopping = False
         self.spare = False
         """Made for suspects only."""
         self.last_heard = 0.0

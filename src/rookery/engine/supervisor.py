@@ -261,7 +261,8 @@ class Supervisor:
         assert limit is not None
         now = self._loop.time()
         for channel in self.channels:
-            if self.fleet.paused:
+            # Waiting one's turn behind others of the same run is no failure; finding no runner for a free place is.
+            if self.fleet.paused or self.fleet.under_way >= self.policy.concurrency:
                 channel.schedule.not_counting(TICK + late)
             for pick in channel.schedule.overdue(now, limit):
                 self._overdue(channel, pick, limit)
