@@ -10,7 +10,7 @@ import pytest
 
 from rookery import Engine, Environment, Limits
 from rookery.core import Failed, UsageError, label
-from rookery.engine import Stopped
+from rookery.engine import RetryPolicy, Stopped
 from tests.engine.conftest import engine, events, gather
 from tests.servers import ModelServer
 
@@ -100,6 +100,25 @@ async def test_runners_that_die_before_they_are_ready_stop_the_run(model: ModelS
     with pytest.raises(Stopped, match="status 9"):
         async with engine(model, tmp_path, env=str(tmp_path / "dying.py:Env"), runners=1):
             pass
+
+
+async def test_a_rollout_that_finds_no_runner_ends_at_the_queues_deadline(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    flag = tmp_path / "blocked"
+    (tmp_path / "stuck.py").write_text(
+        f"import os, time\nwhile os.path.exists({str(flag)!r}): time.sleep(0.01)\n"
+        "from tests.engine.envs import Misbehaving\nclass Env(Misbehaving): pass\n"
+    )
+    env = str(tmp_path / "stuck.py:Env")
+    async with engine(model, tmp_path, env=env, runners=1, limits=Limits(queue=0.5), retry=RetryPolicy(1)) as made:
+        flag.touch()  # the next runner never gets ready
+        os.kill(made.pids()[1], signal.SIGKILL)
+        groups = [group async for group in made.groups([row()] * 2, k=2)]
+        flag.unlink()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert label(rollout.outcome) == "engine.queue"
+        assert rollout.timing.queue == 0.5
 
 
 async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServer, tmp_path: Path) -> None:

@@ -295,13 +295,26 @@ def test_a_pause_is_nobodys_waiting_time() -> None:
     assert len(stream.overdue(111.0, 10.0)) == 1
 
 
+def test_a_suspect_that_finds_no_runner_is_overdue_too() -> None:
+    stream = Stream(k=1)
+    open_one(stream, 0)
+    pick = stream.pick(0.0)
+    assert pick is not None
+    stream.again(pick, 3.0, 0.0, alone=True)
+    stream.not_counting(50.0)
+    assert stream.overdue(63.0, 10.0) == []
+    assert stream.overdue(63.1, 10.0) == [pick]
+    assert (stream.suspects, stream.pick_suspect()) == (0, None)
+
+
 def test_suspects_are_picked_only_to_run_alone() -> None:
     stream = Stream(k=1)
     open_one(stream, 0)
     pick = stream.pick(0.0)
     assert pick is not None
     stream.again(pick, 3.0, 0.0, alone=True)
-    assert (stream.suspects, stream.pick(100.0), stream.overdue(100.0, 1.0)) == (1, None, [])
+    stream.not_counting(90.0, shared=True, alone=False)
+    assert (stream.suspects, stream.pick(100.0), stream.overdue(100.0, 97.0)) == (1, None, [])
     assert stream.pick_suspect() is pick
     assert (stream.suspects, stream.pick_suspect(), pick.group.members[0].since) == (0, None, 3.0)
 

@@ -154,23 +154,25 @@ class Stream:
         return self._delayed[0][0] if self._delayed else None
 
     def overdue(self, now: float, limit: float) -> list[Pick]:
-        """Takes out those that have waited for a shared runner longer than `limit` seconds."""
+        """Takes out those that have waited for a runner longer than `limit` seconds, suspects included."""
         self._due(now)
-        late = [pick for pick in self._waiting() if now - pick.group.members[pick.member].since > limit]
+        waiting = chain(self._waiting(), self._suspects)
+        late = [pick for pick in waiting if now - pick.group.members[pick.member].since > limit]
         if late:
             taken = {(pick.group.position, pick.member) for pick in late}
             self._fresh = deque(pick for pick in self._fresh if (pick.group.position, pick.member) not in taken)
             self._repeats = [entry for entry in self._repeats if entry[:2] not in taken]
             heapify(self._repeats)
+            self._suspects = deque(pick for pick in self._suspects if pick not in late)
         return late
 
     def _waiting(self) -> Iterator[Pick]:
         yield from (entry[2] for entry in sorted(self._repeats, key=itemgetter(0, 1)))
         yield from self._fresh
 
-    def not_counting(self, seconds: float) -> None:
-        """A pause went by: it is nobody's waiting time."""
-        for pick in chain(self._waiting(), self._suspects):
+    def not_counting(self, seconds: float, *, shared: bool = True, alone: bool = True) -> None:
+        """Time went by that is nobody's waiting: a pause, or others of the run in the places there are."""
+        for pick in chain(self._waiting() if shared else (), self._suspects if alone else ()):
             pick.group.members[pick.member].since += seconds
 
     def again(self, pick: Pick, now: float, delay: float, *, alone: bool = False) -> None:

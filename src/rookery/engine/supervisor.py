@@ -261,9 +261,10 @@ class Supervisor:
         assert limit is not None
         now = self._loop.time()
         for channel in self.channels:
-            # Waiting one's turn behind others of the same run is no failure; finding no runner for a free place is.
-            if self.fleet.paused or self.fleet.under_way >= self.policy.concurrency:
-                channel.schedule.not_counting(TICK + late)
+            # Waiting one's turn behind others of the run is no failure; finding no runner for a free place is.
+            paused, full = self.fleet.paused, self.fleet.under_way >= self.policy.concurrency
+            lone = any(link.alone for link in self.fleet.links)
+            channel.schedule.not_counting(TICK + late, shared=paused or full, alone=paused or lone)
             for pick in channel.schedule.overdue(now, limit):
                 self._overdue(channel, pick, limit)
         self.pump()
