@@ -145,7 +145,7 @@ async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServ
 async def test_pausing_stops_admission_and_model_calls_and_resumes_on_every_path(
     model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(model, tmp_path, runners=2, concurrency=8, limits=Limits(run=3.0)) as made:
+    async with engine(model, tmp_path, runners=2, concurrency=8, limits=Limits(run=10.0)) as made:
         stream = made.groups([row()] * 400)
         await model.requested(20)
         with pytest.raises(ZeroDivisionError):  # noqa: PT012
