@@ -138,6 +138,13 @@ async def deed(ctx: Context, stage: str) -> Any:
             loop: list[Any] = []
             loop.append(loop)
             ctx.info = {"loop": loop}
+        case "say":
+            ctx.log.info("said", stage=stage)
+        case "loose-sleep":
+            ctx.state["sleeper"] = asyncio.create_task(asyncio.sleep(FOREVER), name="sleeper")
+            await asyncio.sleep(0)
+        case "count-sleepers":
+            ctx.metrics["sleepers"] = sum(task.get_name() == "sleeper" for task in asyncio.all_tasks())
         case "loose-task":
             ctx.state["loose"] = asyncio.create_task(ctx.policy.chat("hang"))
             await asyncio.sleep(0)

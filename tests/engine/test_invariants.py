@@ -166,6 +166,28 @@ async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Pat
     assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 2
 
 
+@MODES
+async def test_teardown_happens_also_after_a_cancellation_and_after_half_a_setup(
+    model: ModelServer, tmp_path: Path, runners: int
+) -> None:
+    async with engine(model, tmp_path, runners=runners) as made:
+        stream = made.groups([row(run="hang-in-policy", teardown="say"), row(setup="raise", teardown="say")])
+        assert (await anext(stream)).index == 1
+        await model.requested(1)
+        await stream.aclose()
+    assert [event["stage"] for event in events(tmp_path, "log.info")] == ["teardown"] * 2
+    assert events(tmp_path, "teardown.failed") == []
+
+
+async def test_a_task_the_environment_forgot_does_not_outlive_its_attempt_in_a_runner(
+    model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [row(run="loose-sleep")] * 3 + [row(run="count-sleepers")]
+    groups = await gather(model, tmp_path, tasks, runners=1, concurrency=1)
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 4
+    assert groups[3].rollouts[0].metrics == {"sleepers": 0.0}
+
+
 async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path) -> None:
     async with engine(model, tmp_path, runners=1) as made:
         stream = made.groups([row(run="hang-in-sandbox", after="hang")] * 3)

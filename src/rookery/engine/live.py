@@ -14,6 +14,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from rookery.core import (
@@ -55,6 +56,18 @@ CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
 
 
+_current: ContextVar["Live | None"] = ContextVar("rookery_attempt", default=None)
+
+
+def task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
+    """For a runner's loop: a task that an environment starts belongs to its attempt; contexts are inherited."""
+    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
+    live = _current.get()
+    if live is not None:
+        live.watch_over(task)
+    return task
+
+
 class Live:
     """One attempt. Its one task runs the stages; timers cancel it; nobody else does."""
 
@@ -69,6 +82,7 @@ class Live:
         "_held",
         "_hung_on_others",
         "_loop",
+        "_loose",
         "_result",
         "_sandboxes",
         "_seconds",
@@ -110,6 +124,7 @@ class Live:
         self._tainted = False
         self._result: tuple[Outcome, Score | None] | None = None
         self._sandboxes: list[Sandbox] = []
+        self._loose: set[asyncio.Task[Any]] = set()
         self._began = time.time()
         self.session = Session(
             start.attempt, executor.roles, self.limits, Recorder(start.attempt, self._keep), executor.door, self
@@ -161,6 +176,7 @@ class Live:
     # ---- stages
 
     async def _play(self) -> None:
+        _current.set(self)
         score: Score | None = None
         try:
             outcome = await self._setup_and_run()
@@ -175,6 +191,7 @@ class Live:
         self._finish(outcome, score, policy_loss=policy_loss)
         # They know us and we know them: apart, all of it is freed now and not by some later collection.
         del self.ctx, self.session
+        _current.set(None)
 
     async def _setup_and_run(self) -> Outcome:
         env, error = self.executor.environment, None
@@ -208,7 +225,7 @@ class Live:
         value: Any = None
         error: BaseException | None = None
         try:
-            if self.cancelled:
+            if self.cancelled and stage != "teardown":
                 raise asyncio.CancelledError  # asked for between two stages
             value = await self._call(call)
         except BaseException as caught:  # noqa: BLE001  (any exception of any kind ends this rollout alone)
@@ -289,12 +306,30 @@ class Live:
     async def _release(self) -> None:
         """Ends what the attempt still holds."""
         self.session.close()
+        await self._end_loose()
         if not self._sandboxes:
             return
         results = await asyncio.gather(*(self._close(box) for box in self._sandboxes), return_exceptions=True)
         for error in results:
             if error is not None:
                 self._event("sandbox.close_failed", detail=describe(error))
+
+    def watch_over(self, task: "asyncio.Task[Any]") -> None:
+        """A task that the environment started: it ends with the attempt at the latest."""
+        self._loose.add(task)
+        task.add_done_callback(self._loose.discard)
+
+    async def _end_loose(self) -> None:
+        left = self._loose - {asyncio.current_task()}
+        if not left:
+            return
+        for task in left:
+            task.cancel()
+        _, stuck = await asyncio.wait(left, timeout=GRACE)
+        if stuck:
+            self._tainted = True
+            names = ", ".join(sorted(task.get_name() for task in stuck))
+            self._event("tasks.stuck", detail=f"tasks of the environment's went on after the attempt: {names}")
 
     async def _close(self, box: Sandbox) -> None:
         async with asyncio.timeout(CLOSE_SECONDS):

@@ -26,6 +26,7 @@ from rookery.core import JournalError, RookeryError
 from rookery.core.errors import describe
 from rookery.engine import processes, wire
 from rookery.engine.executor import Executor
+from rookery.engine.live import task_factory
 from rookery.engine.processes import die_with_parent, new_event_loop
 from rookery.environments import load_environment
 
@@ -167,6 +168,7 @@ def main() -> None:
     os.set_blocking(alarm, False)
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
+    loop.set_task_factory(task_factory)
     runner = Runner(loop, alarm)
     sock = socket.socket(fileno=channel)
 
