@@ -94,12 +94,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         reporter.write_line(f"LEFT BEHIND: processes {sorted(left)}, mounts {_mounts() - mounts}", red=True)
-    base = session.config.getoption("basetemp") or getattr(session.config, "_tmp_path_factory", None)
-    if session.exitstatus == 0 and base is not None and hasattr(base, "getbasetemp"):
-        folder = base.getbasetemp()
-        shutil.rmtree(folder, ignore_errors=True)
-        current = folder.parent / "pytest-current"
-        if current.is_symlink() and not current.exists():
-            current.unlink()
-        with suppress(OSError):  # other sessions' folders are still in it
-            folder.parent.rmdir()
+    session.config.stash[_CLEAN] = session.exitstatus == 0
+
+
+_CLEAN = pytest.StashKey[bool]()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Temp folders of a run without failures go last, when the workers that wrote into them are gone."""
+    factory = getattr(config, "_tmp_path_factory", None)
+    if not config.stash.get(_CLEAN, False) or factory is None or config.getoption("basetemp"):
+        return
+    folder = factory.getbasetemp()
+    shutil.rmtree(folder, ignore_errors=True)
+    current = folder.parent / "pytest-current"
+    if current.is_symlink() and not current.exists():
+        current.unlink()
+    with suppress(OSError):  # other sessions' folders are still in it
+        folder.parent.rmdir()
