@@ -138,6 +138,9 @@ async def deed(ctx: Context, stage: str) -> Any:
             loop: list[Any] = []
             loop.append(loop)
             ctx.info = {"loop": loop}
+        case "tell-truncated":
+            ctx.info["truncated"] = ctx.truncated
+            return 0.5
         case "say":
             ctx.log.info("said", stage=stage)
         case "loose-sleep":

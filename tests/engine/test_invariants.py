@@ -121,8 +121,9 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
 async def test_a_run_deadline_while_the_policy_or_its_sandbox_works_is_truncated_time_and_scored(
     model: ModelServer, tmp_path: Path, deed: str
 ) -> None:
-    (group,) = await gather(model, tmp_path, [row(run=deed, score="half")], limits=Limits(run=0.3))
+    (group,) = await gather(model, tmp_path, [row(run=deed, score="tell-truncated")], limits=Limits(run=0.3))
     assert group.rollouts[0].outcome == Truncated("time")
+    assert group.rollouts[0].info == {"truncated": "time"}
     assert group.rewards == [0.5]
 
 

@@ -16,7 +16,7 @@ import pytest
 from rookery import Engine, SyncEngine
 from rookery.core import Group, RookeryError, Task, UsageError, label
 from rookery.engine import remote
-from rookery.engine.control import HELLO_BYTES, KEY, SOCKET, key_of
+from rookery.engine.control import HELLO_BYTES, KEY, SOCKET
 from tests.engine.conftest import ENV, QUICK, engine, gather
 from tests.servers import ModelServer
 
@@ -224,7 +224,7 @@ async def test_another_process_gets_groups_pauses_and_state(model: ModelServer, 
         assert made._control is not None
         assert (made.folder / SOCKET).stat().st_mode & 0o077 == 0
         assert (made.folder / KEY).stat().st_mode & 0o077 == 0
-        assert key_of(made.folder) in made._control.url
+        assert (made.folder / KEY).read_text() in made._control.url
         async with client(made.folder) as near, client(made._control.url) as far:
             for each, name in ((near, "main"), (far, "far")):
                 assert (await each.heard())["run"] == str(made.folder)

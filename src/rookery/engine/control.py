@@ -12,7 +12,7 @@ import hmac
 import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -218,10 +218,3 @@ class _Client:
             case "load_state_dict":
                 return engine.load_state_dict(args["state"])
         raise UsageError(f"the engine does not know {op!r}")
-
-
-def key_of(folder: Path) -> str:
-    """The TCP key of a run, for whoever may read its folder."""
-    with suppress(FileNotFoundError):
-        return (folder / KEY).read_text()
-    return ""

@@ -14,14 +14,12 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from rookery.core import (
     SCORED,
     Cancelled,
     CancelledReason,
-    Completed,
     Extent,
     Failed,
     Outcome,
@@ -32,12 +30,13 @@ from rookery.core import (
     StageClock,
     Timing,
     Truncated,
-    Truncation,
     Turn,
     Usage,
     failed,
 )
-from rookery.core.errors import behind, describe
+from rookery.core.errors import describe
+from rookery.engine.loose import LooseTasks
+from rookery.engine.verdicts import StageEnd, verdict
 from rookery.engine.wire import Done, Note, Start, plain_event
 from rookery.environments import Context, Log
 from rookery.environments.threads import in_thread, stuck_threads
@@ -54,18 +53,6 @@ GRACE = 5.0
 """Seconds a cancelled stage gets to unwind before it counts as unstoppable."""
 CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
-
-
-_current: ContextVar["Live | None"] = ContextVar("rookery_attempt", default=None)
-
-
-def task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
-    """For a runner's loop: a task that an environment starts belongs to its attempt; contexts are inherited."""
-    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
-    live = _current.get()
-    if live is not None:
-        live.watch_over(task)
-    return task
 
 
 class Live:
@@ -124,7 +111,7 @@ class Live:
         self._tainted = False
         self._result: tuple[Outcome, Score | None] | None = None
         self._sandboxes: list[Sandbox] = []
-        self._loose: set[asyncio.Task[Any]] = set()
+        self._loose = LooseTasks()
         self._began = time.time()
         self.session = Session(
             start.attempt, executor.roles, self.limits, Recorder(start.attempt, self._keep), executor.door, self
@@ -176,7 +163,7 @@ class Live:
     # ---- stages
 
     async def _play(self) -> None:
-        _current.set(self)
+        self._loose.begin()
         score: Score | None = None
         try:
             outcome = await self._setup_and_run()
@@ -191,7 +178,7 @@ class Live:
         self._finish(outcome, score, policy_loss=policy_loss)
         # They know us and we know them: apart, all of it is freed now and not by some later collection.
         del self.ctx, self.session
-        _current.set(None)
+        self._loose.forget()
 
     async def _setup_and_run(self) -> Outcome:
         env, error = self.executor.environment, None
@@ -249,40 +236,20 @@ class Live:
         return await value if inspect.isawaitable(value) else value
 
     def _verdict(self, error: BaseException | None) -> Outcome:
-        """The outcome of the stage that just ended."""
-        stage = self.stage
-        if self.cancelled:
-            return Cancelled(self.cancelled)
-        if self._expired:
-            return self._deadline_verdict(error)
-        if error is None:
-            reason = self.session.truncated
-            return Truncated(reason) if reason else Completed()
-        single = behind(error)
-        if isinstance(single, Truncation) and stage == "run":
-            self.session.truncated = self.session.truncated or single.reason
-            return Truncated(single.reason)
-        if isinstance(single, SystemExit | KeyboardInterrupt):
-            return failed(
-                error, stage, cause="bug.exit", detail=f"the environment called exit: {describe(single)}"
+        """The outcome, as of the stage that just ended."""
+        outcome = verdict(
+            StageEnd(
+                stage=self.stage,
+                error=error,
+                cancelled=self.cancelled,
+                expired=self._clock.budget if self._expired else None,
+                waited_on_others=self._hung_on_others,
+                truncated=self.session.truncated,
             )
-        cause = "bug.scoring" if stage == "score" else "bug.environment"
-        if isinstance(single, asyncio.CancelledError):
-            detail = "the environment raised CancelledError by itself; nobody had cancelled it"
-            return failed(error, stage, cause=cause, detail=detail)
-        return failed(error, stage, cause=cause)
-
-    def _deadline_verdict(self, error: BaseException | None) -> Outcome:
-        stage, budget = self.stage, self._clock.budget
-        if self._hung_on_others:
-            if stage == "run":
-                return Truncated("time")
-            cause = "scoring.timeout" if stage == "score" else "engine.setup"
-            what = "a sandbox or a model"
-        else:
-            cause, what = "bug.hung", "its own code"
-        detail = f"{stage} ran out of its {budget:g} seconds inside {what}"
-        return failed(error or TimeoutError(detail), stage, cause=cause, detail=detail)
+        )
+        if isinstance(outcome, Truncated):  # scoring may want to know
+            self.session.truncated = outcome.reason
+        return outcome
 
     async def _policy_loss(self, outcome: Outcome) -> bool:
         """Whether a lost sandbox may be the policy's doing: lost in its own command, and the host is healthy."""
@@ -314,18 +281,8 @@ class Live:
             if error is not None:
                 self._event("sandbox.close_failed", detail=describe(error))
 
-    def watch_over(self, task: "asyncio.Task[Any]") -> None:
-        """A task that the environment started: it ends with the attempt at the latest."""
-        self._loose.add(task)
-        task.add_done_callback(self._loose.discard)
-
     async def _end_loose(self) -> None:
-        left = self._loose - {asyncio.current_task()}
-        if not left:
-            return
-        for task in left:
-            task.cancel()
-        _, stuck = await asyncio.wait(left, timeout=GRACE)
+        stuck = await self._loose.end(GRACE)
         if stuck:
             self._tainted = True
             names = ", ".join(sorted(task.get_name() for task in stuck))

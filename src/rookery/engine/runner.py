@@ -26,7 +26,7 @@ from rookery.core import JournalError, RookeryError
 from rookery.core.errors import describe
 from rookery.engine import processes, wire
 from rookery.engine.executor import Executor
-from rookery.engine.live import task_factory
+from rookery.engine.loose import task_factory
 from rookery.engine.processes import die_with_parent, new_event_loop
 from rookery.environments import load_environment
 

@@ -1,0 +1,53 @@
+"""What the end of a stage means, asked without running anything."""
+
+import asyncio
+
+import pytest
+
+from rookery.core import Cancelled, Completed, Failed, SandboxError, Stage, Truncated, Truncation, label
+from rookery.engine.verdicts import StageEnd, verdict
+
+
+@pytest.mark.parametrize(
+    ("stage", "on_others", "expected"),
+    [
+        ("run", True, "truncated.time"),
+        ("run", False, "bug.hung"),
+        ("setup", True, "engine.setup"),
+        ("setup", False, "bug.hung"),
+        ("score", True, "scoring.timeout"),
+        ("score", False, "bug.hung"),
+    ],
+)
+def test_whose_a_deadline_is_depends_on_what_was_waited_for(stage: Stage, on_others: bool, expected: str) -> None:
+    end = StageEnd(stage=stage, error=asyncio.CancelledError(), expired=3.0, waited_on_others=on_others)
+    assert label(verdict(end)) == expected
+    assert label(verdict(StageEnd(stage=stage, expired=3.0, waited_on_others=on_others))) == expected
+
+
+@pytest.mark.parametrize("stage", ["setup", "run", "score"])
+def test_an_exception_that_carries_its_own_fault_keeps_it(stage: Stage) -> None:
+    lost = SandboxError("gone")
+    for error in (lost, BaseExceptionGroup("both", [ValueError("x"), lost])):
+        outcome = verdict(StageEnd(stage=stage, error=error))
+        assert isinstance(outcome, Failed)
+        assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "sandbox.lost", stage)
+
+
+def test_a_cancellation_nobody_asked_for_is_the_environments_bug() -> None:
+    outcome = verdict(StageEnd(stage="run", error=asyncio.CancelledError()))
+    assert label(outcome) == "bug.environment"
+    asked = StageEnd(stage="run", error=asyncio.CancelledError(), cancelled="filtered", expired=1.0)
+    assert verdict(asked) == Cancelled("filtered")
+
+
+def test_a_spent_budget_truncates_whatever_was_made_of_the_exception() -> None:
+    assert verdict(StageEnd(stage="run")) == Completed()
+    assert verdict(StageEnd(stage="run", truncated="turns")) == Truncated("turns")
+    assert verdict(StageEnd(stage="run", error=Truncation("context"))) == Truncated("context")
+    assert label(verdict(StageEnd(stage="score", error=Truncation("turns")))) == "bug.scoring"
+
+
+def test_an_exit_is_called_one() -> None:
+    for error in (SystemExit(3), KeyboardInterrupt()):
+        assert label(verdict(StageEnd(stage="setup", error=error))) == "bug.exit"
