@@ -2,17 +2,32 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CORE := $(VENV)/.core
+# This version is a CPU build where no GPU is; others bring gigabytes of CUDA.
+TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: test lint unit setup peers clean help
+.PHONY: demo test lint unit setup peers clean help
 
 help:
+	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
 	@echo "make test    set up, lint, type-check and run every test"
 	@echo "make lint    ruff, mypy and the order of the rooms"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make clean   remove what make made"
+
+demo: $(CORE)
+	@$(BIN)/rookery demo $(DEMO_ARGS)
+
+# Only what rookery itself needs; what `make test` installs holds it too.
+$(CORE): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
+	@if test $(STAMP) -nt pyproject.toml && test -x $(BIN)/rookery; then touch $(CORE); else \
+		echo "setting up $(VENV), once" && \
+		{ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); } && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . && touch $(CORE); fi
 
 test: lint unit
 
@@ -21,7 +36,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
 	touch $(STAMP)
 
 lint: $(STAMP)

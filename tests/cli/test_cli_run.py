@@ -42,6 +42,8 @@ async def test_a_run_without_failures_is_exit_code_0_and_sums_up(here: Path, ser
     assert "12 valid" in done.out
     assert "100.0%" in done.out
     assert "95% within 75.8% to 100.0%, over 12 valid rollouts" in done.out
+    assert "mean reward   1.000" in done.out
+    assert "12  completed" in done.out
     assert f"rookery export runs/{folder.name}" in done.out
     assert "4 tasks x 3" in done.err
     assert "\x1b" not in done.out + done.err
@@ -171,7 +173,7 @@ async def test_a_limit_of_turns_truncates(here: Path, server: ModelServer) -> No
     server.default = Answer(None, calls=[("add", '{"a": 1, "b": 2}')], finish="tool_calls")
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "--limit-turns", "3", cwd=here)
     assert done.code == 0, done.err
-    assert "4 of them truncated (turns 4)" in done.out
+    assert "4  truncated.turns" in done.out
     assert len(server.requests) == 12
 
 

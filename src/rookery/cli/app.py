@@ -11,12 +11,14 @@ import rookery
 from rookery.cli.errors import guarded
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "demo": ("rookery.cli.demo:demo", "Run real rollouts here and now, offline."),
     "run": ("rookery.cli.run:run", "Run an environment over tasks."),
     "resume": ("rookery.cli.resume:resume", "Go on with a run that was stopped."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL or Parquet."),
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
+    "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
     "bench": ("rookery.cli.bench_command:bench", "Measure what Rookery costs, beside others."),
 }
 
@@ -25,8 +27,9 @@ COMPLETE: Final = "_ROOKERY_COMPLETE"
 HELP: Final = """Runs LLM agents through tasks, thousands of times, and keeps what happened.
 
 \b
-  rookery init arithmetic                                  make an environment
-  rookery run arithmetic/arithmetic.py --policy URL        run it
+  rookery demo                                             see it run, offline
+  rookery init mine                                        make an environment
+  rookery run mine/mine.py --policy URL                    run it
   rookery show latest                                      look at what it did
 """
 

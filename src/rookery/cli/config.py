@@ -181,7 +181,7 @@ def absolute(spec: str) -> str:
 def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
     import msgspec
 
-    from rookery.upstreams import UpstreamConfig
+    from rookery.upstreams import UpstreamConfig, settled
 
     found: dict[str, UpstreamConfig] = {}
     for role, table in part(ctx, "roles").items():
@@ -190,7 +190,7 @@ def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
             raise UsageError(f"{where} must be a table with url and model")
         plain = dict(table)
         if "url" in plain:
-            plain["urls"] = [plain.pop("url")]
+            plain["urls"] = [settled(str(plain.pop("url")))]
         strange = sorted(set(plain) - set(UpstreamConfig.__struct_fields__))
         if strange or role == "policy":
             said = "is given by `policy`, not here" if role == "policy" else f"has no key {strange[0]!r}"
@@ -205,7 +205,7 @@ def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
 def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     """The run's configuration out of its parts; what cannot be is said before anything starts."""
     from rookery.engine import EngineConfig, RetryPolicy
-    from rookery.upstreams import UpstreamConfig
+    from rookery.upstreams import UpstreamConfig, settled
 
     if not values["env"]:
         raise UsageError("name an environment: rookery run ENV, with ENV a name, module:attr or file.py")
@@ -214,7 +214,7 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     sampling: Sampling = Sampling(
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
     ).over(_struct(ctx, "sampling", Sampling))
-    policy = UpstreamConfig(urls=values["policy"], model=values["model"] or "")
+    policy = UpstreamConfig(urls=tuple(map(settled, values["policy"])), model=values["model"] or "")
     env = absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if ":" in env and ".py" not in env:

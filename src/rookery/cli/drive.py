@@ -188,7 +188,7 @@ class _LogFile(logging.FileHandler):
         """A disk that takes no log line stops the run by itself; a traceback for each would hide its words."""
 
 
-def finish(drive: Drive, events: JsonLines | None) -> int:
+def finish(drive: Drive, events: JsonLines | None, *, ending: Callable[[Summary], list[str]] = next_lines) -> int:
     """Sums up what the journal holds and says what to do next; returns the exit code."""
     summary = _summary(drive)
     code = drive.exit_code(summary)
@@ -204,7 +204,7 @@ def finish(drive: Drive, events: JsonLines | None) -> int:
         detail = {"error": str(drive.error)} if drive.error is not None else {}
         events.write("finished", **plain, **detail, exit_code=code)
     elif summary is not None:
-        lines = ["", *summary_lines(summary, drive.session), *next_lines(summary)]
+        lines = ["", *summary_lines(summary, drive.session), *ending(summary)]
         if not tell("\n".join(lines), err=False):
             forget_stdout()
     return code

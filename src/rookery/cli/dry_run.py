@@ -67,15 +67,15 @@ def dry_run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | Non
 def _problems(config: "EngineConfig", out: str) -> list[str]:
     """Everything that can be told to be wrong without starting or connecting to anything."""
     from rookery.engine import Engine
-    from rookery.upstreams.urls import Address
+    from rookery.upstreams import open_upstream
 
     found = []
     for upstream in config.upstreams.values():
-        for url in upstream.urls:
-            try:
-                Address(url)
-            except UsageError as error:
-                found.append(str(error))
+        try:
+            if upstream.urls:
+                open_upstream(upstream)
+        except UsageError as error:
+            found.append(str(error))
     if not _writable(Path(out)):
         found.append(f"nothing can be written into {out}; choose another folder with -o")
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from rookery.cli.text import bold, dim, quoted
+from rookery.cli.text import bold, dim, program, quoted
 from rookery.core import UsageError
 
 _ENVIRONMENT = '''\
@@ -87,7 +87,7 @@ def init(name: str, folder: str | None) -> int:
         f"made {', '.join(quoted(path) for path in files)}",
         "",
         f"  {dim('# run it, each task four times; --dry-run shows first what would run')}",
-        f"  {bold(f'rookery run {made} --policy http://localhost:8000/v1 -k 4')}",
+        f"  {bold(f'{program()} run {made} --policy http://localhost:8000/v1 -k 4')}",
     ]
     click.echo("\n".join(rows))
     return 0

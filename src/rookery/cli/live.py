@@ -21,8 +21,8 @@ from rookery.cli.text import colours_wanted, duration
 class LiveProgress(Lines):
     """A bar, the numbers under it, failures by cause; sentences scroll by above."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, told: frozenset[str] = frozenset()) -> None:
+        super().__init__(told)
         self._console = Console(stderr=True, highlight=False, soft_wrap=False, no_color=colours_wanted() is False)
         self._live: Live | None = None
         self._status: dict[str, Any] = {}

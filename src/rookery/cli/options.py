@@ -70,7 +70,11 @@ _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
     _option("--tasks", metavar="SRC", env="TASKS", help="A file of tasks (.jsonl, .json).  [default: its own]"),
     _option(
-        "--policy", metavar="URL", multiple=True, env="POLICY", help="The model server; repeat for its replicas."
+        "--policy",
+        metavar="URL",
+        multiple=True,
+        env="POLICY",
+        help="The model server; repeat for its replicas. Or `embedded`, the small policy that comes along.",
     ),
     _option("--model", metavar="M", env="MODEL", help="The model's name.  [default: the server's only one]"),
     _option(

@@ -150,7 +150,9 @@ def _plain(value: Any) -> str:
 class Lines:
     """What plain and live progress share: sentences about failures and events, with a bound on repetition."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: frozenset[str] = frozenset()) -> None:
+        """`told`: kinds of event that the user has heard of already."""
+        self.told = told
         self.stats = Stats()
         self.begun = time.monotonic()
         self.start: Start | None = None
@@ -191,7 +193,7 @@ class Lines:
         """Rollouts say it all."""
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
-        if kind in _WARNINGS and kind != "task.quarantined" and self._may(kind):
+        if kind in _WARNINGS and kind != "task.quarantined" and kind not in self.told and self._may(kind):
             text = payload.get("message") or payload.get("detail") or payload.get("stack") or ""
             who = payload.get("attempt") or payload.get("runner") or ""
             text = str(text).strip().splitlines()
@@ -235,8 +237,8 @@ class Lines:
 class PlainProgress(Lines):
     """Lines for logs and pipes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, told: frozenset[str] = frozenset()) -> None:
+        super().__init__(told)
         self._next = 0.0
         self._said = -1
 
@@ -259,12 +261,12 @@ class PlainProgress(Lines):
         """Nothing to put back."""
 
 
-def open_progress(events: JsonLines | None) -> Progress:
+def open_progress(events: JsonLines | None, told: frozenset[str] = frozenset()) -> Progress:
     """What fits: the event stream, a live picture on a terminal, or lines."""
     if events is not None:
         return events
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         from rookery.cli.live import LiveProgress
 
-        return LiveProgress()
-    return PlainProgress()
+        return LiveProgress(told)
+    return PlainProgress(told)

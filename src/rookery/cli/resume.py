@@ -67,6 +67,7 @@ def _resume(
     from rookery.cli.summary import read_summary
     from rookery.engine import Engine, EngineConfig
     from rookery.journal import RunReader, find_run, open_lock
+    from rookery.upstreams import settled
 
     folder = find_run(name, runs_folder(root))
     with RunReader(folder) as reader:  # refuses a newer format before anything is touched
@@ -89,7 +90,8 @@ def _resume(
     if policy:
         upstream = config.upstreams.get("policy")
         assert upstream is not None
-        changes["upstreams"] = {**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=policy)}
+        urls = tuple(map(settled, policy))
+        changes["upstreams"] = {**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=urls)}
     engine = Engine.resume(folder, **changes)
 
     def about(engine: Engine) -> Start:

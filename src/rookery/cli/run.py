@@ -15,7 +15,9 @@ from rookery.cli.options import run_options
 from rookery.core import RookeryError, Taskset, UsageError
 
 if TYPE_CHECKING:
-    from rookery.cli.progress import JsonLines
+    from rookery.cli.drive import Drive
+    from rookery.cli.progress import JsonLines, Progress
+    from rookery.engine import Engine
     from rookery.environments import Environment
 
 _HELP = """Runs ENV over tasks, -k times each, and journals every rollout.
@@ -48,16 +50,22 @@ def run(ctx: click.Context, /, **values: Any) -> int:
 
 def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:
     from rookery.cli.config import engine_config
-    from rookery.cli.drive import Drive, finish
-    from rookery.cli.progress import Start, open_progress
+    from rookery.cli.drive import finish
+    from rookery.cli.progress import open_progress
     from rookery.engine import Engine
 
     config = engine_config(ctx, values)
     engine = Engine(config.environment, config=config, out=values["out"])
     tasks = chosen_tasks(engine.environment, values)
-    k = values["per_task"]
+    return finish(driven(engine, tasks, values["per_task"], open_progress(events)), events)
 
-    def about(engine: Engine) -> Start:
+
+def driven(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "Drive":
+    """A new run of these tasks, to its end."""
+    from rookery.cli.drive import Drive
+    from rookery.cli.progress import Start
+
+    def about(engine: "Engine") -> Start:
         assert engine.folder is not None
         return Start(
             run=engine.folder,
@@ -70,9 +78,9 @@ def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None")
             runners=engine.config.runners,
         )
 
-    drive = Drive(engine, open_progress(events), tasks=tasks, k=k, about=about)
+    drive = Drive(engine, progress, tasks=tasks, k=k, about=about)
     drive.run()
-    return finish(drive, events)
+    return drive
 
 
 def chosen_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:

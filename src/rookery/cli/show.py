@@ -64,7 +64,7 @@ def show(name: str, rollout: str | None, root: str | None, json: bool, **values:
 def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
     from rookery.cli.stats import facts
     from rookery.cli.summary import next_lines, read_summary, summary_lines
-    from rookery.cli.text import bold, dim, quoted
+    from rookery.cli.text import bold, dim, program, quoted
 
     chosen = _chosen(reader, group, values)
     start = (values["page"] - 1) * values["count"]
@@ -90,7 +90,7 @@ def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, 
         click.echo("\n".join(next_lines(summary)[:3]), err=True)
     elif page:
         click.echo(
-            f"\n{dim('one of them:')} {bold(f'rookery show {quoted(reader.folder)} {page[0].id}')}", err=True
+            f"\n{dim('one of them:')} {bold(f'{program()} show {quoted(reader.folder)} {page[0].id}')}", err=True
         )
     return 0
 

@@ -2,16 +2,24 @@
 
 Promises:
 - only valid rollouts are in a denominator; failed ones are counted by cause;
+- every rollout is in exactly one outcome, so that the outcomes' counts add up to the rollouts;
+- the time of a run is that in which something was under way, without the pauses before a resume;
 - memory does not grow with the number of rollouts.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from math import sqrt
-from typing import Any
+from typing import Any, Final
 
 from rookery.core import Cancelled, Failed, Rollout, Truncated, label
 
 Z95 = 1.959963984540054
+LEVEL: Final = "level"
+"""The metric by which rewards are also added up apart."""
+MAX_LEVELS: Final = 12
+"""A metric with more values than this is no level."""
+MAX_SPANS: Final = 64
 
 
 def wilson(passed: int, count: int) -> tuple[float, float]:
@@ -37,12 +45,53 @@ class Failure:
         self.detail = outcome.detail
 
 
+class Busy:
+    """Seconds in which at least one attempt was under way, whatever the order they are told in."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def add(self, start: float, end: float) -> None:
+        if not 0 < start <= end:
+            return
+        low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if low < high:  # spans that it touches become one with it
+            start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
+        self._starts[low:high] = [start]
+        self._ends[low:high] = [end]
+        if len(self._starts) > MAX_SPANS:
+            gaps = [self._starts[at + 1] - self._ends[at] for at in range(MAX_SPANS)]
+            at = gaps.index(min(gaps))
+            del self._starts[at + 1], self._ends[at]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._ends) - sum(self._starts)
+
+
+class Level:
+    """The valid rollouts of one level."""
+
+    __slots__ = ("mean", "valid")
+
+    def __init__(self) -> None:
+        self.valid = 0
+        self.mean = 0.0
+
+    def add(self, reward: float) -> None:
+        self.valid += 1
+        self.mean += (reward - self.mean) / self.valid
+
+
 class Stats:
     """Sums over records."""
 
     def __init__(self) -> None:
         self.rollouts = 0
         self.valid = 0
+        self.labels: Counter[str] = Counter()
+        """How many ended how; adds up to `rollouts`."""
         self.truncated: Counter[str] = Counter()
         self.cancelled = 0
         self.failures: dict[str, Failure] = {}
@@ -56,10 +105,15 @@ class Stats:
         self.sampled_tokens = 0
         self.turns = 0
         self.attempts = 0
+        self.busy = Busy()
+        self._levels: dict[float, Level] | None = {}
 
     def add(self, record: Rollout) -> None:
         outcome = record.outcome
         self.rollouts += 1
+        self.labels[label(outcome)] += 1
+        for attempt in record.attempts:
+            self.busy.add(attempt.started, attempt.ended)
         self.attempts += len(record.attempts)
         self.prompt_tokens += record.usage.prompt_tokens
         self.sampled_tokens += record.usage.sampled_tokens
@@ -79,6 +133,23 @@ class Stats:
             delta = reward - self.mean
             self.mean += delta / self.valid
             self._m2 += delta * (reward - self.mean)
+            self._add_level(record.metrics.get(LEVEL), reward)
+
+    def _add_level(self, level: float | None, reward: float) -> None:
+        if level is None or self._levels is None:
+            return
+        self._levels.setdefault(level, Level()).add(reward)
+        if len(self._levels) > MAX_LEVELS:
+            self._levels = None
+
+    @property
+    def levels(self) -> list[tuple[float, Level]]:
+        """By level, the lowest first; empty where the environment tells none, or too many to be levels."""
+        return sorted((self._levels or {}).items())
+
+    @property
+    def completed(self) -> int:
+        return self.rollouts - self.truncated.total() - self.failed - self.cancelled
 
     @property
     def standard_error(self) -> float | None:

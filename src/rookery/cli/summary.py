@@ -3,6 +3,7 @@
 Promises:
 - the numbers are the journal's, not this process's memory, so `run`, `resume` and `show` say the same;
 - a rate stands with its interval and what it is over: valid rollouts only;
+- the outcomes' counts add up to the rollouts, and each failure is named by its cause;
 - it ends with what to do next.
 """
 
@@ -14,13 +15,14 @@ import click
 import msgspec
 
 from rookery.cli.stats import Stats, wilson
-from rookery.cli.text import bold, dim, duration, line, plural, quoted, rate, status_word, table
+from rookery.cli.text import bold, columns, dim, duration, line, plural, program, quoted, rate, status_word, table
 from rookery.core import cause_of
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader
 
 MAX_CAUSES = 8
+LEVELS_A_LINE = 6
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,12 @@ class Summary(msgspec.Struct, kw_only=True):
     def left(self) -> int:
         return max(0, self.planned - self.stats.rollouts)
 
+    @property
+    def whole(self) -> Session:
+        """All processes that worked on it, as one: what a reader of the journal knows about its speed."""
+        stats = self.stats
+        return Session(seconds=stats.busy.seconds, rollouts=stats.rollouts, sampled_tokens=stats.sampled_tokens)
+
     def plain(self, session: Session | None = None) -> dict[str, Any]:
         """As data, for `--json`."""
         stats = self.stats
@@ -70,16 +78,24 @@ class Summary(msgspec.Struct, kw_only=True):
             "cancelled": stats.cancelled,
             "truncated": dict(stats.truncated),
             "causes": {cause: failure.count for cause, failure in stats.causes()},
+            "completed": stats.completed,
+            "outcomes": dict(stats.labels),
+            "solved": self.solved,
             "reward": stats.reward(),
             "turns": stats.turns,
             "prompt_tokens": stats.prompt_tokens,
             "sampled_tokens": stats.sampled_tokens,
         }
-        if session is not None and session.seconds > 0:
+        if stats.levels:
+            found["levels"] = [
+                {"level": level, "valid": one.valid, "mean": one.mean} for level, one in stats.levels
+            ]
+        spent = session or self.whole
+        if spent.seconds > 0:
             found |= {
-                "seconds": session.seconds,
-                "rollouts_per_second": session.rollouts / session.seconds,
-                "tokens_per_second": session.sampled_tokens / session.seconds,
+                "seconds": spent.seconds,
+                "rollouts_per_second": spent.rollouts / spent.seconds,
+                "tokens_per_second": spent.sampled_tokens / spent.seconds,
             }
         return found
 
@@ -122,40 +138,38 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
 def summary_lines(summary: Summary, session: Session | None = None) -> list[str]:
     """The final table, without what to do next."""
     stats = summary.stats
-    rows = [["tasks", f"{summary.tasks:,}", _quarantined(summary)], ["rollouts", *_rollouts(summary)]]
+    rows = [["tasks", f"{summary.tasks:,}", _tasks(summary)], ["rollouts", *_rollouts(summary)]]
     if stats.valid:
-        rows.append(_result(stats))
-    if stats.valid and stats.binary and summary.groups and stats.rollouts > summary.groups:
-        rows.append(["solved", f"{summary.solved:,}", "tasks at least once"])
+        rows += _result(stats)
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
-    if session is not None and session.rollouts and session.seconds > 0:
-        about = (
-            f"rollouts/s, {rate(session.sampled_tokens, session.seconds)} tokens/s, in {duration(session.seconds)}"
-        )
-        rows.append(["speed", rate(session.rollouts, session.seconds), about])
+    rows += _speed(summary, session)
+    rows += _outcomes(stats, columns() - _indent(rows))
     title = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}"
     head = f"{title}  {status_word(summary.status)}"
-    lines = [
-        head,
-        *table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  "),
-    ]
-    if stats.failures:
-        lines += ["", click.style("failed", fg="red", bold=True) + dim("  not in any rate above"), *_causes(stats)]
-    return lines
+    body = table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  ")
+    return [head, *body]
 
 
-def _quarantined(summary: Summary) -> str:
-    return f"{summary.quarantined:,} of them quarantined" if summary.quarantined else ""
+def _indent(rows: list[list[str]]) -> int:
+    """Where the last column begins. The names of outcomes' rows are no longer than those before them."""
+    return 6 + max(len(row[0]) for row in rows) + max(len(row[1]) for row in rows)
+
+
+def _tasks(summary: Summary) -> str:
+    stats = summary.stats
+    parts = []
+    if stats.valid and stats.binary and summary.groups and stats.rollouts > summary.groups:
+        parts.append(f"{summary.solved:,} solved at least once")
+    if summary.quarantined:
+        parts.append(f"{summary.quarantined:,} quarantined")
+    return ", ".join(parts)
 
 
 def _rollouts(summary: Summary) -> tuple[str, str]:
     stats = summary.stats
     parts = [f"{stats.valid:,} valid"]
-    if stats.truncated:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in stats.truncated.most_common())
-        parts.append(f"{stats.truncated.total():,} of them truncated ({reasons})")
     if stats.failed:
         parts.append(click.style(f"{stats.failed:,} failed", fg="red"))
     if stats.cancelled:
@@ -165,53 +179,78 @@ def _rollouts(summary: Summary) -> tuple[str, str]:
     return f"{stats.rollouts:,}", ", ".join(parts)
 
 
-def _result(stats: Stats) -> list[str]:
+def _result(stats: Stats) -> list[list[str]]:
     over = f"over {plural(stats.valid, 'valid rollout')}"
+    error = stats.standard_error
+    spread = f"± {error:.2g} (standard error)" if error is not None else ""
     if stats.binary:
         low, high = wilson(stats.passed, stats.valid)
-        return ["pass rate", f"{stats.passed / stats.valid:.1%}", f"95% within {low:.1%} to {high:.1%}, {over}"]
-    error = stats.standard_error
-    return [
-        "reward",
-        f"{stats.mean:.4g}",
-        f"{f'± {error:.2g} (standard error), ' if error is not None else ''}{over}",
+        within = f"95% within {low:.1%} to {high:.1%}, {over}"
+        rows = [["pass rate", f"{stats.passed / stats.valid:.1%}", within], _mean(stats, spread)]
+    else:
+        rows = [_mean(stats, f"{spread}, {over}" if spread else over)]
+    shown = [
+        f"{level:g}: {f'{one.mean:.0%}' if stats.binary else f'{one.mean:.3g}'}" for level, one in stats.levels
     ]
+    if len(shown) > 1:
+        for at in range(0, len(shown), LEVELS_A_LINE):
+            rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_A_LINE])])
+    return rows
 
 
-def _causes(stats: Stats) -> list[str]:
-    rows = []
-    for cause, failure in stats.causes()[:MAX_CAUSES]:
-        rows.append(
-            [
-                f"{failure.count:,}",
-                click.style(line(cause, 40), bold=True),
-                failure.fault,
-                f"{failure.first}: {line(failure.detail, 100)}",
-            ]
-        )
-    lines = table(rows, right=frozenset({0}), indent="  ")
-    more = len(stats.failures) - MAX_CAUSES
-    return [*lines, dim(f"  and {plural(more, 'more cause')}")] if more > 0 else lines
+def _mean(stats: Stats, about: str) -> list[str]:
+    return ["mean reward", f"{stats.mean:.3f}" if abs(stats.mean) < 10 else f"{stats.mean:.4g}", about]
+
+
+def _speed(summary: Summary, session: Session | None) -> list[list[str]]:
+    """This process's own, or that of the whole run where nobody is running it."""
+    spent = session or summary.whole
+    if not spent.rollouts or not spent.seconds > 0:
+        return []
+    some = "of them " if spent.rollouts < summary.stats.rollouts else ""
+    rows = [["tokens/s", rate(spent.sampled_tokens, spent.seconds), "sampled"]] if spent.sampled_tokens else []
+    about = f"{spent.rollouts:,} {some}in {duration(spent.seconds)}"
+    return [*rows, ["rollouts/s", rate(spent.rollouts, spent.seconds), about]]
+
+
+def _outcomes(stats: Stats, width: int) -> list[list[str]]:
+    """How the rollouts ended: the counts add up. The words are those that `show --label` takes."""
+    failures = dict(stats.causes()[:MAX_CAUSES])
+    others = sorted(
+        ((name, count) for name, count in stats.labels.items() if name not in stats.failures),
+        key=lambda pair: (pair[0] != "completed", pair[0].startswith("cancelled."), -pair[1], pair[0]),
+    )
+    rows = [[f"{count:,}", name] for name, count in others]
+    for cause, failure in failures.items():
+        name = line(cause, 40)
+        about = line(f"{failure.fault}, first {failure.first}: {failure.detail}", max(30, width - len(name) - 2))
+        rows.append([f"{failure.count:,}", f"{click.style(name, fg='red', bold=True)}  {about}"])
+    rest = [failure.count for cause, failure in stats.failures.items() if cause not in failures]
+    if rest:
+        rows.append([f"{sum(rest):,}", f"of {plural(len(rest), 'more cause')}"])
+    return [["" if at else "outcomes", *row] for at, row in enumerate(rows)]
 
 
 def next_lines(summary: Summary) -> list[str]:
     """What to try next: the most useful first."""
-    run = quoted(summary.path)
-    rows: list[list[str]] = []
+    run, rookery = quoted(summary.path), program()
+    rows: list[tuple[str, str]] = []
     if summary.left and summary.status not in ("running", "finished"):
-        rows.append([f"rookery resume {run}", f"run the rest: {plural(summary.left, 'rollout')}"])
+        rows.append((f"{rookery} resume {run}", f"run the rest: {plural(summary.left, 'rollout')}"))
     causes = summary.stats.causes()
     if causes:
         cause, failure = causes[0]
-        rows.append([f"rookery show {run} {failure.first}", f"{cause}: {cause_of(cause).advice}"])
+        rows.append((f"{rookery} show {run} {failure.first}", f"{cause}: {cause_of(cause).advice}"))
     elif summary.stats.rollouts:
-        rows.append([f"rookery show {run}", "the rollouts, and each one's transcript"])
+        rows.append((f"{rookery} show {run}", "the rollouts, and each one's transcript"))
     if summary.stats.valid:
-        rows.append([f"rookery export {run} -o rollouts.jsonl", "everything, for other programs"])
-    if not rows:
-        return []
-    # A run's path is long: what to do with it goes on a line of its own.
-    return ["", *(text for command, about in rows for text in (f"  {dim('#')} {dim(about)}", f"  {command}"))]
+        rows.append((f"{rookery} export {run} -o rollouts.jsonl", "everything, for other programs"))
+    return ["", *commands(rows)] if rows else []
+
+
+def commands(rows: list[tuple[str, str]]) -> list[str]:
+    """Commands to paste, each below what it does: a run's path is long, so that one line would not hold both."""
+    return [text for command, about in rows for text in (f"  {dim('#')} {dim(about)}", f"  {command}")]
 
 
 def print_summary(summary: Summary, session: Session | None = None) -> None:

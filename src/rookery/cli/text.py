@@ -7,6 +7,8 @@ Promises:
 
 import os
 import shlex
+import shutil
+import sys
 import time
 import unicodedata
 from pathlib import Path
@@ -88,6 +90,21 @@ def shown_path(path: Path) -> str:
 def quoted(path: Path) -> str:
     """As one would type it into a shell."""
     return shlex.quote(shown_path(path))
+
+
+def program() -> str:
+    """This command as one would type it again: the path it was called by where no `rookery` is on PATH."""
+    called = sys.argv[0]
+    if Path(called).name != "rookery":
+        return "rookery"
+    found = shutil.which("rookery")
+    same = found is not None and Path(called).exists() and Path(found).samefile(called)
+    return "rookery" if same else shlex.quote(called)
+
+
+def columns() -> int:
+    """How wide a line may be: the terminal's width, or what a log can take."""
+    return max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120
 
 
 def tell(text: str, *, err: bool = True) -> bool:

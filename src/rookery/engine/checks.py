@@ -8,7 +8,7 @@ import msgspec
 from rookery.core import SandboxSpec, UsageError
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import Home
-from rookery.upstreams import open_upstream
+from rookery.upstreams import open_upstream, settled
 from rookery.upstreams.protocol import UpstreamConfig
 
 
@@ -17,7 +17,7 @@ def upstream_of(policy: str | Sequence[str] | UpstreamConfig, model: str) -> Ups
     if isinstance(policy, UpstreamConfig):
         return msgspec.structs.replace(policy, model=model) if model else policy
     urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
-    return UpstreamConfig(urls=urls, model=model)
+    return UpstreamConfig(urls=tuple(map(settled, urls)), model=model)
 
 
 def check_sandbox(spec: SandboxSpec, provider_name: str, folder: Path) -> None:

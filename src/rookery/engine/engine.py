@@ -91,7 +91,8 @@ class Engine:
         if missing:
             raise UsageError(
                 f"{self.environment.title} needs a model for: {', '.join(missing)}; "
-                "give the policy's URL (--policy http://host:port/v1), others in `roles`"
+                "give the policy's URL (--policy http://host:port/v1, or --policy embedded for the small one "
+                "that comes along), others in `roles`"
             )
         self.folder: Path | None = None
         self._out = Path(out)

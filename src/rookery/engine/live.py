@@ -114,7 +114,13 @@ class Live:
         self._loose = LooseTasks()
         self._began = time.time()
         self.session = Session(
-            start.attempt, executor.roles, self.limits, Recorder(start.attempt, self._keep), executor.door, self
+            start.attempt,
+            executor.roles,
+            self.limits,
+            Recorder(start.attempt, self._keep),
+            executor.door,
+            self,
+            start.seed,
         )
         self.ctx = Context(
             attempt=start.attempt,

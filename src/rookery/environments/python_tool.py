@@ -22,20 +22,25 @@ KEPT = 64 << 10
 """Bytes of output that come back; an environment may cut them further."""
 
 # The program comes over stdin, so no file, no quoting and no argument limit is in its way. Error and output
-# share a stream to keep their order. The source is registered so that tracebacks show its lines, and our own
-# frame is taken out of them.
+# share a stream to keep their order. Tracebacks show the program's lines through its loader, and our own frame
+# is taken out of them; linecache itself would cost a third of the interpreter's start, so it waits for an error.
 _START = """\
-import linecache, os, sys
+import os, sys
 os.dup2(1, 2)
 sys.path.insert(0, "")
-_source = sys.stdin.buffer.read().decode()
-linecache.cache["program.py"] = (len(_source), None, _source.splitlines(True), "program.py")
-def _hook(kind, error, trace):
-    import traceback
+class _Loader:
+    def __init__(self, source):
+        self.source = source
+    def get_source(self, name):
+        return self.source
+__loader__ = _Loader(sys.stdin.buffer.read().decode())
+def _hook(kind, error, trace, source=__loader__.source):
+    import linecache, traceback
+    linecache.cache["program.py"] = (len(source), None, source.splitlines(True), "program.py")
     traceback.print_exception(kind, error, trace and trace.tb_next)
 sys.excepthook = _hook
-_code = compile(_source, "program.py", "exec")
-del linecache, os, sys, _source, _hook
+_code = compile(__loader__.source, "program.py", "exec")
+del os, sys, _Loader, _hook
 exec(globals().pop("_code"))
 """
 _ARGV = ("python3", "-I", "-u", "-c", _START)

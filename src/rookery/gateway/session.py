@@ -78,6 +78,7 @@ class Session:
         recorder: Recorder,
         door: Door,
         watch: Watch,
+        seed: int = 0,
     ) -> None:
         self.attempt = attempt
         self.limits = limits
@@ -93,6 +94,7 @@ class Session:
         self._calls: set[asyncio.Task[Any]] = set()
         self._asking = 0
         """Calls of the policy under way: each will be a turn."""
+        self._seed = seed
         self._closed = False
         self._models: dict[str, Model] = {}
 
@@ -134,6 +136,11 @@ class Session:
         if wanted.max_tokens is None or wanted.max_tokens > left:
             return msgspec.structs.replace(wanted, max_tokens=left)
         return wanted
+
+    def draw_seed(self) -> int:
+        """What the next call draws from, at engines that can: a rollout that runs again draws the same."""
+        self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
+        return self._seed
 
     async def call(self, role: Role, request: ModelRequest) -> Reply:
         if self._closed:
@@ -245,6 +252,7 @@ class Model:
                 tool_choice=tool_choice,
                 sampling=self._role.sampling if sampling is None else sampling.over(self._role.sampling),
                 want_tokens=self._role.want_tokens,
+                seed=self._session.draw_seed(),
                 affinity=self._session.attempt,
             ),
         )
@@ -258,6 +266,7 @@ class Model:
                 tokens=tokens,
                 sampling=self._role.sampling if sampling is None else sampling.over(self._role.sampling),
                 want_tokens=self._role.want_tokens,
+                seed=self._session.draw_seed(),
                 affinity=self._session.attempt,
             ),
         )

@@ -16,9 +16,20 @@ from rookery.upstreams.protocol import ModelReply, ModelRequest, Upstream, Upstr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ModelReply", "ModelRequest", "Upstream", "UpstreamConfig", "UpstreamInfo", "kinds", "open_upstream"]
+__all__ = [
+    "ModelReply",
+    "ModelRequest",
+    "Upstream",
+    "UpstreamConfig",
+    "UpstreamInfo",
+    "kinds",
+    "open_upstream",
+    "settled",
+]
 
 _GROUP = "rookery.upstreams"
+_OF_FILES = frozenset({"embedded"})
+"""Kinds whose addresses are paths."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -32,12 +43,32 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
     """The upstream that `config` describes; connects to nothing. A key given here goes over `key_env`."""
     from importlib.metadata import entry_points
 
-    found = tuple(entry_points(group=_GROUP, name=config.kind))
+    kind = _kind(config)
+    found = tuple(entry_points(group=_GROUP, name=kind))
     if not found:
         known = ", ".join(kinds()) or "none: is rookery installed?"
-        raise UsageError(f"there is no upstream kind {config.kind!r}; known: {known}")
+        raise UsageError(f"there is no upstream kind {kind!r}; known: {known}")
     try:
         build = cast("Callable[..., Upstream]", found[0].load())
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"the upstream kind {config.kind!r} cannot be loaded: {describe(error)}") from error
+        raise UsageError(f"the upstream kind {kind!r} cannot be loaded: {describe(error)}") from error
     return build(config, key=key)
+
+
+def _kind(config: UpstreamConfig) -> str:
+    """The kind that is named, or the one that the first address begins with, as in `embedded:weights/`."""
+    first = config.urls[0] if config.urls else ""
+    head = first.partition(":")[0]
+    if config.kind == UpstreamConfig().kind and "://" not in first and head in kinds():
+        return head
+    return config.kind
+
+
+def settled(address: str) -> str:
+    """An address that means the same from any folder: `embedded:weights/` with its path made absolute."""
+    from pathlib import Path
+
+    kind, mark, path = address.partition(":")
+    if not mark or not path or path.startswith("//") or kind not in _OF_FILES:
+        return address
+    return f"{kind}:{Path(path).expanduser().absolute()}"

@@ -28,6 +28,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     want_tokens: bool = True
     """Ask for token ids and logprobs."""
+    seed: int | None = None
+    """Where the sampling names no seed and the engine can draw from one: what makes a run draw the same again."""
     affinity: str = ""
     """Requests with the same value like the same replica (its prefix cache)."""
 

@@ -1,0 +1,103 @@
+"""Which token comes next.
+
+Promises:
+- same seed, same tokens: the draws of a sequence are a function of its seed and of how many went before, on every
+  machine and in every version;
+- a row is drawn without regard to the others;
+- the logprob of a token is the model's own, before temperature and cuts: what a trainer computes from the weights.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rookery.upstreams.embedded.llama import Floats
+
+_AT_ONCE: Final = 16
+
+
+class Choice(NamedTuple):
+    """How a row is drawn from. The temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    never: int = -1
+    """A token that is not drawn; -1: none."""
+
+
+PLAIN: Final = Choice()
+
+
+class Draws:
+    """Numbers in [0, 1), 53 bits each, out of a seed."""
+
+    __slots__ = ("_left", "_number", "_seed")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = (seed & (2**64 - 1)).to_bytes(8, "little")
+        self._number = 0
+        self._left: list[float] = []
+
+    def next(self) -> float:
+        if not self._left:
+            data = b"".join(
+                blake2b(self._seed + number.to_bytes(8, "little")).digest()
+                for number in range(self._number, self._number + _AT_ONCE // 8)
+            )
+            self._number += _AT_ONCE // 8
+            self._left = [
+                (int.from_bytes(data[at : at + 8], "little") >> 11) * 2.0**-53 for at in range(0, len(data), 8)
+            ]
+            self._left.reverse()
+        return self._left.pop()
+
+
+def draw(logits: Floats, choices: Sequence[Choice], numbers: Sequence[float]) -> tuple[list[int], list[float]]:
+    """One token for each row, and its logprob. `numbers` are the rows' draws."""
+    count, words = logits.shape
+    top = logits.max(axis=1, keepdims=True)
+    low = logits - top
+    chances = np.exp(low)
+    logs = np.log(chances.sum(axis=1))
+    for row, choice in enumerate(choices):
+        if choice is not PLAIN and choice != PLAIN:
+            chances[row] = _shaped(low[row], choice)
+    bounds = np.cumsum(chances, axis=1, dtype=np.float64)
+    targets = np.asarray(numbers) * bounds[:, -1]
+    tokens = (bounds <= targets[:, None]).sum(axis=1)
+    if (tokens >= words).any():  # rounding took a target to the very end: the last that has a chance
+        tokens = np.minimum(tokens, bounds.argmax(axis=1))
+    logprobs = low[np.arange(count), tokens] - logs
+    return tokens.tolist(), logprobs.tolist()
+
+
+def _shaped(low: Floats, choice: Choice) -> Floats:
+    """The chances of one row, after temperature and cuts; they need not sum to 1."""
+    allowed = low
+    if choice.never >= 0:
+        allowed = low.copy()
+        allowed[choice.never] = -np.inf
+        allowed -= allowed.max()
+    if choice.temperature <= 0:
+        only = np.zeros_like(low)
+        only[int(allowed.argmax())] = 1.0
+        return only
+    chances: Floats = np.exp(allowed / np.float32(max(choice.temperature, 1e-4)))
+    keep: npt.NDArray[np.int64] | None = None
+    if 0 < choice.top_k < len(low) or choice.top_p < 1.0:
+        keep = np.argsort(-chances, kind="stable")
+    if keep is None:
+        return chances
+    if 0 < choice.top_k < len(low):
+        keep = keep[: choice.top_k]
+    if choice.top_p < 1.0:
+        ranked = np.cumsum(chances[keep], dtype=np.float64)
+        keep = keep[: 1 + int((ranked < choice.top_p * ranked[-1]).sum())]
+    cut = np.zeros_like(chances)
+    cut[keep] = chances[keep]
+    return cut

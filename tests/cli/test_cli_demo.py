@@ -1,0 +1,361 @@
+"""`rookery demo` and `make demo`: real rollouts with nothing set up, whoever runs them, wherever they live."""
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import click
+import pytest
+
+from rookery.cli.demo import _before
+from rookery.journal import RunReader
+from rookery.sandboxes import Best, best_provider
+from tests.cli.helpers import Ended, ended, environ, rookery, runs, started
+from tests.cli.test_cli_run import recorded
+from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
+from tests.sandboxes.plugins import plugin
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("demo", "-n", "5", "-k", "2")
+SECONDS = 90.0
+
+
+def is_the_table(said: str, rollouts: int) -> None:
+    """Every row is there, and the outcomes add up."""
+    for row in ("tasks", "rollouts", "pass rate", "mean reward", "tokens", "tokens/s", "rollouts/s", "outcomes"):
+        assert re.search(rf"^  {row}  ", said, re.MULTILINE), (row, said)
+    outcomes = re.findall(
+        r"^  (?:outcomes)? +([\d,]+)  (?:completed|truncated\.|cancelled\.|\w+\.)", said, re.MULTILINE
+    )
+    assert sum(int(count) for count in outcomes) == rollouts, said
+
+
+def offered(said: str) -> list[list[str]]:
+    """The commands to try next, as a shell would split them."""
+    return [shlex.split(line) for line in said.splitlines() if line.startswith("  rookery ")]
+
+
+async def test_in_a_pipe_it_says_what_it_will_do_runs_and_ends_with_the_table(tmp_path: Path) -> None:
+    done = await rookery(*SMALL, cwd=tmp_path)
+    assert done.code == 0, done.err
+    (run,) = runs(tmp_path)
+    intro = done.err.partition("arithmetic with embedded: 5 tasks x 2")[0]
+    assert [line.split()[0] for line in intro.splitlines()[:3]] == ["policy", "tasks", "sandbox"]
+    assert f"sandbox  {best_provider().name}" in intro
+    assert "sandbox.not_isolated" not in done.err  # it was said already, in words
+    is_the_table(done.out, 10)
+    assert "  by level  " in done.out
+    assert f"the run lies in runs/{run.name}" in done.out
+    assert "\x1b" not in done.out + done.err
+    with RunReader(run) as reader:
+        assert reader.status == "finished"
+        assert sum(reader.counts().values()) == 10
+        assert all(task.id.startswith("held-out-") for task in reader.tasks())
+
+
+async def test_what_it_offers_works_when_pasted(tmp_path: Path) -> None:
+    done = await rookery(*SMALL, cwd=tmp_path)
+    commands = offered(done.out)
+    assert [command[1] for command in commands][-3:] == ["init", "run", "run"]
+    shown = [command for command in commands if command[1] == "show"]
+    assert len(shown) >= 2  # the run, and at least one rollout of it
+    for command in (*shown, *commands[-3:-1]):
+        again = await rookery(*command[1:], cwd=tmp_path)
+        assert again.code == 0, (command, again.err)
+    last = await rookery(*commands[-1][1:], "--dry-run", cwd=tmp_path)  # needs a server to run
+    assert last.code == 0, last.err
+
+
+async def test_on_a_terminal_it_has_colours_a_live_picture_and_fits(tmp_path: Path) -> None:
+    terminal = Terminal(*SMALL, cwd=tmp_path, COLUMNS="80")
+    assert await terminal.end() == 0
+    assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
+    assert "\x1b[1m" in terminal.said
+    plain = click.unstyle(terminal.said.replace("\r\n", "\n"))
+    table = plain[plain.rindex("arithmetic with embedded  finished") :]
+    is_the_table(table, 10)
+    before = plain[: plain.index("arithmetic with embedded: 5 tasks")]
+    assert max(map(len, [*before.splitlines(), *table.splitlines()])) <= 80
+
+
+async def test_the_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
+    """As far as the policy goes: what its programs print is its own affair, and these have no clock in them."""
+    sampled = []
+    for seed in ("7", "7", "8"):
+        done = await rookery("demo", "-n", "3", "-k", "2", "--seed", seed, "--json", cwd=tmp_path)
+        assert done.code == 0, done.err
+        with RunReader(runs(tmp_path)[-1]) as reader:
+            sampled.append([[turn.sampled for turn in reader.turns(record)] for record in reader.each()])
+        shutil.rmtree(tmp_path / "runs")
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+async def test_json_is_one_object_a_line_and_ends_with_the_summary(tmp_path: Path) -> None:
+    done = await rookery(*SMALL, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    first, *_, last = done.events
+    best = best_provider()
+    assert (first["event"], first["policy"], first["tasks"]) == ("demo", "embedded", "arithmetic")
+    assert (first["sandbox"], first["isolated"]) == (best.name, best.isolated)
+    assert (last["event"], last["exit_code"], last["status"]) == ("finished", 0, "finished")
+    assert sum(last["outcomes"].values()) == last["rollouts"] == 10
+    assert [one["level"] for one in last["levels"]] == [1, 2, 3, 4, 5]
+    assert last["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-n", "0"], "it must be at least 1"),
+        (["-k", "many"], "'many' is not a whole number"),
+        (["--seed", "x"], "'x' is not a whole number"),
+        (["arithmetic"], "unexpected extra argument"),
+        (["--policy", "x"], "no such option"),
+    ],
+)
+async def test_wrong_input_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
+    (await rookery("demo", *args, cwd=tmp_path)).refused(words)
+
+
+async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    done = await rookery(*SMALL, cwd=tmp_path)
+    assert done.code == 2
+    assert done.out == ""
+    assert "runs" in done.err.splitlines()[-1]
+    assert "choose another with -o" in done.err.splitlines()[-1]
+    done = await rookery(*SMALL, "--json", cwd=tmp_path)
+    assert done.events[-1]["event"] == "error"
+    again = await rookery("demo", "-n", "1", "-k", "1", "-o", "elsewhere", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "the run lies in elsewhere/" in again.out
+
+
+async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    async with started("demo", "-n", "2000", "-k", "8", cwd=tmp_path) as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(SECONDS):
+            while not (await process.stderr.readline()).startswith(b"run "):
+                pass
+            await recorded(tmp_path, 1)
+        process.send_signal(signal.SIGINT)
+        done = await ended(process)
+    assert done.code == 130, done.err
+    assert "interrupted by SIGINT" in done.err
+    (run,) = runs(tmp_path)
+    assert f"rookery resume runs/{run.name}" in done.out
+    assert "not done yet" in done.out
+    with RunReader(run) as reader:
+        assert reader.status == "stopped"
+        kept = sum(reader.counts().values())
+    async with started("resume", "latest", cwd=tmp_path) as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(SECONDS):
+            head = await process.stderr.readline()
+            await recorded(tmp_path, kept + 1)
+        process.send_signal(signal.SIGINT)
+        done = await ended(process)
+    assert f"{kept:,} of 16,000 done before".encode() in head
+    assert done.code == 130, done.err
+
+
+# ---- sandboxes
+
+
+async def test_a_provider_that_isolates_is_taken_where_there_is_one(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    plugin(plugins, "local", check="return []")  # on this path it goes before any other of its name
+    done = await rookery("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins))
+    assert done.code == 0, done.err
+    assert "sandbox  local: what the policy writes runs isolated from you" in done.err
+
+
+def test_where_nothing_isolates_it_says_so_and_why() -> None:
+    said = [click.unstyle(line) for line in _before(Best(name="subprocess", isolated=False), 20, 8)]
+    assert said[1] == "tasks    20 unseen arithmetic problems x 8 rollouts, with a python tool"
+    assert said[2] == "sandbox  subprocess, not isolated: the policy's programs run as you"
+    assert len(said) == 4
+    refused = Best(name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20})
+    said = [click.unstyle(line) for line in _before(refused, 20, 8)]
+    assert said[3].startswith("         local cannot be used: This kernel has no cgroups.")
+    assert len(said[3]) <= 120
+
+
+# ---- who runs it, and where
+
+
+def _python_for(user: int) -> str:
+    """A Python of this version that the user may execute: ours may lie in a folder that only root can enter."""
+    for found in (
+        sys.executable,
+        shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin"),
+    ):
+        try:
+            subprocess.run([found or "none", "-c", ""], user=user, check=True, capture_output=True, cwd="/")
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        assert found is not None
+        return found
+    return pytest.skip("[probed] no Python of this version that an ordinary user may execute")
+
+
+@pytest.fixture
+def own_folder() -> Iterator[tuple[Path, int]]:
+    """An ordinary user, and a folder of their own: pytest's are closed to others."""
+    user = os.geteuid() or 65534
+    folder = Path(tempfile.mkdtemp(prefix="rookery-user-"))
+    os.chown(folder, user, -1)
+    yield folder, user
+    shutil.rmtree(folder)
+
+
+async def test_an_ordinary_user_can_run_it(own_folder: tuple[Path, int]) -> None:
+    folder, user = own_folder
+    python = _python_for(user)
+    site = Path(click.__file__).parents[1]
+    env = environ(HOME=str(folder), PYTHONPATH=f"{ROOT / 'src'}:{site}", PYTHONDONTWRITEBYTECODE="1")
+    switch = {"user": user, "group": user, "extra_groups": []} if os.geteuid() == 0 else {}
+    process = await asyncio.create_subprocess_exec(
+        *(python, "-m", "rookery.cli", "demo", "-n", "5", "-k", "1"),
+        cwd=folder,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        **switch,
+    )
+    done = await ended(process)
+    assert done.code == 0, done.err
+    is_the_table(done.out, 5)
+    assert runs(folder)[0].stat().st_uid == user
+
+
+def _core() -> set[str]:
+    """Distributions that a core install brings: what rookery requires without extras, and what those require."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: set[str] = set()
+    asked = ["rookery"]
+    while asked:
+        for text in distribution(asked.pop()).requires or ():
+            needed = Requirement(text)
+            name = canonicalize_name(needed.name)
+            if name not in found and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+                found.add(name)
+                asked.append(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # Our own build backend, without isolation: nothing is fetched.
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder, env=environ())
+    (built,) = folder.glob("rookery-*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_policy_and_is_small(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "rookery/upstreams/embedded/policy.safetensors" in names
+    assert not [name for name in names if not name.startswith(("rookery/", "rookery-"))]
+    assert wheel.stat().st_size < 2_500_000
+
+
+async def test_the_wheel_in_an_empty_environment_outside_of_the_checkout_runs_it(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """The environment is made without network: pip of this one installs the wheel into it, without dependencies;
+    those of a core install, and no others, are linked in from here."""
+    home = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    python = home / "bin" / "python"
+    command = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True, env=environ())
+    (site,) = home.glob("lib/python3*/site-packages")
+    for name in _core():
+        here = distribution(name)
+        for top in {file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / top).symlink_to(Path(str(here.locate_file(top))).resolve())
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    where = await _ended(python, "-c", "import rookery; print(rookery.__file__)", cwd=elsewhere)
+    assert Path(where.out.strip()).is_relative_to(site)
+    done = await _ended(home / "bin" / "rookery", "demo", "-n", "2", "-k", "2", cwd=elsewhere)
+    assert done.code == 0, done.err
+    is_the_table(done.out, 4)
+    assert f"  {home / 'bin' / 'rookery'} show runs/{runs(elsewhere)[0].name}" in done.out  # it is not on PATH
+
+
+async def _ended(*command: str | Path, cwd: Path) -> Ended:
+    pipe = asyncio.subprocess.PIPE
+    env = {name: value for name, value in environ().items() if not name.startswith("PYTHON")}
+    return await ended(await asyncio.create_subprocess_exec(*command, cwd=cwd, env=env, stdout=pipe, stderr=pipe))
+
+
+# ---- make demo
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose `rookery` and `python` only say that they were called."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, code in (("rookery", 0), ("python", 0)):
+        script = tmp_path / ".venv" / "bin" / name
+        script.write_text(f'#!/bin/sh\necho "{name} $*"\nexit {code}\n')
+        script.chmod(0o755)
+    return tmp_path
+
+
+def _make(folder: Path, *args: str) -> str:
+    # Not as a part of the make that may have started the tests.
+    env = {
+        name: value for name, value in environ().items() if not name.startswith(("MAKE", "MFLAGS", "DEMO_ARGS"))
+    }
+    done = subprocess.run(["make", "demo", *args], cwd=folder, env=env, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_make_demo_installs_the_core_once_and_passes_options_on(checkout: Path) -> None:
+    first = _make(checkout, "DEMO_ARGS=-n 3")
+    assert "pip install" in first
+    assert "[dev]" not in first
+    assert first.endswith("rookery demo -n 3\n")
+    assert _make(checkout) == "rookery demo\n"
+    later = (checkout / ".venv" / ".core").stat().st_mtime + 10
+    os.utime(checkout / "pyproject.toml", (later, later))
+    assert "pip install" in _make(checkout)
+
+
+def test_what_the_tests_install_is_enough_for_make_demo(checkout: Path) -> None:
+    stamp = checkout / ".venv" / ".installed"
+    stamp.touch()
+    later = (checkout / "pyproject.toml").stat().st_mtime + 10
+    os.utime(stamp, (later, later))
+    assert _make(checkout) == "rookery demo\n"

@@ -1,0 +1,94 @@
+"""`rookery serve-embedded`: the command in a process of its own, with real signals."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.cli.helpers import ended, rookery, started
+from tests.upstreams.embedded_kit import HI, random_weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return random_weights(tmp_path / "small", version=4)
+
+
+async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
+    """Its URL and the lines that say it."""
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        lines = [(await process.stdout.readline()).decode() for _ in range(2)]
+    found = re.search(r"at (http://\S+/v1)$", lines[0].strip())
+    assert found, lines
+    return found[1], lines
+
+
+async def test_it_says_where_it_serves_and_what_to_try(tmp_path: Path) -> None:
+    async with started("serve-embedded", "--port", "0", cwd=tmp_path) as process:
+        url, lines = await ready(process)
+        assert re.fullmatch(
+            r"serving embedded \(0\.\d\d M parameters, context \d+\) at http://127\.0\.0\.1:\d+/v1\n", lines[0]
+        )
+        assert lines[1] == f"try: rookery run arithmetic --policy {url} -n 20 -k 4\n"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(
+                model="embedded", messages=[{"role": "user", "content": "What is 2 + 3?"}], max_tokens=5
+            )
+        assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+        process.send_signal(signal.SIGINT)
+        done = await ended(process)
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+async def test_sigterm_ends_it_with_streams_open_and_leaves_no_process(weights: Path, tmp_path: Path) -> None:
+    command = ("serve-embedded", "--port", "0", "--weights", weights, "--places", "1", "--verbose")
+    async with started(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
+        url, _ = await ready(process)
+        # One place and 64 long answers: some are under way and some wait when the signal comes.
+        body = {"messages": HI, "stream": True, "n": 64, "temperature": 0, "logprobs": True}
+        async with http.post(f"{url}/chat/completions", json=body) as answer:
+            assert answer.headers["X-Weight-Version"] == "4"
+            await answer.content.readline()
+            process.send_signal(signal.SIGTERM)
+            done = await ended(process)
+        assert done.code == 0
+        assert done.out == ""
+        assert "Traceback" not in done.err
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await http.get(f"{url}/models")
+
+
+async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: Path) -> None:
+    async with started(
+        "serve-embedded", "--port", "0", "--weights", weights, "--verbose", cwd=tmp_path
+    ) as process:
+        url, lines = await ready(process)
+        assert lines[0].startswith("serving small (")
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/models") as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGTERM)
+        done = await ended(process)
+    assert re.fullmatch(r'127\.0\.0\.1 "GET /v1/models HTTP/1\.1" 200, \d+ bytes, [0-9.]+ s\n', done.err)
+
+
+async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = await rookery("serve-embedded", "--port", port, cwd=tmp_path)
+        done.refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
+    for args, words in (
+        (["--port", "70000"], "it must be at least 0 and at most 65535"),
+        (["--places", "0"], "it must be at least 1 and at most 64"),
+        (["--weights", "nothing"], "the weights nothing cannot be read"),
+        (["--host", "no such host", "--port", "0"], "cannot serve at no such host"),
+    ):
+        (await rookery("serve-embedded", *args, cwd=tmp_path)).refused(words)

@@ -1,0 +1,198 @@
+"""The final table: every number at a glance, outcomes that add up, nothing wider than a terminal."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.cli import text
+from rookery.cli.stats import MAX_LEVELS, MAX_SPANS, Busy, Stats
+from rookery.cli.summary import LEVELS_A_LINE, MAX_CAUSES, Session, Summary, summary_lines
+from rookery.core import Attempt, Cancelled, Completed, Failed, Outcome, Rollout, Truncated, Usage
+
+
+def record(
+    number: int,
+    outcome: Outcome,
+    reward: float | None = None,
+    *,
+    level: float | None = None,
+    span: tuple[float, float] = (100.0, 104.0),
+) -> Rollout:
+    return Rollout(
+        id=f"{number}.0",
+        group=number,
+        member=0,
+        task="t",
+        outcome=outcome,
+        reward=reward,
+        metrics={} if level is None else {"level": level},
+        usage=Usage(turns=2, prompt_tokens=1_000, sampled_tokens=250),
+        attempts=(Attempt(id=f"{number}.0.0", number=0, outcome=outcome, started=span[0], ended=span[1]),),
+    )
+
+
+def summary(*records: Rollout, groups: int = 0, solved: int = 0) -> Summary:
+    stats = Stats()
+    for one in records:
+        stats.add(one)
+    return Summary(
+        path=Path("runs/x"),
+        status="finished",
+        environment="env",
+        model="model",
+        created=0.0,
+        tasks=len(records),
+        quarantined=0,
+        planned=len(records),
+        stats=stats,
+        groups=groups,
+        solved=solved,
+    )
+
+
+def rows(whole: Summary, session: Session | None = None) -> dict[str, list[str]]:
+    """The table by the name of its rows; rows without a name belong to the one above."""
+    named: dict[str, list[str]] = {}
+    name = ""
+    for one in summary_lines(whole, session)[1:]:
+        found = re.fullmatch(r"  (\S+(?: \S+)*)?\s{2,}(.*)", click.unstyle(one))
+        assert found, one
+        name = found[1] or name
+        named.setdefault(name, []).append(" ".join(found[2].split()))
+    return named
+
+
+MIXED = (
+    *(record(n, Completed(), 1.0) for n in range(6)),
+    *(record(n, Completed(), 0.0) for n in range(6, 9)),
+    record(9, Truncated("turns"), 0.0),
+    record(10, Truncated("turns"), 0.0),
+    record(11, Truncated("time"), 0.0),
+    record(12, Failed("bug", "bug.scoring", "ValueError: " + "boom " * 60)),
+    record(13, Failed("bug", "bug.scoring", "ValueError: boom")),
+    record(14, Failed("infra", "sandbox.lost", "gone")),
+    record(15, Cancelled("shutdown")),
+)
+
+
+def test_every_number_has_a_row_of_its_own() -> None:
+    found = rows(summary(*MIXED, groups=8, solved=5))
+    assert found["tasks"] == ["16 5 solved at least once"]
+    assert found["rollouts"] == ["16 12 valid, 3 failed, 1 cancelled"]
+    assert found["pass rate"] == ["50.0% 95% within 25.4% to 74.6%, over 12 valid rollouts"]
+    assert found["mean reward"] == ["0.500 ± 0.15 (standard error)"]
+    assert found["tokens"] == ["4,000 sampled in 32 turns, 16,000 of prompts"]
+    assert found["tokens/s"] == ["1,000 sampled"]
+    assert found["rollouts/s"] == ["4.0 16 in 4.0s"]
+
+
+def test_outcomes_are_told_by_reason_and_cause_and_add_up_to_the_rollouts() -> None:
+    found = summary(*MIXED)
+    outcomes = rows(found)["outcomes"]
+    assert [one.split()[:2] for one in outcomes] == [
+        ["9", "completed"],
+        ["2", "truncated.turns"],
+        ["1", "truncated.time"],
+        ["1", "cancelled.shutdown"],
+        ["2", "bug.scoring"],
+        ["1", "sandbox.lost"],
+    ]
+    assert "bug, first 12.0: ValueError: boom" in outcomes[4]
+    assert sum(int(one.split()[0]) for one in outcomes) == found.stats.rollouts
+    plain = found.plain()
+    assert sum(plain["outcomes"].values()) == plain["rollouts"] == 16
+    assert (plain["completed"], plain["cancelled"], plain["failed"]) == (9, 1, 3)
+
+
+def test_causes_beyond_those_shown_are_counted() -> None:
+    found = summary(*(record(n, Failed("infra", f"some.cause{n:02}", "x")) for n in range(MAX_CAUSES + 3)))
+    outcomes = rows(found)["outcomes"]
+    assert outcomes[-1] == "3 of 3 more causes"
+    assert sum(int(one.split()[0]) for one in outcomes) == MAX_CAUSES + 3
+
+
+def test_no_row_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    levels = [record(n, Completed(), 1.0, level=n) for n in range(MAX_LEVELS)]
+    lines = summary_lines(summary(*MIXED, *levels, groups=8, solved=5))
+    assert max(len(click.unstyle(one)) for one in lines) == 80  # the long detail is cut to fit
+
+
+def test_rewards_between_0_and_1_have_a_mean_and_no_pass_rate() -> None:
+    found = rows(summary(record(0, Completed(), 0.25, level=1), record(1, Completed(), 0.5, level=2)))
+    assert "pass rate" not in found
+    assert found["mean reward"] == ["0.375 ± 0.12 (standard error), over 2 valid rollouts"]
+    assert found["by level"] == ["1: 0.25 2: 0.5"]
+
+
+def test_levels_have_a_rate_each_over_valid_rollouts() -> None:
+    records = [record(n, Completed(), float(n % 4 == 0), level=1 + n % 2) for n in range(8)]
+    lost = record(8, Failed("infra", "sandbox.lost", "gone"), level=2)
+    found = summary(*records, lost)
+    assert rows(found)["by level"] == ["1: 50% 2: 0%"]
+    assert found.plain()["levels"] == [
+        {"level": 1, "valid": 4, "mean": 0.5},
+        {"level": 2, "valid": 4, "mean": 0.0},
+    ]
+
+
+def test_many_levels_take_several_rows_and_too_many_are_none() -> None:
+    records = [record(n, Completed(), 1.0, level=n) for n in range(MAX_LEVELS + 1)]
+    assert len(rows(summary(*records[:MAX_LEVELS]))["by level"]) == MAX_LEVELS // LEVELS_A_LINE
+    assert "by level" not in rows(summary(*records))
+    assert "by level" not in rows(summary(records[0]))
+    assert "levels" not in summary(record(0, Completed(), 1.0)).plain()
+
+
+def test_the_speed_is_that_of_this_process_or_of_the_time_something_was_under_way() -> None:
+    early = [record(n, Completed(), 1.0, span=(100.0, 102.0)) for n in range(4)]
+    late = [record(n, Completed(), 1.0, span=(9_000.0, 9_002.0)) for n in range(4, 8)]  # resumed much later
+    found = summary(*late, *early)
+    assert rows(found)["rollouts/s"] == ["2.0 8 in 4.0s"]
+    assert found.plain()["seconds"] == 4.0
+    resumed = Session(seconds=2.0, rollouts=4, sampled_tokens=1_000)
+    assert rows(found, resumed)["rollouts/s"] == ["2.0 4 of them in 2.0s"]
+    assert rows(found, resumed)["tokens/s"] == ["500 sampled"]
+    assert found.plain(resumed)["rollouts_per_second"] == 2.0
+
+
+def test_a_run_without_records_has_no_rates() -> None:
+    assert set(rows(summary())) == {"tasks", "rollouts"}
+    assert "seconds" not in summary().plain()
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=40))
+def test_time_under_way_is_counted_once_in_any_order(spans: list[tuple[int, int]]) -> None:
+    busy = Busy()
+    for start, length in spans:
+        busy.add(start, start + length)
+    assert busy.seconds == len({at for start, length in spans for at in range(start, start + length)})
+
+
+def test_spans_are_bounded_and_the_smallest_gap_goes_first() -> None:
+    busy = Busy()
+    for at in range(MAX_SPANS):
+        busy.add(1 + 100.0 * at, 2 + 100.0 * at)
+    busy.add(5.0, 6.0)
+    assert busy.seconds == MAX_SPANS + 1 + 3.0
+    busy.add(0.0, 50.0)  # an attempt that never began has no time
+    assert busy.seconds == MAX_SPANS + 1 + 3.0
+
+
+def test_the_program_is_written_as_it_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "bin folder" / "rookery"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(script)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert text.program() == f"'{script}'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert text.program() == "rookery"
+    monkeypatch.setattr("sys.argv", ["/somewhere/rookery/cli/__main__.py"])
+    assert text.program() == "rookery"

@@ -1,0 +1,247 @@
+"""Jobs, the batch and its caches, and the sampler: each promise by its name."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.upstreams.embedded.batch import PROMPTS, Batch, Job
+from rookery.upstreams.embedded.cache import BLOCK, Past, Shelf, names
+from rookery.upstreams.embedded.llama import Llama
+from rookery.upstreams.embedded.sampler import Choice, Draws, draw
+from rookery.upstreams.embedded.weights import Weights
+from tests.upstreams.embedded_reference import SMALL
+
+
+@pytest.fixture(scope="module")
+def llama() -> Llama:
+    return Llama(Weights.random(SMALL, seed=1, scale=0.2))
+
+
+def finished(batch: Batch) -> None:
+    while not batch.idle:
+        batch.step()
+
+
+# ----------------------------------------------------------------------------------------------- sampler
+
+rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40)
+
+
+@given(rows, st.floats(0.1, 3), st.floats(0.05, 1), st.integers(0, 45), st.floats(0, 1, exclude_max=True))
+def test_a_token_is_drawn_only_from_what_the_cuts_leave(
+    logits: list[float], temperature: float, top_p: float, top_k: int, number: float
+) -> None:
+    [token], [logprob] = draw(np.float32([logits]), [Choice(temperature, top_p, top_k)], [number])
+    wide = np.float64(np.float32(logits))
+    chances = np.exp((wide - wide.max()) / temperature)
+    chances /= chances.sum()
+    better = chances > chances[token] * (1 + 1e-5)
+    assert better.sum() < (top_k or math.inf)
+    if not 0 < top_k < len(logits):
+        assert chances[better].sum() < top_p + 1e-5
+    own = np.exp(wide - wide.max())
+    assert logprob == pytest.approx(math.log(own[token] / own.sum()), abs=1e-5)
+
+
+@given(rows)
+def test_temperature_zero_takes_the_likeliest(logits: list[float]) -> None:
+    [token], _ = draw(np.float32([logits]), [Choice(0.0)], [0.99])
+    assert np.float32(logits)[token] == np.float32(logits).max()
+
+
+def test_tokens_come_as_often_as_the_model_says() -> None:
+    chances = np.array([0.5, 0.25, 0.15, 0.1, 0.0])
+    with np.errstate(divide="ignore"):
+        logits = np.tile(np.log(chances).astype(np.float32), (20_000, 1))
+    draws = Draws(11)
+    tokens, _ = draw(logits, [Choice(1.0)] * len(logits), [draws.next() for _ in logits])
+    counts = Counter(tokens)
+    assert counts[4] == 0
+    for token, chance in enumerate(chances[:4]):
+        assert counts[token] / len(logits) == pytest.approx(chance, abs=0.015)
+
+
+def test_a_number_next_to_one_still_draws_something_that_has_a_chance() -> None:
+    logits = np.float32([[0.0, -1.0, -200.0]])
+    [token], _ = draw(logits, [Choice(1.0)], [1 - 2**-53])
+    assert token in (0, 1)
+
+
+def test_a_token_that_is_never_drawn_is_never_drawn() -> None:
+    logits = np.float32([[0.0, 30.0, -5.0]] * 200)
+    draws = Draws(0)
+    for temperature in (0.0, 1.0):
+        choice = Choice(temperature, never=1)
+        tokens, logprobs = draw(logits, [choice] * 200, [draws.next() for _ in logits])
+        assert set(tokens) <= {0, 2}
+        assert logprobs[0] < -29, "the model's own logprob, before the ban"
+
+
+def test_draws_are_a_function_of_the_seed() -> None:
+    """Fixed for all time: a recorded seed draws the same on every machine and in every version."""
+    draws = Draws(42)
+    assert [draws.next() for _ in range(3)] == [0.7840573770891061, 0.02137538836057018, 0.6942791143578687]
+    again, other = Draws(42), Draws(43)
+    first = [again.next() for _ in range(100)]
+    assert len(set(first)) == 100
+    assert first != [other.next() for _ in range(100)]
+    assert all(0 <= number < 1 for number in first)
+
+
+# ------------------------------------------------------------------------------------------------- batch
+
+
+def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
+    jobs = [Job(b"hello", most=60, seed=seed) for seed in (5, 5, 6)]
+    batch = Batch(llama)
+    for job in jobs:
+        batch.add(job)
+    finished(batch)
+    assert jobs[0].tokens == jobs[1].tokens != jobs[2].tokens
+    assert len(jobs[0].tokens) == len(jobs[0].logprobs) == 60
+
+
+def test_a_sequence_ends_at_an_end_id_a_stop_text_its_limit_or_the_context(llama: Llama) -> None:
+    def ended(prompt: int = 5, **asked: object) -> Job:
+        job = Job(b"a" * prompt, **{"most": 999, "seed": 3, **asked})  # type: ignore[arg-type]
+        batch = Batch(llama)
+        batch.add(job)
+        finished(batch)
+        return job
+
+    free = ended(most=80)
+    assert (free.finish, len(free.tokens), free.text) == ("length", 80, 80)
+    token = free.tokens[20]
+    first = free.tokens.index(token)
+    at_end = ended(ends=frozenset({token}))
+    assert (at_end.finish, at_end.tokens, at_end.text) == ("stop", free.tokens[: first + 1], first)
+    stop = next(
+        bytes(free.tokens[at : at + 2]) for at in range(5, 70) if all(t < 256 for t in free.tokens[at : at + 2])
+    )
+    place = next(at for at in range(79) if free.tokens[at : at + 2] == list(stop))
+    at_stop = ended(stop=(b"", b"never there", stop))
+    assert (at_stop.finish, at_stop.tokens, at_stop.text) == ("stop", free.tokens[: place + 2], place)
+    full = ended(prompt=390)
+    assert (full.finish, len(full.prompt) + len(full.tokens)) == ("length", llama.context)
+
+
+def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
+    batch = Batch(llama, places=3)
+    jobs = [Job(b"x" * (n + 1), most=4, seed=n) for n in range(9)]
+    for job in jobs:
+        batch.add(job)
+    ends: list[int] = []
+    while not batch.idle:
+        ends += [jobs.index(job) for job in batch.step() if job.finish]
+        assert batch.running <= 3
+    assert ends == sorted(ends)
+
+
+def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: Llama) -> None:
+    batch = Batch(llama)
+    early = Job(b"early", most=50, seed=0)
+    batch.add(early)
+    batch.step()
+    for n in range(20):
+        batch.add(Job([n] * 300, most=50, seed=n))
+    before = len(batch.waiting)
+    batch.step()
+    assert len(early.tokens) == 2
+    assert (before - len(batch.waiting)) * 300 <= PROMPTS
+
+
+def test_what_is_taken_out_frees_its_place(llama: Llama) -> None:
+    batch = Batch(llama, places=2)
+    jobs = [Job(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
+    for job in jobs:
+        batch.add(job)
+    batch.step()
+    assert batch.discard(jobs[0])
+    assert batch.discard(jobs[3])
+    assert not batch.discard(jobs[0])
+    batch.step()
+    assert batch.running == 2
+    finished(batch)
+    assert [len(job.tokens) for job in jobs] == [1, 40, 40, 0]
+
+
+def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
+    batch = Batch(llama)
+    for prompt in ([], [1] * 400, [272], [-1]):
+        with pytest.raises(ValueError, match="a prompt"):
+            batch.add(Job(prompt, most=1, seed=0))
+    assert batch.idle
+
+
+# ------------------------------------------------------------------------------------------------ caches
+
+
+def test_a_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
+    batch = Batch(llama)
+    first = Job([*range(100)], most=60, seed=1)
+    batch.add(first)
+    finished(batch)
+    further = [*first.prompt, *first.tokens, *range(30)]
+    second, alone = (Job(further, most=20, seed=2) for _ in range(2))
+    batch.add(second)
+    finished(batch)
+    fresh = Batch(llama, blocks=0)
+    fresh.add(alone)
+    finished(fresh)
+    assert second.reused == (len(first.prompt) + len(first.tokens) - 1) // BLOCK * BLOCK
+    assert alone.reused == 0
+    assert (second.tokens, second.logprobs) == (alone.tokens, alone.logprobs)
+
+
+def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
+    batch = Batch(llama, blocks=10)
+    for n in range(12):
+        batch.add(Job([n] * 100, most=30, seed=n))
+    finished(batch)
+    assert len(batch.past) <= 10
+
+
+@given(st.lists(st.integers(0, 271), max_size=80), st.lists(st.integers(0, 271), max_size=80))
+def test_a_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[int]) -> None:
+    theirs = names(other, len(other) // BLOCK)
+    for number, name in enumerate(names(one, len(one) // BLOCK)):
+        same = len(theirs) > number and theirs[number] == name
+        end = (number + 1) * BLOCK
+        assert same == (len(other) >= end and one[:end] == other[:end])
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.DataObject) -> None:
+    """Whatever is added, moved and taken out, every row still holds its own keys."""
+    shelves = [Shelf[int](llama, 128), Shelf[int](llama, 256)]
+    for number in range(data.draw(st.integers(1, 60))):
+        shelf = shelves[data.draw(st.integers(0, 1))]
+        doing = data.draw(st.sampled_from(["add", "add", "remove", "move"]))
+        if doing == "add" or not shelf.held:
+            row = shelf.add(number)
+            shelf.keys[:, row, ..., :5], shelf.values[:, row, :, :5] = number, -number
+            shelf.extend(row, 5)
+        elif doing == "remove":
+            shelf.remove(data.draw(st.integers(0, len(shelf.held) - 1)))
+        elif shelf is shelves[0]:
+            shelf.move(data.draw(st.integers(0, len(shelf.held) - 1)), shelves[1])
+    for shelf in shelves:
+        for row, number in enumerate(shelf.held):
+            assert (shelf.keys[:, row, ..., :5] == number).all()
+            assert (shelf.values[:, row, :, :5] == -number).all()
+            assert shelf.positions[row] == 5
+            assert (shelf.mask[row, 0, 0] == 0).sum() == 5
+
+
+def test_a_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
+    past = Past(0)
+    shelf = Shelf[int](llama, 128)
+    shelf.extend(shelf.add(1), 64)
+    past.keep([1] * 64, shelf, 0)
+    assert len(past) == 0
+    assert past.find([1] * 64) == []

@@ -1,0 +1,157 @@
+"""The numpy Llama against a float64 one and against PyTorch, and against itself in company."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.upstreams.embedded.batch import Batch, Job
+from rookery.upstreams.embedded.llama import TILE, Llama
+from rookery.upstreams.embedded.sampler import Choice
+from rookery.upstreams.embedded.upstream import builtin
+from rookery.upstreams.embedded.weights import Weights
+from tests.upstreams import embedded_reference as reference
+
+CLOSE = 1e-4
+
+
+def played(
+    batch: Batch, jobs: list[Job], arrivals: list[int] | None = None
+) -> list[tuple[list[int], list[float]]]:
+    """Every job to its end; `arrivals`: how many steps each comes after the one before."""
+    waits = list(arrivals or [0] * len(jobs))
+    coming = list(jobs)
+    while coming or not batch.idle:
+        while coming and waits[len(jobs) - len(coming)] <= 0:
+            batch.add(coming.pop(0))
+        if coming:
+            waits[len(jobs) - len(coming)] -= 1
+        batch.step()
+    return [(job.tokens, job.logprobs) for job in jobs]
+
+
+@given(weights=reference.models(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_numpy_inference_agrees_with_a_float64_reference(weights: Weights, data: st.DataObject) -> None:
+    context = weights.shape.max_position_embeddings
+    count = data.draw(st.integers(1, min(context - 1, 320)))
+    tokens = data.draw(st.lists(st.integers(0, 271), min_size=count, max_size=count))
+    expected = reference.logprobs(weights, tokens)
+    llama = Llama(weights)
+    given_in_one = tokens[: data.draw(st.integers(1, count))]
+    batch = Batch(llama)
+    # Greedy and forced: what is recorded as a logprob is that of the token which was taken, so ask for each.
+    for at in sorted({len(given_in_one), count}):
+        job = Job(tokens[:at], most=1, seed=0, choice=Choice(temperature=0.0))
+        batch.add(job)
+        batch.step()
+        assert job.logprobs[0] == pytest.approx(expected[at - 1][job.tokens[0]], abs=CLOSE)
+    logits = np.asarray(all_logits(llama, tokens), dtype=np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    likely = expected > -30  # further down both are nothing, and float32 has no digits left for them
+    assert np.abs(found - expected)[likely].max() < CLOSE
+
+
+def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
+    """Logits after every token, by the code that computes prompts."""
+    batch = Batch(llama, blocks=0)
+    rows: list[np.ndarray] = []
+    whole = llama.rows
+
+    def spy(tokens: object, positions: object, attend: object, wanted: slice = slice(None)) -> np.ndarray:
+        found = whole(tokens, positions, attend)  # type: ignore[arg-type]
+        rows.append(found)
+        return found[wanted]
+
+    llama.rows = spy  # type: ignore[method-assign]
+    try:
+        batch.add(Job(tokens, most=1, seed=0))
+        batch.step()
+    finally:
+        llama.rows = whole  # type: ignore[method-assign]
+    return np.concatenate(rows)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_batching_changes_nothing(data: st.DataObject) -> None:
+    """Alone, in company that comes and goes, with and without a past: the same tokens and logprobs, bit by bit."""
+    weights = Weights.random(reference.SMALL, seed=data.draw(st.integers(0, 99)), scale=0.2)
+    llama = Llama(weights)
+    starts = [data.draw(st.binary(min_size=1, max_size=40)) * data.draw(st.integers(1, 6)) for _ in range(3)]
+    asked = [
+        {
+            "prompt": [*data.draw(st.sampled_from(starts)), *data.draw(st.binary(max_size=30))],
+            "most": data.draw(st.integers(1, 90)),
+            "seed": data.draw(st.integers(0, 2**63 - 1)),
+            "choice": data.draw(st.sampled_from([Choice(), Choice(0.0), Choice(0.7, 0.9), Choice(1.3, 1.0, 5)])),
+            "ends": frozenset({7, 257}),
+        }
+        for _ in range(data.draw(st.integers(1, 20)))
+    ]
+    alone = [played(Batch(llama, blocks=0), [Job(**one)])[0] for one in asked]  # type: ignore[arg-type]
+    batch = Batch(llama, places=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
+    arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(asked), max_size=len(asked)))
+    assert played(batch, [Job(**one) for one in asked], arrivals) == alone  # type: ignore[arg-type]
+    again = [Job(**one) for one in asked]  # type: ignore[arg-type]
+    assert played(batch, again) == alone
+
+
+def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
+    llama = Llama(builtin())
+    rng = np.random.default_rng(5)
+    asked = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
+    alone = [played(Batch(llama, blocks=0), [Job(prompt, most=150, seed=seed)])[0] for prompt, seed in asked[:6]]
+    batch = Batch(llama)
+    assert played(batch, [Job(prompt, most=150, seed=seed) for prompt, seed in asked])[:6] == alone
+
+
+def test_a_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
+    llama = Llama(Weights.random(reference.SMALL, seed=3, scale=0.3))
+    job = Job(list(b"What is 7 + 5?"), most=300, seed=1)
+    played(Batch(llama), [job])
+    whole = [*job.prompt, *job.tokens]
+    logits = all_logits(llama, whole[:-1])[len(job.prompt) - 1 :]
+    low = logits - logits.max(-1, keepdims=True)
+    sampled = low[np.arange(len(job.tokens)), job.tokens] - np.log(np.exp(low).sum(-1))
+    assert sampled.tolist() == job.logprobs
+
+
+def test_where_a_tile_is_not_even_rows_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BLAS whose result depends on a row's place in its tile: still nothing depends on the company."""
+    real = np.matmul
+
+    def uneven(a: np.ndarray, b: np.ndarray, **options: object) -> np.ndarray:
+        found = real(a, b, **options)
+        if a.ndim <= 3 and a.shape[-2] == TILE:
+            found[..., 3, :] *= np.float32(1 + 1e-6)
+        return found
+
+    even = Llama(Weights.random(reference.SMALL, seed=3))
+    assert even.tile == TILE
+    monkeypatch.setattr(np, "matmul", uneven)
+    llama = Llama(Weights.random(reference.SMALL, seed=3))
+    assert llama.tile == 1
+    jobs = [Job(list(range(1, 20 + n)), most=30, seed=n) for n in range(9)]
+    together = played(Batch(llama), jobs)
+    alone = [played(Batch(llama, blocks=0), [Job(job.prompt, most=30, seed=n)])[0] for n, job in enumerate(jobs)]
+    assert together == alone
+
+
+def test_numpy_and_pytorch_logprobs_agree() -> None:
+    """The policy that comes along, and random ones, in `LlamaForCausalLM` and here."""
+    import torch
+
+    shape = reference.SMALL
+    for weights in (builtin(), Weights.random(shape, seed=9, scale=0.3)):
+        tokens = np.random.default_rng(4).integers(0, 272, 390).tolist()
+        tokens[:40] = b"What is 17 + 25? Please use the tool, ok"
+        with torch.no_grad():
+            theirs = torch.log_softmax(weights.to_model()(torch.tensor([tokens])).logits[0].double(), -1).numpy()
+        ours = np.asarray(all_logits(Llama(weights), tokens), dtype=np.float64)
+        ours -= ours.max(-1, keepdims=True)
+        ours -= np.log(np.exp(ours).sum(-1, keepdims=True))
+        taken = np.arange(len(tokens) - 1), tokens[1:]
+        assert np.abs(ours - theirs).max() < CLOSE, "some next token"
+        assert np.abs(ours[taken] - theirs[taken]).max() < CLOSE

@@ -1,0 +1,357 @@
+"""The embedded policy's server over time: streams, clients that go away, queues, weights that are swapped."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+import pytest
+
+from rookery.core import UpstreamError
+from rookery.upstreams.embedded import LlamaShape, Weights
+from rookery.upstreams.embedded import server as server_module
+from rookery.upstreams.embedded.batch import Job
+from rookery.upstreams.embedded.server import _is_here
+from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
+from tests.upstreams.embedded_reference import SMALL
+
+TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"properties": {"code": {}}}}}]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return random_weights(tmp_path / "small.safetensors")
+
+
+def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
+    """A choice put together from its chunks, as the answer that is not streamed has it."""
+    message: dict[str, Any] = {"role": None, "content": None, "refusal": None}
+    whole: dict[str, Any] = {"index": index, "message": message, "finish_reason": None}
+    ids: list[int] = []
+    logprobs: list[Any] = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            assert whole["finish_reason"] is None, "nothing comes after the end"
+            delta = choice["delta"]
+            message["role"] = delta.get("role", message["role"])
+            if delta.get("content") is not None:
+                message["content"] = (message["content"] or "") + delta["content"]
+            for piece in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if "id" in piece:
+                    assert piece["index"] == len(calls)
+                    calls.append({name: piece[name] for name in ("id", "type", "function")})
+                else:
+                    calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+            ids += choice.get("token_ids", ())
+            logprobs += (choice["logprobs"] or {}).get("content", ())
+            whole["finish_reason"] = choice["finish_reason"]
+    return {**whole, "token_ids": ids, "logprobs": {"content": logprobs, "refusal": None}}
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}], ids=str)
+@pytest.mark.parametrize("n", [1, 6])
+async def test_a_stream_joined_is_the_answer_that_is_not_streamed(
+    weights: Path, more: dict[str, Any], n: int
+) -> None:
+    async with serving(weights) as served:
+        for seed, stop in ((1, []), (2, ["a", "e", " "]), (3, ["\u00e9", "12"])):
+            asked: dict[str, Any] = {"seed": seed, "n": n, "stop": stop, "max_tokens": 90, **more}
+            asked |= {"return_token_ids": True, "logprobs": True}
+            whole = await served.ask(**asked)
+            chunks = await served.chunks(**asked, stream_options={"include_usage": True})
+            assert [joined(chunks, number) for number in range(n)] == whole["choices"]
+            assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+            assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+            assert {chunk["weight_version"] for chunk in chunks} == {1}
+            assert len({chunk["id"] for chunk in chunks}) == 1
+            assert all(chunk["usage"] is None for chunk in chunks[:-1])
+            assert chunks[-1]["choices"] == []
+            # The second time, more of the prompt was in the cache: that alone may differ.
+            for usage in (chunks[-1]["usage"], whole["usage"]):
+                usage.pop("prompt_tokens_details")
+            assert chunks[-1]["usage"] == whole["usage"]
+
+
+async def test_a_stream_without_ids_has_no_empty_chunks(weights: Path) -> None:
+    async with serving(weights) as served:
+        chunks = await served.chunks(seed=4, max_tokens=90)
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        assert all(chunk["choices"][0]["delta"] for chunk in chunks[:-1])
+        assert not any("usage" in chunk or "token_ids" in chunk["choices"][0] for chunk in chunks)
+
+
+async def test_completions_stream_the_text_they_answer(weights: Path) -> None:
+    async with serving(weights) as served:
+        asked = {"prompt": ["7 + 5", "abc"], "n": 2, "seed": 9, "max_tokens": 50, "return_token_ids": True}
+        asked |= {"logprobs": 1}
+        _, whole, _ = await served.post("/completions", asked)
+        chunks = await served.chunks("/completions", **asked)
+        for number, choice in enumerate(whole["choices"]):
+            mine = [part for chunk in chunks for part in chunk["choices"] if part["index"] == number]
+            assert "".join(part["text"] for part in mine) == choice["text"]
+            assert [token for part in mine for token in part["token_ids"]] == choice["token_ids"]
+            assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+            values = [value for part in mine for value in part["logprobs"]["token_logprobs"]]
+            assert values == choice["logprobs"]["token_logprobs"]
+
+
+# -------------------------------------------------------------------------------------- clients that go away
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_ends_its_sampling_and_frees_its_places(weights: Path, stream: bool) -> None:
+    async with serving(weights, places=1) as served:
+        with gated(served.upstream) as gate:
+            body = {"messages": HI, "stream": stream, "n": 3, "temperature": 0, "return_token_ids": True}
+            gate.step()
+            async with aiohttp.ClientSession() as other:
+                asked = asyncio.create_task(other.post(f"{served.url}/chat/completions", json=body))
+                await served.until(1, 2)
+                if stream:
+                    answer = await asked
+                    assert (await answer.content.readline()).startswith(b"data: ")
+                    answer.close()
+                else:
+                    asked.cancel()
+                    await asyncio.wait({asked})
+                await served.until(0, 0)
+        await served.ask(max_tokens=1)
+        assert [asked.job.finish for asked in served.asked[:3]] == ["", "", ""]
+        assert not served.upstream.service._tickets
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps little of what is written, so that a reader that waits is noticed."""
+
+    def bound(host: str, port: int) -> socket.socket:
+        sock = server_module_bound(host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        return sock
+
+    server_module_bound = server_module.bound
+    monkeypatch.setattr(server_module, "bound", bound)
+
+
+MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": True, "max_tokens": 200}
+"""Half a megabyte of chunks."""
+
+
+@pytest.mark.usefixtures("small_buffers")
+async def test_a_slow_reader_gets_its_whole_answer_and_holds_no_place(weights: Path) -> None:
+    async with serving(weights, places=8) as served:
+        with _slow(served, MUCH) as sock:
+            await _until_drawn(served, 8)
+            assert served.server._asked == 8, "it has not been told all of it"
+            assert (await served.ask(max_tokens=1))["choices"], "others are served meanwhile"
+            sock.setblocking(False)
+            loop = asyncio.get_running_loop()
+            data = b""
+            while not data.endswith(b"0\r\n\r\n"):
+                data += await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 60)
+        assert data.count(b'"finish_reason":"') == 8
+        assert b"data: [DONE]" in data
+
+
+@pytest.mark.usefixtures("small_buffers")
+async def test_a_reader_that_does_not_read_at_all_is_left_behind(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "WRITE_SECONDS", 0.05)
+    async with serving(weights) as served:
+        with _slow(served, MUCH):
+            await _until_drawn(served, 8)
+            await served.until(0, 0)
+
+
+def _slow(served: Served, body: dict[str, Any]) -> socket.socket:
+    """A connection that has asked, and whose answer nobody reads."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    where = urlsplit(served.url)
+    sock.connect((where.hostname, where.port))
+    data = orjson.dumps(body)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    return sock
+
+
+async def _until_drawn(served: Served, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(served.asked) < count or served.server._busy:
+            await asyncio.sleep(0.005)
+
+
+# -------------------------------------------------------------------------------------------------- queues
+
+
+async def test_requests_wait_in_order_and_a_bounded_number_of_them(weights: Path) -> None:
+    async with serving(weights, places=1, waiting=2) as served:
+        ended: list[int] = []
+
+        async def ask(number: int) -> None:
+            await served.ask(max_tokens=3, seed=number)
+            ended.append(number)
+
+        with gated(served.upstream) as gate:
+            tasks = []
+            for number in range(3):
+                tasks.append(asyncio.create_task(ask(number)))
+                await served.until(1, number)
+            status, body, headers = await served.post("/chat/completions", {"messages": HI, "stream": True})
+            assert (status, body["error"]["type"], headers["Retry-After"]) == (429, "rate_limit_error", "1")
+            gate.open()
+            await asyncio.gather(*tasks)
+        assert ended == [0, 1, 2]
+        assert (await served.ask(max_tokens=1, n=3))["choices"], "three places are asked for, one is enough"
+
+
+async def test_health_is_bad_while_sequences_hang(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(weights) as served:
+        with gated(served.upstream) as gate:
+            asked = asyncio.create_task(served.ask(max_tokens=3))
+            await served.until(1, 0)
+            monkeypatch.setattr(server_module, "STUCK_SECONDS", 0.0)
+            async with served.http.get(f"{served.root}/health") as answer:
+                assert answer.status == 503
+                assert "no token" in orjson.loads(await answer.read())["status"]
+            monkeypatch.undo()
+            gate.open()
+            await asked
+        assert await served.health() == (0, 0)
+
+
+async def test_a_step_that_fails_is_said_in_the_stream_and_the_server_goes_on(weights: Path) -> None:
+    async with serving(weights) as served:
+        with gated(served.upstream) as gate:
+            body = {"messages": HI, "stream": True, "temperature": 0}
+            gate.step()
+            async with served.http.post(f"{served.url}/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                served.upstream.service._batch.llama.rows = None  # type: ignore[assignment, method-assign]
+                gate.open()
+                events = (await answer.read()).decode().split("\n\n")
+            said = orjson.loads(events[-2].removeprefix("data: "))
+            assert "the embedded policy failed" in said["error"]["message"]
+            assert "[DONE]" not in "".join(events)
+        del served.upstream.service._batch.llama.rows
+        assert (await served.ask(max_tokens=1))["choices"]
+
+
+# -------------------------------------------------------------------------------------------------- weights
+
+
+async def test_a_swap_leaves_a_stream_under_way_as_it_is(weights: Path, tmp_path: Path) -> None:
+    async with serving(weights, places=2) as served:
+        asked = {"seed": 3, "n": 4, "max_tokens": 40, "return_token_ids": True}
+        before = await served.ask(**asked)
+        new = random_weights(tmp_path / "new", seed=2, version=0)
+        with gated(served.upstream) as gate:
+            gate.step()
+            body = {"messages": HI, "stream": True, **asked}
+            async with served.http.post(f"{served.url}/chat/completions", json=body) as answer:
+                assert answer.headers["X-Weight-Version"] == "1"
+                status, said, _ = await served.post(f"{served.root}/update_weights", {"path": str(new)})
+                assert (status, said["weight_version"]) == (200, 2), "one more than before, since the file says 0"
+                gate.open()
+                events = (await answer.read()).decode().split("\n\n")[:-2]
+        chunks = [orjson.loads(event.removeprefix("data: ")) for event in events]
+        assert {chunk["weight_version"] for chunk in chunks} == {1}
+        for number, choice in enumerate(before["choices"]):  # two of them began after the swap
+            assert joined(chunks, number)["token_ids"] == choice["token_ids"]
+        after = await served.ask(**asked)
+        assert after["weight_version"] == 2
+        assert after["choices"] != before["choices"]
+        async with served.http.get(f"{served.url}/models") as answer:
+            assert orjson.loads(await answer.read())["data"][0]["weight_version"] == 2
+        said = await served.post(f"{served.root}/update_weights", {"path": str(weights), "version": 70})
+        assert said[1]["weight_version"] == 70
+        again = await served.ask(**asked)
+        assert (again["weight_version"], again["choices"]) == (70, before["choices"])
+
+
+async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_old_ones(
+    weights: Path, tmp_path: Path
+) -> None:
+    short = LlamaShape(
+        **{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"max_position_embeddings": 16}
+    )
+    Weights.random(short, version=2).save(tmp_path / "short")
+    async with serving(weights, places=1) as served:
+        with gated(served.upstream) as gate:
+            first = asyncio.create_task(served.ask(max_tokens=2))
+            await served.until(1, 0)
+            second = asyncio.create_task(served.ask(max_tokens=2))
+            await served.until(1, 1)
+            where = {"path": str(tmp_path / "short")}
+            assert (await served.post(f"{served.root}/update_weights", where))[0] == 200
+            gate.open()
+            assert [(await task)["weight_version"] for task in (first, second)] == [1, 1]
+        status, body, _ = await served.post("/chat/completions", {"messages": HI})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body, _ = await served.post("/completions", {"prompt": "7 + 5"})
+        assert (status, body["weight_version"]) == (200, 2)
+
+
+async def test_a_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
+    async with serving(weights) as served:
+        job = Job([999], most=1, seed=0)
+        with pytest.raises(UpstreamError, match="ids outside of 0 to 271"):
+            await served.upstream.service.run(job)
+        assert (await served.ask(max_tokens=1))["choices"]
+
+
+async def test_the_weights_file_is_watched(weights: Path) -> None:
+    async with serving(weights) as served:
+        assert (await served.ask(max_tokens=1))["weight_version"] == 1
+        random_weights(weights, seed=5, version=9)
+        assert (await served.ask(max_tokens=1))["weight_version"] == 9
+        weights.write_bytes(b"broken")
+        status, body, _ = await served.post("/chat/completions", {"messages": HI})
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "cannot be used" in body["error"]["message"]
+
+
+async def test_broken_weights_are_refused_in_words_and_the_old_ones_stay(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    few = LlamaShape(**{name: getattr(SMALL, name) for name in SMALL.__struct_fields__} | {"vocab_size": 100})
+    Weights.random(few).save(tmp_path / "few.safetensors")
+    async with serving(weights) as served:
+        for where, words in (
+            (str(tmp_path / "broken.safetensors"), "not a safetensors file"),
+            (str(tmp_path / "few.safetensors"), "100 ids"),
+            (str(tmp_path / "nothing"), "No such file"),
+            (str(tmp_path), "No such file"),
+            ("/dev/zero", "not a file"),
+            ("a\0b", "cannot be read"),
+            ("", "length >= 1"),
+        ):
+            status, body, _ = await served.post(f"{served.root}/update_weights", {"path": where})
+            assert (status, words in body["error"]["message"]) == (400, True), body
+        for body in ({}, {"path": 3}, {"path": "x", "version": "2"}, {"path": "x", "version": -1}):
+            assert (await served.post(f"{served.root}/update_weights", body))[0] == 400
+        good = {"path": str(weights)}
+        status, _, _ = await served.post(f"{served.root}/update_weights", good, **{"Content-Type": "text/plain"})
+        assert status == 415, "a web page can send this to any address"
+        assert (await served.ask(max_tokens=1))["weight_version"] == 1
+
+
+async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [_is_here(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [True] * 4
+    assert not any(map(_is_here, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
+    monkeypatch.setattr(server_module, "_is_here", lambda _: False)
+    for allowed, expected in ((False, 403), (True, 200)):
+        async with serving(weights, allow_updates=allowed) as served:
+            status, body, _ = await served.post(f"{served.root}/update_weights", {"path": str(weights)})
+            assert status == expected
+            assert allowed or "--allow-updates" in body["error"]["message"]

@@ -1,0 +1,113 @@
+"""What can be shown of an answer while it is sampled."""
+
+from collections.abc import Iterable
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rookery.core import Message, ToolCall
+from rookery.upstreams.embedded import chat
+from rookery.upstreams.embedded.batch import Job
+from rookery.upstreams.embedded.streaming import Delta, Deltas, held, spelled
+
+TEXTS = st.text(alphabet='ab{}" \u00e9\u20ac\U0001f426', max_size=12).map(lambda text: list(text.encode()))
+PIECES = st.one_of(
+    TEXTS,
+    st.just([chat.CALL]),
+    st.just([chat.CALL, *b'python{"']),
+    st.lists(st.integers(0, chat.VOCAB - 1), max_size=4),
+    st.lists(st.integers(128, 255), max_size=4),
+)
+TOKENS = st.lists(PIECES, min_size=1, max_size=8).map(
+    lambda pieces: [token for piece in pieces for token in piece]
+)
+STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max_size=3).map(
+    lambda texts: tuple(text.encode() for text in texts)
+)
+
+
+def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> Job:
+    """A job that has drawn these, as far as it goes on."""
+    given = list(tokens)
+    job = Job([0], most=len(given), seed=0, ends=chat.ENDS, stop=stop)
+    for token in given:
+        if job.take(token, -1.0):
+            break
+    return job
+
+
+def joined(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
+    text = ""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        text += delta.text
+        assert len({call.index for call in delta.calls}) == len(delta.calls)
+        for call in delta.calls:
+            if call.id:
+                assert call.index == len(calls)
+                calls.append(ToolCall(call.id, call.name, call.arguments))
+            else:
+                old = calls[call.index]
+                calls[call.index] = ToolCall(old.id, old.name, old.arguments + call.arguments)
+    return text, calls
+
+
+@given(TOKENS.filter(bool), STOPS, st.sampled_from(["", "<call>", "<call>python"]), st.data())
+def test_the_deltas_joined_are_the_answer_that_is_not_streamed(
+    tokens: list[int], stop: tuple[bytes, ...], begun: str, data: st.DataObject
+) -> None:
+    job = drawn(tokens, stop)
+    looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
+    whole = chat.answer(job.tokens[: job.text], begun, at=5)
+    deltas = Deltas(begun=begun, at=5, stop=job.stop)
+    told = [deltas.more(job.tokens, count) for count in looks]
+    told.append(deltas.end(job.tokens, job.text))
+    text, calls = joined(told)
+    assert Message("assistant", text if text or not calls else None, tuple(calls)) == whole
+    assert deltas.calls == len(calls)
+
+
+@given(TOKENS.filter(bool), STOPS, st.data())
+def test_the_text_of_completions_is_the_same_streamed(
+    tokens: list[int], stop: tuple[bytes, ...], data: st.DataObject
+) -> None:
+    job = drawn(tokens, stop)
+    looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
+    deltas = Deltas(stop=job.stop, plain=True)
+    text = "".join(deltas.more(job.tokens, count).text for count in looks)
+    text += deltas.end(job.tokens, job.text).text
+    assert text == spelled(job.tokens[: job.text])
+
+
+@given(TOKENS, STOPS)
+@example(list(b"abab"), (b"abac",))
+def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
+    tokens: list[int], stop: tuple[bytes, ...]
+) -> None:
+    def begins(tail: list[int]) -> bool:
+        return all(token < 256 for token in tail) and any(text.startswith(bytes(tail)) for text in stop)
+
+    longest = max((size for size in range(1, len(tokens) + 1) if begins(tokens[-size:])), default=0)
+    assert held(tokens, len(tokens), stop) == longest
+
+
+def test_a_character_is_told_when_it_is_whole() -> None:
+    tokens = list("a\u20acb".encode())
+    deltas = Deltas()
+    assert [deltas.more(tokens, count).text for count in range(1, 6)] == ["a", "", "", "\u20ac", "b"]
+
+
+def test_a_call_is_told_by_its_name_first() -> None:
+    tokens = [*b"so ", chat.CALL, *b'add{"a":1}', chat.CALL, *b"stop", chat.END]
+    deltas = Deltas(at=7)
+    told = [deltas.more(tokens, count) for count in range(1, len(tokens) + 1)]
+    told.append(deltas.end(tokens, len(tokens) - 1))
+    pieces = [call for delta in told for call in delta.calls]
+    assert (pieces[0].id, pieces[0].name, pieces[0].arguments) == ("call_7_0", "add", "{")
+    assert all(not piece.id and not piece.name for piece in pieces[1:-1])
+    assert "".join(piece.arguments for piece in pieces[:-1]) == '{"a":1}'
+    assert (pieces[-1].index, pieces[-1].name, pieces[-1].arguments) == (1, "stop", "")
+
+
+def test_completions_spell_a_call_as_text() -> None:
+    assert spelled([*b"so ", chat.CALL, *b'add{"a":1}', 270, chat.END, *b"no more"]) == 'so <call>add{"a":1}\ufffd'
