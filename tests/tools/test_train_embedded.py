@@ -24,9 +24,11 @@ from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.weights import LlamaShape, Weights
 from tests.environments.helpers import Attempt, calls
 
+torch.set_num_threads(1)  # the script's own runs set what they need
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
+import train_embedded  # noqa: E402
 from embedded import teacher  # noqa: E402
 from embedded.model import SHAPE, Llama  # noqa: E402
 from embedded.muon import orthogonal  # noqa: E402
@@ -158,6 +160,7 @@ PROGRAMS = (
     "print(012)",
     "x=3\ny+=1\nprint(x)",
     "print(1)\nprint(5//0)",
+    "print(y)\nimport os",
     "x=7",
     "print(7/2, -3)",
     "",
@@ -196,6 +199,8 @@ async def test_a_program_prints_and_fails_as_the_python_tool_says(tmp_path):
         "x=[1]*9",
         "print(().__class__)",
         "print=3",
+        "__builtins__\nimport os",
+        "print(__builtins__)",
         "x=7\n" + "x*=x\n" * 50,
         "print(1<<9999)",
         "print(1,end='')",
@@ -230,7 +235,7 @@ def test_playing_is_reproducible_and_keeps_the_environments_budgets():
 
 def test_the_loss_falls():
     reports = []
-    train(Plan(steps=12, batch=800), reports.append, every=4)
+    train(Plan(steps=12, batch=400), reports.append, every=4)
     assert [report.step for report in reports] == [4, 8, 12]
     assert reports[-1].loss < reports[0].loss
     assert reports[-1].left == 0.0
@@ -242,14 +247,14 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_running_it_twice_gives_the_same_checksum_and_a_record(tmp_path):
-    ends = [run("--steps", "4", "--evaluate", "5", "--out", tmp_path / f"{name}.safetensors") for name in "ab"]
+    ends = [run("--steps", "2", "--evaluate", "5", "--out", tmp_path / f"{name}.safetensors") for name in "ab"]
     assert [ended.returncode for ended in ends] == [0, 0], ends[0].stderr
     a, b = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
     assert a == b
     record = json.loads((tmp_path / "a.json").read_bytes())
     assert record["sha256"] == hashlib.sha256(a).hexdigest()
     assert record["sha256"] in ends[0].stdout
-    assert (record["seed"], record["steps"], record["threads"]) == (0, 4, 2)
+    assert (record["seed"], record["steps"], record["threads"]) == (0, 2, 2)
     assert record["held_out"]["n"] == 5
     assert [record["held_out"]["levels"][str(level)]["n"] for level in LEVELS] == [1] * 5
     assert record["losses"][-1][1] == record["loss"]
@@ -274,8 +279,9 @@ def test_ctrl_c_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_options_are_said_in_words():
+def test_bad_options_are_said_in_words(capsys):
     for arguments in (("--steps", "0"), ("--seconds", "nan"), ("--evaluate", "-1")):
-        ended = run(*arguments)
-        assert ended.returncode == 2
-        assert arguments[0] in ended.stderr
+        with pytest.raises(SystemExit) as ended:
+            train_embedded.main(arguments)
+        assert ended.value.code == 2
+        assert f"argument {arguments[0]}: " in capsys.readouterr().err

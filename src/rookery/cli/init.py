@@ -15,12 +15,12 @@ from rookery.cli.text import bold, dim, program, quoted
 from rookery.core import UsageError
 
 _ENVIRONMENT = '''\
-"""{title}: sums in words, with a tool to multiply. Change it into your own."""
+"""{title}: sums in words, with python and a tool of its own. Change it into your own."""
 
 from pathlib import Path
 
 from rookery import Context, Taskset, ToolEnvironment, tool
-from rookery.environments.tools import match_answer
+from rookery.environments.tools import match_answer, python
 from rookery.tasks import load_tasks
 
 
@@ -36,10 +36,10 @@ def multiply(a: float, b: float) -> float:
 
 
 class {title}(ToolEnvironment):
-    """The policy may call the tools until it answers; the last line of its answer is compared."""
+    """The policy may call the tools until it answers; the last number of its answer is compared."""
 
-    toolset = [multiply]
-    system_prompt = "Work it out, with the tools where they help. End with a line that holds only the number."
+    toolset = [python, multiply]  # python runs the policy's programs in a sandbox
+    system_prompt = "Use the tools. End with the number."
 
     def tasks(self) -> Taskset:
         return load_tasks(Path(__file__).with_name("tasks.jsonl"))
@@ -49,10 +49,10 @@ class {title}(ToolEnvironment):
 '''
 
 _TASKS = """\
+{"id": "sum", "prompt": "What is 24 + 17?", "answer": 41}
+{"id": "product", "prompt": "What is 12 * 8?", "answer": 96}
+{"id": "apples", "prompt": "Mia has 12 apples. Mia buys 30 more. How many apples does Mia have?", "answer": 42}
 {"id": "boxes", "prompt": "A box holds 24 pencils. How many pencils are in 17 boxes?", "answer": 408}
-{"id": "train", "prompt": "A train goes 85 km an hour. How many km does it go in 6 hours?", "answer": 510}
-{"id": "garden", "prompt": "A garden is 12.5 m long and 8 m wide. How many square metres is it?", "answer": 100}
-{"id": "change", "prompt": "Three books cost 14 each. How much change is left of 50?", "answer": 8}
 """
 
 
@@ -86,7 +86,9 @@ def init(name: str, folder: str | None) -> int:
     rows = [
         f"made {', '.join(quoted(path) for path in files)}",
         "",
-        f"  {dim('# run it, each task four times; --dry-run shows first what would run')}",
+        f"  {dim('# run it with the small policy that comes along; --dry-run shows first what would run')}",
+        f"  {bold(f'{program()} run {made} --policy embedded -k 4')}",
+        f"  {dim('# or with a model of your own')}",
         f"  {bold(f'{program()} run {made} --policy http://localhost:8000/v1 -k 4')}",
     ]
     click.echo("\n".join(rows))

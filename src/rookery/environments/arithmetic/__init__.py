@@ -1,0 +1,88 @@
+"""Word problems and expressions of five levels, answered through the `python` tool; a taskset comes with it.
+
+Promises:
+- a task's id says its split, seed, level and number, and means the same problem whatever else is asked for;
+- any prefix of the tasks is balanced over the levels;
+- the reward is 1 for the right number at the end of the final answer, and 0 for anything else;
+- what is wrong with an argument is said in words when the environment is made.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rookery.core import Limits, Message, Task, UsageError
+from rookery.environments.arithmetic.problems import LEVELS, SPLITS, Problem, problems_of
+from rookery.environments.base import Score
+from rookery.environments.context import Context
+from rookery.environments.tools import ToolEnvironment
+
+__all__ = ["LEVELS", "SPLITS", "Arithmetic", "Problem", "problems_of", "task_of"]
+
+MOST: Final = 100_000
+
+
+class Arithmetic(ToolEnvironment):
+    """Arithmetic of five levels, through the `python` tool. Splits: `train` and `held-out`, always disjoint."""
+
+    name = "arithmetic"
+    system_prompt = "Use python. End with the number."
+    limits = Limits(turns=6, tokens=600, call=10.0)
+    max_result = 500
+
+    def __init__(
+        self,
+        split: str = "train",
+        size: int = 1_000,
+        seed: int = 0,
+        levels: int | Sequence[int] = LEVELS,
+    ) -> None:
+        super().__init__()
+        chosen = str(split).replace("_", "-")
+        if chosen not in SPLITS:
+            raise UsageError(f"split must be {' or '.join(SPLITS)}, not {split!r:.100}")
+        if not _is_int(size) or not 1 <= size <= MOST:
+            raise UsageError(f"size must be a whole number from 1 to {MOST:,}, not {size!r:.100}")
+        if not _is_int(seed):
+            raise UsageError(f"seed must be a whole number, not {seed!r:.100}")
+        asked = (levels,) if _is_int(levels) else levels
+        if (
+            not isinstance(asked, list | tuple)
+            or not asked
+            or any(not _is_int(level) or level not in LEVELS for level in asked)
+            or len(set(asked)) < len(asked)
+        ):
+            raise UsageError(f"levels must be different numbers from 1 to 5, such as [1,2], not {levels!r:.100}")
+        self.split = chosen
+        self.size = size
+        self.seed = seed
+        self.levels: tuple[int, ...] = tuple(asked)
+
+    def tasks(self) -> list[Task]:
+        streams = [problems_of(self.split, self.seed, level) for level in self.levels]
+        count = len(streams)
+        return [
+            task_of(next(streams[index % count]), self.split, self.seed, index // count)
+            for index in range(self.size)
+        ]
+
+    async def score(self, ctx: Context) -> Score | float:
+        reward = await super().score(ctx)
+        assert isinstance(reward, float)
+        level = ctx.task.data.get("level")
+        metrics = {"used_python": float(ctx.tool_calls > 0)}
+        if isinstance(level, int):  # the user's own tasks need not have one
+            metrics["level"] = float(level)
+        return Score(reward, metrics=metrics)
+
+
+def task_of(problem: Problem, split: str, seed: int, number: int) -> Task:
+    """A problem as a task; `number` is its place among those of its level."""
+    return Task(
+        id=f"{split}-{seed}-l{problem.level}-{number:05}",
+        prompt=(Message("user", problem.prompt),),
+        data={"answer": problem.answer, "level": problem.level, "kind": problem.kind},
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,205 @@
+"""Short stories about a number of things that grows and shrinks, a sentence at a time."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Final, NamedTuple, TypeAlias
+
+Lines: TypeAlias = list[tuple[str, bool]]
+
+NAMES: Final = (
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon", "Kira", "Leo"),
+    *("Mia", "Noor", "Omar", "Pia", "Quin", "Rosa", "Sam", "Tara", "Uma", "Vic", "Yara", "Zoe"),
+)
+THINGS: Final = (
+    *("apples", "beads", "books", "cards", "coins", "eggs", "figs", "jars", "keys", "kites", "lamps"),
+    *("mugs", "nuts", "pears", "pens", "plums", "rings", "seeds", "shells", "stamps", "tickets", "tulips"),
+)
+_BAGS: Final = ("bags", "boxes", "bowls", "crates", "rows")
+_MORE: Final = ("{a} finds {n} more.", "{a} buys {n} more.", "{b} brings {n} more.", "{a} makes {n} more.")
+_MORE_TRICKY: Final = (*_MORE, "{b} gives {a} {n}.", "{a} gets {n} from {b}.")
+_LESS: Final = ("{a} loses {n}.", "{a} sells {n}.", "{b} takes {n}.", "{n} get lost.")
+_LESS_TRICKY: Final = (*_LESS, "{a} gives {b} {n}.", "{b} gets {n} from {a}.")
+_IDLE: Final = (
+    "{b} has {n} {other}.",
+    "{a} is {n} years old.",
+    "It is {n} km to town.",
+    "{b} walks for {n} minutes.",
+    "The bag weighs {n} grams.",
+)
+
+
+class _Level(NamedTuple):
+    """What the stories of a level are made of."""
+
+    steps: tuple[int, int]
+    largest: int
+    tricky: bool
+    idle: float
+    """How often a sentence that changes nothing is put in."""
+    changes: str
+    """One letter for each kind of change, as often as it should come: see `_CHANGES`."""
+    ends: str
+    """The same for the last change, which may bring a question of its own: see `_ENDS`."""
+
+
+_LEVELS: Final = {
+    2: _Level((1, 1), 50, False, 0.0, "+-", "++--*s"),
+    3: _Level((2, 2), 99, False, 0.0, "++--*h", "++--*hs"),
+    4: _Level((3, 3), 400, True, 0.4, "++--*hd", "++--*hsbr"),
+    5: _Level((4, 5), 3000, True, 1.0, "++--*hd", "+-hsbrtm"),
+}
+
+
+class _Story:
+    """A story being told: its people, its sentences, and the number so far."""
+
+    def __init__(self, rng: Random, level: _Level) -> None:
+        self.rng = rng
+        self.level = level
+        self.a, self.b = rng.sample(NAMES, 2)
+        self.thing, self.other = rng.sample(THINGS, 2)
+        self.sentences: list[str] = []
+        self.lines: Lines = []
+        self.question = ""
+        self.kind = "story"
+        self.x = 0
+
+    def tell(self, sentence: str, code: str, n: int | str = "", *, matters: bool = True) -> None:
+        self.sentences.append(sentence.format(a=self.a, b=self.b, n=n, thing=self.thing, other=self.other))
+        self.lines.append((code.format(n), matters))
+
+    def begin(self) -> None:
+        n = self.rng.randrange(self.level.largest // 5, self.level.largest + 1)
+        if self.level.steps == (1, 1) or self.rng.random() < 0.75:
+            self.x = n
+            self.tell("{a} has {n} {thing}.", "x={}", n)
+            return
+        bags, each = self.rng.randrange(2, 10), max(2, n // 10)
+        self.x = bags * each
+        bag = self.rng.choice(_BAGS)
+        self.tell(f"{{a}} has {bags} {bag} of {each} {{thing}}.", f"x={bags}*{each}")
+
+    # ------------------------------------------------------------------------------------------ changes
+    # Each one tells its sentence, or returns False where it does not fit the number so far.
+
+    def more(self) -> bool:
+        n = self.rng.randrange(2, self.level.largest)
+        self.x += n
+        self.tell(self.rng.choice(_MORE_TRICKY if self.level.tricky else _MORE), "x+={}", n)
+        return True
+
+    def less(self) -> bool:
+        if self.x < 4:
+            return False
+        n = self.rng.randrange(2, self.x)
+        self.x -= n
+        self.tell(self.rng.choice(_LESS_TRICKY if self.level.tricky else _LESS), "x-={}", n)
+        return True
+
+    def double(self) -> bool:
+        by, word = self.rng.choice(((2, "doubles"), (3, "triples")))
+        if self.x * by > 10 * self.level.largest:
+            return False
+        self.x *= by
+        self.tell(f"{{a}} {word} the pile.", f"x*={by}")
+        return True
+
+    def times(self) -> bool:
+        n = self.rng.randrange(2, 10)
+        if self.x * n > 10 * self.level.largest:
+            return False
+        self.x *= n
+        self.tell("Then there are {n} times as many.", "x*={}", n)
+        return True
+
+    def half(self) -> bool:
+        if self.x % 2 or self.x < 4:
+            return False
+        self.x //= 2
+        self.tell(self.rng.choice(("{a} gives away half.", "Half of them get lost.", "{b} takes half.")), "x//=2")
+        return True
+
+    # -------------------------------------------------------------------------------------------- ends
+
+    def shared(self) -> bool:
+        fit = [n for n in range(2, 13) if self.x % n == 0 and self.x > n]
+        if not fit:
+            return False
+        n = self.rng.choice(fit)
+        self.x //= n
+        self.kind = "sharing"
+        self.tell("{a} shares them among {n} friends.", "x//={}", n)
+        self.question = "How many does each get?"
+        return True
+
+    def boxes(self) -> bool:
+        n = self.rng.randrange(3, 13)
+        if self.x < 2 * n:
+            return False
+        self.x //= n
+        self.kind = "sharing"
+        self.tell("{a} packs them in boxes of {n}.", "x//={}", n)
+        self.question = "How many boxes are full?"
+        return True
+
+    def rest(self) -> bool:
+        n = self.rng.randrange(3, 13)
+        if self.x < 2 * n:
+            return False
+        self.x %= n
+        self.kind = "leftover"
+        self.tell("{a} packs them in boxes of {n}.", "x%={}", n)
+        self.question = "How many are left over?"
+        return True
+
+    def twice(self) -> bool:
+        self.x *= 2
+        self.tell("{b} has twice as many as {a}.", "x*=2")
+        self.question = f"How many does {self.b} have?"
+        return True
+
+    def compared(self) -> bool:
+        n = self.rng.randrange(2, self.level.largest)
+        self.x += n
+        self.tell("{b} has {n} more than {a}.", "x+={}", n)
+        self.question = f"How many does {self.b} have?"
+        return True
+
+    def idle(self) -> None:
+        n = self.rng.randrange(3, 90)
+        self.tell(self.rng.choice(_IDLE), "x+={}" if self.rng.random() < 0.6 else "x-={}", n, matters=False)
+
+
+_Change: TypeAlias = Callable[[_Story], bool]
+_CHANGES: Final[dict[str, _Change]] = {
+    "+": _Story.more,
+    "-": _Story.less,
+    "*": _Story.times,
+    "h": _Story.half,
+    "d": _Story.double,
+    "s": _Story.shared,
+    "b": _Story.boxes,
+    "r": _Story.rest,
+    "t": _Story.twice,
+    "m": _Story.compared,
+}
+
+
+def story(rng: Random, level: int) -> tuple[str, int, str, Lines]:
+    """Its text, its answer, its kind, and a line for each sentence."""
+    plan = _LEVELS[level]
+    told = _Story(rng, plan)
+    told.begin()
+    steps = rng.randrange(plan.steps[0], plan.steps[1] + 1)
+    idle_after = rng.randrange(steps) if rng.random() < plan.idle else -1
+    for step in range(steps):
+        if step == idle_after:
+            told.idle()
+        choices = plan.ends if step == steps - 1 else plan.changes
+        while not _CHANGES[rng.choice(choices)](told):
+            pass
+    question = told.question or rng.choice(
+        (f"How many {told.thing} are there now?", f"How many {told.thing} does {told.a} have now?")
+    )
+    kind = "distractor" if idle_after >= 0 else told.kind
+    return " ".join([*told.sentences, question]), told.x, kind, told.lines
