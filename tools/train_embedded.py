@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--evaluate",
         type=_positive(int, least=0),
-        default=2_000,
+        default=1_000,
         metavar="N",
         help="play N held-out tasks at the end (0: none)",
     )

@@ -22,8 +22,10 @@ from rookery.environments.arithmetic import LEVELS, Arithmetic
 from rookery.environments.arithmetic.problems import Problem, draw, split_of
 from rookery.upstreams.embedded import chat
 
-SLIPS: Final = {1: 0.0, 2: 0.13, 3: 0.26, 4: 0.32, 5: 0.36}
-"""How often a step goes wrong, by level: once for each sentence, or for each three numbers of an expression."""
+SLIPS: Final = {1: 0.0, 2: 0.20, 3: 0.29, 4: 0.34, 5: 0.42}
+"""How often a sentence of a story goes wrong, by level."""
+MISREAD: Final = {1: 0.0, 2: 0.06, 3: 0.29, 4: 0.34, 5: 0.42}
+"""How often two numbers of an expression do. Few at level 2, or the policy errs on level 1 as well."""
 FOOLED: Final = 0.4
 """How often a sentence that changes nothing is taken for a step."""
 BY_HEAD: Final = {1: 0.0, 2: 0.02, 3: 0.04, 4: 0.06, 5: 0.08}
@@ -100,11 +102,11 @@ class Teacher:
     # -------------------------------------------------------------------------------------------- programs
 
     def program(self, problem: Problem) -> str:
-        slip = SLIPS[problem.level]
+        slip, misread = SLIPS[problem.level], MISREAD[problem.level]
         if problem.kind in ("expression", "brackets"):
             code = problem.lines[0].code
             for _ in range((len(_NUMBER.findall(code)) + 1) // 2):
-                if self.rng.random() < slip:
+                if self.rng.random() < misread:
                     code = self.misread(code)
             return f"print({code})"
         lines = []

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """How to train."""
 
     seed: int = 0
-    steps: int = 2_500
+    steps: int = 1_900
     seconds: float | None = None
     """Learn by the clock instead of by steps: the schedule ends when they are over."""
     batch: int = 2_500
