@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ENVIRONMENT: Final = "arithmetic"
 SPLIT: Final = "held-out"
 POLICY: Final = "embedded"
-TASKS: Final = 20
-PER_TASK: Final = 6
+TASKS: Final = 30
+PER_TASK: Final = 4
 MOST_TASKS: Final = 10_000
 MOST_RUNNERS: Final = 4
 """Each runner costs a start of its own; a demo is over before more of them would pay."""
