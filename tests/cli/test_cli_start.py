@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rookery.cli.app import COMMANDS
 from rookery.cli.errors import Exit, guarded
 from rookery.core import JournalError, UsageError
 from tests.cli.helpers import environ, rookery
@@ -25,11 +26,11 @@ def test_help_imports_click_and_nothing_heavier(args: list[str], tmp_path: Path)
 async def test_help_names_every_command_and_the_exit_codes(tmp_path: Path) -> None:
     done = await rookery("--help", cwd=tmp_path)
     assert done.code == 0
-    for word in ("demo", "run", "resume", "ls", "show", "export", "init", "serve-embedded", "bench", "130 interrupted"):
+    for word in (*COMMANDS, "130 interrupted"):
         assert word in done.out
 
 
-@pytest.mark.parametrize("name", ["demo", "run", "resume", "ls", "show", "export", "init", "serve-embedded", "bench"])
+@pytest.mark.parametrize("name", COMMANDS)
 async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     done = await rookery(name, "--help", cwd=tmp_path)
     assert done.code == 0
