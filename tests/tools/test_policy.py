@@ -1,0 +1,71 @@
+"""The policy that comes along is the one that was recorded, and as good as it should be: no better, no worse."""
+
+import asyncio
+import hashlib
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from rookery.core import Message, Sampling, Task, Truncation
+from rookery.environments.arithmetic import Arithmetic
+from rookery.environments.results import match_answer
+from rookery.upstreams import ModelRequest, Upstream, UpstreamConfig, open_upstream
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from embedded.programs import observation
+
+PLACE = files("rookery.upstreams.embedded")
+TASKS = 600
+
+
+def test_the_weights_are_those_of_the_record() -> None:
+    record = json.loads((PLACE / "policy.json").read_text())
+    weights = (PLACE / "policy.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == record["sha256"]
+    assert len(weights) <= 2_000_000
+    assert 0.40 <= record["held_out"]["rate"] <= 0.55
+    assert record["losses"][-1][1] == record["loss"] or record["loss"] < 0.2
+
+
+async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) -> bool:
+    """As the environment plays it, the programs run by an evaluator of small arithmetic instead of a sandbox."""
+    messages = [Message("system", str(env.system_prompt)), *task.prompt]
+    for turn in range(env.limits.turns or 6):
+        sampling = Sampling(temperature=1.0, seed=1000 * seed + turn, max_tokens=300)
+        request = ModelRequest(model="", messages=tuple(messages), tools=tuple(env.tools()), sampling=sampling)
+        try:
+            reply = await upstream.complete(request, timeout=600)
+        except Truncation:
+            return False
+        messages.append(reply.message)
+        if not reply.message.tool_calls:
+            return match_answer(reply.message.text, task.data["answer"])
+        messages += [
+            Message("tool", observation(call.name, call.arguments, env.max_result), tool_call_id=call.id)
+            for call in reply.message.tool_calls
+        ]
+    return False
+
+
+async def test_about_half_of_the_tasks_are_solved_easy_ones_nearly_always_hard_ones_rarely() -> None:
+    """On tasks that nothing was set by. Twice the standard error is left at either end."""
+    env = Arithmetic(split="held-out", size=TASKS, seed=7)
+    upstream = open_upstream(UpstreamConfig(urls=("embedded",)))
+    try:
+        async with asyncio.TaskGroup() as group:
+            played = [
+                (task, group.create_task(rollout(upstream, env, task, seed)))
+                for seed, task in enumerate(env.tasks())
+            ]
+    finally:
+        await upstream.close()
+    by_level = {level: [] for level in env.levels}  # type: dict[int, list[bool]]
+    for task, passed in played:
+        by_level[task.data["level"]].append(passed.result())
+    rates = [sum(passed) / len(passed) for passed in by_level.values()]
+    assert 0.40 <= sum(rates) / len(rates) <= 0.55, rates
+    assert rates[0] >= 0.85, rates
+    assert rates[-1] <= 0.20, rates
+    assert rates == sorted(rates, reverse=True), rates
