@@ -1,4 +1,4 @@
-"""The subprocess provider keeps the promises of every provider."""
+"""Every provider keeps the promises of the protocol, tested by one suite."""
 
 import pytest
 
@@ -6,9 +6,10 @@ from rookery.sandboxes import Home, open_provider
 from rookery.sandboxes.conformance import CHECKS, Check
 
 
+@pytest.mark.parametrize("name", ["subprocess", "local"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_subprocess(check: Check, home: Home) -> None:
-    provider = open_provider("subprocess", home)
+async def test_a_provider_conforms(name: str, check: Check, home: Home) -> None:
+    provider = open_provider(name, home)
     try:
         await check(provider)
     finally:

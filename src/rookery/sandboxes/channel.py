@@ -44,11 +44,13 @@ class Report(NamedTuple):
 class Channel:
     """One guard process. Bound to the loop it was started on."""
 
-    def __init__(self, pid: int, sock: socket.socket, folder: Path) -> None:
+    def __init__(self, pid: int, sock: socket.socket, folder: Path | None, pidfd: int = -1) -> None:
+        """With a `pidfd` the guard is somebody else's child, ready for commands; without, it is ours."""
         self._loop = asyncio.get_running_loop()
         self.pid = pid
         self._sock = sock
         self._folder = folder
+        self._ours = pidfd < 0
         self._waiting: dict[int, asyncio.Future[Report | None]] = {}
         self._interrupted: dict[int, asyncio.Future[None]] = {}
         self._last = 0
@@ -56,7 +58,7 @@ class Channel:
         self._ready: asyncio.Future[bool] = self._loop.create_future()
         self.dead: asyncio.Future[str] = self._loop.create_future()
         """Done when the guard has ended, with what it said about it."""
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = os.pidfd_open(pid) if self._ours else pidfd
         self._loop.add_reader(self._pidfd, self._ended)
         self._loop.add_reader(sock.fileno(), self._receive)
 
@@ -219,20 +221,26 @@ class Channel:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        try:
-            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            said = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        except ChildProcessError:
-            said = "waited for by somebody else"
-        with contextlib.suppress(OSError), open(self._folder / LOG, "rb") as file:  # noqa: PTH123
-            said = f"{said}; {file.read(4000).decode('utf-8', 'replace').strip()}".rstrip("; ")
-        self.dead.set_result(said)
+        self.dead.set_result(self._last_words())
         if not self._ready.done():
             self._ready.set_result(False)
         for promise in self._waiting.values():
             if not promise.done():
                 promise.set_result(None)
         self._waiting.clear()
+
+    def _last_words(self) -> str:
+        if not self._ours:
+            return "it ended"
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            said = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        except ChildProcessError:
+            said = "waited for by somebody else"
+        if self._folder is not None:
+            with contextlib.suppress(OSError), open(self._folder / LOG, "rb") as file:  # noqa: PTH123
+                said = f"{said}; {file.read(4000).decode('utf-8', 'replace').strip()}".rstrip("; ")
+        return said
 
     def _receive_rest(self) -> None:
         if self._sock.fileno() >= 0:
@@ -258,7 +266,7 @@ class Channel:
 
     def kill_guard(self) -> None:
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 

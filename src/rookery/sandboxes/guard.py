@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator
 
 TYPE_CHECKING = False  # importing typing would cost as much as all the rest
-if TYPE_CHECKING or __name__ != "__main__":
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
 else:  # stand-alone: only this one import may see the folder, whose subprocess.py would hide the real one
     sys.path.insert(0, sys.argv[1])
@@ -89,9 +89,13 @@ class Guard:
         self.poll = select.poll()
         self.poll.register(self.wake, select.POLLIN)
         self.poll.register(channel.fileno(), select.POLLIN)
-        # A fork of the owner may hold the channel open past the owner's death.
-        self.owner = os.pidfd_open(os.getppid())
-        self.poll.register(self.owner, select.POLLIN)
+        self.owner = self.watch_owner()
+
+    def watch_owner(self) -> int:
+        """A descriptor that tells the owner's death: a fork of it may hold the channel open past that."""
+        owner = os.pidfd_open(os.getppid())
+        self.poll.register(owner, select.POLLIN)
+        return owner
 
     def loop(self) -> None:
         own = self.channel.fileno()

@@ -21,12 +21,15 @@ from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError, bounda
 from rookery.sandboxes import guard as stub
 from rookery.sandboxes.capture import Capture, Pump
 from rookery.sandboxes.channel import Channel, Report
+from rookery.sandboxes.local.groups import oom_kills
 from rookery.sandboxes.protocol import OnOutput, Stream
 
 HARD_OUTPUT = 64
 """A program that writes this many times what is kept of it is killed: it will not stop by itself."""
 GRACE = 15.0
 """Seconds past its deadline after which a guard that has not answered counts as lost."""
+FULL = 64 << 10
+"""Bytes that are free in a file system that counts as full: a program that could not write any more is no small one."""
 PROGRAM_ERRORS = frozenset(
     {errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG, errno.EPERM, errno.ETXTBSY, errno.EINVAL, errno.ELIBBAD}
@@ -64,6 +67,11 @@ class Job:
         self.error: BaseException | None = None
         self.flooded = False
         self.ceiling = HARD_OUTPUT * max(plan.output, 1 << 16)
+        self.group = ""
+        """The folder of the control group that limits the box's memory, where one does."""
+        self.top = -1
+        """A descriptor of the file system whose space is limited, where it is."""
+        self._oom = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.promise: asyncio.Future[Report | None] = self._loop.create_future()
 
@@ -77,6 +85,8 @@ class Job:
                     ends.append(theirs)
                     self.pumps[stream] = Pump(self._loop, ours, self._sink(stream))
             plan = self._plan
+            if self.group:
+                self._oom = oom_kills(self.group)
             fds = (stdin, *ends, *extra)
             self.promise = await self._channel.start(
                 self.number, plan.parts, plan.argc, fds, plan.wall, plan.cpu, plan.memory
@@ -174,6 +184,10 @@ class Job:
             return "time_limit", *ended, f"used {plan.cpu:g} s of processor time"
         if -code == signal.SIGXFSZ:
             return "disk_limit", *ended, "a file grew over the limit"
+        if code and self.group and oom_kills(self.group) > self._oom:
+            return "memory_limit", *ended, "the sandbox ran out of memory, and the kernel ended what used most of it"
+        if code and self.top >= 0 and _full(self.top):
+            return "disk_limit", *ended, "no space is left in the sandbox"
         if report.reason == stub.NATURAL and code and plan.memory and report.peak >= 0.85 * plan.memory:
             return "memory_limit", *ended, f"it used {report.peak} bytes, of {plan.memory} allowed, when it ended"
         return (
@@ -190,6 +204,11 @@ class Job:
                 self._channel.discard(fd)
             elif fd >= 0:
                 os.close(fd)
+
+
+def _full(top: int) -> bool:
+    space = os.fstatvfs(top)
+    return space.f_bavail * space.f_frsize < FULL or (space.f_files > 0 and space.f_favail == 0)
 
 
 async def run_to_end(job: Job, stdin: int, on_output: OnOutput | None) -> ExecResult:

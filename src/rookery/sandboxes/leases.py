@@ -22,6 +22,8 @@ from rookery.sandboxes import procs
 from rookery.sandboxes.protocol import Lease
 
 KILL_SECONDS = 10.0
+SECONDS = 24 * 3600.0
+"""How long a sandbox may live."""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -40,16 +42,31 @@ def marker(run: str, identity: str) -> str:
     return f"{run}/{identity}"
 
 
+def lease(identity: str, run: str, attempt: str, provider: str, folder: Path) -> Lease:
+    """A lease of this process, from now on."""
+    owner = os.getpid()
+    return Lease(
+        id=identity,
+        run=run,
+        attempt=attempt,
+        owner_pid=owner,
+        owner_started=start_ticks(owner) or 0,
+        deadline=time.time() + SECONDS,
+        provider=provider,
+        folder=str(folder),
+    )
+
+
 def path_of(folder: Path, identity: str) -> Path:
     return folder / "leases" / f"{identity}.json"
 
 
-def write(folder: Path, lease: Lease) -> Path:
+def write(folder: Path, granted: Lease) -> Path:
     """Atomically: a reader sees the whole lease or none."""
-    path = path_of(folder, lease.id)
+    path = path_of(folder, granted.id)
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".half")
-    half.write_bytes(msgspec.json.encode(lease))
+    half.write_bytes(msgspec.json.encode(granted))
     half.rename(path)
     return path
 
@@ -125,11 +142,11 @@ def reap(folder: Path, *, now: float, force: bool = False) -> list[str]:
     `force` takes the living ones too.
     """
     taken = []
-    for lease in read_all(folder):
+    for found in read_all(folder):
         # The file says where the sandbox lies, but it lies in a folder programs can write to: not believed.
-        if lease.id != Path(lease.id).name or lease.id in ("", ".", "..", "leases"):
+        if found.id != Path(found.id).name or found.id in ("", ".", "..", "leases"):
             continue
-        due = force or now >= lease.deadline or not owner_alive(lease.owner_pid, lease.owner_started)
-        if due and destroy(folder, lease.id, marker(lease.run, lease.id)) == 0:
-            taken.append(lease.id)
+        due = force or now >= found.deadline or not owner_alive(found.owner_pid, found.owner_started)
+        if due and destroy(folder, found.id, marker(found.run, found.id)) == 0:
+            taken.append(found.id)
     return taken

@@ -19,10 +19,10 @@ from rookery.sandboxes.protocol import Stream
 MAX_UNREAD = 256 << 10
 
 
-class SubprocessProcess:
+class GuardedProcess:
     """Started by `Sandbox.start`; ends by itself, by `kill`, or with the sandbox."""
 
-    def __init__(self, job: Job, feeder: Feeder, on_end: "Callable[[SubprocessProcess], None]") -> None:
+    def __init__(self, job: Job, feeder: Feeder, on_end: "Callable[[GuardedProcess], None]") -> None:
         self._job = job
         self._feeder = feeder
         self._unread: deque[tuple[Stream, bytes]] = deque()
@@ -116,12 +116,12 @@ class SubprocessProcess:
         self._news.set()
 
 
-async def start_process(job: Job, on_end: Callable[[SubprocessProcess], None]) -> SubprocessProcess:
+async def start_process(job: Job, on_end: Callable[[GuardedProcess], None]) -> GuardedProcess:
     """Begins a job whose input stays open."""
     theirs, ours = os.pipe2(os.O_CLOEXEC)
     try:
         feeder = Feeder(asyncio.get_running_loop(), ours)
-        process = SubprocessProcess(job, feeder, on_end)
+        process = GuardedProcess(job, feeder, on_end)
         try:
             await job.begin(theirs)
         except BaseException:

@@ -52,7 +52,7 @@ class Opening(Protocol):
 
     async def interrupt(self, job: Job, mark: str, ticks: int) -> None: ...
 
-    def forget(self, shell: "SubprocessShell") -> None: ...
+    def forget(self, shell: "GuardedShell") -> None: ...
 
 
 class Bash:
@@ -154,7 +154,7 @@ class Bash:
             self._words.close()
 
 
-class SubprocessShell:
+class GuardedShell:
     """One script at a time; a second waits for the first."""
 
     def __init__(self, opening: Opening, output: int) -> None:

@@ -12,15 +12,17 @@ caller's mistake. What programs left at a good path (nothing, a link, a FIFO, to
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from rookery.core import SandboxError
 
@@ -58,29 +60,68 @@ class Clock:
             raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} files")
 
 
-def names_of(root: Path, path: str) -> tuple[str, ...]:
-    """The names from the sandbox's folder to a path: relative ones start in `work`, absolute ones lie inside."""
+class Place(NamedTuple):
+    """Where a sandbox's files are, seen from here."""
+
+    top: str
+    """The folder that every path is walked from."""
+    work: tuple[str, ...]
+    """From there to where relative paths begin."""
+    tops: Mapping[str, tuple[str, ...]]
+    """Absolute paths, as programs in the sandbox know them, and the names that lead to them."""
+    user: int = -1
+    """Who owns what is made there; -1: we do."""
+    hidden: tuple[str, ...] = ()
+    """Names at the top that hold no files, but the kernel."""
+
+
+def names_of(place: Place, path: str) -> tuple[str, ...]:
+    """The names from the top to a path: relative ones start in the working folder, absolute ones lie inside."""
     pure = PurePosixPath(path)
     if "\0" in path or ".." in pure.parts:
         raise SandboxError(f"{path!r} is no path of a sandbox: it must not contain '..'", cause="sandbox.refused")
     if not pure.is_absolute():
-        return ("work", *pure.parts)
-    for top in ("work", "tmp"):
-        if pure.is_relative_to(root / top):
-            return (top, *pure.relative_to(root / top).parts)
+        return (*place.work, *pure.parts)
+    for known, names in place.tops.items():
+        if pure.is_relative_to(known):
+            found = (*names, *pure.relative_to(known).parts)
+            if found[:1] and found[0] in place.hidden:
+                break
+            return found
     raise SandboxError(
         f"{path!r} lies outside of the sandbox: use a path relative to its working folder", cause="sandbox.refused"
     )
 
 
 @contextmanager
-def parent_of(root: Path, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
+def creating(user: int) -> Iterator[None]:
+    """What this thread makes belongs to that user, and only that user's rights count: also not root's.
+
+    A file of root's could not even exist in a sandbox whose user namespace does not know that user.
+    """
+    if user < 0:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    try:
+        libc.setfsgid(ctypes.c_uint(user))
+        libc.setfsuid(ctypes.c_uint(user))
+        yield
+    finally:
+        libc.setfsuid(ctypes.c_uint(os.geteuid()))
+        libc.setfsgid(ctypes.c_uint(os.getegid()))
+
+
+@contextmanager
+def parent_of(place: Place, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder that holds the last name."""
-    here = os.open(root, FOLDER)
+    if not names:
+        raise IsADirectoryError(errno.EISDIR, "it is the sandbox's own root")
+    here = os.open(place.top, FOLDER)
     try:
         for name in names[:-1]:
             if make:
-                with contextlib.suppress(FileExistsError):
+                with contextlib.suppress(FileExistsError), creating(place.user):
                     os.mkdir(name, 0o755, dir_fd=here)
             below = os.open(name, FOLDER, dir_fd=here)
             os.close(here)
@@ -90,9 +131,9 @@ def parent_of(root: Path, names: tuple[str, ...], *, make: bool = False) -> Iter
         os.close(here)
 
 
-def read(root: Path, path: str, limit: int, clock: Clock) -> bytes:
-    names = names_of(root, path)
-    with parent_of(root, names) as folder:
+def read(place: Place, path: str, limit: int, clock: Clock) -> bytes:
+    names = names_of(place, path)
+    with parent_of(place, names) as folder:
         fd = os.open(names[-1], FILE, dir_fd=folder)
         with os.fdopen(_checked(fd, path), "rb", buffering=0) as file:
             parts = []
@@ -102,12 +143,12 @@ def read(root: Path, path: str, limit: int, clock: Clock) -> bytes:
     return b"".join(parts)
 
 
-def write(root: Path, path: str, data: bytes, mode: int, clock: Clock) -> None:
-    names = names_of(root, path)
-    with parent_of(root, names, make=True) as folder:
+def write(place: Place, path: str, data: bytes, mode: int, clock: Clock) -> None:
+    names = names_of(place, path)
+    with parent_of(place, names, make=True) as folder:
         view = memoryview(data)
         blocks = (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
-        _place(folder, names[-1], blocks, mode, clock, None)
+        _place(folder, names[-1], blocks, mode, clock, None, place.user)
 
 
 def _place(
@@ -117,10 +158,12 @@ def _place(
     mode: int,
     clock: Clock,
     limit: int | None,
+    user: int = -1,
 ) -> None:
     """Writes beside, then renames over: a link or FIFO of that name is replaced, never written through."""
     half = f".{secrets.token_hex(8)}.half"
-    fd = os.open(half, NEW, 0o600, dir_fd=folder)
+    with creating(user):
+        fd = os.open(half, NEW, 0o600, dir_fd=folder)
     try:
         with os.fdopen(fd, "wb", buffering=0) as file:
             for block in blocks:
@@ -129,34 +172,36 @@ def _place(
                 while view:
                     view = view[file.write(view) :]
             os.fchmod(fd, mode & 0o777)
-        os.rename(half, name, src_dir_fd=folder, dst_dir_fd=folder)
+        with creating(user):
+            os.rename(half, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        os.unlink(half, dir_fd=folder)
+        with creating(user):
+            os.unlink(half, dir_fd=folder)
         raise
 
 
-def upload(root: Path, source: Path, target: str, clock: Clock) -> None:
+def upload(place: Place, source: Path, target: str, clock: Clock) -> None:
     """The source is ours and trusted; its links are copied as links."""
-    names = names_of(root, target)
+    names = names_of(place, target)
     source = source.resolve(strict=True)
-    with parent_of(root, names, make=True) as folder:
+    with parent_of(place, names, make=True) as folder:
         if not source.is_dir():
             with os.fdopen(_checked(os.open(source, FILE), str(source)), "rb", buffering=0) as file:
                 mode = os.fstat(file.fileno()).st_mode
-                _place(folder, names[-1], _blocks(file.read), mode, clock, None)
+                _place(folder, names[-1], _blocks(file.read), mode, clock, None, place.user)
             return
         here = os.open(source, FOLDER)
         try:
-            _copy(here, folder, names[-1], clock, None, links=True, depth=0)
+            _copy(here, folder, names[-1], clock, None, links=True, depth=0, user=place.user)
         finally:
             os.close(here)
 
 
-def download(root: Path, source: str, target: Path, limit: int, clock: Clock) -> None:
+def download(place: Place, source: str, target: Path, limit: int, clock: Clock) -> None:
     """`target` must not exist yet, or be an empty folder or a file (which is replaced)."""
-    names = names_of(root, source)
+    names = names_of(place, source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with parent_of(root, names) as folder:
+    with parent_of(place, names) as folder:
         above = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fd = os.open(names[-1], FILE, dir_fd=folder)
@@ -176,7 +221,7 @@ def download(root: Path, source: str, target: Path, limit: int, clock: Clock) ->
 def _download_folder(source: int, above: int, name: str, limit: int, clock: Clock) -> None:
     half = f".{name}.{secrets.token_hex(8)}.half"
     try:
-        _copy(source, above, half, clock, limit, links=False, depth=0)
+        _copy(source, above, half, clock, limit, links=False, depth=0, user=-1)
         os.rename(half, name, src_dir_fd=above, dst_dir_fd=above)
     except BaseException:
         from rookery.sandboxes.procs import remove_tree
@@ -185,12 +230,14 @@ def _download_folder(source: int, above: int, name: str, limit: int, clock: Cloc
         raise
 
 
-def _copy(source: int, above: int, name: str, clock: Clock, limit: int | None, *, links: bool, depth: int) -> None:
+def _copy(
+    source: int, above: int, name: str, clock: Clock, limit: int | None, *, links: bool, depth: int, user: int
+) -> None:
     """A folder, given open, becomes `name` in `above`; folders of that name are merged into."""
     if depth > MAX_DEPTH:
         raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep")
     mode = stat.S_IMODE(os.fstat(source).st_mode) & 0o777
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(FileExistsError), creating(user):
         os.mkdir(name, 0o700, dir_fd=above)
     target = os.open(name, FOLDER, dir_fd=above)
     try:
@@ -200,20 +247,21 @@ def _copy(source: int, above: int, name: str, clock: Clock, limit: int | None, *
                 clock.entry()
                 listed.append(entry.name)
         for entry_name in listed:
-            _copy_entry(source, entry_name, target, clock, limit, links=links, depth=depth)
+            _copy_entry(source, entry_name, target, clock, limit, links=links, depth=depth, user=user)
         os.fchmod(target, mode | 0o700)  # whoever owns it must be able to remove it
     finally:
         os.close(target)
 
 
 def _copy_entry(
-    source: int, name: str, target: int, clock: Clock, limit: int | None, *, links: bool, depth: int
+    source: int, name: str, target: int, clock: Clock, limit: int | None, *, links: bool, depth: int, user: int
 ) -> None:
     info = os.stat(name, dir_fd=source, follow_symlinks=False)
     if stat.S_ISLNK(info.st_mode) and links:
         half = f".{secrets.token_hex(8)}.half"
-        os.symlink(os.readlink(name, dir_fd=source), half, dir_fd=target)
-        os.rename(half, name, src_dir_fd=target, dst_dir_fd=target)
+        with creating(user):
+            os.symlink(os.readlink(name, dir_fd=source), half, dir_fd=target)
+            os.rename(half, name, src_dir_fd=target, dst_dir_fd=target)
         return
     if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
         return
@@ -226,10 +274,10 @@ def _copy_entry(
     try:
         info = os.fstat(fd)
         if stat.S_ISDIR(info.st_mode):
-            _copy(fd, target, name, clock, limit, links=links, depth=depth + 1)
+            _copy(fd, target, name, clock, limit, links=links, depth=depth + 1, user=user)
         elif stat.S_ISREG(info.st_mode):
             with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
-                _place(target, name, _blocks(file.read), info.st_mode, clock, limit)
+                _place(target, name, _blocks(file.read), info.st_mode, clock, limit, user)
     finally:
         os.close(fd)
 

@@ -1,0 +1,132 @@
+"""What a box does before it is one, and pid 1 of it afterwards. Stand-alone: it lives in forks of the keeper.
+
+Promises:
+- when the keeper dies, in whatever way, the kernel ends pid 1 and with it everything in the box;
+- when the owner hangs up, pid 1 ends, and everything in the box with it;
+- no descriptor, variable or right of the host is left when the first program starts: no capability, no new
+  privileges, no call that `seccomp` refuses;
+- what goes wrong while it is made is said to the keeper in words.
+"""
+
+import _socket
+import array
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+
+import guard
+import kernel as k
+import procs
+import root
+
+SYNC = 3
+_LIMITED = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
+_FILES = (4096, 65536)
+
+
+class Init(guard.Guard):
+    """Pid 1: starts, reaps and kills, until the owner hangs up."""
+
+    def watch_owner(self) -> int:
+        return -1
+
+    def leave(self) -> None:
+        os._exit(0)
+
+
+def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, size: int, mapped: bool) -> None:
+    """All of a box's life. Never returns."""
+    try:
+        k.die_with_parent()
+        if os.getppid() not in (0, parent):
+            os._exit(1)
+        sync = _cleared(sync)
+        if sync.recv(16) != b"mapped":
+            os._exit(1)
+        if mapped:
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+            with contextlib.suppress(PermissionError):
+                os.setgroups([])
+        os.umask(0o022)
+        root.enter(tree, size=size, mapped=mapped)
+        _loopback()
+        socket.sethostname("sandbox")
+        sync.send(b"warm")
+        data, fds = receive(sync, 1 << 16, 2)
+        if not data:
+            os._exit(0)
+        asked = json.loads(data)
+        channel = _socket.socket(fileno=fds[0])
+        channel.setblocking(False)
+        init = _settled(asked, channel, program, size=size, mapped=mapped)
+        top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        socket.send_fds(sync, [b"ready"], [top])
+        os.close(top)
+        sync.close()
+        init.loop()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            sync.send(f"! {type(error).__name__}: {error}".encode()[:2000])
+        os._exit(2)
+    os._exit(0)
+
+
+def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """A message and its descriptors, none of which a program that we start would inherit."""
+    data, fds, _, _ = socket.recv_fds(sock, size, most)
+    for fd in fds:
+        os.set_inheritable(fd, False)  # recv_fds takes flags, and ignores them
+    return data, list(fds)
+
+
+def _cleared(sync: socket.socket) -> socket.socket:
+    """Leaves 0, 1 and 2 on nothing, the line to the keeper on 3, and no other descriptor."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open("/dev/null", os.O_RDWR)
+    line = sync.detach()
+    if line != SYNC:
+        os.dup2(line, SYNC, inheritable=False)
+    for at in range(SYNC):
+        os.dup2(null, at)
+    k.close_range(SYNC + 1)
+    return socket.socket(fileno=SYNC)
+
+
+def _settled(asked: dict, channel: _socket.socket, program: bytes, *, size: int, mapped: bool) -> Init:
+    if asked["disk"] != size:
+        root.resize(asked["disk"])
+    os.environ.clear()
+    init = Init(channel)
+    for which, value in _LIMITED.items():
+        procs.lower(which, value)
+    procs.lower(resource.RLIMIT_NOFILE, _FILES[1], _FILES[0])
+    init.memory = asked["memory_each"]
+    if init.memory:
+        procs.lower(resource.RLIMIT_DATA, max(init.memory, guard.OWN_FLOOR))
+    if asked["pids_each"]:
+        procs.lower(resource.RLIMIT_NPROC, asked["pids_each"])
+    k.set_dumpable(False)
+    k.drop_bounding_set()
+    if mapped:
+        os.setresgid(asked["uid"], asked["uid"], asked["uid"])
+        os.setresuid(asked["uid"], asked["uid"], asked["uid"])
+    k.drop_capabilities()
+    k.no_new_privileges()
+    k.set_name("sandbox")
+    k.install_filter(program)
+    k.set_dumpable(False)  # becoming another user set it again
+    k.die_with_parent()  # and cleared this
+    return init
+
+
+def _loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        up = struct.pack("16sH14x", b"lo", 1)
+        fcntl.ioctl(sock, 0x8914, array.array("b", up + bytes(40 - len(up))), True)

@@ -1,0 +1,152 @@
+"""The calls of the kernel that Python has no function for. Stand-alone: the zygote imports it, and little else.
+
+Promises:
+- a call that fails raises `OSError` with the kernel's errno, and says which call it was;
+- `clone` returns twice as `os.fork` does, with the interpreter in order on both sides.
+"""
+
+import ctypes
+import os
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Holds the interpreter's lock while it calls: a child that comes out of `clone` must have it.
+_held = ctypes.PyDLL(None, use_errno=True)
+_MACHINE = os.uname().machine
+
+_NUMBERS = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
+}.get(_MACHINE, {})
+_CLONE3, _CLOSE_RANGE = 435, 436
+
+NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+INTO_CGROUP = 0x200000000
+CLONE_PIDFD = 0x1000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
+MS_PRIVATE, MS_SLAVE, MS_RELATIME, MS_MOVE = 1 << 18, 1 << 19, 1 << 21, 8192
+MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_NO_NEW_PRIVS, _PR_SET_NAME, _PR_CAP_AMBIENT, _PR_SET_CHILD_SUBREAPER = 38, 15, 47, 36
+_PR_SET_KEEPCAPS = 8
+_SECCOMP_SET_MODE_FILTER = 1
+
+
+class _CloneArgs(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012  (ctypes wants it so)
+        (name, ctypes.c_uint64)
+        for name in (
+            "flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack",
+            "stack_size", "tls", "set_tid", "set_tid_size", "cgroup",
+        )
+    ]
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
+    """A child with new namespaces, in the cgroup of that descriptor; (its pid, a pidfd), or (0, -1) in the child."""
+    pidfd = ctypes.c_int(-1)
+    args = _CloneArgs(flags=flags | CLONE_PIDFD, exit_signal=17, pidfd=ctypes.addressof(pidfd))
+    if cgroup >= 0:
+        args.flags |= INTO_CGROUP
+        args.cgroup = cgroup
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = _held.syscall(
+        ctypes.c_long(_CLONE3), ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args))
+    )
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0, -1
+    python.PyOS_AfterFork_Parent()
+    return _checked(pid, "clone3"), pidfd.value
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    _checked(
+        _libc.mount(
+            os.fsencode(source), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags),
+            options.encode() or None,
+        ),
+        f"mount {kind or source} at {target}",
+    )
+
+
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    _checked(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    _checked(
+        _libc.syscall(ctypes.c_long(_NUMBERS["pivot_root"]), os.fsencode(new), os.fsencode(old)), "pivot_root"
+    )
+
+
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, kind: int = 0) -> None:
+    _checked(_libc.setns(fd, kind), "setns")
+
+
+def set_name(name: str) -> None:
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def die_with_parent(signal: int = 9) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal)
+
+
+def set_dumpable(on: bool) -> None:
+    _prctl(_PR_SET_DUMPABLE, int(on))
+
+
+def become_subreaper() -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def no_new_privileges() -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_bounding_set() -> None:
+    """No program started from here on can have any capability, whatever its file says."""
+    for capability in range(64):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break  # past the last one that this kernel has
+    _libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Of this process: effective, permitted and inheritable."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _checked(_libc.syscall(ctypes.c_long(_NUMBERS["capset"]), header, data), "capset")
+
+
+def install_filter(program: bytes) -> None:
+    """A seccomp filter, for this process and all it starts; for good."""
+
+    class Fprog(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012
+
+    buffer = ctypes.create_string_buffer(program, len(program))
+    fprog = Fprog(len(program) // 8, ctypes.addressof(buffer))
+    call = ctypes.c_long(_NUMBERS["seccomp"])
+    _checked(_libc.syscall(call, _SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(fprog)), "seccomp")
+
+
+def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
+    _checked(_libc.syscall(ctypes.c_long(_CLOSE_RANGE), ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
+
+
+def _prctl(option: int, value: object) -> None:
+    _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")

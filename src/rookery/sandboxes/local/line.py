@@ -1,0 +1,259 @@
+"""The line to a keeper: starts one or finds the run's, asks it for boxes, hears when it dies.
+
+Promises:
+- a keeper that we started dies with us, in whatever way we go;
+- a request that is cancelled is given up: its box, if there comes one, ends at once;
+- when the keeper dies, everyone who waits for it is told.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rookery.core import SandboxError
+from rookery.sandboxes import procs
+
+SOCKET = "keeper.sock"
+LOG = "keeper.log"
+START_SECONDS = 20.0
+END_SECONDS = 15.0
+WARM = 2
+_HERE = Path(__file__).parent
+
+
+class Given(NamedTuple):
+    """A box that is there: who made it, and our ends of it."""
+
+    name: str
+    pid: int
+    memory: str
+    """The folder of the group that limits its memory; empty where none does."""
+    uid: int
+    """The host's id of its user 0; -1 where it is our own user."""
+    channel: socket.socket
+    pidfd: int
+    top: int
+
+    def close(self) -> None:
+        self.channel.close()
+        os.close(self.pidfd)
+        os.close(self.top)
+
+
+class Line:
+    """One connection. Bound to the loop it was made on."""
+
+    def __init__(self, sock: socket.socket, pid: int = 0, place: Path | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._pid = pid
+        """Of the keeper, where it is our child."""
+        self._place = place
+        self._waiting: dict[int, asyncio.Future[Given]] = {}
+        self._last = 0
+        self._about: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.dead: asyncio.Future[None] = self._loop.create_future()
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._receive)
+
+    @classmethod
+    async def open(cls, folder: Path, run: str, *, warm: int = WARM) -> "Line":
+        """To the keeper that listens in this folder; where there is none, to a new one of our own."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(str(folder / SOCKET))
+        except OSError:
+            sock.close()
+        else:
+            return cls(sock)
+        return await cls.launch(folder, run, warm=warm)
+
+    @classmethod
+    async def launch(cls, folder: Path, run: str, *, warm: int = WARM, listen: bool = False) -> "Line":
+        """A keeper of our own; with `listen`, for others too."""
+        place = folder / f"keeper-{os.getpid()}-{os.urandom(3).hex()}"
+        place.mkdir(parents=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                ["python", "-I", "-S", str(_HERE / "keeper.py"), str(_HERE.parent), str(_HERE)],
+                {"LC_ALL": "C.UTF-8"},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 2, str(place / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                ],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=procs.DEFAULTED,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        settings = {
+            "folder": str(place),
+            "extra": _interpreter(),
+            "listen": str(folder / SOCKET) if listen else "",
+            "warm": warm,
+            "name": f"{os.getpid()}-{os.urandom(4).hex()}",
+            "parent": os.getpid(),
+        }
+        line = cls(ours, pid, place)
+        try:
+            ours.send(msgspec.json.encode(settings))
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.wait({line._about, line.dead}, return_when=asyncio.FIRST_COMPLETED)
+                if not line._about.done():
+                    raise SandboxError(f"the keeper did not start: {_said(place)}", cause="sandbox.create")
+                line._about.result()
+        except BaseException as error:
+            await line.close()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"the keeper did not start: {_said(place)}", cause="sandbox.create") from error
+            raise
+        return line
+
+    async def about(self) -> dict[str, Any]:
+        """What the keeper of ours found on this machine."""
+        return await self._about
+
+    async def create(self, asked: dict[str, Any]) -> Given:
+        self._last += 1
+        number = self._last
+        promise: asyncio.Future[Given] = self._loop.create_future()
+        if self.dead.done():
+            raise SandboxError("the keeper is gone", cause="sandbox.create")
+        self._waiting[number] = promise
+        try:
+            await self._send({"op": "create", "number": number, **asked})
+            return await asyncio.shield(promise)
+        except asyncio.CancelledError:
+            if promise.done() and not promise.cancelled() and promise.exception() is None:
+                promise.result().close()
+            with contextlib.suppress(SandboxError):
+                self._send_now({"op": "give-up", "number": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def end(self, name: str) -> None:
+        """Ends a box at once, with everything in it."""
+        with contextlib.suppress(SandboxError):
+            self._send_now({"op": "end", "name": name})
+
+    async def _send(self, said: dict[str, Any]) -> None:
+        while not self._send_now(said):
+            ready = asyncio.Event()
+            self._loop.add_writer(self._sock.fileno(), ready.set)
+            try:
+                await ready.wait()
+            finally:
+                if self._sock.fileno() >= 0:
+                    self._loop.remove_writer(self._sock.fileno())
+
+    def _send_now(self, said: dict[str, Any]) -> bool:
+        if self._sock.fileno() < 0:
+            raise SandboxError("the keeper is gone", cause="sandbox.create")
+        try:
+            self._sock.send(msgspec.json.encode(said))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise SandboxError(f"the keeper is gone: {error}", cause="sandbox.create") from error
+        return True
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data, fds = _received(self._sock, 1 << 16, 4)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._lost()
+                return
+            said = msgspec.json.decode(data)
+            if "about" in said:
+                if not self._about.done():
+                    self._about.set_result(said["about"])
+                continue
+            promise = self._waiting.pop(said.get("number", -1), None)
+            if promise is None or promise.done():
+                for fd in fds:
+                    os.close(fd)
+                if "number" not in said and not self._about.done():
+                    self._about.set_exception(SandboxError(said["error"], cause="sandbox.create"))
+            elif "error" in said:
+                promise.set_exception(SandboxError(f"a box could not be made: {said['error']}", cause="sandbox.create"))
+            else:
+                channel = socket.socket(fileno=fds[0])
+                channel.setblocking(False)
+                promise.set_result(
+                    Given(said["name"], said["pid"], said["memory"], said["uid"], channel, fds[1], fds[2])
+                )
+
+    def _lost(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+        for promise in self._waiting.values():
+            if not promise.done():
+                promise.set_exception(SandboxError("the keeper died", cause="sandbox.create"))
+        self._waiting.clear()
+        if not self.dead.done():
+            self.dead.set_result(None)
+
+    async def close(self) -> None:
+        """Hangs up. A keeper of ours ends all of its boxes and goes; it is waited for."""
+        self._lost()
+        pid, self._pid = self._pid, 0
+        if pid:
+            await asyncio.shield(asyncio.to_thread(_waited, pid, self._place))
+
+
+def _received(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    data, fds, _, _ = socket.recv_fds(sock, size, most)
+    for fd in fds:
+        os.set_inheritable(fd, False)  # recv_fds takes flags, and ignores them
+    return data, list(fds)
+
+
+def _waited(pid: int, place: Path | None) -> None:
+    """Until the keeper is gone, and its folder with it."""
+    handle = os.pidfd_open(pid)
+    try:
+        if not select.select([handle], [], [], END_SECONDS)[0]:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+    finally:
+        os.close(handle)
+        if place is not None:
+            procs.remove_tree(str(place))
+
+
+def _interpreter() -> list[str]:
+    """Where the Python that we run on lies, for boxes whose `python3` it is."""
+    places = {str(Path(path).resolve()) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    return sorted(place for place in places if not place.startswith("/usr/") and place not in ("/", "/usr"))
+
+
+def _said(place: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (place / LOG).read_text(errors="replace").strip()[-1000:] or "it said nothing"
+    return "it said nothing"

@@ -1,0 +1,172 @@
+"""The `local` provider: boxes of this machine's kernel, held by a keeper.
+
+Promises:
+- what a spec asks for and this machine cannot give is said by `check`, before anything starts;
+- a failed or cancelled creation leaves nothing;
+- a box whose keeper or whose pid 1 died is lost, and says so at once.
+"""
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes import leases, transfers
+from rookery.sandboxes.channel import Channel
+from rookery.sandboxes.guarded import PATH, GuardedSandbox
+from rookery.sandboxes.jobs import Job
+from rookery.sandboxes.local.line import Given, Line
+from rookery.sandboxes.protocol import Command, Home
+
+WORK = "/work"
+USER = 1000
+DISK = 1 << 30
+"""Of a box whose spec names none. It is memory that is only used when written to, and counts as such."""
+_HIDDEN = ("proc", "dev", "sys")
+
+
+class LocalProvider:
+    """Makes boxes, through one keeper for each process unless the run has one."""
+
+    name = "local"
+    isolated = True
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._open: set[LocalSandbox] = set()
+        self._line: Line | None = None
+        self._opening = asyncio.Lock()
+
+    def check(self, spec: SandboxSpec) -> Sequence[str]:
+        said = []
+        if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
+            return ["The local provider needs Linux on x86_64 or aarch64."]
+        if spec.image is not None:
+            said.append(f"The local provider cannot use the image {spec.image!r} yet.")
+        if spec.network != "none" or spec.allow:
+            said.append(f"The local provider cannot give the network {spec.network!r} yet.")
+        if spec.user not in (None, "user", str(USER)) and (spec.user not in ("root", "0") or os.geteuid() != 0):
+            said.append(f"The local provider has no user {spec.user!r} in its boxes.")
+        if spec.workdir is not None and ".." in Path(spec.workdir).parts:
+            said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
+        return said
+
+    async def line(self) -> Line:
+        """To the keeper; a new one when the last has died."""
+        async with self._opening:
+            if self._line is None or self._line.dead.done():
+                if self._line is not None:
+                    await self._line.close()
+                self._home.folder.mkdir(parents=True, exist_ok=True)
+                self._line = await Line.open(self._home.folder.resolve(), self._home.run)
+            return self._line
+
+    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
+        problems = self.check(spec)
+        if problems:
+            raise SandboxError(" ".join(problems), cause="sandbox.refused")
+        sandbox = LocalSandbox(spec, self._home, attempt, self._open.discard)
+        self._open.add(sandbox)
+        try:
+            async with asyncio.timeout(timeout):
+                await sandbox.open(await self.line())
+        except BaseException as error:
+            await sandbox.close()
+            if isinstance(error, TimeoutError | OSError):
+                raise SandboxError(f"a sandbox could not be made: {error!r}", cause="sandbox.create") from error
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        results = await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)), return_exceptions=True)
+        line, self._line = self._line, None
+        if line is not None:
+            await line.close()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+class LocalSandbox(GuardedSandbox):
+    """A box: pid 1 of its own namespaces is the guard."""
+
+    provider = LocalProvider.name
+
+    def __init__(self, spec: SandboxSpec, home: Home, attempt: str, forget: Callable[[Any], None]) -> None:
+        identity = f"b{secrets.token_hex(8)}"
+        super().__init__(identity, spec, leases.marker(home.run, identity), forget)
+        self._folder = home.folder.resolve()
+        self._home = home
+        self._attempt = attempt
+        self._given: Given | None = None
+        self._line: Line | None = None
+        self._uid = 0 if spec.user in ("root", "0") else USER
+        self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
+
+    async def open(self, line: Line) -> None:
+        spec = self.spec
+        path = leases.write(
+            self._folder,
+            leases.lease(self.id, self._home.run, self._attempt, self.provider, self._folder / self.id),
+        )
+        self._line = line
+        given = await line.create(
+            {
+                "memory": spec.memory or 0,
+                "pids": spec.pids or 0,
+                "cpus": spec.cpus or 0.0,
+                "disk": spec.disk or DISK,
+                "uid": self._uid,
+                "lease": str(path),
+            }
+        )
+        self._given = given
+        self.held_together = bool(given.memory)
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._base = {
+            "PATH": f"{PATH}:{Path(sys.base_prefix).resolve() / 'bin'}",
+            "HOME": WORK,
+            "USER": "root" if self._uid == 0 else "user",
+            "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
+            "LANG": "C.UTF-8",
+            **spec.env,
+        }
+        self._channel = Channel(given.pid, given.channel, None, given.pidfd)
+        if spec.workdir:
+            made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
+            if not made.ok:
+                raise SandboxError(f"the working folder {self._work!r} cannot be made: {made.stderr!r:.200}")
+
+    def place(self) -> transfers.Place:
+        self._live()
+        assert self._given is not None
+        owner = self._given.uid + self._uid if self._given.uid >= 0 else -1
+        work = tuple(Path(self._work).parts[1:])
+        return transfers.Place(f"/proc/self/fd/{self._given.top}/.", work, {"/": ()}, owner, _HIDDEN)
+
+    def folder_of(self, command: Command) -> str:
+        return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
+
+    def may_be(self, user: str) -> bool:
+        return user in (("root", "0") if self._uid == 0 else ("user", str(USER)))
+
+    def made(self, job: Job) -> Job:
+        assert self._given is not None
+        job.group = self._given.memory
+        job.top = self._given.top
+        return job
+
+    async def clean(self) -> None:
+        if self._given is not None:
+            if self._line is not None:
+                self._line.end(self._given.name)
+            os.close(self._given.top)
+            self._given = None
+        else:
+            leases.path_of(self._folder, self.id).unlink(missing_ok=True)
+
+

@@ -1,0 +1,139 @@
+"""The system calls that a sandboxed program may not make, as a filter for the kernel. Pure: bytes out.
+
+Promises:
+- calls of a foreign architecture, and x32's, end the program: they have other numbers, and could mean anything;
+- what namespaces do not cover is refused: vsock and every socket family but unix, inet, inet6 and netlink,
+  keyrings, io_uring, ptrace and reading others' memory, new namespaces, mounts, bpf, userfaultfd, perf, modules,
+  clocks, raw input to terminals;
+- what is refused fails with an errno that programs know how to live with: `ENOSYS` where libraries have another
+  way (clone3, io_uring), `EPERM` elsewhere.
+
+It is a list of what is denied, not of what is allowed: untrusted programs are compilers, databases and test
+suites, and a kernel adds calls every year. The walls are the namespaces, the dropped rights and the user; this
+closes the doors that those leave.
+"""
+
+import errno
+import struct
+
+_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_NR, _ARCH, _ARGS = 0, 4, 16
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+CLONE_NEW = 0x7E020080
+"""Every namespace: mount, cgroup, uts, ipc, user, pid, net and time."""
+_X32 = 0x40000000
+_FAMILIES = (1, 2, 10, 16)
+_TERMINAL_INPUT = (0x5412, 0x541C)
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# name: (x86_64, aarch64); -1 where an architecture does not have it
+_NUMBERS = {
+    "ioctl": (16, 29),
+    "clone": (56, 220),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "unshare": (272, 97),
+    "clone3": (435, 435),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "memfd_secret": (447, 447),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "create_module": (174, -1),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "uselib": (134, -1),
+    "vhangup": (153, 58),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "syslog": (103, 116),
+    "lookup_dcookie": (212, 18),
+    "nfsservctl": (180, 42),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+}
+_ABSENT = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret")
+"""Refused as if the kernel did not have them."""
+
+
+def numbers(machine: str) -> dict[str, int]:
+    """The calls by name, on this architecture."""
+    at = list(AUDIT_ARCH).index(machine)
+    return {name: both[at] for name, both in _NUMBERS.items() if both[at] >= 0}
+
+
+def program(machine: str) -> bytes:
+    """The filter, as the kernel takes it. `KeyError` where the architecture is none that we know."""
+    arch = AUDIT_ARCH[machine]
+    found = numbers(machine)
+    code = [(_LD, 0, 0, _ARCH), (_JEQ, 1, 0, arch), (_RET, 0, 0, KILL), (_LD, 0, 0, _NR)]
+    if machine == "x86_64":
+        code += [(_JGE, 0, 1, _X32), (_RET, 0, 0, KILL)]
+    for name in ("clone", "unshare"):
+        code += _when(found[name], [(_JSET, 0, 1, CLONE_NEW), _refuse(errno.EPERM)])
+    for name in ("socket", "socketpair"):
+        body = [(_JEQ, len(_FAMILIES) - at, 0, family) for at, family in enumerate(_FAMILIES)]
+        code += _when(found[name], [*body, _refuse(errno.EAFNOSUPPORT)])
+    body = [step for number in _TERMINAL_INPUT for step in ((_JEQ, 0, 1, number), _refuse(errno.EPERM))]
+    code += _when(found["ioctl"], body, argument=1)
+    looked_at = {"clone", "unshare", "socket", "socketpair", "ioctl"}
+    for name, number in found.items():
+        if name not in looked_at:
+            code += [(_JEQ, 0, 1, number), _refuse(errno.ENOSYS if name in _ABSENT else errno.EPERM)]
+    code.append((_RET, 0, 0, ALLOW))
+    return b"".join(struct.pack("<HBBI", *step) for step in code)
+
+
+def _refuse(number: int) -> tuple[int, int, int, int]:
+    return (_RET, 0, 0, ERRNO | number)
+
+
+def _when(
+    number: int, body: list[tuple[int, int, int, int]], argument: int = 0
+) -> list[tuple[int, int, int, int]]:
+    """`body` looks at the low half of an argument, where the call is this one, and falls through to allow it."""
+    looked = [(_LD, 0, 0, _ARGS + 8 * argument), *body, (_RET, 0, 0, ALLOW)]
+    return [(_JEQ, 0, len(looked), number), *looked]
