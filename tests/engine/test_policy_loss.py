@@ -33,7 +33,9 @@ async def test_a_policy_that_kills_its_sandbox_twice_is_truncated_lost_at_the_mi
     tmp_path: Path, runners: int
 ) -> None:
     async with scripted(KILL_THE_GUARD) as model:
-        (group,) = await gather(model, tmp_path, [TASK], k=2, env="tools", runners=runners, retry=QUICK)
+        (group,) = await gather(
+            model, tmp_path, [TASK], k=2, env="tools", runners=runners, retry=QUICK, sandbox="subprocess"
+        )  # elsewhere a program cannot reach its guard
     for rollout in group.rollouts:
         assert rollout.outcome == Truncated("lost")
         assert rollout.reward == 0.0

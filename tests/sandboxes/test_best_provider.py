@@ -8,7 +8,7 @@ import pytest
 
 from rookery import sandboxes
 from rookery.core import SandboxSpec
-from rookery.sandboxes import best_provider, is_isolated
+from rookery.sandboxes import best_provider, is_isolated, settle
 from tests.sandboxes.plugins import plugin
 
 WORKS = "return []"
@@ -80,3 +80,48 @@ def test_of_several_the_quickest_to_start_wins_then_the_first_by_name(plugins: P
     assert best_provider().name == "docker_like"
     plugin(plugins, "local", check=WORKS)
     assert best_provider().name == "local"
+
+
+# ---- settling for one
+
+
+def test_a_spec_that_names_no_provider_gets_the_best(plugins: Path) -> None:
+    plugin(plugins, "walled", check=WORKS)
+    assert settle(SandboxSpec(pids=9)) == (SandboxSpec(provider="walled", pids=9), "")
+
+
+def test_naming_one_that_does_not_isolate_is_consent() -> None:
+    spec = SandboxSpec(provider="subprocess")
+    assert settle(spec) == (spec, "")
+
+
+def test_where_nothing_isolates_nothing_is_chosen_in_silence(plugins: Path) -> None:
+    plugin(plugins, "walled", check=REFUSES)
+    spec, why = settle(SandboxSpec())
+    assert spec.provider == ""
+    for words in ("walled: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
+        assert words in why
+
+
+def test_with_consent_it_is_the_last_resort(plugins: Path) -> None:
+    assert settle(SandboxSpec(untrusted_ok=True)) == (SandboxSpec(provider="subprocess", untrusted_ok=True), "")
+    plugin(plugins, "walled", check=WORKS)
+    assert settle(SandboxSpec(untrusted_ok=True))[0].provider == "walled"
+
+
+# ---- what a run says, over what its environment says
+
+
+def test_what_is_said_goes_over_and_the_rest_stays() -> None:
+    own = SandboxSpec(image="theirs", memory=1, network="all")
+    assert SandboxSpec().over(None) == SandboxSpec()
+    assert SandboxSpec().over(own) == own
+    assert SandboxSpec(image="mine", pids=3).over(own) == SandboxSpec(
+        image="mine", memory=1, network="all", pids=3
+    )
+
+
+def test_a_default_that_was_said_goes_over_too() -> None:
+    own = SandboxSpec(image="theirs", network="all")
+    assert SandboxSpec(network="none").over(own).network == "all"
+    assert SandboxSpec(network="none").over(own, ("network",)) == SandboxSpec(image="theirs")

@@ -18,6 +18,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL or Parquet."),
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
+    "exec": ("rookery.cli.exec:exec_", "Run one command in a sandbox."),
+    "doctor": ("rookery.cli.doctor:doctor", "Say what this machine can isolate, and what is missing."),
+    "reap": ("rookery.cli.reap:reap", "End sandboxes whose owner is gone."),
     "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
     "bench": ("rookery.cli.bench_command:bench", "Measure what Rookery costs, beside others."),
 }

@@ -61,7 +61,11 @@ def from_file(ctx: click.Context, _: click.Parameter, value: str | None) -> str 
         return None
     table = read_file(path)
     ctx.meta[_SOURCE] = path.name if value is None else str(path)
-    ctx.meta[_TABLES] = {part: table.pop(part) for part in _PARTS if part in table}
+    # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is.
+    tables = [
+        part for part in _PARTS if part in table and not (part == "sandbox" and isinstance(table[part], str))
+    ]
+    ctx.meta[_TABLES] = {part: table.pop(part) for part in tables}
     ctx.default_map = {**(ctx.default_map or {}), **_defaults(ctx, table, path)}
     return str(path)
 
@@ -76,7 +80,8 @@ def _defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str
             raise UsageError(f"{path}: [run] has no key {key!r}{_near(key, [*filter(None, params), *_PARTS])}")
         many = bool(getattr(param, "multiple", False))
         given = [value] if many and not isinstance(value, list) else value
-        if isinstance(value, dict | bool) or (isinstance(value, list) and not many):
+        flag = bool(getattr(param, "is_flag", False))
+        if isinstance(value, dict) or isinstance(value, bool) != flag or (isinstance(value, list) and not many):
             raise UsageError(f"{path}: [run] {key} cannot be {value!r:.60}")
         try:
             param.type_cast_value(ctx, given)
@@ -202,6 +207,19 @@ def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
     return found
 
 
+def sandbox_of(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec, tuple[str, ...]]:
+    """The sandbox that was asked for, options over `[run.sandbox]`; and which of its fields were said."""
+    import msgspec
+
+    given: dict[str, Any] = {"provider": values["sandbox"], "image": values["image"], "network": values["network"]}
+    if values["allow"]:
+        given |= {"allow": values["allow"], "network": values["network"] or "allow"}
+    given = {name: value for name, value in given.items() if value is not None}
+    spec: SandboxSpec = _struct(ctx, "sandbox", SandboxSpec)
+    named = tuple(sorted({*part(ctx, "sandbox"), *given}))
+    return msgspec.structs.replace(spec, **given, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
+
+
 def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     """The run's configuration out of its parts; what cannot be is said before anything starts."""
     from rookery.engine import EngineConfig, RetryPolicy
@@ -219,12 +237,14 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
+    sandbox, named = sandbox_of(ctx, values)
     chosen: dict[str, Any] = {} if values["runners"] is None else {"runners": values["runners"]}
     return EngineConfig(
         environment=env,
         arguments=arguments(ctx, values["arg"]),
         upstreams={"policy": policy, **_roles(ctx)},
-        sandbox=_struct(ctx, "sandbox", SandboxSpec),
+        sandbox=sandbox,
+        sandbox_named=named,
         limits=limits,
         sampling=sampling,
         concurrency=values["concurrency"],

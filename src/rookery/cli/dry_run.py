@@ -1,7 +1,8 @@
 """`rookery run --dry-run`: what would run, and where each value is from.
 
 Promises:
-- it starts nothing: no sandbox, no pool, no connection, no run folder;
+- it starts nothing of the run: no runner, no pool, no connection, no run folder; a sandbox at most to try whether
+  this machine can make one, gone again at once;
 - what would keep the run from starting is said, with exit code 2, after everything else was shown;
 - no key is shown, only the name of the variable that holds it.
 """
@@ -17,7 +18,7 @@ from rookery.cli.config import engine_config, key_origin, origin, part
 from rookery.cli.errors import Exit, say_error
 from rookery.cli.run import chosen_tasks
 from rookery.cli.text import bold, clean, dim, line, plural, table
-from rookery.core import DEFAULT_LIMITS, Taskset, UsageError
+from rookery.core import DEFAULT_LIMITS, SandboxSpec, Taskset, UsageError
 
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
@@ -95,7 +96,6 @@ def _writable(folder: Path) -> bool:
 def _values(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Value]:
-    from rookery.sandboxes import is_isolated
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
@@ -115,18 +115,10 @@ def _values(
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),
         Value("breaker", "off" if config.breaker is None else config.breaker, origin(ctx, "breaker")),
     ]
-    provider = config.sandbox.provider
-    walls = "" if is_isolated(provider) else "not isolated: programs run as you"
-    chosen = _file(ctx) if "provider" in part(ctx, "sandbox") else "default"
-    rows.append(Value("sandbox", provider, chosen, walls))
+    rows += _sandbox(ctx, config, environment)
     rows += _arguments(ctx, values, config)
     rows += _sampling(ctx, config, environment)
     rows += _limits(ctx, config, environment)
-    rows += [
-        Value(f"sandbox.{name}", value, _file(ctx))
-        for name, value in part(ctx, "sandbox").items()
-        if name != "provider"
-    ]
     for role, upstream in config.upstreams.items():
         if role != "policy":
             urls = [redact(url) for url in upstream.urls]
@@ -134,6 +126,40 @@ def _values(
                 Value(f"roles.{role}", urls, _file(ctx), f"{upstream.model}, key {key_origin(upstream.key_env)}")
             )
     return rows
+
+
+def _sandbox(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:
+    """As an attempt gets it, unless its task names an image."""
+    from rookery.sandboxes import is_isolated, settle
+
+    spec, unsettled = settle(config.sandbox.over(environment.sandbox, config.sandbox_named))
+    if unsettled:
+        walls = "nothing isolates here: sandboxes are refused; see `rookery doctor`, or consent with --unsafe"
+    else:
+        walls = "isolated" if is_isolated(spec.provider) else "not isolated: programs run as you"
+    rows = [Value("sandbox", spec.provider or None, _said(ctx, "provider", environment), walls)]
+    for name, value in msgspec.to_builtins(spec).items():
+        where = _said(ctx, name, environment)
+        if name != "provider" and where != "default":
+            rows.append(Value(f"sandbox.{name}", value, where))
+    if "network" not in {row.name.removeprefix("sandbox.") for row in rows}:
+        rows.append(Value("sandbox.network", spec.network, _said(ctx, "network", environment)))
+    return rows
+
+
+def _said(ctx: click.Context, field: str, environment: "Environment") -> str:
+    """Where a field of the sandbox is from."""
+    option = {"provider": "sandbox", "untrusted_ok": "unsafe"}.get(field, field)
+    if ctx.params.get(option):
+        return origin(ctx, option)
+    if field == "network" and ctx.params["allow"]:
+        return origin(ctx, "allow")
+    if field in part(ctx, "sandbox"):
+        return _file(ctx)
+    own = environment.sandbox
+    if own is not None and getattr(own, field) != getattr(SandboxSpec(), field):
+        return "environment's code"
+    return "default"
 
 
 def _file(ctx: click.Context) -> str:

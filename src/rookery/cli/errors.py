@@ -41,7 +41,7 @@ def guarded(command: Callable[[], int]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        say_error(_usage(error))
+        say_error(usage_text(error))
         return Exit.USAGE
     except click.ClickException as error:
         say_error(error.format_message())
@@ -88,7 +88,7 @@ def _place(error: BaseException | None) -> str:
     return found
 
 
-def _usage(error: click.UsageError) -> str:
+def usage_text(error: click.UsageError) -> str:
     text = error.format_message().rstrip(".")
     if isinstance(error, click.BadParameter) and (name := _variable(error)):
         text = f"${name}: {error.message.rstrip('.')}"

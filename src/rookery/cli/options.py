@@ -1,8 +1,9 @@
 """The options of `rookery run`: each with its environment variable and its place in `rookery.toml`."""
 
+import re
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import click
 
@@ -58,6 +59,39 @@ class Rate(_Type):
         if not 0 < rate <= 1:
             self.fail(f"{value!r} is not a rate above 0 and at most 1, or off", param, ctx)
         return rate
+
+
+class Size(_Type):
+    """Bytes: a number, with K, M, G or T for powers of 1024."""
+
+    name = "size"
+    _UNITS: ClassVar = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+    def __init__(self, low: int = 1) -> None:
+        self.low = low
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        if found is None:
+            self.fail(
+                f"{value!r:.80} is not a size: write for example 128M, 1G, 512K or a number of bytes", param, ctx
+            )
+        size = int(float(found[1]) * (1 << self._UNITS[found[2].upper()]))
+        if not self.low <= size < 1 << 60:
+            self.fail(f"it must be at least {shown_size(self.low)} and less than 1048576T", param, ctx)
+        return size
+
+
+def shown_size(size: int) -> str:
+    """As one would write it: the largest unit that it is a whole number of."""
+    for unit, shift in (("T", 40), ("G", 30), ("M", 20), ("K", 10)):
+        if size and size % (1 << shift) == 0:
+            return f"{size >> shift}{unit}"
+    return str(size)
+
+
+NETWORKS: Final = ("none", "model", "allow", "all")
+UNSAFE: Final = "Where nothing isolates here, run programs without isolation: as you, on your files and network."
 
 
 def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
@@ -180,6 +214,24 @@ _OPTIONS = (
         env="BREAKER",
         help="Stop when more attempts than this fail; off: never.",
     ),
+    _option(
+        "--sandbox",
+        metavar="PROVIDER",
+        env="SANDBOX",
+        help="Where programs run; rookery doctor lists the providers.  [default: the best that isolates here]",
+    ),
+    _option(
+        "--image", metavar="I", env="IMAGE", help="What a sandbox's files are made from.  [default: this system]"
+    ),
+    _option(
+        "--network",
+        metavar="N",
+        type=click.Choice(NETWORKS),
+        env="NETWORK",
+        help="What a sandbox reaches: none, model, allow or all.  [default: the environment's, else none]",
+    ),
+    _option("--allow", metavar="HOST", multiple=True, help="A host that a sandbox may reach; repeat it."),
+    _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),
     _option(
         "--config",
         metavar="FILE",

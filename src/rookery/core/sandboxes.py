@@ -1,5 +1,6 @@
 """What a sandbox is asked to be, and how a command in it ended."""
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -15,7 +16,8 @@ MB = 1 << 20
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything about a sandbox, in one value that is passed along and never re-listed."""
 
-    provider: str = "subprocess"
+    provider: str = ""
+    """Empty: the best of this machine; one that does not isolate is then taken only with `untrusted_ok`."""
     image: str | None = None
     memory: int | None = 1024 * MB
     """Bytes, for everything in the sandbox together where the provider can, else per process."""
@@ -33,7 +35,21 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     env: dict[str, str] = {}
     workdir: str | None = None
     untrusted_ok: bool = False
-    """Explicit consent to run untrusted programs on a provider that does not isolate."""
+    """Explicit consent to run untrusted programs without isolation where nothing isolates.
+
+    Naming a provider that does not isolate is such a consent too.
+    """
+
+    def over(self, other: "SandboxSpec | None", named: Iterable[str] = ()) -> "SandboxSpec":
+        """What this spec says, and what `other` says about the rest. `named`: fields that count as said here even
+        where they are the default."""
+        if other is None:
+            return self
+        said = {*named, *(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)}
+        return msgspec.structs.replace(other, **{name: getattr(self, name) for name in said})
+
+
+_DEFAULTS = {name: getattr(SandboxSpec(), name) for name in SandboxSpec.__struct_fields__}
 
 
 class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):

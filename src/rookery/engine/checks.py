@@ -20,9 +20,9 @@ def upstream_of(policy: str | Sequence[str] | UpstreamConfig, model: str) -> Ups
     return UpstreamConfig(urls=tuple(map(settled, urls)), model=model)
 
 
-def check_sandbox(spec: SandboxSpec, provider_name: str, folder: Path) -> None:
-    """Raises what the provider says against the spec. It opens nothing and is thrown away again."""
-    provider = open_provider(provider_name, Home(folder=folder, run="check"))
+def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
+    """Raises what the spec's provider says against it. It opens nothing and is thrown away again."""
+    provider = open_provider(spec.provider, Home(folder=folder, run="check"))
     problems = provider.check(spec)
     if problems:
         raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")

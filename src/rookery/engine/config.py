@@ -21,6 +21,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Keyword arguments for the environment's class."""
     upstreams: dict[str, UpstreamConfig] = {}
     sandbox: SandboxSpec = SandboxSpec()
+    """What it says goes over the environment's own; its provider is settled when an engine is built of it."""
+    sandbox_named: tuple[str, ...] = ()
+    """Fields of `sandbox` that were said, also where they are the default."""
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)

@@ -22,9 +22,10 @@ from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
-from rookery.engine.wire import RunSettings
+from rookery.engine.wire import NOT_ISOLATED, RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.journal import Journal, RunReader, create_run
+from rookery.sandboxes import settle
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
@@ -82,9 +83,15 @@ class Engine:
                 sampling=sampling or Sampling(),
                 **options,
             )
-        self.config = config
         self.environment = self._given or load_environment(config.environment, **config.arguments)
         reward_bounds(self.environment)
+        self.sandbox, self._unsettled = settle(config.sandbox.over(self.environment.sandbox, config.sandbox_named))
+        """What an attempt gets, unless its task or its environment's code asks for another. Without a provider
+        where none isolates and nobody consented to that: creating one is then refused."""
+        config = msgspec.structs.replace(
+            config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
+        )
+        self.config = config
         missing = sorted(
             {"policy", *self.environment.roles} - {name for name, up in config.upstreams.items() if up.urls}
         )
@@ -164,6 +171,8 @@ class Engine:
             if self._resume:
                 await asyncio.to_thread(self._read_back)
             await self._supervisor.start()
+            if self._unsettled:
+                self._supervisor.event(NOT_ISOLATED, {"detail": f"sandboxes will be refused: {self._unsettled}"})
             self._control = Control(self, self.folder, self.config.listen)
             await self._control.start()
         except BaseException:
@@ -195,7 +204,10 @@ class Engine:
 
     def check_sandbox(self) -> None:
         """Raises what the provider says against the sandbox asked for; opens nothing."""
-        check_sandbox(self.environment.sandbox or self.config.sandbox, self.config.sandbox.provider, self._out)
+        if self.sandbox.provider:
+            check_sandbox(self.sandbox, self._out)
+        elif self.environment.needs_sandbox:
+            raise UsageError(self._unsettled)
 
     def _reference(self) -> EnvironmentRef:
         if self._given is not None:
@@ -216,7 +228,7 @@ class Engine:
             folder=str(self.folder.resolve()),
             environment=ref,
             upstreams={**self.config.upstreams, "policy": self._sampled(self.config.upstreams["policy"])},
-            sandbox=self.config.sandbox,
+            sandbox=self.sandbox,
             limits=self.config.limits,
             share=max(1, self.config.runners),
             record=self.config.record,

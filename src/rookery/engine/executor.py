@@ -20,17 +20,19 @@ from rookery.core import (
     CancelledReason,
     JournalError,
     RookeryError,
+    SandboxError,
     SandboxSpec,
     Task,
 )
 from rookery.core.errors import describe
+from rookery.engine.keeping import home_of
 from rookery.engine.live import Live
 from rookery.engine.wire import NOT_ISOLATED, Done, Note, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Door, Role
 from rookery.journal.tokens import TokenWriter
-from rookery.sandboxes import open_provider
-from rookery.sandboxes.protocol import Command, Home, Provider, Sandbox
+from rookery.sandboxes import WAY_OUT, open_provider
+from rookery.sandboxes.protocol import Command, Provider, Sandbox
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import Upstream, UpstreamConfig
 
@@ -51,8 +53,7 @@ class Executor:
             for stage in ("setup", "run", "score", "teardown")
             if inspect.iscoroutinefunction(getattr(environment, stage))
         }
-        base = environment.sandbox or settings.sandbox
-        self._spec = replace(base, provider=settings.sandbox.provider)
+        self._spec = settings.sandbox
         self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
         self.send = send
         self.door = Door()
@@ -129,17 +130,20 @@ class Executor:
     # ---- sandboxes
 
     def spec_for(self, task: Task) -> SandboxSpec:
-        """The environment's spec, or the run's; a task's image goes over both."""
+        """The run's spec over the environment's; a task's image goes over both."""
         return replace(self._spec, image=task.image) if task.image else self._spec
 
     async def open_sandbox(self, spec: SandboxSpec, attempt: str) -> Sandbox:
-        return await self._provider(spec.provider).create(spec, attempt=attempt)
+        """Of the spec's provider, or else of the run's; refused where that has none: nothing isolates here."""
+        name = spec.provider or self._spec.provider
+        if not name:
+            raise SandboxError(f"no sandbox that isolates can be had here; {WAY_OUT}", cause="sandbox.refused")
+        return await self._provider(name).create(replace(spec, provider=name), attempt=attempt)
 
     def _provider(self, name: str) -> Provider:
         found = self._providers.get(name)
         if found is None:
-            home = Home(folder=Path(self.settings.folder) / "sandboxes", run=self.settings.run)
-            found = self._providers[name] = open_provider(name, home)
+            found = self._providers[name] = open_provider(name, home_of(self.settings))
             if not found.isolated:
                 detail = f"{name} sandboxes do not isolate: programs run as you, on your files and network"
                 self.send(Note(NOT_ISOLATED, {"detail": detail}))

@@ -36,6 +36,7 @@ from rookery.engine.channel import Channel
 from rookery.engine.conviction import Court, Death
 from rookery.engine.fleet import TICK, Fleet, Stopped
 from rookery.engine.flights import Flight, Policy, loudly
+from rookery.engine.keeping import Kept
 from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
 from rookery.engine.retry import Again, Ended, Final
@@ -68,6 +69,7 @@ class Supervisor:
             capacity=-(-policy.concurrency // max(1, policy.runners)),
             block_limit=policy.block_limit,
         )
+        self.kept = Kept(settings)
         self._loop = asyncio.get_running_loop()
         self._pumping = False
         self._stopping = False
@@ -79,7 +81,12 @@ class Supervisor:
         """Returns when a runner is ready; an environment that cannot be loaded is a `UsageError`."""
         self.journal.on_commit(self._on_commit)
         await asyncio.to_thread(self._reap)
-        await self.fleet.start()
+        keeping = self._loop.create_task(self.kept.open())
+        try:
+            await self.fleet.start()
+        finally:
+            if said := await keeping:
+                self.event("keeper.failed", {"detail": said})
         if self.stopped is not None:
             raise self.stopped
 
@@ -87,6 +94,7 @@ class Supervisor:
         """Ends every attempt without a terminal record (a resume runs them again), then every runner."""
         self._stopping = True
         await self.fleet.close()
+        await self.kept.close()
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:

@@ -41,6 +41,11 @@ class Environment:
         """The name for folders and tables."""
         return self.name or type(self).__name__
 
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether its attempts are known to open a sandbox: if none can be had, that is said before the start."""
+        return self.sandbox is not None
+
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
         """The built-in taskset, for runs that name none."""
         raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")

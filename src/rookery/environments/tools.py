@@ -106,6 +106,10 @@ class ToolEnvironment(Environment):
             self.limits = Limits(turns=max_turns).over(self.limits)
         self._tools  # noqa: B018  (what is wrong with them is said now)
 
+    @property
+    def needs_sandbox(self) -> bool:
+        return super().needs_sandbox or any(found.function is python.function for found in self._tools.values())
+
     def tools(self) -> Sequence[ToolSchema]:
         return tuple(found.schema for found in self._tools.values())
 

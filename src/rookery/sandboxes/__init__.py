@@ -4,6 +4,7 @@ Promises:
 - every provider keeps the protocol's promises, and one suite (`conformance`) tests them all the same way;
 - a provider is found by its name among the entry points of the group `rookery.sandboxes`; adding one edits
   nothing here, and opening one starts nothing;
+- one that does not isolate is never fallen back to in silence: it was named, or consented to;
 - the best provider is one that isolates and works on this machine; one that cannot even be asked is passed over;
 - whatever an owner leaves behind when it dies, `reap` removes.
 """
@@ -15,8 +16,9 @@ import msgspec
 
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
-from rookery.sandboxes.leases import owner_alive, reap, start_ticks
+from rookery.sandboxes.leases import owner_alive, start_ticks
 from rookery.sandboxes.protocol import Command, Home, Lease, OnOutput, Process, Provider, Sandbox, Shell, Stream
+from rookery.sandboxes.reaper import reap
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -36,14 +38,21 @@ __all__ = [
     "is_isolated",
     "open_provider",
     "owner_alive",
+    "provider_names",
     "reap",
+    "settle",
     "start_ticks",
 ]
 
 GROUP = "rookery.sandboxes"
 LAST = "subprocess"
 """The provider of last resort: it works everywhere and isolates nothing."""
-_QUICKEST = "local"
+WAY_OUT = (
+    "`rookery doctor` says what is missing; to run programs without isolation, as you and on your files, "
+    "consent with --unsafe (in Python: SandboxSpec(untrusted_ok=True)) or name the provider subprocess"
+)
+QUICKEST = "local"
+"""The provider that is asked first."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +65,13 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_provider(spec: SandboxSpec | None = None) -> Best:
-    """The installed provider that isolates and can give `spec` on this machine; else `subprocess`. Starts nothing.
+    """The installed provider that isolates and can give `spec` on this machine; else `subprocess`.
 
-    Where several can, it is the one whose sandboxes start quickest, then the first by name.
+    Where several can, it is the one whose sandboxes start quickest, then the first by name. A provider may try one
+    sandbox to know; it is gone when this returns, and tried once in a process.
     """
     refused: dict[str, str] = {}
-    for name, entry in sorted(_installed().items(), key=lambda pair: (pair[0] != _QUICKEST, pair[0])):
+    for name, entry in sorted(_installed().items(), key=lambda pair: (pair[0] != QUICKEST, pair[0])):
         if name == LAST:
             continue
         try:
@@ -77,9 +87,28 @@ def best_provider(spec: SandboxSpec | None = None) -> Best:
     return Best(name=LAST, isolated=False, refused=refused)
 
 
+def settle(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
+    """The spec with its provider, the best of this machine unless it names one, and "".
+
+    Where nothing isolates and nobody consented: the spec as it is, and what to do.
+    """
+    if spec.provider:
+        return spec, ""
+    best = best_provider(spec)
+    if best.isolated or spec.untrusted_ok:
+        return msgspec.structs.replace(spec, provider=best.name), ""
+    whys = " ".join(f"({name}: {why})" for name, why in best.refused.items())
+    return spec, f"no sandbox that isolates can be had here{' ' if whys else ''}{whys}; {WAY_OUT}"
+
+
 def is_isolated(name: str) -> bool:
     """Whether the provider of this name keeps programs off the user's files and network; opens nothing."""
     return open_provider(name, Home(folder=Path(), run="ask")).isolated
+
+
+def provider_names() -> list[str]:
+    """Of all that are installed."""
+    return sorted(_installed())
 
 
 def open_provider(name: str, home: Home) -> Provider:

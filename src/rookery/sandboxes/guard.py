@@ -7,8 +7,11 @@ Promises:
 - it never blocks on its reports.
 
 Whose tree a process belongs to: below a command's first process, that command's. An orphan belongs to the
-command its environment names (`ROOKERY_COMMAND`); if it hides that, to the command being killed, unless it
-is older than that command. So what an earlier command left running survives the kill of a later one.
+command that its limits name: every command has its own hard limit of a resource that no kernel limits any more,
+always a lower one than the last, and a program can lower its limits but not raise them. So it can claim to be a
+later command's, never an earlier one's. Where that says nothing, its environment does (`ROOKERY_COMMAND`), and
+if it hides that too, it belongs to the command being killed, unless it is older than that command. So what an
+earlier command left running survives the kill of a later one.
 
 It imports only what starts fast, and speaks structs and NUL-separated text: no JSON, no pickle.
 """
@@ -50,6 +53,11 @@ INTERRUPT_SIGNAL = signal.SIGRTMAX - 3
 MAX_MESSAGE = 64 << 10
 MAX_DISCARDS = 64
 KILL_SECONDS = 5.0
+HOLD_AFTER = 3
+"""Looks that find something after which a tree is held still: it may grow faster than it is killed."""
+TAG = 10
+"""RLIMIT_LOCKS, which has no meaning since Linux 2.4."""
+TAGS = 1 << 40
 OWN_FLOOR = 64 << 20
 """The guard lives under the sandbox's memory limit too, so that no command starts without it; it needs some."""
 
@@ -57,11 +65,13 @@ OWN_FLOOR = 64 << 20
 class Running:
     """A command whose first process lives, or whose tree is being killed."""
 
-    __slots__ = ("deadline", "number", "pid", "reason", "result", "started", "ticks")
+    __slots__ = ("alone", "deadline", "number", "pid", "reason", "result", "started", "tag", "ticks")
 
     def __init__(self, number: int, wall: float) -> None:
         self.number = number
-        self.pid = 0
+        self.pid = self.tag = 0
+        self.alone = False
+        """Whether there was no other process when it started."""
         self.reason = NATURAL
         self.result: tuple[int, float, int] | None = None
         self.ticks = procs.now_ticks()
@@ -75,7 +85,9 @@ class Guard:
         self.pid = os.getpid()
         self.folder = self.lease = ""
         self.memory = self.pids = 0
-        self.last = 0
+        self.last = self.spawned = 0
+        hard = resource.getrlimit(TAG)[1]
+        self.tags = TAGS if hard == resource.RLIM_INFINITY else hard if hard > 1 << 33 else 0
         self.running: dict[int, Running] = {}  # by the pid of the first process
         self.reports: list[bytes] = []
         self.discards: list[int] = []
@@ -190,6 +202,11 @@ class Guard:
             self.report(command, NO_FOLDER, error.errno or 0)
             return
         actions = [(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(fds[:4])]
+        self.spawned += 1
+        command.tag = self.spawned
+        if self.tags:
+            resource.setrlimit(TAG, (self.tags - command.tag,) * 2)
+        self.expose(True)
         problem = errno.ENOENT
         for program in procs.candidates(argv[0], env.get(b"PATH", b"")):
             try:
@@ -202,12 +219,13 @@ class Guard:
                 problem = error.errno or problem
             except ValueError:  # a name or a word the system takes for none
                 problem = errno.EINVAL
+        self.expose(False)
         os.chdir("/")
         if not command.pid:
             self.report(command, NOT_STARTED, problem)
             return
         self.running[command.pid] = command
-        self.barren = False
+        command.alone, self.barren = self.barren, False
         self.look_every = 0.1
         self.look_at = time.monotonic() + self.look_every
         # The sandbox's limits were inherited; a command's own, procs.lower ones need no such care.
@@ -216,6 +234,19 @@ class Guard:
         if cpu > 0:
             seconds = max(1, int(-(-cpu // 1)))
             procs.lower(resource.RLIMIT_CPU, seconds + 1, seconds, pid=command.pid)
+
+    def expose(self, on: bool) -> None:
+        """Whether what is started from here on is to be ended before us when memory runs out."""
+
+    def end_everyone(self) -> bool:
+        """Ends every process in one go, where that reaches nobody else; whether they are gone."""
+        return False
+
+    def hold(self, *, last: bool) -> None:
+        """Keeps every process from making others, where that can be done; `last`: ends them instead."""
+
+    def let_go(self) -> None:
+        """Undoes `hold`, for those who are left."""
 
     def report(
         self, command: Running, reason: int, status: int, cpu: float = 0, peak: int = 0, left: int = 0
@@ -243,7 +274,9 @@ class Guard:
         command.reason = reason
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(command.pid, signal.SIGKILL)  # at once for all of the group: what forks cannot outrun it
-        left = self.purge(command, str(command.number), command.ticks, whole=True)
+        left = 0
+        if not (command.alone and command.tag == self.spawned and self.end_everyone()):
+            left = self.purge(command, str(command.number), command.ticks, whole=True)
         if command.result is None:  # stuck in the kernel: give it up rather than wait for ever
             self.running.pop(command.pid, None)
         self.report(command, reason, *(command.result or (signal.SIGKILL, 0.0, 0)), left)
@@ -258,14 +291,23 @@ class Guard:
 
     def purge(self, command: Running, mark: str, ticks: int, *, whole: bool) -> int:
         """SIGKILL until two looks in a row find nothing; how many are left when the time is over."""
+        try:
+            return self.purged(command, mark, ticks, whole=whole)
+        finally:
+            self.let_go()
+
+    def purged(self, command: Running, mark: str, ticks: int, *, whole: bool) -> int:
         end = time.monotonic() + KILL_SECONDS
-        clean = 0
+        clean = looks = 0
         while True:
+            if looks >= HOLD_AFTER:
+                self.hold(last=time.monotonic() > end - KILL_SECONDS / 2)
             victims = list(self.members(command, mark, ticks, whole=whole))
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             self.reap()
+            looks += bool(victims)
             clean = 0 if victims else clean + 1
             # A list of children read while one of them ends may miss another: hence the second look.
             if (clean > 1 and not (whole and command.pid in self.running)) or time.monotonic() > end:
@@ -287,12 +329,22 @@ class Guard:
             stat = procs.stat_of(pid)
             if pid in self.running or stat is None or stat[0] in "ZX":
                 continue
-            if not (whole and doomed):
+            tag = self.tag_of(pid) if whole and not doomed else None
+            if tag is not None:  # one that was never given is a lie: then only its age counts
+                doomed = tag == command.tag if 0 < tag <= self.spawned else stat[2] >= ticks
+            elif not (whole and doomed):
                 said = self.verdict(procs.variable_of(pid, procs.COMMAND) or "", mark, whole=whole)
                 doomed = said if said is not None else (stat[2] >= ticks if doomed is None else doomed)
             todo += [(child, doomed) for child in procs.children_of(pid)]
             if doomed:
                 yield pid
+
+    def tag_of(self, pid: int) -> int | None:
+        """Which command's a process is, by the limits that it was born with; None where they say nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            hard = resource.prlimit(pid, TAG)[1]
+            return self.tags - hard if self.tags and hard != resource.RLIM_INFINITY else None
+        return None
 
     def verdict(self, said: str, mark: str, *, whole: bool) -> bool | None:
         """Whether a process that names `said` belongs to `mark`; None when its word says nothing."""

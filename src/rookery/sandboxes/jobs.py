@@ -9,6 +9,8 @@ Promises:
 What the result can tell: `memory_limit` is a guess, made when a program that used at least 85% of its
 limit came to a bad end; an allocation refused far below the limit looks like any other failure. Peak
 memory is never below the guard's own few megabytes, which the kernel counts until the program starts.
+Where control groups count, `memory_limit` and `process_limit` are no guess: a bad end, and the kernel refused or
+ended something in this sandbox meanwhile. That may have been another command: the limits are the sandbox's.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError, bounda
 from rookery.sandboxes import guard as stub
 from rookery.sandboxes.capture import Capture, Pump
 from rookery.sandboxes.channel import Channel, Report
-from rookery.sandboxes.local.groups import oom_kills
+from rookery.sandboxes.local import groups
 from rookery.sandboxes.protocol import OnOutput, Stream
 
 HARD_OUTPUT = 64
@@ -29,7 +31,7 @@ HARD_OUTPUT = 64
 GRACE = 15.0
 """Seconds past its deadline after which a guard that has not answered counts as lost."""
 FULL = 64 << 10
-"""Bytes that are free in a file system that counts as full: a program that could not write any more is no small one."""
+"""Bytes that are free in a file system that counts as full."""
 PROGRAM_ERRORS = frozenset(
     {errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG, errno.EPERM, errno.ETXTBSY, errno.EINVAL, errno.ELIBBAD}
@@ -71,7 +73,7 @@ class Job:
         """The folder of the control group that limits the box's memory, where one does."""
         self.top = -1
         """A descriptor of the file system whose space is limited, where it is."""
-        self._oom = 0
+        self._oom = self._refused = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.promise: asyncio.Future[Report | None] = self._loop.create_future()
 
@@ -86,7 +88,8 @@ class Job:
                     self.pumps[stream] = Pump(self._loop, ours, self._sink(stream))
             plan = self._plan
             if self.group:
-                self._oom = oom_kills(self.group)
+                self._oom = groups.oom_kills(self.group)
+                self._refused = groups.forks_refused(groups.pids_folder(self.group))
             fds = (stdin, *ends, *extra)
             self.promise = await self._channel.start(
                 self.number, plan.parts, plan.argc, fds, plan.wall, plan.cpu, plan.memory
@@ -167,6 +170,20 @@ class Job:
         if report.reason in (stub.NOT_STARTED, stub.NO_FOLDER):
             what = "the working folder" if report.reason == stub.NO_FOLDER else "the program"
             text = f"{what} could not be used: {os.strerror(report.status)}"
+            if self.group and report.status == errno.EAGAIN:
+                return (
+                    "process_limit",
+                    None,
+                    None,
+                    "no process was left to start it with: the sandbox has all it may",
+                )
+            if self.group and report.status == errno.ENOMEM:
+                return (
+                    "memory_limit",
+                    None,
+                    None,
+                    "no memory was left to start it with: the sandbox uses all it may",
+                )
             if report.status not in PROGRAM_ERRORS:
                 raise SandboxError(f"the sandbox could not start a process: {os.strerror(report.status)}")
             return "exited", 127 if report.status == errno.ENOENT else 126, None, text
@@ -184,8 +201,18 @@ class Job:
             return "time_limit", *ended, f"used {plan.cpu:g} s of processor time"
         if -code == signal.SIGXFSZ:
             return "disk_limit", *ended, "a file grew over the limit"
-        if code and self.group and oom_kills(self.group) > self._oom:
-            return "memory_limit", *ended, "the sandbox ran out of memory, and the kernel ended what used most of it"
+        if code and self.group and groups.oom_kills(self.group) > self._oom:
+            return (
+                "memory_limit",
+                *ended,
+                "the sandbox ran out of memory, and the kernel ended what used most of it",
+            )
+        if code and self.group and groups.forks_refused(groups.pids_folder(self.group)) > self._refused:
+            return (
+                "process_limit",
+                *ended,
+                "the sandbox had as many processes as it may have, and was refused more",
+            )
         if code and self.top >= 0 and _full(self.top):
             return "disk_limit", *ended, "no space is left in the sandbox"
         if report.reason == stub.NATURAL and code and plan.memory and report.peak >= 0.85 * plan.memory:

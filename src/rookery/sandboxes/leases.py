@@ -1,10 +1,10 @@
-"""Leases on disk, and the reaper for sandboxes whose owner is gone.
+"""Leases on disk, and the end of everything that belongs to one.
 
 Promises:
 - a lease is written before anything it covers exists, and removed after everything it covers is gone;
-- the reaper never touches what a live owner holds within its deadline;
-- it works after a SIGKILL of the owner, of the guard, or of both: processes are found by the marker
-  `ROOKERY_SANDBOX=<run>/<id>` in the environment they were started with, and by descent from those.
+- `destroy` works after a SIGKILL of the owner, of the guard, or of both: processes are found by the marker
+  `ROOKERY_SANDBOX=<run>/<id>` in the environment they were started with, by descent from those, and by the
+  process namespace that they live in.
 
 What it cannot find: a process that wiped its environment and lost its guard and every marked ancestor.
 """
@@ -85,7 +85,7 @@ def kill_marked(value: str, *, seconds: float = KILL_SECONDS) -> int:
     end = time.monotonic() + seconds
     clean = 0
     while True:
-        victims = _marked(value)
+        victims = marked(value)
         guards = {pid for pid in victims if procs.variable_of(pid, procs.COMMAND) is None and _says(pid, value)}
         # The guard goes last: until then no orphan can leave its tree. It is stopped first, so that it does
         # not report deaths of our making as the programs' own.
@@ -113,11 +113,13 @@ def _says(pid: int, value: str) -> bool:
     return procs.variable_of(pid, procs.MARKER) == value
 
 
-def _marked(value: str) -> dict[int, int]:
+def marked(value: str) -> dict[int, int]:
+    """Processes with this marker, what descends from them, and the boxes that they live in; pid → start."""
     found: dict[int, int] = {}
     own = os.getpid()
     everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     todo = [pid for pid in everyone if _says(pid, value)]
+    todo += [first for first in {_first_of(pid) for pid in todo} if first]
     while todo:
         pid = todo.pop()
         started = start_ticks(pid)
@@ -127,6 +129,28 @@ def _marked(value: str) -> dict[int, int]:
     return found
 
 
+def _first_of(pid: int) -> int:
+    """Pid 1 of the box that a process lives in; 0 where it lives in none, but among our own processes."""
+    depth = len(_numbers(os.getpid()))
+    while pid > 1:
+        numbers = _numbers(pid)
+        if len(numbers) <= depth:
+            return 0
+        if numbers[-1] == 1 and len(numbers) == depth + 1:
+            return pid
+        pid = (procs.stat_of(pid) or ("", 0))[1]
+    return 0
+
+
+def _numbers(pid: int) -> list[int]:
+    """A process's pid in every namespace that it has one in, ours first."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
+        for line in file.read(8192).splitlines():
+            if line.startswith(b"NSpid:"):
+                return [int(number) for number in line.split()[1:]]
+    return []
+
+
 def destroy(folder: Path, identity: str, value: str) -> int:
     """Ends everything of a sandbox; how many processes would not die (then its folder and lease stay)."""
     left = kill_marked(value)
@@ -134,19 +158,3 @@ def destroy(folder: Path, identity: str, value: str) -> int:
         procs.remove_tree(str(folder / identity))
         path_of(folder, identity).unlink(missing_ok=True)
     return left
-
-
-def reap(folder: Path, *, now: float, force: bool = False) -> list[str]:
-    """Ends every sandbox below `folder` whose owner is dead or whose deadline passed; their ids.
-
-    `force` takes the living ones too.
-    """
-    taken = []
-    for found in read_all(folder):
-        # The file says where the sandbox lies, but it lies in a folder programs can write to: not believed.
-        if found.id != Path(found.id).name or found.id in ("", ".", "..", "leases"):
-            continue
-        due = force or now >= found.deadline or not owner_alive(found.owner_pid, found.owner_started)
-        if due and destroy(folder, found.id, marker(found.run, found.id)) == 0:
-            taken.append(found.id)
-    return taken

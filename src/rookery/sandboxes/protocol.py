@@ -135,6 +135,15 @@ class Provider(Protocol):
         ...
 
 
+@runtime_checkable
+class Keeping(Protocol):
+    """A provider whose sandboxes are held by a process that all processes of a run on this machine share."""
+
+    async def keep(self) -> None:
+        """Starts that process, for as long as this provider is open. Providers of the same home then find it."""
+        ...
+
+
 class Home(msgspec.Struct, frozen=True, kw_only=True):
     """Where a provider may write: below `folder` and nowhere else; `run` names the owner of its leases."""
 

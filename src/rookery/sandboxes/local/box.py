@@ -5,6 +5,8 @@ Promises:
 - when the owner hangs up, pid 1 ends, and everything in the box with it;
 - no descriptor, variable or right of the host is left when the first program starts: no capability, no new
   privileges, no call that `seccomp` refuses;
+- no program in it can end, stop, interrupt or outweigh pid 1 by a signal or by taking memory, unless it gives up
+  being the first to go;
 - what goes wrong while it is made is said to the keeper in words.
 """
 
@@ -15,14 +17,25 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
+import sys
+import time
 
-import guard
-import kernel as k
-import procs
-import root
+TYPE_CHECKING = False
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from typing import Any
+
+    from rookery.sandboxes import guard, procs
+    from rookery.sandboxes.local import kernel as k
+    from rookery.sandboxes.local import root
+else:
+    import guard
+    import kernel as k
+    import procs
+    import root
 
 SYNC = 3
 _LIMITED = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
@@ -32,8 +45,47 @@ _FILES = (4096, 65536)
 class Init(guard.Guard):
     """Pid 1: starts, reaps and kills, until the owner hangs up."""
 
+    score = -1
+    """Where it says how much it is worth when memory runs out. It may make itself cheaper, and dear as before."""
+    worth = b"0"
+    stopped: set[int] | None = None
+
     def watch_owner(self) -> int:
         return -1
+
+    def expose(self, on: bool) -> None:
+        # Memory that is no process's own (files, buffers) is paid for by the largest, which would be this one.
+        if self.score >= 0:
+            os.pwrite(self.score, b"1000" if on else self.worth, 0)
+
+    def end_everyone(self) -> bool:
+        if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
+            return False
+        end = time.monotonic() + guard.KILL_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        self.reap()
+        while not self.barren and time.monotonic() < end:
+            select.select([self.wake], [], [], 0.05)
+            self.swallow()
+            self.reap()
+        return self.barren
+
+    def hold(self, *, last: bool) -> None:
+        if self.pid != 1:
+            return
+        if self.stopped is None:
+            self.stopped = {pid for pid in _pids() if (procs.stat_of(pid) or "?")[0] == "T"}
+        with contextlib.suppress(ProcessLookupError):
+            # For all in one go: who is just being made gets it too.
+            os.kill(-1, signal.SIGKILL if last else signal.SIGSTOP)
+
+    def let_go(self) -> None:
+        if self.stopped is not None:
+            for pid in set(_pids()) - self.stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            self.stopped = None
 
     def leave(self) -> None:
         os._exit(0)
@@ -46,6 +98,8 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
         if os.getppid() not in (0, parent):
             os._exit(1)
         sync = _cleared(sync)
+        # Later it is not ours to open any more, since nobody may look into this process.
+        score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         if sync.recv(16) != b"mapped":
             os._exit(1)
         if mapped:
@@ -53,6 +107,7 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
             os.setresuid(0, 0, 0)
             with contextlib.suppress(PermissionError):
                 os.setgroups([])
+        k.unshare(k.NEWCGROUP)  # by now it is in all of its groups: from inside, they are the top
         os.umask(0o022)
         root.enter(tree, size=size, mapped=mapped)
         _loopback()
@@ -65,6 +120,7 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
         channel = _socket.socket(fileno=fds[0])
         channel.setblocking(False)
         init = _settled(asked, channel, program, size=size, mapped=mapped)
+        init.score, init.worth = score, os.pread(score, 16, 0)
         top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         socket.send_fds(sync, [b"ready"], [top])
         os.close(top)
@@ -75,6 +131,11 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
             sync.send(f"! {type(error).__name__}: {error}".encode()[:2000])
         os._exit(2)
     os._exit(0)
+
+
+def _pids() -> list[int]:
+    """Everyone but pid 1."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
@@ -88,7 +149,9 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 def _cleared(sync: socket.socket) -> socket.socket:
     """Leaves 0, 1 and 2 on nothing, the line to the keeper on 3, and no other descriptor."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A signal from inside reaches pid 1 only where it has a handler for it; Python comes with one.
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     null = os.open("/dev/null", os.O_RDWR)
     line = sync.detach()
     if line != SYNC:
@@ -99,9 +162,12 @@ def _cleared(sync: socket.socket) -> socket.socket:
     return socket.socket(fileno=SYNC)
 
 
-def _settled(asked: dict, channel: _socket.socket, program: bytes, *, size: int, mapped: bool) -> Init:
+def _settled(asked: "dict[str, Any]", channel: _socket.socket, program: bytes, *, size: int, mapped: bool) -> Init:
     if asked["disk"] != size:
         root.resize(asked["disk"])
+    if mapped and asked["uid"] != root.USER:
+        for place in (root.WORK, "/run"):  # who has no right to pass over owners must be one
+            os.chown(place, asked["uid"], asked["uid"])
     os.environ.clear()
     init = Init(channel)
     for which, value in _LIMITED.items():

@@ -8,6 +8,7 @@ Promises:
 
 import contextlib
 import os
+from functools import lru_cache
 
 MEMORY, PIDS, CPU = "memory", "pids", "cpu"
 _PERIOD = 100_000
@@ -27,7 +28,9 @@ class Limits:
 class Held:
     """Where this process may make groups, and which limits they can hold."""
 
-    def __init__(self, unified: str = "", v2: frozenset[str] = frozenset(), v1: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, unified: str = "", v2: frozenset[str] = frozenset(), v1: dict[str, str] | None = None
+    ) -> None:
         self.unified = unified
         """A folder of a v2 tree that we may make groups in; it can at least kill. Empty: none."""
         self.v2 = v2
@@ -44,7 +47,7 @@ class Held:
         group = Group(self, name, folders)
         try:
             for above in dict.fromkeys([*([self.unified] if self.unified else []), *self.v1.values()]):
-                os.mkdir(f"{above}/{name}")  # noqa: PTH102
+                os.mkdir(f"{above}/{name}")
                 folders.append(f"{above}/{name}")
         except OSError:
             group.remove()
@@ -80,6 +83,8 @@ class Group:
             else:
                 _write(f"{memory}/memory.limit_in_bytes", str(limits.memory))
                 _try(f"{memory}/memory.memsw.limit_in_bytes", str(limits.memory))
+                # Buffers of connections are counted apart here, and without this not at all.
+                _try(f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory))
         if (pids := self.folder_of(PIDS)) and limits.pids:
             _write(f"{pids}/pids.max", str(limits.pids))
         if (cpu := self.folder_of(CPU)) and limits.cpus > 0:
@@ -110,7 +115,7 @@ class Group:
         gone = True
         for folder in self.folders:
             try:
-                os.rmdir(folder)  # noqa: PTH106
+                os.rmdir(folder)
             except FileNotFoundError:
                 pass
             except OSError:
@@ -120,13 +125,56 @@ class Group:
 
 def oom_kills(folder: str) -> int:
     """How many processes the kernel ended for want of memory, in the group whose memory this folder limits."""
-    for file, key in (("memory.events", b"oom_kill"), ("memory.oom_control", b"oom_kill")):
-        with contextlib.suppress(OSError), open(f"{folder}/{file}", "rb") as data:  # noqa: PTH123
-            for line in data.read(4096).splitlines():
-                name, _, value = line.partition(b" ")
-                if name == key and value.strip().isdigit():
-                    return int(value)
+    return _counted(folder, _memory_events(folder.rpartition("/")[0]), b"oom_kill")
+
+
+def forks_refused(folder: str) -> int:
+    """How often a process could not be started, in the group whose number of processes this folder limits."""
+    return _counted(folder, "pids.events", b"max")
+
+
+def _counted(folder: str, name: str, key: bytes) -> int:
+    # Without a file object: every command of a box asks twice.
+    try:
+        fd = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        for line in os.read(fd, 4096).splitlines():
+            found, _, value = line.partition(b" ")
+            if found == key and value.strip().isdigit():
+                return int(value)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
     return 0
+
+
+@lru_cache(maxsize=64)
+def _memory_events(above: str) -> str:
+    """What v2 or v1 calls the file that counts."""
+    return "memory.oom_control" if os.path.exists(f"{above}/memory.oom_control") else "memory.events"
+
+
+def pids_folder(memory: str) -> str:
+    """Where the same group lies whose memory that folder limits, in the tree that limits processes; or empty."""
+    above, _, name = memory.rpartition("/")
+    base = _pids_base(above)
+    return f"{base}/{name}" if base else ""
+
+
+@lru_cache(maxsize=64)
+def _pids_base(memory: str) -> str:
+    if os.path.exists(f"{memory}/pids.events"):  # v2, or both in one tree
+        return memory
+    name = memory.rpartition("/")[2]
+    for folder, kind, options in _mounts():
+        if kind == "cgroup" and PIDS in options:
+            for above in (f"{folder}{_own().get(PIDS, '/')}".rstrip("/"), folder):
+                if os.path.exists(f"{above}/{name}/pids.events"):
+                    return f"{above}/{name}"
+    return ""
 
 
 def find(name: str = "rookery") -> Held:
@@ -135,7 +183,7 @@ def find(name: str = "rookery") -> Held:
     mounts = _mounts()
     unified, v2 = "", frozenset[str]()
     v1: dict[str, str] = {}
-    for folder, kind, options in mounts:
+    for folder, kind, _ in mounts:
         if kind == "cgroup2" and not unified:
             unified, v2 = _usable_v2(folder, own.get("", "/"), name)
     for folder, kind, options in mounts:
@@ -154,24 +202,22 @@ def _usable_v2(mount: str, own: str, name: str) -> tuple[str, frozenset[str]]:
     controllers, so ours is a sibling where we may make one, else a child that can only kill and count."""
     here = f"{mount}{own}".rstrip("/") or mount
     wanted = {MEMORY, PIDS, CPU}
-    for above in dict.fromkeys((here, os.path.dirname(here) if here != mount else here)):  # noqa: PTH120
+    for above in dict.fromkeys((here, os.path.dirname(here) if here != mount else here)):
         base = f"{above}/{name}"
-        try:
-            os.makedirs(base, exist_ok=True)  # noqa: PTH103
-        except OSError:
+        if not _ours(base):
             continue
         have = _enable(above, base, wanted)
         if have or above == mount or above != here:
             return base, have
     base = f"{here}/{name}"
-    return (base, frozenset()) if os.path.isdir(base) else ("", frozenset())  # noqa: PTH112
+    return (base, frozenset()) if _ours(base) else ("", frozenset())
 
 
 def _enable(above: str, base: str, wanted: set[str]) -> frozenset[str]:
     for folder in (above, base):
         for controller in wanted:
             _try(f"{folder}/cgroup.subtree_control", f"+{controller}")
-    with contextlib.suppress(OSError), open(f"{base}/cgroup.subtree_control") as file:  # noqa: PTH123
+    with contextlib.suppress(OSError), open(f"{base}/cgroup.subtree_control") as file:
         return frozenset(file.read().split()) & frozenset(wanted)
     return frozenset()
 
@@ -179,19 +225,24 @@ def _enable(above: str, base: str, wanted: set[str]) -> frozenset[str]:
 def _usable(mount: str, own: str, name: str) -> str:
     for above in dict.fromkeys((f"{mount}{own}".rstrip("/"), mount)):
         base = f"{above}/{name}"
-        try:
-            os.makedirs(base, exist_ok=True)  # noqa: PTH103
-        except OSError:
-            continue
-        if os.access(f"{base}/cgroup.procs", os.W_OK):
+        if _ours(base):
             return base
     return ""
+
+
+def _ours(base: str) -> bool:
+    """Whether groups can be made in this folder. It may be there already, and another user's."""
+    try:
+        os.makedirs(base, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(base, os.W_OK) and os.access(f"{base}/cgroup.procs", os.W_OK)
 
 
 def _own() -> dict[str, str]:
     """Controller → the present group of this process; "" is v2's."""
     found: dict[str, str] = {}
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:  # noqa: PTH123
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, names, path = line.rstrip("\n").split(":", 2)
             for controller in names.split(","):
@@ -201,7 +252,7 @@ def _own() -> dict[str, str]:
 
 def _mounts() -> list[tuple[str, str, list[str]]]:
     found: list[tuple[str, str, list[str]]] = []
-    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:  # noqa: PTH123
+    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
         for line in file:
             _, folder, kind, options, *_ = line.split(" ")
             if kind in ("cgroup", "cgroup2"):

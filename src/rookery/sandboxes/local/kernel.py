@@ -8,7 +8,6 @@ Promises:
 import ctypes
 import os
 
-
 _libc = ctypes.CDLL(None, use_errno=True)
 # Holds the interpreter's lock while it calls: a child that comes out of `clone` must have it.
 _held = ctypes.PyDLL(None, use_errno=True)
@@ -34,11 +33,20 @@ _SECCOMP_SET_MODE_FILTER = 1
 
 
 class _CloneArgs(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012  (ctypes wants it so)
+    _fields_ = [
         (name, ctypes.c_uint64)
         for name in (
-            "flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack",
-            "stack_size", "tls", "set_tid", "set_tid_size", "cgroup",
+            "flags",
+            "pidfd",
+            "child_tid",
+            "parent_tid",
+            "exit_signal",
+            "stack",
+            "stack_size",
+            "tls",
+            "set_tid",
+            "set_tid_size",
+            "cgroup",
         )
     ]
 
@@ -51,7 +59,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
-    """A child with new namespaces, in the cgroup of that descriptor; (its pid, a pidfd), or (0, -1) in the child."""
+    """A child in new namespaces and in that cgroup: (its pid, a pidfd), or (0, -1) in the child."""
     pidfd = ctypes.c_int(-1)
     args = _CloneArgs(flags=flags | CLONE_PIDFD, exit_signal=17, pidfd=ctypes.addressof(pidfd))
     if cgroup >= 0:
@@ -59,9 +67,7 @@ def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
         args.cgroup = cgroup
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
-    pid = _held.syscall(
-        ctypes.c_long(_CLONE3), ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args))
-    )
+    pid = _held.syscall(ctypes.c_long(_CLONE3), ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args)))
     if pid == 0:
         python.PyOS_AfterFork_Child()
         return 0, -1
@@ -72,7 +78,10 @@ def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     _checked(
         _libc.mount(
-            os.fsencode(source), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags),
+            os.fsencode(source),
+            os.fsencode(target),
+            kind.encode() or None,
+            ctypes.c_ulong(flags),
             options.encode() or None,
         ),
         f"mount {kind or source} at {target}",
@@ -136,7 +145,7 @@ def install_filter(program: bytes) -> None:
     """A seccomp filter, for this process and all it starts; for good."""
 
     class Fprog(ctypes.Structure):
-        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = Fprog(len(program) // 8, ctypes.addressof(buffer))
@@ -145,7 +154,9 @@ def install_filter(program: bytes) -> None:
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:
-    _checked(_libc.syscall(ctypes.c_long(_CLOSE_RANGE), ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
+    _checked(
+        _libc.syscall(ctypes.c_long(_CLOSE_RANGE), ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range"
+    )
 
 
 def _prctl(option: int, value: object) -> None:

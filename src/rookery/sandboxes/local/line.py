@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandboxes import procs
+from rookery.sandboxes import procs, reaper
 
 SOCKET = "keeper.sock"
 LOG = "keeper.log"
@@ -65,25 +65,30 @@ class Line:
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
-    async def open(cls, folder: Path, run: str, *, warm: int = WARM) -> "Line":
+    async def open(cls, folder: Path, *, warm: int = WARM) -> "Line":
         """To the keeper that listens in this folder; where there is none, to a new one of our own."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.connect(str(folder / SOCKET))
+            # Through a descriptor: the address of a socket has room for a hundred letters, a path has more.
+            here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                sock.connect(f"/proc/self/fd/{here}/{SOCKET}")
+            finally:
+                os.close(here)
         except OSError:
             sock.close()
         else:
             return cls(sock)
-        return await cls.launch(folder, run, warm=warm)
+        return await cls.launch(folder, warm=warm)
 
     @classmethod
-    async def launch(cls, folder: Path, run: str, *, warm: int = WARM, listen: bool = False) -> "Line":
+    async def launch(cls, folder: Path, *, warm: int = WARM, listen: bool = False) -> "Line":
         """A keeper of our own; with `listen`, for others too."""
         place = folder / f"keeper-{os.getpid()}-{os.urandom(3).hex()}"
         place.mkdir(parents=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = os.posix_spawn(
+            pid = os.posix_spawn(  # noqa: ASYNC221  (it is there in a millisecond; what follows waits)
                 sys.executable,
                 ["python", "-I", "-S", str(_HERE / "keeper.py"), str(_HERE.parent), str(_HERE)],
                 {"LC_ALL": "C.UTF-8"},
@@ -105,7 +110,7 @@ class Line:
         settings = {
             "folder": str(place),
             "extra": _interpreter(),
-            "listen": str(folder / SOCKET) if listen else "",
+            "listen": f"../{SOCKET}" if listen else "",
             "warm": warm,
             "name": f"{os.getpid()}-{os.urandom(4).hex()}",
             "parent": os.getpid(),
@@ -114,7 +119,8 @@ class Line:
         try:
             ours.send(msgspec.json.encode(settings))
             async with asyncio.timeout(START_SECONDS):
-                await asyncio.wait({line._about, line.dead}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {line._about, line.dead}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not line._about.done():
                     raise SandboxError(f"the keeper did not start: {_said(place)}", cause="sandbox.create")
                 line._about.result()
@@ -197,7 +203,9 @@ class Line:
                 if "number" not in said and not self._about.done():
                     self._about.set_exception(SandboxError(said["error"], cause="sandbox.create"))
             elif "error" in said:
-                promise.set_exception(SandboxError(f"a box could not be made: {said['error']}", cause="sandbox.create"))
+                promise.set_exception(
+                    SandboxError(f"a box could not be made: {said['error']}", cause="sandbox.create")
+                )
             else:
                 channel = socket.socket(fileno=fds[0])
                 channel.setblocking(False)
@@ -244,7 +252,7 @@ def _waited(pid: int, place: Path | None) -> None:
     finally:
         os.close(handle)
         if place is not None:
-            procs.remove_tree(str(place))
+            reaper.remove_place(place)
 
 
 def _interpreter() -> list[str]:

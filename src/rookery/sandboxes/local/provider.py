@@ -26,6 +26,7 @@ WORK = "/work"
 USER = 1000
 DISK = 1 << 30
 """Of a box whose spec names none. It is memory that is only used when written to, and counts as such."""
+_INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
 _HIDDEN = ("proc", "dev", "sys")
 
 
@@ -42,6 +43,13 @@ class LocalProvider:
         self._opening = asyncio.Lock()
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
+        from rookery.sandboxes.local import probe
+
+        said = self._refused(spec)
+        return said or [why for why in (probe.problem(),) if why]
+
+    def _refused(self, spec: SandboxSpec) -> list[str]:
+        """What no box could give, whatever this machine can do. Quick: every creation asks it."""
         said = []
         if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
             return ["The local provider needs Linux on x86_64 or aarch64."]
@@ -62,11 +70,18 @@ class LocalProvider:
                 if self._line is not None:
                     await self._line.close()
                 self._home.folder.mkdir(parents=True, exist_ok=True)
-                self._line = await Line.open(self._home.folder.resolve(), self._home.run)
+                self._line = await Line.open(self._home.folder.resolve())
             return self._line
 
+    async def keep(self) -> None:
+        """A keeper that the other processes of the run find in its home."""
+        async with self._opening:
+            if self._line is None:
+                self._home.folder.mkdir(parents=True, exist_ok=True)
+                self._line = await Line.launch(self._home.folder.resolve(), listen=True)
+
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
-        problems = self.check(spec)
+        problems = self._refused(spec)
         if problems:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         sandbox = LocalSandbox(spec, self._home, attempt, self._open.discard)
@@ -128,7 +143,7 @@ class LocalSandbox(GuardedSandbox):
         self.held_together = bool(given.memory)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {
-            "PATH": f"{PATH}:{Path(sys.base_prefix).resolve() / 'bin'}",
+            "PATH": f"{PATH}:{_INTERPRETER}",
             "HOME": WORK,
             "USER": "root" if self._uid == 0 else "user",
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
@@ -160,13 +175,16 @@ class LocalSandbox(GuardedSandbox):
         job.top = self._given.top
         return job
 
+    async def _close(self) -> None:
+        if self._given is not None and self._line is not None:
+            # The kernel ends all of it at once; pid 1, asked nicely, would have to win against a bomb first.
+            self._line.end(self._given.name)
+        await super()._close()
+
     async def clean(self) -> None:
         if self._given is not None:
-            if self._line is not None:
-                self._line.end(self._given.name)
             os.close(self._given.top)
-            self._given = None
-        else:
+        if self._given is None or self._line is None or self._line.dead.done():
+            # Nobody else will: there is no box, or no keeper any more.
             leases.path_of(self._folder, self.id).unlink(missing_ok=True)
-
-
+        self._given = None

@@ -11,21 +11,38 @@ Promises:
 import contextlib
 import os
 import stat
+import sys
+from collections.abc import Callable
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-import kernel as k
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from rookery.sandboxes.local import kernel as k
+else:
+    import kernel as k
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt/venv")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 ETC = (
-    "alternatives", "ca-certificates", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types",
-    "protocols", "services", "ssl", "pki", "terminfo", "magic", "debian_version", "os-release",
+    "alternatives",
+    "ca-certificates",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "mime.types",
+    "protocols",
+    "services",
+    "ssl",
+    "pki",
+    "terminfo",
+    "magic",
+    "debian_version",
+    "os-release",
 )
 WORK = "/work"
 USER = 1000
+TERMINALS = 64
+"""Of one box; the host has a few thousand for all."""
 _FILES = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:{USER}:{USER}:user:{WORK}:/bin/sh\n"
     "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
@@ -55,7 +72,7 @@ class Tree:
         return "box"
 
 
-def prepare(folder: str, extra: list[str], write_map: "Callable[[int], None]") -> Tree:
+def prepare(folder: str, extra: list[str], write_map: Callable[[int], None]) -> Tree:
     """In the keeper's own mount namespace. `extra`: further folders of the host, such as an interpreter's."""
     k.mount("none", "/", "", k.MS_REC | k.MS_PRIVATE)
     # Paths are relative from here on: a box is another user, who may not pass through the folders above.
@@ -127,15 +144,18 @@ def _devices(shared: str) -> None:
             os.close(os.open(spot, os.O_CREAT | os.O_WRONLY, 0o666))
             k.mount(f"/dev/{name}", spot, "", k.MS_BIND)
     for name, target in (
-        ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
-        ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx"),
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+        ("ptmx", "pts/ptmx"),
     ):
         os.symlink(target, f"{shared}/dev/{name}")
     for name in ("shm", "pts"):
         os.mkdir(f"{shared}/dev/{name}")
 
 
-def _can_overlay(tree: Tree, write_map: "Callable[[int], None]") -> bool:
+def _can_overlay(tree: Tree, write_map: Callable[[int], None]) -> bool:
     """Whether a box can have one writable layer over everything; old kernels cannot, without privileges."""
     ready, go = os.pipe()
     pid, pidfd = k.clone(k.NEWUSER | k.NEWNS)
@@ -144,8 +164,9 @@ def _can_overlay(tree: Tree, write_map: "Callable[[int], None]") -> bool:
         try:
             os.close(go)
             os.read(ready, 1)
-            os.setresgid(0, 0, 0)
-            os.setresuid(0, 0, 0)
+            with contextlib.suppress(OSError):  # where only one user is mapped, it is that one already
+                os.setresgid(0, 0, 0)
+                os.setresuid(0, 0, 0)
             k.mount("tmpfs", tree.spot, "tmpfs", _QUIET, "size=1m")
             _layer(tree)
             code = 0
@@ -189,7 +210,8 @@ def enter(tree: Tree, *, size: int, mapped: bool) -> None:
     os.mkdir(f"{spot}/shm")
     os.chmod(f"{spot}/shm", 0o1777)
     k.mount(f"{spot}/shm", f"{root}/dev/shm", "", k.MS_BIND)
-    k.mount("devpts", f"{root}/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
+    k.mount("devpts", f"{root}/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, terminals)
     k.mount("proc", f"{root}/proc", "proc", _QUIET | k.MS_NOEXEC)
     os.chdir(root)
     k.pivot_root(".", ".")

@@ -4,7 +4,8 @@ Promises:
 - calls of a foreign architecture, and x32's, end the program: they have other numbers, and could mean anything;
 - what namespaces do not cover is refused: vsock and every socket family but unix, inet, inet6 and netlink,
   keyrings, io_uring, ptrace and reading others' memory, new namespaces, mounts, bpf, userfaultfd, perf, modules,
-  clocks, raw input to terminals;
+  clocks, raw input to terminals, requests of asynchronous input (their number is one for the whole machine);
+- nothing makes the host load a module: of rare protocols and line disciplines not even the first is asked for;
 - what is refused fails with an errno that programs know how to live with: `ENOSYS` where libraries have another
   way (clone3, io_uring), `EPERM` elsewhere.
 
@@ -23,9 +24,17 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 CLONE_NEW = 0x7E020080
 """Every namespace: mount, cgroup, uts, ipc, user, pid, net and time."""
 _X32 = 0x40000000
-_FAMILIES = (1, 2, 10, 16)
-_TERMINAL_INPUT = (0x5412, 0x541C)
+_UNIX, _INET, _INET6, _NETLINK = _FAMILIES = (1, 2, 10, 16)
+_INET_PROTOCOLS = (0, 1, 6, 17, 58)
+"""Any, ICMP, TCP, UDP, ICMPv6."""
+_NETLINK_PROTOCOLS = (0, 4, 15)
+"""Routes, sockets, events of devices."""
+_TERMINAL = (0x5412, 0x541C, 0x5423)
+"""TIOCSTI, TIOCLINUX, TIOCSETD."""
+_PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
+"""As it is, 32 bits, an old version, fixed addresses (debuggers), and asking."""
 
+Step = tuple[int, int, int, int]
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # name: (x86_64, aarch64); -1 where an architecture does not have it
@@ -36,6 +45,8 @@ _NUMBERS = {
     "socketpair": (53, 199),
     "unshare": (272, 97),
     "clone3": (435, 435),
+    "personality": (135, 92),
+    "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -95,7 +106,7 @@ _NUMBERS = {
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
 }
-_ABSENT = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret")
+_ABSENT = ("clone3", "io_setup", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret")
 """Refused as if the kernel did not have them."""
 
 
@@ -114,12 +125,16 @@ def program(machine: str) -> bytes:
         code += [(_JGE, 0, 1, _X32), (_RET, 0, 0, KILL)]
     for name in ("clone", "unshare"):
         code += _when(found[name], [(_JSET, 0, 1, CLONE_NEW), _refuse(errno.EPERM)])
-    for name in ("socket", "socketpair"):
-        body = [(_JEQ, len(_FAMILIES) - at, 0, family) for at, family in enumerate(_FAMILIES)]
-        code += _when(found[name], [*body, _refuse(errno.EAFNOSUPPORT)])
-    body = [step for number in _TERMINAL_INPUT for step in ((_JEQ, 0, 1, number), _refuse(errno.EPERM))]
+    protocols = [
+        *_protocols((_INET, _INET6), _INET_PROTOCOLS),
+        *_protocols((_NETLINK,), _NETLINK_PROTOCOLS),
+    ]
+    code += _when(found["socket"], [*protocols, *_only((_UNIX,), errno.EAFNOSUPPORT)])
+    code += _when(found["socketpair"], _only(_FAMILIES, errno.EAFNOSUPPORT))
+    code += _when(found["personality"], _only(_PERSONALITIES, errno.EPERM))
+    body = [step for number in _TERMINAL for step in ((_JEQ, 0, 1, number), _refuse(errno.EPERM))]
     code += _when(found["ioctl"], body, argument=1)
-    looked_at = {"clone", "unshare", "socket", "socketpair", "ioctl"}
+    looked_at = {"clone", "unshare", "socket", "socketpair", "personality", "ioctl"}
     for name, number in found.items():
         if name not in looked_at:
             code += [(_JEQ, 0, 1, number), _refuse(errno.ENOSYS if name in _ABSENT else errno.EPERM)]
@@ -127,13 +142,24 @@ def program(machine: str) -> bytes:
     return b"".join(struct.pack("<HBBI", *step) for step in code)
 
 
-def _refuse(number: int) -> tuple[int, int, int, int]:
+def _refuse(number: int) -> Step:
     return (_RET, 0, 0, ERRNO | number)
 
 
-def _when(
-    number: int, body: list[tuple[int, int, int, int]], argument: int = 0
-) -> list[tuple[int, int, int, int]]:
+def _only(values: tuple[int, ...], otherwise: int) -> list[Step]:
+    """Goes on past its own end with one of these values, and refuses every other."""
+    return [*((_JEQ, len(values) - at, 0, value) for at, value in enumerate(values)), _refuse(otherwise)]
+
+
+def _protocols(families: tuple[int, ...], protocols: tuple[int, ...]) -> list[Step]:
+    """Ends the matter for these families, by the third argument; with another it goes on past its own end."""
+    inner = [(_LD, 0, 0, _ARGS + 16), *_only(protocols, errno.EPROTONOSUPPORT), (_RET, 0, 0, ALLOW)]
+    last = len(families) - 1
+    heads = [(_JEQ, last - at, len(inner) if at == last else 0, family) for at, family in enumerate(families)]
+    return [*heads, *inner]
+
+
+def _when(number: int, body: list[Step], argument: int = 0) -> list[Step]:
     """`body` looks at the low half of an argument, where the call is this one, and falls through to allow it."""
     looked = [(_LD, 0, 0, _ARGS + 8 * argument), *body, (_RET, 0, 0, ALLOW)]
     return [(_JEQ, 0, len(looked), number), *looked]

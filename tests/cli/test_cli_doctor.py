@@ -1,0 +1,156 @@
+"""`rookery doctor`: what this machine can isolate, proven; what is missing, and what would add it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rookery.sandboxes.local import machine
+from rookery.sandboxes.local.probe import Proof
+from tests.cli.helpers import rookery
+from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, walless
+from tests.cli.test_cli_exec import own_folder, scratch
+from tests.sandboxes.plugins import plugin
+
+__all__ = ["boxes", "own_folder", "scratch", "walless"]
+
+ABOUT = {"overlay": True, "unified": "/u/rookery", "v1": {}, "v2": ["cpu", "memory", "pids"]}
+
+
+@pytest.mark.usefixtures("boxes")
+def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
+    done = called("doctor", cwd=tmp_path)
+    assert done.code == 0, done.out
+    assert "proof     a local sandbox was made in" in done.out
+    assert "a command ran in" in done.out
+    assert "sandbox   local: programs run isolated from you" in done.out
+    for name in ("kernel", "user namespaces", "seccomp", "overlay", "limit: memory", "limit: pids", "limit: cpu"):
+        assert f" {name} " in done.out
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.usefixtures("boxes")
+def test_json_is_one_object_that_says_the_same(tmp_path: Path) -> None:
+    done = called("doctor", "--json", cwd=tmp_path)
+    (found,) = done.events
+    assert (found["isolated"], found["provider"], found["exit_code"], done.code) == (True, "local", 0, 0)
+    assert found["proof"]["error"] == ""
+    assert found["proof"]["create_ms"] > 0
+    assert found["proof"]["exec_ms"] > 0
+    assert found["providers"] == [
+        {"name": "local", "isolated": True, "works": True, "why": ""},
+        {"name": "subprocess", "isolated": False, "works": True, "why": ""},
+    ]
+    assert {check["status"] for check in found["checks"]} <= {"ok", "weaker", "missing", "info"}
+
+
+def test_where_nothing_isolates_it_says_why_and_what_would_help_and_ends_with_3(
+    tmp_path: Path, walless: tuple[str, ...]
+) -> None:
+    done = called("doctor", cwd=tmp_path, before=walless)
+    assert done.code == 3, done.out
+    assert "missing  user namespaces  the kernel allows no more user namespaces" in done.out
+    assert "user namespaces  sysctl -w user.max_user_namespaces=15000" in done.out
+    assert "subprocess, not isolated: programs run as you" in done.out
+    found = json.loads(called("doctor", "--json", cwd=tmp_path, before=walless).out)
+    assert (found["isolated"], found["provider"]) == (False, "subprocess")
+    assert [(one["name"], one["works"]) for one in found["providers"]] == [("subprocess", True), ("local", False)]
+    assert "sysctl -w" in found["providers"][1]["why"]
+
+
+def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, walless: tuple[str, ...]) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    plugin(plugins, "walled", check="return []")
+    plugin(plugins, "broken", check="return []", module="a_module_that_is_not_there")
+    done = called(
+        "doctor", cwd=tmp_path, before=walless, PYTHONPATH=f"{plugins}:{os.environ.get('PYTHONPATH', '')}"
+    )
+    assert done.code == 0, done.out
+    assert "a walled sandbox was made in" in done.out
+    assert "others    broken: ModuleNotFoundError" in done.out
+
+
+@pytest.mark.usefixtures("boxes")
+def test_an_ordinary_user_is_told_what_is_weaker(
+    own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, user = own_folder
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = called_as(user, "doctor", "--json", cwd=folder)
+    assert done.code == 0, (done.out, done.err)
+    (found,) = done.events
+    assert found["provider"] == "local"
+    for check in found["checks"]:
+        if check["status"] in ("weaker", "missing"):
+            assert check["fix"], check
+    assert list(folder.iterdir()) == []
+
+
+async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    (await rookery("doctor", "everything", cwd=tmp_path)).refused("unexpected extra argument")
+    (await rookery("doctor", "--fix", cwd=tmp_path)).refused("no such option")
+
+
+def test_it_leaves_nothing(tmp_path: Path) -> None:
+    called("doctor", cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert groups_of(os.getpid()) == []
+
+
+# ---- the checks
+
+
+def test_every_check_that_is_not_fine_names_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"overlay": False, "unified": "", "v1": {}, "v2": []}
+    for user in (0, 1000):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        for proof in (
+            Proof(about=nothing),
+            Proof(error="mount proc at root/proc: no"),
+            Proof(error="mount tmpfs: no"),
+        ):
+            for check in machine.checks(proof):
+                assert bool(check.fix) == (check.status in ("weaker", "missing")), check
+
+
+def test_what_a_machine_has_is_fine() -> None:
+    found = {check.name: check for check in machine.checks(Proof(about=ABOUT))}
+    assert found["limit: memory"].status == "ok"
+    assert found["limit: memory"].found == "cgroup v2 at /u/rookery"
+    assert found["overlay"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        ("mount proc at root/proc: Operation not permitted", "systempaths=unconfined"),
+        ("mount tmpfs at box: Permission denied", "--privileged"),
+    ],
+)
+@pytest.mark.usefixtures("boxes")
+def test_an_error_is_told_with_what_would_help(error: str, fix: str) -> None:
+    missing = [check for check in machine.checks(Proof(error=error)) if check.status == "missing"]
+    assert len(missing) == 1
+    assert fix in missing[0].fix
+
+
+@pytest.mark.parametrize(
+    ("release", "status"),
+    [
+        ("4.18.0-rh", "missing"),
+        ("5.8.1", "missing"),
+        ("5.10.0-28-amd64", "weaker"),
+        ("6.1.0", "ok"),
+        ("odd", "missing"),
+    ],
+)
+def test_kernels_that_are_too_old_are_told(release: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Name:
+        sysname = "Linux"
+        machine = "x86_64"
+
+    Name.release = release  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "uname", Name)
+    assert machine.checks(Proof(about=ABOUT))[0].status == status

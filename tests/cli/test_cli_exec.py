@@ -1,0 +1,411 @@
+"""`rookery exec`: one command in a sandbox, its output, its exit code, and nothing left of it."""
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from rookery.cli.exec import exit_code
+from rookery.cli.options import Size, shown_size
+from rookery.core import ExecResult, ExecStatus
+from rookery.sandboxes.reaper import SCRATCH
+from tests.cli.helpers import COMMAND, Ended, ended, environ, rookery, started
+from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, walless
+
+__all__ = ["boxes", "walless"]
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files of every command go here; none may be left."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def result(done: Ended) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+    return found
+
+
+# ---- output and exit codes
+
+
+@pytest.mark.usefixtures("boxes")
+def test_output_passes_through_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+    done = called("exec", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (7, "out\n", "err\n")
+
+
+@pytest.mark.usefixtures("boxes")
+def test_it_really_is_a_box(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    done = called("exec", "--", "sh", "-c", f"pwd; cat {secret}; ls /sys /root", cwd=tmp_path)
+    assert done.out.startswith("/work\n")
+    assert "mine" not in done.out
+
+
+@pytest.mark.usefixtures("boxes")
+def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "exec", "--", "cat"],
+        cwd=tmp_path,
+        env=environ(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for word in (b"one\n", b"two\n"):  # each comes back before the next is sent
+            process.stdin.write(word)
+            process.stdin.flush()
+            assert process.stdout.readline() == word
+        process.stdin.close()
+        assert process.stdout.read() == b""
+        assert process.wait() == 0
+
+
+@pytest.mark.usefixtures("boxes")
+def test_bytes_pass_unchanged_in_any_amount(tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    done = subprocess.run(
+        [*COMMAND, "exec", "--", "cat"], input=data, capture_output=True, env=environ(), check=True
+    )
+    assert done.stdout == data
+
+
+@pytest.mark.usefixtures("boxes")
+def test_what_does_not_read_its_input_ends_all_the_same(tmp_path: Path) -> None:
+    done = called("exec", "--", "true", cwd=tmp_path, stdin=b"x" * (4 << 20))
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+@pytest.mark.usefixtures("boxes")
+def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Path) -> None:
+    for shut in ("0<&-", "1>&-", "2>&-"):
+        line = [*("sh", "-c", f'exec "$@" {shut}', "sh"), *COMMAND, "exec", "--", "sh", "-c", "cat; exit 3"]
+        done = subprocess.run(line, env=environ(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        assert done.returncode == 3, (shut, done.stderr)
+
+
+@pytest.mark.usefixtures("boxes")
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["--wall", "0.3", "--", "sleep", "60"], 124, "killed after 0.3 s"),
+        (["--", "sh", "-c", "kill -TERM $$"], 128 + 15, ""),
+        (["--", "no-such-program"], 127, "No such file"),
+        (["--", "/etc"], 126, ""),
+        (["--disk", "1M", "--", "head", "-c", "9000000", "/dev/zero"], 0, ""),
+        (["--disk", "1M", "--", "sh", "-c", "head -c 9000000 /dev/zero > f"], 1, "no space"),
+        (["--output", "1K", "--", "yes"], 1, "killed after writing"),
+        (["--", "sh", "-c", "sleep 600 & exit 5"], 5, ""),
+        (["sh", "-c", "exit 4"], 4, ""),
+    ],
+)
+def test_how_it_ended_is_the_exit_code(args: list[str], code: int, words: str, tmp_path: Path) -> None:
+    done = called("exec", *args, cwd=tmp_path)
+    assert done.code == code, done.err
+    assert words in done.err
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_command_that_runs_out_of_memory_is_137(tmp_path: Path) -> None:
+    from rookery.sandboxes.local import groups
+
+    if groups.MEMORY in groups.find().missing:
+        pytest.skip("[probed] no memory control group is ours")
+    hungry = ("--memory", "64M", "--", "python3", "-c", "x = bytearray(500 << 20)")
+    done = called("exec", *hungry, cwd=tmp_path)
+    assert done.code == 137
+    assert "memory" in done.err
+    assert result(called("exec", "--json", *hungry, cwd=tmp_path))["status"] == "memory_limit"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (ExecResult(status="exited", exit_code=0), 0),
+        (ExecResult(status="exited", exit_code=255), 255),
+        (ExecResult(status="signaled", signal=11), 139),
+        (ExecResult(status="time_limit", signal=9), 124),
+        (ExecResult(status="memory_limit", exit_code=1), 137),
+        (ExecResult(status="output_limit", signal=9), 1),
+        (ExecResult(status="process_limit", exit_code=2), 2),
+        (ExecResult(status="disk_limit", signal=25), 1),
+        (ExecResult(status="lost"), 125),
+    ],
+)
+def test_every_way_to_end_has_its_exit_code(ending: ExecResult, code: int) -> None:
+    assert exit_code(ending) == code
+
+
+def test_no_way_to_end_was_forgotten() -> None:
+    from typing import get_args
+
+    for status in get_args(ExecStatus):
+        assert 0 <= exit_code(ExecResult(status=status)) < 256
+
+
+# ---- --json
+
+
+@pytest.mark.usefixtures("boxes")
+def test_json_is_the_last_line_and_says_it_all(tmp_path: Path) -> None:
+    done = called("exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
+    assert done.code == 7
+    assert done.err == ""
+    found = result(done)
+    usage = found.pop("usage")
+    assert set(usage) == {"wall", "cpu", "peak_memory"}
+    assert found == {
+        "status": "exited",
+        "exit_code": 7,
+        "signal": None,
+        "stdout": "out\n",
+        "stderr": "err\n",
+        "dropped": {"stdout": 0, "stderr": 0},
+        "detail": "",
+        "provider": "local",
+        "isolated": True,
+    }
+
+
+@pytest.mark.usefixtures("boxes")
+def test_json_keeps_head_and_tail_and_counts_what_was_dropped(tmp_path: Path) -> None:
+    done = called("exec", "--json", "--output", "10", "--", "sh", "-c", "printf 0123456789abcdef", cwd=tmp_path)
+    found = result(done)
+    assert (found["stdout"], found["dropped"]) == ("01234bcdef", {"stdout": 6, "stderr": 0})
+
+
+@pytest.mark.usefixtures("boxes")
+def test_no_output_can_break_the_line(tmp_path: Path) -> None:
+    text = "a\nb\r\u2028c\u0085\x1b[2J"
+    done = called("exec", "--json", "--", "cat", cwd=tmp_path, stdin=text.encode() + b"\xff\x00")
+    assert len(done.out.splitlines()) == 1
+    assert result(done)["stdout"] == f"{text}\ufffd\0"
+
+
+# ---- consent
+
+
+@pytest.mark.usefixtures("boxes")
+def test_the_default_is_the_best_that_isolates(tmp_path: Path) -> None:
+    assert result(called("exec", "--json", "--", "true", cwd=tmp_path))["provider"] == "local"
+
+
+def test_naming_one_that_does_not_isolate_is_consent_and_is_said_once(tmp_path: Path) -> None:
+    done = called("exec", "--provider", "subprocess", "--", "sh", "-c", "echo hi; exit 3", cwd=tmp_path)
+    assert (done.code, done.out) == (3, "hi\n")
+    assert done.err == (
+        "warning: subprocess sandboxes do not isolate: the command runs as you, on your files and network\n"
+    )
+    by_variable = called("exec", "--json", "--", "true", cwd=tmp_path, ROOKERY_SANDBOX="subprocess")
+    assert (result(by_variable)["provider"], result(by_variable)["isolated"]) == ("subprocess", False)
+
+
+def test_where_nothing_isolates_it_is_refused_with_what_to_do(tmp_path: Path, walless: tuple[str, ...]) -> None:
+    done = called("exec", "--", "true", cwd=tmp_path, before=walless)
+    done.refused("no sandbox that isolates", "max_user_namespaces", "rookery doctor", "--unsafe", code=125)
+    done = called("exec", "--json", "--", "true", cwd=tmp_path, before=walless)
+    assert done.code == 125
+    assert (result(done)["status"], result(done)["exit_code"]) == ("error", None)
+    assert "--unsafe" in result(done)["detail"]
+
+
+def test_with_consent_it_runs_without_isolation_and_says_so(tmp_path: Path, walless: tuple[str, ...]) -> None:
+    done = called("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=walless)
+    assert done.code == 6
+    assert done.err.startswith("warning: subprocess sandboxes do not isolate")
+    done = called("exec", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=walless, ROOKERY_UNSAFE="1")
+    assert done.code == 6
+
+
+@pytest.mark.usefixtures("boxes")
+def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path) -> None:
+    done = called("exec", "--unsafe", "--json", "--", "true", cwd=tmp_path)
+    assert (result(done)["provider"], done.err) == ("local", "")
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "ARGV"),
+        (["--"], "ARGV"),
+        (["--memory", "lots", "--", "true"], "'lots' is not a size: write for example 128M"),
+        (["--memory", "-1", "--", "true"], "'-1' is not a size"),
+        (["--memory", "1K", "--", "true"], "it must be at least 1M"),
+        (["--memory", "9999999T", "--", "true"], "less than"),
+        (["--disk", "nan", "--", "true"], "is not a size"),
+        (["--output", "0", "--", "true"], "it must be at least 1"),
+        (["--pids", "1", "--", "true"], "it must be at least 2"),
+        (["--pids", "2.5", "--", "true"], "is not a whole number"),
+        (["--cpus", "0", "--", "true"], "it must be at least 0.01"),
+        (["--cpus", "nan", "--", "true"], "it must be"),
+        (["--wall", "0", "--", "true"], "it must be above 0"),
+        (["--wall", "inf", "--", "true"], "it must be above 0"),
+        (["--network", "some", "--", "true"], "none"),
+        (["--provider", "nosuch", "--", "true"], "there is no sandbox provider 'nosuch'; known: local"),
+        (["--provider", "subprocess", "--cpus", "1", "--", "true"], "cannot limit the number of processors"),
+        (["--nosuch", "--", "true"], "no such option"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
+    done = called("exec", *args, cwd=tmp_path)
+    assert (done.code, done.out) == (125, "")
+    lines = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("512K", 512 << 10),
+        ("128M", 128 << 20),
+        ("1G", 1 << 30),
+        ("2T", 2 << 40),
+        ("1.5k", 1536),
+        ("64MiB", 64 << 20),
+        ("64MB", 64 << 20),
+        (" 7 ", 7),
+        ("0.5M", 1 << 19),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+    assert Size().convert(shown_size(size), None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "1X", "1e9", "0x10", "1 2", "1KK", "--", "٣M", "1" * 40])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Size().convert(text, None, None)
+
+
+async def test_help_names_the_exit_codes(tmp_path: Path) -> None:
+    done = await rookery("exec", "--help", cwd=tmp_path)
+    assert done.code == 0
+    for word in ("124", "137", "125", "--provider", "--image", "--unsafe", "--json"):
+        assert word in done.out
+
+
+# ---- its end
+
+
+async def _runs(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        assert await process.stdout.readline() == b"started\n"
+
+
+TRAPPED = ("exec", "--", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 600 & echo started; sleep 600")
+
+
+@pytest.mark.usefixtures("boxes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_an_interrupt_ends_the_command_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    async with started(*TRAPPED, cwd=tmp_path) as process:
+        await _runs(process)
+        process.send_signal(number)
+        done = await ended(process)
+    assert done.code == 128 + number, done.err
+    assert "Traceback" not in done.err
+    assert groups_of(process.pid) == []
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_a_reader_that_went_away_ends_the_command(tmp_path: Path) -> None:
+    async with started("exec", "--", "yes", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+        async with asyncio.timeout(60):
+            assert await process.wait() == 128 + signal.SIGPIPE
+    assert groups_of(process.pid) == []
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_an_interrupt_is_heard_while_nobody_reads_the_output(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "exec", "--output", "1G", "--", "yes"], env=environ(), stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        select.select([process.stdout], [], [], 60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_after_sigkill_the_next_reap_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
+    async with started(*TRAPPED, cwd=tmp_path) as process:
+        await _runs(process)
+        (left,) = scratch.glob(f"{SCRATCH}*")
+        done = called("reap", "--json", cwd=tmp_path)
+        assert json.loads(done.out)["ended"] == 0, "it touched a live command's sandbox"
+        assert left.exists()
+        process.kill()
+        await process.wait()
+    done = called("reap", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert not left.exists()
+    assert groups_of(process.pid) == []
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_after_sigkill_the_next_command_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
+    async with started(*TRAPPED, cwd=tmp_path) as process:
+        await _runs(process)
+        process.kill()
+        await process.wait()
+    assert list(scratch.glob(f"{SCRATCH}*"))
+    assert called("exec", "--", "true", cwd=tmp_path).code == 0
+    assert list(scratch.iterdir()) == []
+    assert groups_of(process.pid) == []
+
+
+# ---- who runs it
+
+
+@pytest.fixture
+def own_folder() -> Iterator[tuple[Path, int]]:
+    """An ordinary user, and a folder of their own: pytest's are closed to others."""
+    user = os.geteuid() or 65534
+    folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
+    os.chown(folder, user, -1)
+    yield folder, user
+    shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_an_ordinary_user_has_boxes_too(own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, user = own_folder
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = called_as(user, "exec", "--json", "--", "sh", "-c", "id -u; cat; exit 9", cwd=folder, stdin=b"in")
+    assert done.code == 9, done.err
+    assert (result(done)["stdout"], result(done)["isolated"]) == ("1000\nin", True)
+    assert called_as(user, "exec", "--wall", "0.3", "--", "sleep", "60", cwd=folder).code == 124
+    assert list(folder.iterdir()) == []

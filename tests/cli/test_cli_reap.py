@@ -1,0 +1,279 @@
+"""`rookery reap`: ends what dead owners left, and never what a live one holds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rookery.journal import open_lock
+from rookery.sandboxes import leases, procs, reap
+from rookery.sandboxes.reaper import GROUPS, SCRATCH, Groups, reap_keepers, remove_groups, scratch
+from tests.cli.helpers import environ, rookery
+from tests.cli.sandbox_kit import boxes, called, groups_of
+
+__all__ = ["boxes"]
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, Home, open_provider
+
+async def main():
+    home = Home(folder=Path(sys.argv[1]), run=Path(sys.argv[1]).parent.name)
+    provider = open_provider(sys.argv[2], home)
+    boxes = [await provider.create(SandboxSpec(wall=600), attempt="a") for _ in range(2)]
+    running = await boxes[0].start(Command(argv=("sh", "-c", "echo up; sleep 600")))
+    async for _ in running.output():
+        break
+    keeper = (await (await provider.line()).about())["pid"] if sys.argv[2] == "local" else 0
+    print(keeper, flush=True)
+    for line in sys.stdin:  # its loop stands still: it cleans nothing by itself
+        result = await boxes[1].exec(Command(argv=("echo", "alive")))
+        print(result.stdout.decode().strip(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Owner:
+    """A process that holds two sandboxes of a run."""
+
+    def __init__(self, run: Path, provider: str = "local") -> None:
+        self.folder = run / "sandboxes"
+        self.folder.mkdir(parents=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(self.folder), provider],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ(),
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.keeper = int(self.process.stdout.readline())
+
+    def alive(self) -> bool:
+        """Whether its other sandbox still runs commands."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline() == "alive\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def kill_both(self) -> None:
+        if self.keeper:
+            os.kill(self.keeper, signal.SIGKILL)
+        self.kill()
+
+    def close(self) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.stdin.close()
+        reap(self.folder, now=time.time())
+
+
+@pytest.fixture
+def owners(tmp_path: Path) -> Iterator[list[Owner]]:
+    made: list[Owner] = []
+    yield made
+    for owner in made:
+        owner.close()
+        assert groups_of(owner.process.pid) == []
+
+
+@pytest.mark.usefixtures("boxes")
+def test_after_a_sigkill_of_owner_and_keeper_nothing_is_left_and_live_ones_stay(
+    tmp_path: Path, owners: list[Owner]
+) -> None:
+    owners += [dead := Owner(tmp_path / "runs" / "dead"), live := Owner(tmp_path / "runs" / "live")]
+    assert groups_of(dead.process.pid)
+    dead.kill_both()
+    done = called("reap", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out == (
+        "runs/dead: ended 2 sandboxes, ended 1 keeper\nruns/live: left 2 sandboxes of live owners alone\n"
+    )
+    assert groups_of(dead.process.pid) == []
+    assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
+    assert live.alive()
+    assert len(leases.read_all(live.folder)) == 2
+
+
+@pytest.mark.usefixtures("boxes")
+def test_an_owner_that_died_alone_is_cleaned_after_too(tmp_path: Path, owners: list[Owner]) -> None:
+    owners.append(dead := Owner(tmp_path / "runs" / "dead"))
+    dead.kill()
+    assert called("reap", tmp_path / "runs", cwd=tmp_path).code == 0
+    assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
+    assert groups_of(dead.process.pid) == []
+
+
+@pytest.mark.usefixtures("boxes")
+def test_one_run_is_enough_and_others_are_not_looked_at(tmp_path: Path, owners: list[Owner]) -> None:
+    owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
+    one.kill_both()
+    other.kill_both()
+    found = json.loads(called("reap", "runs/one", "--json", cwd=tmp_path).out)
+    assert [Path(run["run"]).name for run in found["runs"]] == ["one"]
+    assert len(found["runs"][0]["ended"]) == 2
+    assert len(leases.read_all(other.folder)) == 2
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, owners: list[Owner]) -> None:
+    """Whatever its leases say: the pids of another machine are not ours."""
+    owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
+    one.kill_both()
+    other.kill_both()
+    (other.folder.parent / "run.lock").write_text("pid 7 on another-machine\n")
+    with open_lock(one.folder.parent):
+        done = called("reap", cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert done.out == (
+            "runs/one: left 2 sandboxes of live owners alone\n"
+            "runs/other: left alone: it ran on another-machine, whose processes cannot be seen from here\n"
+        )
+    assert len(leases.read_all(one.folder)) == len(leases.read_all(other.folder)) == 2
+    assert "runs/one: ended 2 sandboxes" in called("reap", cwd=tmp_path).out
+    assert not one.folder.exists()
+
+
+def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]) -> None:
+    owners += [
+        dead := Owner(tmp_path / "runs" / "dead", "subprocess"),
+        live := Owner(tmp_path / "runs" / "live", "subprocess"),
+    ]
+    guards = [pid for lease in leases.read_all(dead.folder) for pid in leases.marked(f"dead/{lease.id}")]
+    assert len(guards) >= 3
+    dead.process.send_signal(signal.SIGSTOP)
+    for pid in guards:
+        if procs.variable_of(pid, procs.COMMAND) is None:
+            os.kill(pid, signal.SIGKILL)  # the guards: nobody cleans now
+    dead.kill()
+    done = called("reap", cwd=tmp_path)
+    assert "runs/dead: ended 2 sandboxes" in done.out
+    assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
+    assert live.alive()
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path, owners: list[Owner]) -> None:
+    owners.append(owner := Owner(tmp_path / "runs" / "late"))
+    late = time.time() + leases.SECONDS + 1
+    busy = [lease.id for lease in leases.read_all(owner.folder) if leases.marked(f"late/{lease.id}")]
+    assert len(busy) == 1
+    assert reap(owner.folder, now=late) == busy
+    assert leases.marked(f"late/{busy[0]}") == {}
+    assert owner.alive()
+
+
+def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
+    done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert (done.code, done.out, done.err) == (0, "nothing to end in runs\n", "")
+    found = json.loads(called("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
+    assert found == {"runs": [], "commands": [], "ended": 0}
+    assert list(tmp_path.iterdir()) == []
+    assert called("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out == "nothing to end in gone\n"
+
+
+async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    (await rookery("reap", "nowhere", cwd=tmp_path)).refused("there is no folder nowhere")
+    (await rookery("reap", "a", "b", cwd=tmp_path)).refused("unexpected extra argument")
+    (tmp_path / "file").write_text("")
+    (await rookery("reap", "file", cwd=tmp_path)).refused("there is no folder file")
+
+
+def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
+    """A folder of sandboxes may be somebody's own, with odd things in it."""
+    for name in ("mine", "sand/sandboxes"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    place = tmp_path / "runs" / "sand" / "sandboxes"
+    (place / "castle.txt").write_text("kept")
+    (place / "keeper-of-the-keys").mkdir()
+    (place / "keeper-1x-a").mkdir()
+    (place / "leases").mkdir()
+    (place / "leases" / "broken.json").write_text("{")
+    evil = leases.lease("../../mine", "r", "a", "subprocess", place)
+    (place / "leases" / "evil.json").write_bytes(json.dumps(_plain(evil) | {"owner_started": 1}).encode())
+    before = sorted(tmp_path.rglob("*"))
+    done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _plain(lease: leases.Lease) -> dict[str, object]:
+    import msgspec
+
+    return dict(msgspec.to_builtins(lease))
+
+
+# ---- the reaper itself
+
+
+def test_a_keepers_folder_of_a_live_owner_is_not_touched(tmp_path: Path) -> None:
+    place = tmp_path / f"keeper-{os.getpid()}-abc"
+    place.mkdir()
+    assert reap_keepers(tmp_path) == []
+    os.utime(place, (1, 1))  # older than the process that has the number now: another had it
+    assert reap_keepers(tmp_path) == [place.name]
+    assert not place.exists()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("")
+    folder = tmp_path / "sandboxes"
+    folder.mkdir()
+    (folder / "keeper-999999999-a").symlink_to(tmp_path / "kept")
+    assert reap_keepers(folder) == []
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def test_groups_are_removed_where_the_keeper_noted_them_and_only_empty_ones(tmp_path: Path) -> None:
+    import msgspec
+
+    groups = tmp_path / "rookery"
+    for name in ("7-aa-1", "7-aa-2/busy", "7-bb-1"):
+        (groups / name).mkdir(parents=True)
+    assert remove_groups("7-aa-", [str(groups)], seconds=0.0) == 1
+    assert sorted(path.name for path in groups.iterdir()) == ["7-aa-2", "7-bb-1"]
+    assert remove_groups("", [str(groups)], seconds=0.0) == 0
+    (groups / "7-aa-2" / "busy").rmdir()
+    place = tmp_path / "keeper-999999999-a"
+    place.mkdir()
+    elsewhere = tmp_path / "other"
+    (elsewhere / "7-aa-9").mkdir(parents=True)
+    (place / GROUPS).write_bytes(msgspec.json.encode(Groups("7-aa-", [str(groups), str(elsewhere), ""])))
+    assert reap_keepers(tmp_path) == [place.name]
+    assert [path.name for path in groups.iterdir()] == ["7-bb-1"]
+    assert (elsewhere / "7-aa-9").exists(), "no control group is called so"
+
+
+def test_a_scratch_folder_is_its_holders_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.sandboxes.reaper import reap_scratch
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with scratch("r") as home:
+        assert home.folder.name.startswith(SCRATCH)
+        reap_scratch(now=time.time())
+        assert home.folder.exists()
+    assert not home.folder.exists()
+    left = tmp_path / f"{SCRATCH}left"
+    left.mkdir()
+    foreign = tmp_path / f"{SCRATCH}link"
+    foreign.symlink_to(tmp_path)
+    reap_scratch(now=time.time())
+    assert not left.exists()
+    assert foreign.is_symlink()

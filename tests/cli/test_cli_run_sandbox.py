@@ -1,0 +1,210 @@
+"""`rookery run` and its sandboxes: what they may be, where that is said, and what if nothing isolates."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.engine import EngineConfig
+from rookery.journal import RunReader
+from tests.cli.helpers import Ended, runs
+from tests.cli.sandbox_kit import boxes, called, walless
+from tests.servers import Answer, ModelServer, Request
+
+__all__ = ["boxes", "walless"]
+
+BOXED = """
+import rookery
+from rookery.core import SandboxSpec
+
+
+class Boxed(rookery.ToolEnvironment):
+    sandbox = SandboxSpec(network="all", pids=50)
+"""
+OPENS = """
+import rookery
+from rookery.sandboxes.protocol import Command
+
+
+@rookery.tool
+async def shout(ctx: rookery.Context) -> str:
+    \"\"\"Shouts.\"\"\"
+    box = await ctx.sandbox()
+    return (await box.exec(Command(argv=("sh", "-c", "echo HI; pwd")))).stdout.decode()
+
+
+class Opens(rookery.ToolEnvironment):
+    toolset = [shout]
+"""
+
+
+def rows(done: Ended) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(done.out)["values"]}
+
+
+def dry(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> Ended:
+    policy = ("--policy", "http://localhost:9/v1")
+    return called("run", env, "--tasks", "tasks.jsonl", *policy, "--dry-run", "--json", *args, cwd=folder, **more)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_the_default_is_the_best_and_says_so(here: Path) -> None:
+    found = rows(dry(here))
+    assert (found["sandbox"]["value"], found["sandbox"]["origin"], found["sandbox"]["note"]) == (
+        "local",
+        "default",
+        "isolated",
+    )
+    assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "default")
+
+
+def test_command_line_over_variable_over_file_over_environment(here: Path) -> None:
+    (here / "boxed.py").write_text(BOXED)
+    (here / "rookery.toml").write_text('[run]\nsandbox = "subprocess"\nnetwork = "model"\n')
+    found = rows(dry(here, "--network", "none", env="boxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some"))
+    assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
+    assert found["sandbox"]["note"] == "not isolated: programs run as you"
+    assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "command line")
+    assert (found["sandbox.image"]["value"], found["sandbox.image"]["origin"]) == ("some", "$ROOKERY_IMAGE")
+    assert (found["sandbox.pids"]["value"], found["sandbox.pids"]["origin"]) == (50, "environment's code")
+    found = rows(dry(here, env="boxed.py", ROOKERY_NETWORK="allow"))
+    assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("allow", "$ROOKERY_NETWORK")
+    found = rows(dry(here, env="boxed.py"))
+    assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("model", "rookery.toml")
+    (here / "rookery.toml").unlink()
+    found = rows(dry(here, "--sandbox", "subprocess", env="boxed.py"))
+    assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("all", "environment's code")
+
+
+def test_the_table_of_the_file_says_all_that_a_sandbox_is(here: Path) -> None:
+    table = '[run.sandbox]\nprovider = "subprocess"\nmemory = 1073741824\nallow = ["a.example"]\n'
+    (here / "rookery.toml").write_text(f"[run]\nunsafe = true\n{table}")
+    found = rows(dry(here))
+    assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
+    assert found["sandbox.allow"]["value"] == ["a.example"]
+    assert found["sandbox.untrusted_ok"]["value"] is True
+    found = rows(dry(here, "--allow", "b.example"))
+    assert found["sandbox.allow"] == {
+        "name": "sandbox.allow",
+        "value": ["b.example"],
+        "origin": "command line",
+        "note": "",
+    }
+    assert found["sandbox.network"]["value"] == "allow"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--sandbox", "nosuch"], "there is no sandbox provider 'nosuch'; known: local"),
+        (["--network", "some"], "--network"),
+        (["--sandbox", "subprocess", "--image", "debian"], "has no images"),
+        (["--sandbox", "subprocess", "--network", "model"], "cannot restrict the network"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_start(args: list[str], words: str, here: Path) -> None:
+    fixed = ("--tasks", "tasks.jsonl", "--policy", "http://localhost:9/v1")
+    done = called("run", "sums.py", *fixed, *args, cwd=here)
+    done.refused(words)
+    assert runs(here) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sandbox = 7", "must be a table"),
+        ("sandbox = true", "must be a table"),
+        ('unsafe = "yes"', "unsafe cannot be 'yes'"),
+        ('network = "some"', "[run] network"),
+        ("[run.sandbox]\nprovder = 'x'", "provder"),
+    ],
+)
+def test_a_file_that_cannot_be_is_named_with_its_key(text: str, words: str, here: Path) -> None:
+    (here / "rookery.toml").write_text(f"[run]\n{text}\n")
+    called("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).refused("rookery.toml", words)
+
+
+# ---- real runs
+
+
+def _shouts(request: Request) -> Answer:
+    if any(message["role"] == "tool" for message in request.body["messages"]):
+        return Answer("42")
+    return Answer(None, calls=[("shout", "{}")])
+
+
+async def run(folder: Path, server: ModelServer, *args: str, env: str = "opens.py", **more: Any) -> Ended:
+    (folder / "opens.py").write_text(OPENS)
+    fixed = ("run", env, "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
+    return await asyncio.to_thread(called, *fixed, *args, cwd=folder, **more)
+
+
+def config(folder: Path) -> EngineConfig:
+    import msgspec
+
+    with RunReader(runs(folder)[-1]) as reader:
+        return msgspec.convert(reader.config(), EngineConfig)
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_a_run_has_boxes_by_default_and_its_config_says_which(here: Path) -> None:
+    async with ModelServer(_shouts) as server:
+        done = await run(here, server)
+        seen = [
+            message["content"] for message in server.requests[-1].body["messages"] if message["role"] == "tool"
+        ]
+    assert done.code == 0, done.err
+    assert seen == ["HI\n/work\n"]
+    assert "not_isolated" not in done.err
+    assert config(here).sandbox.provider == "local"
+
+
+async def test_one_that_was_named_is_used_and_the_run_says_that_it_does_not_isolate(here: Path) -> None:
+    async with ModelServer(_shouts) as server:
+        done = await run(here, server, "--sandbox", "subprocess")
+    assert done.code == 0, done.err
+    assert done.err.count("sandbox.not_isolated") == 1
+    assert config(here).sandbox.provider == "subprocess"
+
+
+async def test_where_nothing_isolates_what_needs_no_sandbox_runs_with_a_warning(
+    here: Path, walless: tuple[str, ...], server: ModelServer
+) -> None:
+    done = await run(here, server, env="sums.py", before=walless)
+    assert done.code == 0, done.err
+    assert done.err.count("sandbox.not_isolated") == 1
+    assert "sandboxes will be refused" in done.err
+
+
+async def test_where_nothing_isolates_what_is_known_to_need_one_does_not_start(
+    here: Path, walless: tuple[str, ...], server: ModelServer
+) -> None:
+    (here / "boxed.py").write_text(BOXED)
+    for env in ("tools", "boxed.py"):
+        done = await run(here, server, env=env, before=walless)
+        done.refused("no sandbox that isolates", "rookery doctor", "--unsafe")
+    assert runs(here) == []
+    done = await asyncio.to_thread(dry, here, env="tools", before=walless)
+    assert done.code == 2
+    assert rows(done)["sandbox"]["value"] is None
+    assert "nothing isolates here" in rows(done)["sandbox"]["note"]
+
+
+async def test_where_nothing_isolates_a_sandbox_is_refused_when_it_is_asked_for(
+    here: Path, walless: tuple[str, ...]
+) -> None:
+    async with ModelServer(_shouts) as server:
+        done = await run(here, server, "-n", "1", "--breaker", "off", "--attempts", "1", before=walless)
+    assert done.code == 3, done.err
+    assert "sandbox.refused" in done.err
+    assert config(here).sandbox.provider == "", "a resume must not take this for a choice"
+
+
+async def test_with_consent_it_runs_without_isolation_and_says_so(here: Path, walless: tuple[str, ...]) -> None:
+    async with ModelServer(_shouts) as server:
+        done = await run(here, server, "--unsafe", before=walless)
+    assert done.code == 0, done.err
+    assert done.err.count("sandbox.not_isolated") == 1
+    assert config(here).sandbox.provider == "subprocess"

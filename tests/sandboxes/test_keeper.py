@@ -1,0 +1,292 @@
+"""The keeper's promises: whoever dies, the boxes go; whatever fails or is given up leaves nothing."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rookery.core import SandboxError
+from rookery.sandboxes import Command, Home, procs, reap
+from rookery.sandboxes.local.line import WARM, Line
+from rookery.sandboxes.local.provider import LocalProvider
+from tests.sandboxes.hostile.look import keeper_of, look_at
+from tests.sandboxes.keeping import SPEC, busy, eventually, processes_in
+
+
+@pytest.fixture
+async def local(home: Home) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+    assert str(home.folder) not in Path("/proc/self/mounts").read_text()
+
+
+def leases_in(home: Home) -> list[str]:
+    return [path.name for path in (home.folder / "leases").glob("*")]
+
+
+def groups_of(prefix: str) -> list[str]:
+    return [
+        os.path.join(above, name)
+        for above, names, _ in os.walk("/sys/fs/cgroup")  # which passes over what goes while it looks
+        for name in names
+        if name.startswith(prefix)
+    ]
+
+
+def sweep(home: Home, prefix: str) -> list[str]:
+    """Removes what is left, and says what it was."""
+    left = [*groups_of(prefix), *leases_in(home)]
+    for path in groups_of(prefix):
+        os.rmdir(path)
+    for name in leases_in(home):
+        (home.folder / "leases" / name).unlink()
+    return left
+
+
+async def at_rest(keeper: int) -> None:
+    """Until the keeper has its warm boxes and no other."""
+    await eventually(lambda: len(procs.children_of(keeper)) != WARM)
+
+
+async def prefix_of(provider: LocalProvider) -> str:
+    """How the names of its keeper's groups begin."""
+    sandbox = await provider.create(SPEC, attempt="name")
+    name = look_at(sandbox).name
+    await sandbox.close()
+    return name.rpartition("-")[0] + "-"
+
+
+# ------------------------------------------------------------------------------------------------ somebody dies
+
+
+@asynccontextmanager
+async def owner(home: Home) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, list[str]]]:
+    """Somebody else with three boxes: the program, its keeper, and how the names of its groups begin."""
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.sandboxes.keeping", str(home.folder), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert program.stdout is not None
+        said = json.loads(await asyncio.wait_for(program.stdout.readline(), 60))
+        yield program, said["keeper"], [str(box["name"]).rpartition("-")[0] for box in said["boxes"]]
+    finally:
+        if program.returncode is None:
+            program.kill()
+        await program.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+async def test_boxes_die_with_their_owner(home: Home, number: int) -> None:
+    async with owner(home) as (program, keeper, names):
+        assert len(processes_in(names)) > 2 * 3
+        program.send_signal(number)
+        await program.wait()
+        await eventually(lambda: processes_in(names))
+        await eventually(lambda: procs.stat_of(keeper))
+    assert groups_of(names[0]) == []  # the keeper had time for that
+    reap(home.folder, now=time.time())  # what it leaves: its folder
+    assert leases_in(home) == []
+
+
+async def test_boxes_die_with_their_keeper_and_the_next_creation_has_a_new_one(
+    home: Home, local: LocalProvider
+) -> None:
+    boxes = await busy(local, 2)
+    keeper = await keeper_of(local)
+    names = [str(box["name"]).rpartition("-")[0] for box in boxes]
+    held = list(local._open)
+    os.kill(keeper, signal.SIGKILL)
+    await eventually(lambda: processes_in(names))
+    for sandbox in held:
+        await eventually(lambda sandbox=sandbox: not sandbox._channel.dead.done())  # type: ignore[misc]
+        with pytest.raises(SandboxError, match="lost"):
+            await sandbox.exec(Command(argv=("true",)))
+    fresh = await local.create(SPEC, attempt="keeper")
+    assert (await fresh.exec(Command(argv=("true",)))).ok
+    assert await keeper_of(local) != keeper
+    await local.close()
+    sweep(home, names[0])
+
+
+async def test_nothing_is_left_of_a_keeper_that_was_killed(home: Home, local: LocalProvider) -> None:
+    (box,) = await busy(local, 1)
+    name = str(box["name"]).rpartition("-")[0]
+    os.kill(await keeper_of(local), signal.SIGKILL)
+    await eventually(lambda: processes_in([name]))
+    await local.close()
+    reap(home.folder, now=time.time())
+    assert sweep(home, name) == []
+
+
+async def test_a_box_dies_with_its_first_process_and_the_others_live(local: LocalProvider) -> None:
+    boxes = await busy(local, 2)
+    first, second = sorted(local._open, key=lambda one: [box["pid"] for box in boxes].index(look_at(one).pid))
+    known = look_at(first)
+    running = asyncio.create_task(first.exec(Command(argv=("sleep", "600"))))
+    assert (await first.exec(Command(argv=("true",)))).ok
+    os.kill(known.pid, signal.SIGKILL)
+    assert (await running).status == "lost"
+    with pytest.raises(SandboxError, match="lost"):
+        await first.exec(Command(argv=("true",)))
+    await first.close()
+    await eventually(known.left)
+    assert (await second.exec(Command(argv=("true",)))).ok
+
+
+async def test_a_box_of_stopped_programs_is_closed_all_the_same(local: LocalProvider) -> None:
+    await busy(local, 1)
+    (sandbox,) = local._open
+    known = look_at(sandbox)
+    for pid in set(known.processes()) - {known.pid}:
+        os.kill(pid, signal.SIGSTOP)
+    await sandbox.close()
+    await eventually(known.left)
+
+
+# ------------------------------------------------------------------------------- creations that come to nothing
+
+
+async def test_a_cancelled_creation_leaves_nothing(home: Home, local: LocalProvider) -> None:
+    prefix = await prefix_of(local)
+    keeper = await keeper_of(local)
+    for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
+        tasks = [asyncio.create_task(local.create(SPEC, attempt="cancelled")) for _ in range(6)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                await result.close()
+            else:
+                assert isinstance(result, asyncio.CancelledError)
+    assert local._open == set()
+    await eventually(lambda: leases_in(home))
+    # What was being made for somebody who went may be kept warm for the next.
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM)
+    await eventually(lambda: len(procs.children_of(keeper)) > WARM)
+
+
+async def test_a_creation_past_its_time_leaves_nothing(home: Home, local: LocalProvider) -> None:
+    await prefix_of(local)
+    keeper = await keeper_of(local)
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        with pytest.raises(SandboxError, match="could not be made"):
+            await local.create(SPEC, attempt="late", timeout=0.05)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    await at_rest(keeper)
+    await eventually(lambda: leases_in(home))
+
+
+async def test_a_failed_creation_leaves_nothing(home: Home, local: LocalProvider) -> None:
+    prefix = await prefix_of(local)
+    keeper = await keeper_of(local)
+    spec = msgspec.structs.replace(SPEC, workdir="/proc/none")
+    for _ in range(3):
+        with pytest.raises(SandboxError):
+            await local.create(spec, attempt="failed")
+    await at_rest(keeper)
+    await eventually(lambda: leases_in(home))
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) != WARM)
+
+
+async def test_a_request_that_is_given_up_makes_no_box(home: Home) -> None:
+    line = await Line.launch(home.folder.resolve(), warm=0)
+    try:
+        keeper = int((await line.about())["pid"])
+        asked = {"memory": 0, "pids": 0, "cpus": 0.0, "disk": 1 << 24, "uid": 1000, "lease": ""}
+        tasks = [asyncio.create_task(line.create(asked)) for _ in range(30)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        kept = await line.create(asked)  # served after all that were asked for before
+        try:
+            await eventually(lambda: [p for p in procs.children_of(keeper) if p != kept.pid], 5)
+        finally:
+            kept.close()
+    finally:
+        await line.close()
+
+
+async def test_two_hundred_at_once(home: Home, local: LocalProvider) -> None:
+    prefix = await prefix_of(local)
+    made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{n}") for n in range(200)))
+    results = await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made))
+    assert all(result.ok for result in results)
+    assert len({look_at(one).uid for one in made}) == 200
+    keeper = await keeper_of(local)
+    await asyncio.gather(*(one.close() for one in made))
+    await at_rest(keeper)
+    await eventually(lambda: leases_in(home))
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) != WARM)
+
+
+# ----------------------------------------------------------------------------------------------- a keeper's life
+
+
+async def test_boxes_end_with_the_connection_that_asked_for_them(home: Home) -> None:
+    ours = await Line.launch(home.folder.resolve(), warm=0, listen=True)
+    try:
+        theirs = await Line.open(home.folder.resolve())
+        asked = {"memory": 0, "pids": 0, "cpus": 0.0, "disk": 1 << 24, "uid": 1000, "lease": ""}
+        mine, other, more = await ours.create(asked), await theirs.create(asked), await theirs.create(asked)
+        keeper = int((await ours.about())["pid"])
+        assert set(procs.children_of(keeper)) == {mine.pid, other.pid, more.pid}
+        await theirs.close()
+        await eventually(lambda: procs.children_of(keeper) != [mine.pid])
+        for given in (mine, other, more):
+            given.close()
+    finally:
+        await ours.close()
+
+
+async def test_warm_boxes_are_made_again(local: LocalProvider) -> None:
+    made = [await local.create(SPEC, attempt="warm") for _ in range(5)]
+    keeper = await keeper_of(local)
+    await eventually(lambda: len(procs.children_of(keeper)) != 5 + WARM)
+    for one in made:
+        await one.close()
+    await at_rest(keeper)
+
+
+async def test_a_keeper_stays_as_small_as_it_was(home: Home, local: LocalProvider) -> None:
+    async def cycle(count: int) -> None:
+        for at in range(0, count, 10):
+            made = await asyncio.gather(*(local.create(SPEC, attempt=f"a{at}") for _ in range(10)))
+            for result in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
+                assert result.ok
+            await asyncio.gather(*(one.close() for one in made))
+
+    def size() -> dict[str, int]:
+        status = Path(f"/proc/{keeper}/status").read_text()
+        return {
+            "memory": int(status.partition("VmRSS:")[2].split()[0]),
+            "descriptors": len(os.listdir(f"/proc/{keeper}/fd")),
+            "mounts": Path(f"/proc/{keeper}/mounts").read_text().count("\n"),
+            "ours": len(os.listdir("/proc/self/fd")),
+            "leases": len(leases_in(home)),
+            "groups": len(groups_of(prefix)),
+        }
+
+    prefix = await prefix_of(local)
+    keeper = await keeper_of(local)
+    await cycle(60)
+    await at_rest(keeper)
+    await eventually(lambda: leases_in(home))
+    before = size()
+    await cycle(300)
+    await at_rest(keeper)
+    await eventually(lambda: {k: v for k, v in size().items() if k != "memory" and v > before[k]})
+    assert size()["memory"] < before["memory"] + 2048

@@ -1,0 +1,78 @@
+"""The probe of the local provider: what it says is what happened, and nothing is left of it."""
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Home, best_provider, open_provider
+from rookery.sandboxes.local import probe
+from rookery.sandboxes.local.provider import LocalProvider
+from tests.cli.sandbox_kit import boxes, called, groups_of, walless
+from tests.sandboxes.plugins import plugin
+
+__all__ = ["boxes", "walless"]
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_box_is_made_used_and_gone(scratch: Path) -> None:
+    proof = probe.prove(LocalProvider)
+    assert proof.error == ""
+    assert min(proof.create_ms, proof.again_ms, proof.exec_ms, proof.close_ms) > 0
+    assert {"overlay", "v1", "v2", "missing"} <= proof.about.keys()
+    assert list(scratch.iterdir()) == []
+    assert groups_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_it_works_where_a_loop_runs_already() -> None:
+    assert probe.prove(LocalProvider).error == ""
+    assert asyncio.get_running_loop().is_running()
+
+
+@pytest.mark.usefixtures("boxes")
+def test_the_best_of_this_machine_is_local() -> None:
+    assert best_provider().name == "local"
+    assert best_provider().isolated
+
+
+def test_what_no_box_could_give_is_said_without_making_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken() -> str:
+        raise AssertionError("a box was made")
+
+    monkeypatch.setattr(probe, "problem", broken)
+    said = LocalProvider(Home(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
+    assert "nobody-else" in said[0]
+
+
+def test_a_provider_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugin(tmp_path, "refusing", check="return ['This is\\\\nno machine for it.']")
+    proof = probe.prove(lambda home: open_provider("refusing", home))
+    assert "no machine for it" in proof.error
+    assert "\n" not in proof.error
+
+
+def test_where_no_box_can_be_made_it_says_why_and_what_would_help(
+    tmp_path: Path, walless: tuple[str, ...]
+) -> None:
+    code = "from rookery.sandboxes.local import probe; print(probe.problem())"
+    done = called("-c", code, cwd=tmp_path, before=(*walless, *_only_python()))
+    assert done.out.startswith("No box can be made on this machine: ")
+    assert "sysctl -w user.max_user_namespaces=15000" in done.out
+
+
+def _only_python() -> tuple[str, ...]:
+    """Takes `-m rookery.cli` out of the command again."""
+    return ("sh", "-c", 'python=$1; shift 3; exec "$python" "$@"', "sh")

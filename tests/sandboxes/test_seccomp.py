@@ -1,0 +1,198 @@
+"""The filter: what it says to every call, and that the kernel takes it and obeys."""
+
+import errno
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rookery.sandboxes.local import kernel, seccomp
+
+X86, ARM = "x86_64", "aarch64"
+I386, FOREIGN_ARM = 0x40000003, 0x40000028
+PLAIN = {  # calls that programs live on
+    X86: {"read": 0, "write": 1, "mmap": 9, "fork": 57, "vfork": 58, "execve": 59, "kill": 62, "openat": 257,
+          "prlimit64": 302, "memfd_create": 319, "statx": 332, "pidfd_open": 434, "seccomp": 317, "prctl": 157},
+    ARM: {"read": 63, "write": 64, "mmap": 222, "execve": 221, "kill": 129, "openat": 56, "prlimit64": 261,
+          "memfd_create": 279, "statx": 291, "pidfd_open": 434, "seccomp": 277, "prctl": 167},
+}  # fmt: skip
+NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+THREAD = 0x3D0F00
+"""The flags of a new thread."""
+BY_ARGUMENT = {"clone", "unshare", "socket", "socketpair", "personality", "ioctl"}
+
+
+def verdict(program: bytes, arch: int, number: int, *args: int) -> int:
+    """What the kernel would do: a machine that runs the filter on one call."""
+    padded = (*args, *[0] * (6 - len(args)))
+    data = struct.pack("<iIQ6Q", number if number < 1 << 31 else number - (1 << 32), arch, 0, *padded)
+    steps = [struct.unpack_from("<HBBI", program, at) for at in range(0, len(program), 8)]
+    held, at = 0, 0
+    for _ in range(len(steps) + 1):
+        code, yes, no, value = steps[at]
+        at += 1
+        if code == 0x20:
+            assert value % 4 == 0
+            held = struct.unpack_from("<I", data, value)[0]
+        elif code == 0x06:
+            return int(value)
+        else:
+            test = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[code]
+            at += yes if test else no
+    raise AssertionError("the filter does not end")
+
+
+def refused(number: int) -> int:
+    return seccomp.ERRNO | number
+
+
+@pytest.fixture(params=[X86, ARM])
+def machine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Filter:
+    def __init__(self, machine: str) -> None:
+        self.arch = seccomp.AUDIT_ARCH[machine]
+        self.program = seccomp.program(machine)
+        self.numbers = seccomp.numbers(machine)
+
+    def says(self, name: str | int, *args: int) -> int:
+        return verdict(self.program, self.arch, self.numbers[name] if isinstance(name, str) else name, *args)
+
+
+@pytest.fixture
+def filtered(machine: str) -> Filter:
+    return Filter(machine)
+
+
+def test_plain_calls_are_allowed(filtered: Filter, machine: str) -> None:
+    for name, number in PLAIN[machine].items():
+        assert filtered.says(number) == seccomp.ALLOW, name
+
+
+def test_what_no_namespace_covers_is_refused(filtered: Filter) -> None:
+    for name in set(filtered.numbers) - BY_ARGUMENT:
+        absent = name in ("clone3", "memfd_secret", "io_setup") or name.startswith("io_uring")
+        assert filtered.says(name) == refused(errno.ENOSYS if absent else errno.EPERM), name
+
+
+def test_every_call_of_the_issue_is_in_it(filtered: Filter) -> None:
+    named = {"add_key", "keyctl", "request_key", "io_uring_setup", "ptrace", "process_vm_readv", "unshare",
+             "setns", "bpf", "userfaultfd", "perf_event_open", "mount", "pivot_root", "chroot", "acct",
+             "open_by_handle_at", "kexec_load", "init_module", "reboot", "swapon", "settimeofday", "clone",
+             "clone3", "socket",
+             "personality", "ioctl"}  # fmt: skip
+    assert named <= set(filtered.numbers)
+
+
+def test_calls_of_another_architecture_end_the_program(filtered: Filter, machine: str) -> None:
+    other = seccomp.AUDIT_ARCH[ARM if machine == X86 else X86]
+    for arch in (I386, FOREIGN_ARM, other, 0):
+        for number in (0, 1, 20, 39, 435):
+            assert verdict(filtered.program, arch, number) == seccomp.KILL
+
+
+def test_x32_ends_the_program() -> None:
+    filtered = Filter(X86)
+    for number in (0x40000000, 0x40000000 | 39, 0x40000000 | 520, 0x7FFFFFFF):
+        assert filtered.says(number) == seccomp.KILL
+
+
+def test_threads_and_processes_may_be_made_but_no_namespace(filtered: Filter) -> None:
+    for plain in (17, THREAD, 0x4111, 0x1200011):
+        assert filtered.says("clone", plain) == seccomp.ALLOW
+    for flag in NAMESPACES:
+        assert filtered.says("clone", flag | 17) == refused(errno.EPERM), hex(flag)
+        assert filtered.says("unshare", flag) == refused(errno.EPERM), hex(flag)
+        assert filtered.says("unshare", flag | THREAD) == refused(errno.EPERM), hex(flag)
+    assert filtered.says("unshare", 0x400) == seccomp.ALLOW  # its own table of descriptors
+
+
+def test_only_harmless_families_have_sockets(filtered: Filter) -> None:
+    for family in range(64):
+        known = family in (1, 2, 10, 16)
+        expected = seccomp.ALLOW if known else refused(errno.EAFNOSUPPORT)
+        assert filtered.says("socket", family, 1, 0) == expected, family
+        assert filtered.says("socketpair", family, 1, 0) == expected, family
+    junk = 0xDEADBEEF << 32  # the kernel takes the low half
+    assert filtered.says("socket", junk | 40, 1, 0) == refused(errno.EAFNOSUPPORT)
+    assert filtered.says("socket", junk | 2, junk | 1, junk | 6) == seccomp.ALLOW
+
+
+def test_only_common_protocols_have_sockets(filtered: Filter) -> None:
+    for family in (2, 10):
+        for protocol in (0, 1, 6, 17, 58):
+            assert filtered.says("socket", family, 1, protocol) == seccomp.ALLOW
+        for protocol in (2, 33, 47, 115, 132, 136, 255, 262):
+            assert filtered.says("socket", family, 1, protocol) == refused(errno.EPROTONOSUPPORT)
+    for protocol in range(32):
+        expected = seccomp.ALLOW if protocol in (0, 4, 15) else refused(errno.EPROTONOSUPPORT)
+        assert filtered.says("socket", 16, 3, protocol) == expected
+    assert filtered.says("socket", 1, 1, 77) == seccomp.ALLOW
+
+
+def test_nothing_is_typed_into_terminals(filtered: Filter) -> None:
+    for request in (0x5412, 0x541C, 0x5423, 1 << 32 | 0x5412):
+        assert filtered.says("ioctl", 0, request, 0) == refused(errno.EPERM)
+        assert filtered.says("ioctl", 0x5412, 0x5401, request) == seccomp.ALLOW
+    for request in (0x5401, 0x5413, 0x5410, 0x540E):
+        assert filtered.says("ioctl", 0, request, 0) == seccomp.ALLOW
+
+
+def test_few_personalities_are_allowed(filtered: Filter) -> None:
+    for value in (0, 8, 0x20000, 0x40000, 0xFFFFFFFF):
+        assert filtered.says("personality", value) == seccomp.ALLOW
+    for value in (0x400000, 0x100000, 0x440000, 1, 6):
+        assert filtered.says("personality", value) == refused(errno.EPERM)
+
+
+def test_every_way_through_it_ends(machine: str) -> None:
+    program = seccomp.program(machine)
+    steps = [struct.unpack_from("<HBBI", program, at) for at in range(0, len(program), 8)]
+    assert len(program) % 8 == 0
+    assert len(steps) < 4096
+    for at, (code, yes, no, value) in enumerate(steps):
+        if code in (0x15, 0x35, 0x45):
+            assert max(yes, no) + at + 1 < len(steps)
+        elif code == 0x06:
+            assert value & 0xFFFF0000 in (seccomp.ALLOW, seccomp.KILL, seccomp.ERRNO)
+    assert steps[-1][0] == 0x06
+
+
+def test_an_architecture_that_nobody_knows_has_none() -> None:
+    with pytest.raises(KeyError):
+        seccomp.program("vax")
+
+
+@pytest.mark.skipif(os.uname().machine not in seccomp.AUDIT_ARCH, reason="[probed] another architecture")
+def test_the_kernel_takes_it_and_obeys() -> None:
+    script = textwrap.dedent("""
+        import ctypes, os, sys
+        sys.path.insert(0, sys.argv[1])
+        import kernel, seccomp
+        kernel.no_new_privileges()
+        kernel.install_filter(seccomp.program(os.uname().machine))
+        libc = ctypes.CDLL(None, use_errno=True)
+        numbers = seccomp.numbers(os.uname().machine)
+        wrong = []
+        for name, number in numbers.items():
+            if name in ("clone", "socket", "socketpair", "ioctl", "personality"):
+                continue
+            flags = 0x10000000 if name == "unshare" else 0
+            got = libc.syscall(ctypes.c_long(number), ctypes.c_long(flags), *[ctypes.c_long(0)] * 5)
+            if got >= 0 or ctypes.get_errno() not in (1, 38):
+                wrong.append((name, got, ctypes.get_errno()))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        print(wrong, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """)
+    folder = str(Path(kernel.__file__).parent)
+    argv = [sys.executable, "-c", script, folder]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[] 7\n", (done.stdout, done.stderr)
