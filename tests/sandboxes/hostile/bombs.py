@@ -39,12 +39,8 @@ PROGRAMS = [
     ),
     Program(
         name="forks_in_a_shell",
-        text="""
-            [ "$(tr -d '\\0' < /proc/1/cmdline)" = sandbox ] || exit 1
-            b() { b | b & }
-            b
-            while :; do sleep 1 || exit 1; done
-        """,
+        text="[ \"$(tr -d '\\0' < /proc/1/cmdline)\" = sandbox ] || exit 1; "
+        "b() { b | b & }; b; while :; do sleep 1 || exit 1; done",
         argv=("sh", "-c"),
         status=("process_limit", "time_limit"),
         limits=SHORT,
