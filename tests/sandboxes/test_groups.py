@@ -81,10 +81,24 @@ def test_limits_go_where_the_controller_is(tmp_path: Path) -> None:
 
 def test_a_group_that_cannot_be_made_whole_is_not_made(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    held = Held("", frozenset(), {MEMORY: str(tmp_path / "a"), PIDS: str(tmp_path / "absent")})
-    with pytest.raises(FileNotFoundError):
+    (tmp_path / "b" / "box").mkdir(parents=True)
+    held = Held("", frozenset(), {MEMORY: str(tmp_path / "a"), PIDS: str(tmp_path / "b")})
+    with pytest.raises(FileExistsError):
         held.make("box")
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_the_folders_of_our_groups_go_with_the_last_of_them(tmp_path: Path) -> None:
+    tops = [tmp_path / "a", tmp_path / "b"]
+    for top in tops:
+        top.mkdir()
+    held = Held(str(tops[0]), frozenset(), {PIDS: str(tops[1])})
+    group = held.make("box")
+    held.leave()
+    assert all(top.is_dir() for top in tops), "somebody still has a group there"
+    group.remove()
+    held.leave()
+    assert not any(top.exists() for top in tops)
 
 
 @pytest.mark.parametrize(

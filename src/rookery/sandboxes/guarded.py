@@ -11,7 +11,7 @@ Promises:
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -26,6 +26,7 @@ from rookery.sandboxes.protocol import Command, OnOutput
 from rookery.sandboxes.shell import GuardedShell
 
 T = TypeVar("T")
+S = TypeVar("S", bound="GuardedSandbox")
 CLOSE_SECONDS = 20.0
 LEAST_MEMORY = 1 << 20
 MOST_SECONDS = 1e7
@@ -205,6 +206,27 @@ class GuardedSandbox:
             await self.clean()
         finally:
             self._forget(self)
+
+
+async def opened(sandbox: S, opening: Coroutine[Any, Any, None], timeout: float) -> S:
+    """The sandbox, once it is open; an opening that fails or is cancelled leaves nothing."""
+    try:
+        async with asyncio.timeout(timeout):
+            await opening
+    except BaseException as error:
+        await sandbox.close()
+        if isinstance(error, TimeoutError | OSError):
+            raise SandboxError(f"a sandbox could not be made: {error!r}", cause="sandbox.create") from error
+        raise
+    return sandbox
+
+
+async def close_all(sandboxes: Iterable[GuardedSandbox]) -> None:
+    """All of them, each to its end; then what went wrong with one is raised."""
+    results = await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
 
 
 class _Opening:

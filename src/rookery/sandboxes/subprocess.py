@@ -26,7 +26,7 @@ from typing import Any
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import leases, procs, transfers
 from rookery.sandboxes.channel import Channel
-from rookery.sandboxes.guarded import PATH, GuardedSandbox
+from rookery.sandboxes.guarded import PATH, GuardedSandbox, close_all, opened
 from rookery.sandboxes.protocol import Command, Home
 
 
@@ -64,21 +64,10 @@ class SubprocessProvider:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         sandbox = SubprocessSandbox(spec, self._home, attempt, self._open.discard)
         self._open.add(sandbox)
-        try:
-            async with asyncio.timeout(timeout):
-                await sandbox.open()
-        except BaseException as error:
-            await sandbox.close()
-            if isinstance(error, TimeoutError | OSError):
-                raise SandboxError(f"a sandbox could not be made: {error!r}", cause="sandbox.create") from error
-            raise
-        return sandbox
+        return await opened(sandbox, sandbox.open(), timeout)
 
     async def close(self) -> None:
-        results = await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await close_all(list(self._open))
 
 
 class SubprocessSandbox(GuardedSandbox):

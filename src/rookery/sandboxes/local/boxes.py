@@ -78,8 +78,7 @@ class Boxes:
         self.program = seccomp.program(os.uname().machine)
         self.held = groups.find()
         with open(f"{settings['folder']}/groups.json", "w") as file:  # for the reaper, should we be killed
-            above = [folder for folder in (self.held.unified, *self.held.v1.values()) if folder]
-            json.dump({"prefix": f"{settings['name']}-", "above": above}, file)
+            json.dump({"prefix": f"{settings['name']}-", "above": self.held.tops}, file)
         if not self.mapped:
             k.unshare(k.NEWUSER | k.NEWNS)
             _map("self", f"{self.uid} {self.uid} 1", f"{self.gid} {self.gid} 1", deny=True)
@@ -267,6 +266,7 @@ class Boxes:
             select.select([wake], [], [], 0.01)
             self.reap()
             self.tidy()
+        self.held.leave()
 
 
 def _map(pid: int | str, uids: str, gids: str, *, deny: bool = False) -> None:

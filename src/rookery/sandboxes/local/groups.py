@@ -42,11 +42,30 @@ class Held:
     def missing(self) -> list[str]:
         return [name for name in (MEMORY, PIDS, CPU) if name not in self.v2 and name not in self.v1]
 
+    @property
+    def tops(self) -> list[str]:
+        """The folders that groups of ours are made in."""
+        return list(dict.fromkeys(folder for folder in (self.unified, *self.v1.values()) if folder))
+
+    def leave(self) -> None:
+        """Removes them where nobody has a group in them any more."""
+        for folder in self.tops:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
     def make(self, name: str) -> "Group":
+        try:
+            return self._made(name)
+        except FileNotFoundError:  # another keeper left, and took the folders along
+            found = find()
+            self.unified, self.v2, self.v1 = found.unified, found.v2, found.v1
+            return self._made(name)
+
+    def _made(self, name: str) -> "Group":
         folders: list[str] = []
         group = Group(self, name, folders)
         try:
-            for above in dict.fromkeys([*([self.unified] if self.unified else []), *self.v1.values()]):
+            for above in self.tops:
                 os.mkdir(f"{above}/{name}")
                 folders.append(f"{above}/{name}")
         except OSError:

@@ -17,7 +17,7 @@ from typing import Any
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
-from rookery.sandboxes.guarded import PATH, GuardedSandbox
+from rookery.sandboxes.guarded import PATH, GuardedSandbox, close_all, opened
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.local.line import Given, Line
 from rookery.sandboxes.protocol import Command, Home
@@ -86,24 +86,18 @@ class LocalProvider:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         sandbox = LocalSandbox(spec, self._home, attempt, self._open.discard)
         self._open.add(sandbox)
-        try:
-            async with asyncio.timeout(timeout):
-                await sandbox.open(await self.line())
-        except BaseException as error:
-            await sandbox.close()
-            if isinstance(error, TimeoutError | OSError):
-                raise SandboxError(f"a sandbox could not be made: {error!r}", cause="sandbox.create") from error
-            raise
-        return sandbox
+        return await opened(sandbox, self._begin(sandbox), timeout)
+
+    async def _begin(self, sandbox: "LocalSandbox") -> None:
+        await sandbox.open(await self.line())
 
     async def close(self) -> None:
-        results = await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)), return_exceptions=True)
-        line, self._line = self._line, None
-        if line is not None:
-            await line.close()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        try:
+            await close_all(list(self._open))
+        finally:
+            line, self._line = self._line, None
+            if line is not None:
+                await line.close()
 
 
 class LocalSandbox(GuardedSandbox):
