@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from rookery.core import SandboxError
 from rookery.sandboxes import guard as stub
-from rookery.sandboxes import procs
+from rookery.sandboxes import procs, stubs
 from rookery.sandboxes.capture import memory_file
 
 LOG = "guard.log"
@@ -65,29 +64,7 @@ class Channel:
     @classmethod
     def launch(cls, folder: Path, marker: str) -> "Channel":
         """Starts the program; never suspends, so that no cancellation can fall between start and ownership."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            ours.setblocking(False)
-            program, here = _program()
-            pid = os.posix_spawn(
-                sys.executable,
-                ["python", "-I", "-S", program, here],
-                {procs.MARKER: marker, "LC_ALL": "C.UTF-8"},
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), stub.CHANNEL),
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 2, str(folder / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                ],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=procs.DEFAULTED,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        pid, ours = stubs.launch(_program(), {procs.MARKER: marker}, folder / LOG)
         try:
             return cls(pid, ours, folder)
         except BaseException:

@@ -288,7 +288,7 @@ def main() -> None:
     os.set_inheritable(CONTROL, False)
     k.close_range(CONTROL + 1)
     settings = json.loads(control.recv(MAX_MESSAGE))
-    if settings["parent"] and settings["parent"] != os.getppid():
+    if settings["parent"] != os.getppid():
         return
     k.die_with_parent(signal.SIGTERM)
     os.environ.clear()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandboxes import procs, reaper
+from rookery.sandboxes import reaper, stubs
 
 SOCKET = "keeper.sock"
 LOG = "keeper.log"
@@ -86,27 +86,8 @@ class Line:
         """A keeper of our own; with `listen`, for others too."""
         place = folder / f"keeper-{os.getpid()}-{os.urandom(3).hex()}"
         place.mkdir(parents=True)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            pid = os.posix_spawn(  # noqa: ASYNC221  (it is there in a millisecond; what follows waits)
-                sys.executable,
-                ["python", "-I", "-S", str(_HERE / "keeper.py"), str(_HERE.parent), str(_HERE)],
-                {"LC_ALL": "C.UTF-8"},
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), 3),
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 2, str(place / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                ],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=procs.DEFAULTED,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        words = [str(path) for path in (_HERE / "keeper.py", _HERE.parent, _HERE)]
+        pid, ours = stubs.launch(words, {}, place / LOG)
         settings = {
             "folder": str(place),
             "extra": _interpreter(),
