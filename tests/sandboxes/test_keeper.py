@@ -15,7 +15,7 @@ import pytest
 
 from rookery.core import SandboxError
 from rookery.sandboxes import Command, Home, procs, reap
-from rookery.sandboxes.local.line import WARM, Line
+from rookery.sandboxes.local.line import WARM, Asked, Line
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.hostile.look import keeper_of, look_at
 from tests.sandboxes.keeping import SPEC, busy, eventually, processes_in
@@ -205,7 +205,7 @@ async def test_a_request_that_is_given_up_makes_no_box(home: Home) -> None:
     line = await Line.launch(home.folder.resolve(), warm=0)
     try:
         keeper = int((await line.about())["pid"])
-        asked = {"memory": 0, "pids": 0, "cpus": 0.0, "disk": 1 << 24, "uid": 1000, "lease": ""}
+        asked = Asked()
         tasks = [asyncio.create_task(line.create(asked)) for _ in range(30)]
         await asyncio.sleep(0)
         for task in tasks:
@@ -240,7 +240,7 @@ async def test_boxes_end_with_the_connection_that_asked_for_them(home: Home) -> 
     ours = await Line.launch(home.folder.resolve(), warm=0, listen=True)
     try:
         theirs = await Line.open(home.folder.resolve())
-        asked = {"memory": 0, "pids": 0, "cpus": 0.0, "disk": 1 << 24, "uid": 1000, "lease": ""}
+        asked = Asked()
         mine, other, more = await ours.create(asked), await theirs.create(asked), await theirs.create(asked)
         keeper = int((await ours.about())["pid"])
         assert set(procs.children_of(keeper)) == {mine.pid, other.pid, more.pid}

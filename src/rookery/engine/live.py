@@ -280,9 +280,10 @@ class Live:
         """Ends what the attempt still holds."""
         self.session.close()
         await self._end_loose()
-        if not self._sandboxes:
+        boxes = [*self._sandboxes, *self.ctx.forks]
+        if not boxes:
             return
-        results = await asyncio.gather(*(self._close(box) for box in self._sandboxes), return_exceptions=True)
+        results = await asyncio.gather(*(self._close(box) for box in boxes), return_exceptions=True)
         for error in results:
             if error is not None:
                 self._event("sandbox.close_failed", detail=describe(error))

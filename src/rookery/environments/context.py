@@ -65,6 +65,8 @@ class Context:
         self._remaining = remaining
         self._open_sandbox = open_sandbox
         self._main: Sandbox | None = None
+        self.forks: list[Sandbox] = []
+        """Sandboxes that were made of others; they end with the attempt, as all do."""
         self._first = asyncio.Lock()
         self.tool_calls = 0
         self.lost_in_command = False
@@ -109,7 +111,7 @@ class Context:
             return self._main
 
     async def _opened(self, spec: SandboxSpec) -> Sandbox:
-        return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working)
+        return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working, self.forks)
 
     async def working(self, on: str, awaitable: Awaitable[T]) -> T:
         """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""

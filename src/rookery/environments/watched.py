@@ -11,9 +11,13 @@ from rookery.sandboxes.protocol import Command, OnOutput, Process, Sandbox, Shel
 class WatchedSandbox:
     """Passes every call on; see `rookery.sandboxes.protocol.Sandbox`."""
 
-    def __init__(self, inner: Sandbox, working: Callable[[str, Awaitable[Any]], Awaitable[Any]]) -> None:
+    def __init__(
+        self, inner: Sandbox, working: Callable[[str, Awaitable[Any]], Awaitable[Any]], forks: list[Sandbox]
+    ) -> None:
         self._inner = inner
         self._working = working
+        self._forks = forks
+        """Where those of it go, for the attempt to close."""
         self.id = inner.id
         self.spec = inner.spec
 
@@ -41,15 +45,17 @@ class WatchedSandbox:
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
         await self._working("sandbox", self._inner.download(source, target, limit=limit, timeout=timeout))
 
-    async def snapshot(self) -> str:
-        name: str = await self._working("sandbox", self._inner.snapshot())
+    async def snapshot(self, *, timeout: float = 60.0) -> str:
+        name: str = await self._working("sandbox", self._inner.snapshot(timeout=timeout))
         return name
 
-    async def fork(self, snapshot: str) -> Sandbox:
-        return WatchedSandbox(await self._working("sandbox", self._inner.fork(snapshot)), self._working)
+    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> Sandbox:
+        fork: Sandbox = await self._working("sandbox", self._inner.fork(snapshot, timeout=timeout))
+        self._forks.append(fork)
+        return WatchedSandbox(fork, self._working, self._forks)
 
-    async def diff(self, snapshot: str) -> Mapping[str, str]:
-        changes: Mapping[str, str] = await self._working("sandbox", self._inner.diff(snapshot))
+    async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
+        changes: Mapping[str, str] = await self._working("sandbox", self._inner.diff(snapshot, timeout=timeout))
         return changes
 
     async def close(self) -> None:

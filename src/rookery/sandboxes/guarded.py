@@ -172,13 +172,13 @@ class GuardedSandbox:
             await asyncio.wait({task}, timeout=CLOSE_SECONDS)
             raise
 
-    async def snapshot(self) -> str:
+    async def snapshot(self, *, timeout: float = 60.0) -> str:  # noqa: ARG002
         self._cannot("take snapshots")
 
-    async def fork(self, snapshot: str) -> "GuardedSandbox":
+    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "GuardedSandbox":  # noqa: ARG002
         self._cannot(f"fork {snapshot!r}")
 
-    async def diff(self, snapshot: str) -> Mapping[str, str]:
+    async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:  # noqa: ARG002
         self._cannot(f"compare with {snapshot!r}")
 
     def _cannot(self, what: str) -> NoReturn:

@@ -102,13 +102,13 @@ class Sandbox(Protocol):
         self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0
     ) -> None: ...
 
-    async def snapshot(self) -> str:
+    async def snapshot(self, *, timeout: float = 60.0) -> str:
         """A name for the file system as it is now. Providers that cannot raise `SandboxError(sandbox.refused)`."""
         ...
 
-    async def fork(self, snapshot: str) -> "Sandbox": ...
+    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "Sandbox": ...
 
-    async def diff(self, snapshot: str) -> Mapping[str, str]:
+    async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         """Path → added | changed | removed, since the snapshot."""
         ...
 

@@ -91,7 +91,7 @@ class Init(guard.Guard):
         os._exit(0)
 
 
-def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, size: int, mapped: bool) -> None:
+def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, mapped: bool) -> None:
     """All of a box's life. Never returns."""
     try:
         k.die_with_parent()
@@ -100,8 +100,14 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
         sync = _cleared(sync)
         # Later it is not ours to open any more, since nobody may look into this process.
         score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        if sync.recv(16) != b"mapped":
-            os._exit(1)
+        said, fds = receive(sync, 1 << 16, 1)
+        if not said:
+            os._exit(0)
+        asked = json.loads(said)
+        dress = root.Dress(asked["size"], asked["uid"], tuple(asked["lowers"]), resolve=asked["resolve"])
+        if fds:
+            dress.base = fds[0]
+            sys.path.clear()  # from here on a module would come out of the image
         if mapped:
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
@@ -109,21 +115,23 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, s
                 os.setgroups([])
         k.unshare(k.NEWCGROUP)  # by now it is in all of its groups: from inside, they are the top
         os.umask(0o022)
-        root.enter(tree, size=size, mapped=mapped)
-        _loopback()
+        layer = root.enter(tree, dress, mapped=mapped)
+        if asked["loopback"]:
+            _loopback()
         socket.sethostname("sandbox")
         sync.send(b"warm")
-        data, fds = receive(sync, 1 << 16, 2)
-        if not data:
+        said, fds = receive(sync, 1 << 16, 2)
+        if not said:
             os._exit(0)
-        asked = json.loads(data)
         channel = _socket.socket(fileno=fds[0])
         channel.setblocking(False)
-        init = _settled(asked, channel, program, size=size, mapped=mapped)
+        init = _settled(json.loads(said), channel, program, dress, mapped=mapped)
         init.score, init.worth = score, os.pread(score, 16, 0)
         top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        socket.send_fds(sync, [b"ready"], [top])
-        os.close(top)
+        out = [fd for fd in (top, layer) if fd >= 0]
+        socket.send_fds(sync, [b"ready"], out)
+        for fd in out:
+            os.close(fd)
         sync.close()
         init.loop()
     except BaseException as error:
@@ -162,10 +170,12 @@ def _cleared(sync: socket.socket) -> socket.socket:
     return socket.socket(fileno=SYNC)
 
 
-def _settled(asked: "dict[str, Any]", channel: _socket.socket, program: bytes, *, size: int, mapped: bool) -> Init:
-    if asked["disk"] != size:
+def _settled(
+    asked: "dict[str, Any]", channel: _socket.socket, program: bytes, dress: root.Dress, *, mapped: bool
+) -> Init:
+    if asked["disk"] != dress.size:
         root.resize(asked["disk"])
-    if mapped and asked["uid"] != root.USER:
+    if mapped and asked["uid"] != dress.uid:
         for place in (root.WORK, "/run"):  # who has no right to pass over owners must be one
             os.chown(place, asked["uid"], asked["uid"])
     os.environ.clear()

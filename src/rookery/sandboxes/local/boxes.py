@@ -20,14 +20,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
-    from rookery.sandboxes.local import box, groups, root, seccomp
+    from rookery.sandboxes.local import box, groups, root, seccomp, store
     from rookery.sandboxes.local import kernel as k
+    from rookery.sandboxes.local.works import Work, Works
 else:
     import box
     import groups
     import kernel as k
     import root
     import seccomp
+    import store
+    from works import Work, Works
 
 FIRST_UID = 0x20000000
 RANGE = 65536
@@ -38,23 +41,41 @@ _NAMESPACES = k.NEWUSER | k.NEWPID | k.NEWNS | k.NEWNET | k.NEWIPC | k.NEWUTS | 
 
 
 class Box:
-    """One box, from its making to its end: making, warm, settling, held, ending."""
+    """One box, from its making to its end: born, making, warm, settling, held, ending."""
 
-    __slots__ = ("group", "lease", "name", "order", "pid", "pidfd", "slot", "state", "sync")
+    __slots__ = (
+        "below",
+        "family",
+        "group",
+        "image",
+        "lease",
+        "name",
+        "order",
+        "pid",
+        "pidfd",
+        "state",
+        "still",
+        "sync",
+    )
 
-    def __init__(
-        self, name: str, pid: int, pidfd: int, sync: socket.socket, group: groups.Group, slot: int
-    ) -> None:
+    def __init__(self, name: str, pid: int, pidfd: int, sync: socket.socket, group: groups.Group) -> None:
         self.name = name
         self.pid = pid
         self.pidfd = pidfd
         self.sync: socket.socket | None = sync
         self.group = group
-        self.slot = slot
-        self.state = "making"
+        self.family: store.Family | None = None
+        """Whose users it is; none as long as it is only born."""
+        self.image = ""
+        """The folder of its image; empty: the host's system."""
+        self.below: tuple[str, ...] = ()
+        """The snapshots under its layer, uppermost first."""
+        self.state = "born"
         self.order: Any = None
         """Whom it is for."""
         self.lease = ""
+        self.still = 0
+        """How much work goes on that wants it frozen."""
 
 
 class Boxes:
@@ -64,7 +85,7 @@ class Boxes:
         self,
         settings: "dict[str, Any]",
         poll: "select.poll",
-        on_ready: Callable[[Box, int], None],
+        on_ready: Callable[[Box, list[int]], None],
         on_spoiled: Callable[[Box, str], None],
     ) -> None:
         self.settings = settings
@@ -84,38 +105,42 @@ class Boxes:
             _map("self", f"{self.uid} {self.uid} 1", f"{self.gid} {self.gid} 1", deny=True)
         else:
             k.unshare(k.NEWNS)
-        self.tree = root.prepare(settings["folder"], settings["extra"], lambda pid: self.map(pid, 0))
+        self.tree = root.prepare(settings["folder"], settings["extra"], lambda pid: self.map(pid, 0, root.USER))
         # Begun somewhere else by each keeper, and taken in turn: user ids have limits of their own in the kernel.
-        self.slots = deque((self.pid * 2654435761 + n) % SLOTS for n in range(SLOTS))
+        slots = deque((self.pid * 2654435761 + n) % SLOTS for n in range(SLOTS))
+        self.works = Works()
+        self.store = store.Store(self.works, slots, mapped=self.mapped)
         self.by_pid: dict[int, Box] = {}
         self.syncs: dict[int, Box] = {}
         """By the descriptor of their line to us."""
+        self.born: deque[Box] = deque()
+        """Without files yet: for those who want others than the usual."""
         self.warm: deque[Box] = deque()
         self.making = 0
+        self.settling = 0
         self.made = 0
         self.leaving: list[tuple[float, Box]] = []
 
     def uid_of(self, one: Box) -> int:
         """The host's id of its user 0; -1 where it is our own user."""
-        return FIRST_UID + one.slot * RANGE if self.mapped else -1
+        assert one.family is not None
+        return FIRST_UID + one.family.slot * RANGE if self.mapped else -1
 
     # ------------------------------------------------------------------------------------------- making
 
-    def start(self) -> None:
-        if not self.slots:
-            raise OSError(11, "no user ids are left")
+    def birth(self, *, alone: bool = True) -> Box:
+        """A process in namespaces and groups of its own, that waits to be told what it is. `alone`: no network."""
         self.made += 1
         name = f"{self.settings['name']}-{self.made}"
-        slot = self.slots[0]
         group = self.held.make(name)
         cgroup = -1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if group.unified:
                 cgroup = os.open(group.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            pid, pidfd = k.clone(_NAMESPACES, cgroup=cgroup)
+            pid, pidfd = k.clone(_NAMESPACES if alone else _NAMESPACES & ~k.NEWNET, cgroup=cgroup)
             if pid == 0:
-                box.live(theirs, self.tree, self.program, self.pid, size=WARM_SIZE, mapped=self.mapped)
+                box.live(theirs, self.tree, self.program, self.pid, mapped=self.mapped)
                 os._exit(3)
         except OSError:
             ours.close()
@@ -125,46 +150,95 @@ class Boxes:
             theirs.close()
             if cgroup >= 0:
                 os.close(cgroup)
-        one = Box(name, pid, pidfd, ours, group, slot)
-        self.slots.popleft()
+        one = Box(name, pid, pidfd, ours, group)
         self.by_pid[pid] = one
-        self.making += 1
         ours.setblocking(False)
         self.syncs[ours.fileno()] = one
         self.poll.register(ours.fileno(), select.POLLIN)
         try:
             group.take(pid)
-            self.map(pid, slot)
             with contextlib.suppress(PermissionError):
                 # Pid 1 must get its turn when a hundred programs of its box want theirs; they do not inherit it.
                 os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, pid, -10)
-            ours.send(b"mapped")
+        except OSError:
+            self.end(one)
+            raise
+        return one
+
+    def start(self) -> None:
+        """One of the usual boxes, to be warm soon."""
+        one = self.birth()
+        self.turn(one, "making")
+        try:
+            self.dress(one, root.Dress(WARM_SIZE), self.store.family())
         except OSError as error:
             self.on_spoiled(one, str(error))
 
-    def map(self, pid: int, slot: int) -> None:
+    def dress(
+        self, one: Box, dress: root.Dress, family: store.Family, image: str = "", *, alone: bool = True
+    ) -> None:
+        """Tells a box what it is made from, and whose users it is. `image`: a folder."""
+        assert one.sync is not None
+        one.family, one.image, one.below = family, image, dress.lowers
+        family.members += 1
+        self.map(one.pid, family.slot, dress.uid)
+        said = {
+            "size": dress.size,
+            "uid": dress.uid,
+            "lowers": dress.lowers,
+            "resolve": dress.resolve,
+            "loopback": alone,
+        }
+        base = self.image_for(one, image) if image else -1
+        try:
+            socket.send_fds(one.sync, [json.dumps(said).encode()], [base] if base >= 0 else [])
+        finally:
+            if base >= 0:
+                os.close(base)
+
+    def image_for(self, one: Box, image: str) -> int:
+        """Its files as a box sees them: read-only, their owners the box's users where the kernel can do that."""
+        base = k.detached(image)
+        try:
+            if not self.mapped:
+                k.protect(base)
+                return base
+            users = os.open(f"/proc/{one.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                k.protect(base, users)
+            except OSError:  # a file system that cannot: owners show as nobody, and their files cannot be changed
+                k.protect(base)
+            finally:
+                os.close(users)
+        except BaseException:
+            os.close(base)
+            raise
+        return base
+
+    def map(self, pid: int, slot: int, uid: int) -> None:
         if self.mapped:
             ids = f"0 {FIRST_UID + slot * RANGE} {RANGE}"
             _map(pid, ids, ids)
         else:
-            _map(pid, f"{root.USER} {self.uid} 1", f"{root.USER} {self.gid} 1", deny=True)
+            _map(pid, f"{uid} {self.uid} 1", f"{uid} {self.gid} 1", deny=True)
 
     def progress(self, one: Box) -> None:
         """A box in the making says how far it is."""
         assert one.sync is not None
         try:
-            data, fds = box.receive(one.sync, 4096, 1)
+            data, fds = box.receive(one.sync, 4096, 4)
         except BlockingIOError:
             return
         except OSError:
             data, fds = b"", []
         if data == b"warm":
-            self.turn(one, "warm")
+            if one.state == "making":  # else it is somebody's already
+                self.turn(one, "warm")
         elif data == b"ready" and one.state == "settling" and fds:
             self.unsync(one)
             self.turn(one, "held")
-            self.on_ready(one, fds.pop())
+            self.on_ready(one, fds)
         else:
             self.on_spoiled(one, data[2:].decode("utf-8", "replace") if data[:1] == b"!" else "it died")
         for fd in fds:
@@ -194,14 +268,52 @@ class Boxes:
             theirs.close()
         return ours
 
+    # --------------------------------------------------------------------------------------- snapshots
+
+    def snapshot(self, one: Box, layer: int, ended: Callable[[str, str], None]) -> Work:
+        """Of what the box wrote. Tells the snapshot's name, or what went wrong."""
+        assert one.family is not None
+
+        def done(name: str, why: str) -> None:
+            self.move_on(one)
+            ended(name, why)
+
+        work = self.store.snapshot(one.family, one.below, one.image, layer, one.group.unified, done)
+        one.still += 1
+        return work
+
+    def diff(self, one: Box, name: str, layer: int, ended: Callable[[int, str], None]) -> Work:
+        """What the box wrote since a snapshot of it, or since the one that it was forked from."""
+        found = self.store.snapshots.get(name)
+        if found is None or found.family is not one.family:
+            raise OSError(2, f"there is no snapshot {name} of this box")
+        # The layers above the snapshot that a fork of it lies on would have to be looked through one by one.
+        taken = one.below == found.below
+        if not taken and one.below != found.lowers:
+            raise OSError(22, f"{name} is no snapshot of this box, nor what it was forked from")
+
+        def done(result: int, why: str) -> None:
+            self.move_on(one)
+            ended(result, why)
+
+        work = self.store.diff(found, layer, one.group.unified, self.uid_of(one), done, taken=taken)
+        one.still += 1
+        return work
+
+    def move_on(self, one: Box) -> None:
+        one.still -= 1
+        if one.still == 0:
+            store.thaw(one.group.unified)
+
     # ------------------------------------------------------------------------------------------- ending
 
     def turn(self, one: Box, state: str) -> None:
-        """Into another state; `making` and `warm` are counted."""
-        if one.state == "making":
-            self.making -= 1
-        elif one.state == "warm" and one in self.warm:
-            self.warm.remove(one)
+        """Into another state; `making` and `settling` are counted, `born` and `warm` listed."""
+        self.making += (state == "making") - (one.state == "making")
+        self.settling += (state == "settling") - (one.state == "settling")
+        for name, listed in (("born", self.born), ("warm", self.warm)):
+            if one.state == name and one in listed:
+                listed.remove(one)
         one.state = state
         if state == "warm":
             self.warm.append(one)
@@ -232,11 +344,12 @@ class Boxes:
                 return
             one = self.by_pid.get(pid)
             if one is None:
+                self.works.reaped(pid, status)
                 continue
             if one.sync is not None:
                 self.progress(one)  # its last words
             del self.by_pid[pid]
-            if one.state in ("making", "warm", "settling"):
+            if one.state in ("born", "making", "warm", "settling"):
                 self.on_spoiled(one, f"it died while it was made (wait status {status})")
             self.end(one)
             os.close(one.pidfd)
@@ -248,7 +361,8 @@ class Boxes:
         left: list[tuple[float, Box]] = []
         for since, one in self.leaving:
             if one.group.remove() or time.monotonic() - since > GONE_SECONDS:
-                self.slots.append(one.slot)
+                if one.family is not None:
+                    self.store.leave(one.family)
                 if one.lease:
                     with contextlib.suppress(OSError):
                         os.unlink(one.lease)
@@ -259,10 +373,11 @@ class Boxes:
 
     def close(self, wake: int) -> None:
         """Ends all of them and sees them gone, for a bounded time."""
+        self.works.close()
         for one in list(self.by_pid.values()):
             self.end(one)
         end = time.monotonic() + GONE_SECONDS
-        while (self.by_pid or self.leaving) and time.monotonic() < end:
+        while (self.by_pid or self.leaving or len(self.works)) and time.monotonic() < end:
             select.select([wake], [], [], 0.01)
             self.reap()
             self.tidy()

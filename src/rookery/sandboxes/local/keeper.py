@@ -8,6 +8,7 @@ Promises:
 - a box dies with the connection that asked for it;
 - requests are served in the order of arrival, a few boxes in the making at once, however many ask together;
 - some boxes are kept warm, so that the next one that is asked for is there already;
+- work that takes long (unpacking, copying) is done by forks: nobody else waits for it;
 - a creation that fails or is given up leaves nothing: no process, no group, no lease.
 """
 
@@ -25,16 +26,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
-    from rookery.sandboxes.local import box, groups
+    from rookery.sandboxes.local import box, groups, root
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.boxes import Box, Boxes
+    from rookery.sandboxes.local.works import Work
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
     for _place in sys.argv[1:3]:
         sys.path.insert(0, _place)
     import box
     import groups
     import kernel as k
+    import root
     from boxes import Box, Boxes
+    from works import Work
 
     del sys.path[:2]
 
@@ -44,10 +48,15 @@ AT_ONCE = 8
 """Boxes in the making at once."""
 
 
-class Order:
-    """One request for a box."""
+BORN = 2
+"""Boxes that wait for files other than the usual, once somebody wanted such a one."""
+BORN_SECONDS = 30.0
 
-    __slots__ = ("asked", "channel", "client", "given_up", "number")
+
+class Order:
+    """One request: for a box, or for work on one."""
+
+    __slots__ = ("asked", "channel", "client", "given_up", "number", "work")
 
     def __init__(self, client: "Client", number: int, asked: "dict[str, Any]") -> None:
         self.client = client
@@ -56,6 +65,13 @@ class Order:
         self.channel: socket.socket | None = None
         """The owner's end of the line to the box that it gets."""
         self.given_up = False
+        self.work: Work | None = None
+
+    @property
+    def usual(self) -> bool:
+        """Whether any warm box will do."""
+        asked = self.asked
+        return not (asked["image"] or asked["snapshot"] or asked["network"] == "all" or asked["as_root"])
 
 
 class Client:
@@ -77,6 +93,7 @@ class Keeper:
         self.clients: dict[int, Client] = {}
         self.orders: deque[Order] = deque()
         self.failed_at = 0.0
+        self.unusual_at = 0.0
         self.control = control.fileno()
         self.listener: socket.socket | None = None
         self.connect(control)
@@ -131,6 +148,8 @@ class Keeper:
             return 20.0
         if self.orders and self.failed_at:
             return 100.0
+        if self.boxes.born:
+            return BORN_SECONDS * 1000
         return None
 
     def hear(self, client: Client) -> None:
@@ -141,25 +160,62 @@ class Keeper:
                 return
             except OSError:
                 data, fds = b"", []
-            for fd in fds:
-                os.close(fd)
-            if not data:
-                self.drop(client)
-                return
-            asked = json.loads(data)
-            if asked["op"] == "create":
-                order = Order(client, asked["number"], asked)
-                client.orders[order.number] = order
+            try:
+                if not data:
+                    self.drop(client)
+                    return
+                self.obey(client, json.loads(data), fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def obey(self, client: Client, asked: "dict[str, Any]", fds: list[int]) -> None:
+        op = asked["op"]
+        if op in ("create", "snapshot", "diff"):
+            order = Order(client, asked["number"], asked)
+            client.orders[order.number] = order
+            if op == "create":
+                # Where there is but one user, it is the first of these or the other from the start.
+                asked["as_root"] = asked["uid"] != root.USER and not self.boxes.mapped
                 self.orders.append(order)
-            elif asked["op"] == "give-up":
-                if asked["number"] in client.orders:
-                    self.give_up(client.orders.pop(asked["number"]))
-            elif asked["op"] == "end":
-                for one in [one for one in client.boxes if one.name == asked["name"]]:
-                    client.boxes.discard(one)
-                    self.boxes.end(one)
-            elif asked["op"] == "about":
-                self.tell(client, {"about": self.about()})
+            else:
+                self.work(order, fds[0])
+        elif op == "give-up":
+            if asked["number"] in client.orders:
+                self.give_up(client.orders.pop(asked["number"]))
+        elif op == "end":
+            for one in [one for one in client.boxes if one.name == asked["name"]]:
+                client.boxes.discard(one)
+                self.boxes.end(one)
+        elif op == "about":
+            self.tell(client, {"about": self.about()})
+
+    def work(self, order: Order, layer: int) -> None:
+        """A snapshot or a diff of one of the client's boxes."""
+        asked, boxes = order.asked, self.boxes
+        try:
+            one = next((one for one in order.client.boxes if one.name == asked["name"]), None)
+            if one is None:
+                raise OSError(3, "the box is gone")
+            if asked["op"] == "snapshot":
+                order.work = boxes.snapshot(
+                    one, layer, lambda name, why: self.worked(order, {"snapshot": name}, why)
+                )
+            else:
+                order.work = boxes.diff(
+                    one, asked["snapshot"], layer, lambda result, why: self.worked(order, {}, why, (result,))
+                )
+        except OSError as error:
+            self.refuse(order, error.strerror or str(error))
+
+    def worked(self, order: Order, said: "dict[str, Any]", why: str, fds: tuple[int, ...] = ()) -> None:
+        order.work = None
+        if why:
+            self.refuse(order, why)
+            return
+        order.client.orders.pop(order.number, None)
+        if not order.given_up:
+            self.tell(order.client, {"number": order.number, **said}, fds)
 
     def about(self) -> "dict[str, Any]":
         return {
@@ -174,6 +230,8 @@ class Keeper:
 
     def give_up(self, order: Order) -> None:
         order.given_up = True
+        if order.work is not None:
+            order.work.give_up()
         with contextlib.suppress(ValueError):  # its box is being settled: it ends when it is ready
             self.orders.remove(order)
 
@@ -200,29 +258,90 @@ class Keeper:
     # ------------------------------------------------------------------------------------------- making
 
     def make(self) -> None:
-        """Gives warm boxes to those who wait, and makes as many as are wanted."""
+        """Gives boxes to those who wait, and makes as many as are wanted."""
         boxes = self.boxes
-        while self.orders and boxes.warm:
-            one, order = boxes.warm.popleft(), self.orders.popleft()
-            one.order = order
-            order.channel = boxes.settle(one, order.asked)
-        while not self.orders and len(boxes.warm) > self.settings["warm"]:
+        while self.orders:
+            order = self.orders[0]
+            if not order.usual:
+                if boxes.settling >= AT_ONCE:
+                    break
+                self.unusual(self.orders.popleft())
+            elif boxes.warm:
+                one = boxes.warm.popleft()
+                one.order = self.orders.popleft()
+                order.channel = boxes.settle(one, order.asked)
+            else:
+                break
+        usual = sum(1 for order in self.orders if order.usual)
+        while not usual and len(boxes.warm) > self.settings["warm"]:
             boxes.end(boxes.warm[-1])  # begun for somebody who gave up
-        wanted = len(self.orders) + self.settings["warm"] - len(boxes.warm)
         if self.failed_at and time.monotonic() - self.failed_at < 0.1:
             return
         self.failed_at = 0.0
-        while boxes.making < min(wanted, AT_ONCE):
-            try:
+        wanted = min(usual + self.settings["warm"] - len(boxes.warm), AT_ONCE)
+        try:
+            while boxes.making < wanted:
                 boxes.start()
-            except OSError as error:
-                self.failed_at = time.monotonic()
-                if boxes.making == 0 and self.orders:
-                    self.refuse(self.orders.popleft(), f"a box could not be started: {error}")
-                return
+            self.bear()
+        except OSError as error:
+            self.failed_at = time.monotonic()
+            if boxes.making == 0 and usual:
+                self.refuse(self.next_usual(), f"a box could not be started: {error}")
 
-    def hand_over(self, one: Box, top: int) -> None:
-        """A box is there; `top` is a descriptor of its root."""
+    def bear(self) -> None:
+        """Keeps boxes ready to get files other than the usual ones, for as long as somebody asks for such."""
+        boxes = self.boxes
+        recent = self.unusual_at and time.monotonic() - self.unusual_at < BORN_SECONDS
+        goal = min(BORN, self.settings["warm"]) if recent else 0
+        while len(boxes.born) < goal:
+            boxes.born.append(boxes.birth())
+        while len(boxes.born) > goal:
+            boxes.end(boxes.born[-1])
+
+    def next_usual(self) -> Order:
+        order = next(order for order in self.orders if order.usual)
+        self.orders.remove(order)
+        return order
+
+    def unusual(self, order: Order) -> None:
+        """A box with an image, from a snapshot, on the host's network or with another first user."""
+        asked, boxes = order.asked, self.boxes
+        self.unusual_at = time.monotonic()
+        family = None
+        try:
+            image: str = asked["image"]
+            lowers: tuple[str, ...] = ()
+            if asked["snapshot"]:
+                found = boxes.store.snapshots.get(asked["snapshot"])
+                if found is None:
+                    raise OSError(2, f"there is no snapshot {asked['snapshot']} any more")
+                family, image, lowers = found.family, found.image, found.lowers
+            elif image:
+                image = boxes.store.base(image, lambda why: self.unpacked(order, why))
+                if not image:
+                    return
+            alone = asked["network"] != "all"
+            one = boxes.born.popleft() if alone and boxes.born else boxes.birth(alone=alone)
+            one.order = order
+            try:
+                dress = root.Dress(asked["disk"], asked["uid"], lowers, resolve=not alone)
+                boxes.turn(one, "settling")
+                boxes.dress(one, dress, family or boxes.store.family(), image, alone=alone)
+            except OSError as error:
+                self.spoiled(one, str(error))
+                return
+            order.channel = boxes.settle(one, asked)
+        except OSError as error:
+            self.refuse(order, error.strerror or str(error))
+
+    def unpacked(self, order: Order, why: str) -> None:
+        if why:
+            self.refuse(order, why, cause="task.image")
+        elif not order.given_up:
+            self.orders.appendleft(order)
+
+    def hand_over(self, one: Box, fds: list[int]) -> None:
+        """A box is there; with descriptors of its root and of the layer that it writes to."""
         order: Order = one.order
         one.order = None
         client, channel = order.client, order.channel
@@ -241,10 +360,9 @@ class Keeper:
                 "uid": self.boxes.uid_of(one),
                 "folders": one.group.folders,
             }
-            self.tell(client, said, (channel.fileno(), one.pidfd, top))
+            self.tell(client, said, (channel.fileno(), one.pidfd, *fds))
         finally:
             channel.close()
-            os.close(top)
 
     def spoiled(self, one: Box, why: str) -> None:
         """A box could not be made; who waits for it is told."""
@@ -255,14 +373,14 @@ class Keeper:
             self.refuse(order, why)
         elif one.state == "making":
             self.failed_at = time.monotonic()
-            if self.orders:
-                self.refuse(self.orders.popleft(), why)
+            if any(waiting.usual for waiting in self.orders):
+                self.refuse(self.next_usual(), why)
         self.boxes.end(one)
 
-    def refuse(self, order: Order, why: str) -> None:
+    def refuse(self, order: Order, why: str, cause: str = "sandbox.create") -> None:
         order.client.orders.pop(order.number, None)
         if not order.given_up:
-            self.tell(order.client, {"number": order.number, "error": why})
+            self.tell(order.client, {"number": order.number, "error": why, "cause": cause})
 
     def close(self) -> None:
         self.boxes.close(self.wake)

@@ -17,7 +17,7 @@ _NUMBERS = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
 }.get(_MACHINE, {})
-_CLONE3, _CLOSE_RANGE = 435, 436
+_OPEN_TREE, _MOVE_MOUNT, _CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 428, 429, 435, 436, 442
 
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -30,6 +30,10 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_SET_NAME, _PR_CAP_AMBIENT, _PR_SET_CHILD_SUBREAPER = 38, 15, 47, 36
 _PR_SET_KEEPCAPS = 8
 _SECCOMP_SET_MODE_FILTER = 1
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+_OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
+_ATTR_READ_ONLY, _ATTR_IDMAP = 1 | 2 | 4, 0x100000
+"""Read-only comes with no set-user-id and no devices."""
 
 
 class _CloneArgs(ctypes.Structure):
@@ -96,6 +100,37 @@ def pivot_root(new: str, old: str) -> None:
     _checked(
         _libc.syscall(ctypes.c_long(_NUMBERS["pivot_root"]), os.fsencode(new), os.fsencode(old)), "pivot_root"
     )
+
+
+def detached(path: str) -> int:
+    """A copy of the mounts at a path that is mounted nowhere yet."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
+    return _checked(
+        _libc.syscall(ctypes.c_long(_OPEN_TREE), _AT_FDCWD, os.fsencode(path), flags), f"open_tree {path}"
+    )
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+
+def protect(tree: int, users: int = -1) -> None:
+    """Makes detached mounts read-only; with a user namespace, their owners are those that it maps them to."""
+    wanted = _MountAttributes(set=_ATTR_READ_ONLY)
+    if users >= 0:
+        wanted.set |= _ATTR_IDMAP
+        wanted.userns = users
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    call = ctypes.c_long(_MOUNT_SETATTR)
+    flags = _AT_EMPTY_PATH | _AT_RECURSIVE
+    _checked(_libc.syscall(call, tree, b"", flags, ctypes.byref(wanted), size), "mount_setattr")
+
+
+def attach(tree: int, target: str) -> None:
+    """Mounts what is detached at a path."""
+    call = ctypes.c_long(_MOVE_MOUNT)
+    flags = _MOVE_MOUNT_F_EMPTY_PATH
+    _checked(_libc.syscall(call, tree, b"", _AT_FDCWD, os.fsencode(target), flags), f"move_mount at {target}")
 
 
 def unshare(flags: int) -> None:

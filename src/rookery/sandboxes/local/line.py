@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,22 @@ WARM = 2
 _HERE = Path(__file__).parent
 
 
+class Asked(NamedTuple):
+    """For a box. 0 is no limit."""
+
+    lease: str = ""
+    """A file that goes with it."""
+    memory: int = 0
+    pids: int = 0
+    cpus: float = 0.0
+    disk: int = 1 << 24
+    uid: int = 1000
+    image: str = ""
+    """A folder or an archive; empty: the host's system."""
+    snapshot: str = ""
+    network: str = "none"
+
+
 class Given(NamedTuple):
     """A box that is there: who made it, and our ends of it."""
 
@@ -41,11 +58,29 @@ class Given(NamedTuple):
     channel: socket.socket
     pidfd: int
     top: int
+    layer: int
+    """The folder that holds what it writes; -1 where it has none of its own."""
 
     def close(self) -> None:
         self.channel.close()
         os.close(self.pidfd)
+        self.close_files()
+
+    def close_files(self) -> None:
         os.close(self.top)
+        if self.layer >= 0:
+            os.close(self.layer)
+
+
+class _Answer(NamedTuple):
+    """To one request; its descriptors belong to whoever gets it."""
+
+    said: dict[str, Any]
+    fds: list[int]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
 
 
 class Line:
@@ -57,7 +92,7 @@ class Line:
         self._pid = pid
         """Of the keeper, where it is our child."""
         self._place = place
-        self._waiting: dict[int, asyncio.Future[Given]] = {}
+        self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._last = 0
         self._about: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.dead: asyncio.Future[None] = self._loop.create_future()
@@ -116,15 +151,32 @@ class Line:
         """What the keeper of ours found on this machine."""
         return await self._about
 
-    async def create(self, asked: dict[str, Any]) -> Given:
+    async def create(self, asked: Asked) -> Given:
+        said, fds = await self._ask({"op": "create", **asked._asdict()})
+        channel = socket.socket(fileno=fds[0])
+        channel.setblocking(False)
+        layer = fds[3] if len(fds) > 3 else -1
+        return Given(said["name"], said["pid"], said["memory"], said["uid"], channel, fds[1], fds[2], layer)
+
+    async def snapshot(self, name: str, layer: int) -> str:
+        """A name for what a box wrote, as it is now."""
+        said, _ = await self._ask({"op": "snapshot", "name": name}, layer)
+        return str(said["snapshot"])
+
+    async def diff(self, name: str, layer: int, snapshot: str) -> int:
+        """A descriptor of letters and paths, each ended by a NUL."""
+        _, fds = await self._ask({"op": "diff", "name": name, "snapshot": snapshot}, layer)
+        return fds[0]
+
+    async def _ask(self, asked: dict[str, Any], *fds: int) -> _Answer:
         self._last += 1
         number = self._last
-        promise: asyncio.Future[Given] = self._loop.create_future()
+        promise: asyncio.Future[_Answer] = self._loop.create_future()
         if self.dead.done():
             raise SandboxError("the keeper is gone", cause="sandbox.create")
         self._waiting[number] = promise
         try:
-            await self._send({"op": "create", "number": number, **asked})
+            await self._send({**asked, "number": number}, fds)
             return await asyncio.shield(promise)
         except asyncio.CancelledError:
             if promise.done() and not promise.cancelled() and promise.exception() is None:
@@ -140,8 +192,8 @@ class Line:
         with contextlib.suppress(SandboxError):
             self._send_now({"op": "end", "name": name})
 
-    async def _send(self, said: dict[str, Any]) -> None:
-        while not self._send_now(said):
+    async def _send(self, said: dict[str, Any], fds: Sequence[int]) -> None:
+        while not self._send_now(said, fds):
             ready = asyncio.Event()
             self._loop.add_writer(self._sock.fileno(), ready.set)
             try:
@@ -150,11 +202,14 @@ class Line:
                 if self._sock.fileno() >= 0:
                     self._loop.remove_writer(self._sock.fileno())
 
-    def _send_now(self, said: dict[str, Any]) -> bool:
+    def _send_now(self, said: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         if self._sock.fileno() < 0:
             raise SandboxError("the keeper is gone", cause="sandbox.create")
         try:
-            self._sock.send(msgspec.json.encode(said))
+            if fds:
+                socket.send_fds(self._sock, [msgspec.json.encode(said)], list(fds))
+            else:
+                self._sock.send(msgspec.json.encode(said))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -184,15 +239,9 @@ class Line:
                 if "number" not in said and not self._about.done():
                     self._about.set_exception(SandboxError(said["error"], cause="sandbox.create"))
             elif "error" in said:
-                promise.set_exception(
-                    SandboxError(f"a box could not be made: {said['error']}", cause="sandbox.create")
-                )
+                promise.set_exception(SandboxError(said["error"], cause=said["cause"]))
             else:
-                channel = socket.socket(fileno=fds[0])
-                channel.setblocking(False)
-                promise.set_result(
-                    Given(said["name"], said["pid"], said["memory"], said["uid"], channel, fds[1], fds[2])
-                )
+                promise.set_result(_Answer(said, fds))
 
     def _lost(self) -> None:
         if self._sock.fileno() >= 0:

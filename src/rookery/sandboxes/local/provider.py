@@ -10,16 +10,16 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import PATH, GuardedSandbox, close_all, opened
 from rookery.sandboxes.jobs import Job
-from rookery.sandboxes.local.line import Given, Line
+from rookery.sandboxes.local.line import Asked, Given, Line
 from rookery.sandboxes.protocol import Command, Home
 
 WORK = "/work"
@@ -28,6 +28,8 @@ DISK = 1 << 30
 """Of a box whose spec names none. It is memory that is only used when written to, and counts as such."""
 _INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
 _HIDDEN = ("proc", "dev", "sys")
+_HOW = {b"a": "added", b"c": "changed", b"r": "removed"}
+_MOST_OF_DIFF = 64 << 20
 
 
 class LocalProvider:
@@ -53,11 +55,11 @@ class LocalProvider:
         said = []
         if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
             return ["The local provider needs Linux on x86_64 or aarch64."]
-        if spec.image is not None:
-            said.append(f"The local provider cannot use the image {spec.image!r} yet.")
-        if spec.network != "none" or spec.allow:
+        if not _there(spec.image):
+            said.append(f"The image {spec.image!r} is no folder and no archive on this machine.")
+        if spec.network not in ("none", "all") or spec.allow:
             said.append(f"The local provider cannot give the network {spec.network!r} yet.")
-        if spec.user not in (None, "user", str(USER)) and (spec.user not in ("root", "0") or os.geteuid() != 0):
+        if spec.user not in (None, "user", str(USER), "root", "0"):
             said.append(f"The local provider has no user {spec.user!r} in its boxes.")
         if spec.workdir is not None and ".." in Path(spec.workdir).parts:
             said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
@@ -83,13 +85,20 @@ class LocalProvider:
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
         problems = self._refused(spec)
         if problems:
-            raise SandboxError(" ".join(problems), cause="sandbox.refused")
-        sandbox = LocalSandbox(spec, self._home, attempt, self._open.discard)
-        self._open.add(sandbox)
-        return await opened(sandbox, self._begin(sandbox), timeout)
+            raise SandboxError(" ".join(problems), cause="sandbox.refused" if _there(spec.image) else "task.image")
+        return await self.make(spec, attempt, timeout)
 
-    async def _begin(self, sandbox: "LocalSandbox") -> None:
-        await sandbox.open(await self.line())
+    async def make(self, spec: SandboxSpec, attempt: str, timeout: float, snapshot: str = "") -> "LocalSandbox":
+        """A box of this spec; with the files of a snapshot, where one is named."""
+        sandbox = LocalSandbox(spec, self._home, attempt, self)
+        self._open.add(sandbox)
+        return await opened(sandbox, self._begin(sandbox, snapshot), timeout)
+
+    async def _begin(self, sandbox: "LocalSandbox", snapshot: str) -> None:
+        await sandbox.open(await self.line(), snapshot)
+
+    def forget(self, sandbox: "LocalSandbox") -> None:
+        self._open.discard(sandbox)
 
     async def close(self) -> None:
         try:
@@ -105,9 +114,10 @@ class LocalSandbox(GuardedSandbox):
 
     provider = LocalProvider.name
 
-    def __init__(self, spec: SandboxSpec, home: Home, attempt: str, forget: Callable[[Any], None]) -> None:
+    def __init__(self, spec: SandboxSpec, home: Home, attempt: str, made_by: LocalProvider) -> None:
         identity = f"b{secrets.token_hex(8)}"
-        super().__init__(identity, spec, leases.marker(home.run, identity), forget)
+        super().__init__(identity, spec, leases.marker(home.run, identity), made_by.forget)
+        self._made_by = made_by
         self._folder = home.folder.resolve()
         self._home = home
         self._attempt = attempt
@@ -116,7 +126,7 @@ class LocalSandbox(GuardedSandbox):
         self._uid = 0 if spec.user in ("root", "0") else USER
         self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
 
-    async def open(self, line: Line) -> None:
+    async def open(self, line: Line, snapshot: str) -> None:
         spec = self.spec
         path = leases.write(
             self._folder,
@@ -124,20 +134,23 @@ class LocalSandbox(GuardedSandbox):
         )
         self._line = line
         given = await line.create(
-            {
-                "memory": spec.memory or 0,
-                "pids": spec.pids or 0,
-                "cpus": spec.cpus or 0.0,
-                "disk": spec.disk or DISK,
-                "uid": self._uid,
-                "lease": str(path),
-            }
+            Asked(
+                lease=str(path),
+                memory=spec.memory or 0,
+                pids=spec.pids or 0,
+                cpus=spec.cpus or 0.0,
+                disk=spec.disk or DISK,
+                uid=self._uid,
+                image=os.path.realpath(spec.image) if spec.image and not snapshot else "",  # noqa: ASYNC240
+                snapshot=snapshot,
+                network=spec.network,
+            )
         )
         self._given = given
         self.held_together = bool(given.memory)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {
-            "PATH": f"{PATH}:{_INTERPRETER}",
+            "PATH": PATH if spec.image else f"{PATH}:{_INTERPRETER}",
             "HOME": WORK,
             "USER": "root" if self._uid == 0 else "user",
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
@@ -169,6 +182,33 @@ class LocalSandbox(GuardedSandbox):
         job.top = self._given.top
         return job
 
+    async def snapshot(self, *, timeout: float = 60.0) -> str:
+        given, line = self._layered()
+        with _within(timeout, f"the snapshot of sandbox {self.id}"):
+            async with asyncio.timeout(timeout):
+                return await line.snapshot(given.name, given.layer)
+
+    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "LocalSandbox":
+        self._layered()
+        return await self._made_by.make(self.spec, self._attempt, timeout, snapshot)
+
+    async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
+        given, line = self._layered()
+        with _within(timeout, f"the diff of sandbox {self.id}"):
+            async with asyncio.timeout(timeout):
+                result = await line.diff(given.name, given.layer, snapshot)
+        try:
+            found = os.pread(result, _MOST_OF_DIFF, 0).split(b"\0")[:-1]
+        finally:
+            os.close(result)
+        return {os.fsdecode(item[1:]): _HOW[item[:1]] for item in found}
+
+    def _layered(self) -> tuple[Given, Line]:
+        self._live()
+        if self._given is None or self._line is None or self._given.layer < 0:
+            self._cannot("take snapshots on this kernel")
+        return self._given, self._line
+
     async def _close(self) -> None:
         if self._given is not None and self._line is not None:
             # The kernel ends all of it at once; pid 1, asked nicely, would have to win against a bomb first.
@@ -177,8 +217,20 @@ class LocalSandbox(GuardedSandbox):
 
     async def clean(self) -> None:
         if self._given is not None:
-            os.close(self._given.top)
+            self._given.close_files()
         if self._given is None or self._line is None or self._line.dead.done():
             # Nobody else will: there is no box, or no keeper any more.
             leases.path_of(self._folder, self.id).unlink(missing_ok=True)
         self._given = None
+
+
+def _there(image: str | None) -> bool:
+    return image is None or Path(image).exists()
+
+
+@contextmanager
+def _within(timeout: float, what: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise SandboxError(f"{what} took longer than {timeout:g} seconds", cause="sandbox.create") from error

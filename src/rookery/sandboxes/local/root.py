@@ -1,9 +1,11 @@
-"""The file system of a box: the host's system folders, read-only, under a writable layer of bounded size.
+"""The file system of a box: the host's system or an image, read-only, under a writable layer of bounded size.
 
 Stand-alone. `prepare` runs once, in the keeper, in a mount namespace of its own; `enter` in every box.
 
 Promises:
-- of the host a box sees its system folders, read-only, and a handful of harmless files of /etc; nothing else;
+- of the host a box without an image sees its system folders, read-only, and copies of a handful of harmless files
+  of /etc that everybody may read; nothing else; a box with an image sees nothing of the host;
+- no path of a box is looked up before the box's root is the root: a link in it leads nowhere but into the box;
 - everything a box writes lies in one tmpfs of bounded size, which goes with the box;
 - nothing of it is mounted where the host could see it, and nothing outside of the state folder is written.
 """
@@ -53,6 +55,13 @@ _FILES = {
 }
 _PLACES = ("proc", "dev", "tmp", "run", "var", "var/tmp", "root", "home", "srv", "mnt", "media", "opt", WORK[1:])
 _QUIET = k.MS_NOSUID | k.MS_NODEV
+_MOST_OF_ETC = 4 << 20
+
+
+SKELETON = "shared/skeleton"
+SPOT = "box"
+KEPT = "kept"
+"""Snapshots, in a tmpfs of their own."""
 
 
 class Tree:
@@ -60,16 +69,24 @@ class Tree:
 
     def __init__(self, system: list[str], overlay: bool) -> None:
         self.system = system
-        """Folders and files that are bound into a box, in order."""
+        """Folders and files that are bound into a box without an image, in order."""
         self.overlay = overlay
 
-    @property
-    def skeleton(self) -> str:
-        return "shared/skeleton"
 
-    @property
-    def spot(self) -> str:
-        return "box"
+class Dress:
+    """What one box is to be made from."""
+
+    __slots__ = ("base", "lowers", "resolve", "size", "uid")
+
+    def __init__(self, size: int, uid: int = USER, lowers: tuple[str, ...] = (), *, resolve: bool = False) -> None:
+        self.size = size
+        self.uid = uid
+        self.lowers = lowers
+        """Snapshots under its writable layer, uppermost first."""
+        self.base = -1
+        """Detached mounts of an image; -1: the host's system."""
+        self.resolve = resolve
+        """Whether it finds names the way the host does."""
 
 
 def prepare(folder: str, extra: list[str], write_map: Callable[[int], None]) -> Tree:
@@ -78,26 +95,49 @@ def prepare(folder: str, extra: list[str], write_map: Callable[[int], None]) -> 
     # Paths are relative from here on: a box is another user, who may not pass through the folders above.
     os.chmod(folder, 0o755)
     os.chdir(folder)
-    for name in ("shared", "box"):
+    for name in ("shared", SPOT, KEPT):
         os.makedirs(name, exist_ok=True)
     shared = "shared"
-    k.mount("tmpfs", shared, "tmpfs", _QUIET, "size=16m,mode=755")
-    skeleton = f"{shared}/skeleton"
+    k.mount("tmpfs", shared, "tmpfs", _QUIET, "size=64m,mode=755")
+    k.mount("tmpfs", KEPT, "tmpfs", _QUIET, "mode=755")
     for name in ("skeleton", "bound", "skeleton/etc", *(f"skeleton/{place}" for place in _PLACES)):
         os.mkdir(f"{shared}/{name}")
     for name, text in _FILES.items():
-        with open(f"{skeleton}/etc/{name}", "w") as file:
-            file.write(text)
-    os.symlink("/proc/mounts", f"{skeleton}/etc/mtab")
+        _write(f"{SKELETON}/etc/{name}", text)
+    os.symlink("/proc/mounts", f"{SKELETON}/etc/mtab")
+    for name in ETC:
+        _copy_public(f"/etc/{name}", f"{SKELETON}/etc/{name}")
     system: list[str] = []
-    for path in (*SYSTEM, *extra, *(f"/etc/{name}" for name in ETC)):
-        if _offer(path, skeleton, f"{shared}/bound/{len(system)}", system):
+    for path in (*SYSTEM, *extra):
+        if _offer(path, SKELETON, f"{shared}/bound/{len(system)}", system):
             system.append(path)
     _devices(shared)
     tree = Tree(system, overlay=True)
-    tree.overlay = _can_overlay(tree, write_map)
+    tree.overlay = _can_overlay(write_map)
     k.mount("none", shared, "", k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _QUIET)
     return tree
+
+
+def _copy_public(source: str, target: str) -> None:
+    """What everybody on this machine may read. Copies, since each mount in a box costs its making and its end."""
+    try:
+        info = os.lstat(source)
+        if stat.S_ISLNK(info.st_mode):
+            os.symlink(os.readlink(source), target)
+        elif stat.S_ISDIR(info.st_mode) and info.st_mode & 0o005 == 0o005:
+            os.mkdir(target)
+            for name in os.listdir(source):
+                _copy_public(f"{source}/{name}", f"{target}/{name}")
+        elif stat.S_ISREG(info.st_mode) and info.st_mode & 0o004 and info.st_size < _MOST_OF_ETC:
+            with open(source, "rb") as old, open(target, "wb") as new:
+                new.write(old.read(_MOST_OF_ETC))
+    except (FileNotFoundError, PermissionError):
+        pass
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def _offer(path: str, skeleton: str, spot: str, system: list[str]) -> bool:
@@ -155,7 +195,7 @@ def _devices(shared: str) -> None:
         os.mkdir(f"{shared}/dev/{name}")
 
 
-def _can_overlay(tree: Tree, write_map: Callable[[int], None]) -> bool:
+def _can_overlay(write_map: Callable[[int], None]) -> bool:
     """Whether a box can have one writable layer over everything; old kernels cannot, without privileges."""
     ready, go = os.pipe()
     pid, pidfd = k.clone(k.NEWUSER | k.NEWNS)
@@ -167,8 +207,9 @@ def _can_overlay(tree: Tree, write_map: Callable[[int], None]) -> bool:
             with contextlib.suppress(OSError):  # where only one user is mapped, it is that one already
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
-            k.mount("tmpfs", tree.spot, "tmpfs", _QUIET, "size=1m")
-            _layer(tree)
+            k.mount("tmpfs", SPOT, "tmpfs", _QUIET, "size=1m")
+            os.mkdir(f"{SPOT}/upper")
+            _layer([SKELETON])
             code = 0
         except OSError:
             pass
@@ -181,52 +222,83 @@ def _can_overlay(tree: Tree, write_map: Callable[[int], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _layer(tree: Tree) -> None:
-    spot = tree.spot
-    for name in ("upper", "under", "root"):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{spot}/{name}")
-    options = f"lowerdir={tree.skeleton},upperdir={spot}/upper,workdir={spot}/under,userxattr"
-    k.mount("overlay", f"{spot}/root", "overlay", _QUIET, options)
+def _layer(lowers: list[str]) -> None:
+    for name in ("under", "root"):
+        os.mkdir(f"{SPOT}/{name}")
+    options = f"lowerdir={':'.join(lowers)},upperdir={SPOT}/upper,workdir={SPOT}/under,userxattr"
+    k.mount("overlay", f"{SPOT}/root", "overlay", _QUIET, options)
 
 
-def enter(tree: Tree, *, size: int, mapped: bool) -> None:
-    """In a new box, with its own mount namespace: makes the root and moves into it."""
-    spot = tree.spot
-    k.mount("tmpfs", spot, "tmpfs", _QUIET, f"size={size},nr_inodes={max(1024, size // 2048)},mode=755")
+def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
+    """In a new box, with its own mount namespace: makes the root and moves into it.
+
+    A descriptor of the layer that it writes to; -1 where it has none."""
+    size = dress.size
+    k.mount("tmpfs", SPOT, "tmpfs", _QUIET, f"size={size},nr_inodes={max(1024, size // 2048)},mode=755")
+    os.mkdir(f"{SPOT}/shm")
+    os.chmod(f"{SPOT}/shm", 0o1777)
+    layer = -1
     if tree.overlay:
-        os.mkdir(f"{spot}/upper")
-        _writable(f"{spot}/upper", mapped)
-        _layer(tree)
+        os.mkdir(f"{SPOT}/upper")
+        lowers = [*dress.lowers, SKELETON]
+        if dress.base >= 0:
+            os.mkdir(f"{SPOT}/base")
+            k.attach(dress.base, f"{SPOT}/base")
+            os.close(dress.base)
+            lowers[-1] = f"{SPOT}/base"
+        if not dress.lowers:
+            _writable(f"{SPOT}/upper", dress, mapped)
+        _layer(lowers)
+        layer = os.open(f"{SPOT}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     else:
-        os.mkdir(f"{spot}/root")
-        _copied(tree.skeleton, f"{spot}/root")
-        _writable(f"{spot}/root", mapped)
-        k.mount(f"{spot}/root", f"{spot}/root", "", k.MS_BIND)
-    root = f"{spot}/root"
-    for number, path in enumerate(tree.system):
-        k.mount(f"shared/bound/{number}", root + path, "", k.MS_BIND | k.MS_REC)
-    k.mount("shared/dev", f"{root}/dev", "", k.MS_BIND | k.MS_REC)
-    os.mkdir(f"{spot}/shm")
-    os.chmod(f"{spot}/shm", 0o1777)
-    k.mount(f"{spot}/shm", f"{root}/dev/shm", "", k.MS_BIND)
-    terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
-    k.mount("devpts", f"{root}/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, terminals)
-    k.mount("proc", f"{root}/proc", "proc", _QUIET | k.MS_NOEXEC)
-    os.chdir(root)
+        if dress.base >= 0 or dress.lowers:
+            raise OSError(38, "this kernel gives boxes no layers: no image, no snapshot")
+        os.mkdir(f"{SPOT}/root")
+        _copied(SKELETON, f"{SPOT}/root")
+        _writable(f"{SPOT}/root", dress, mapped)
+        k.mount(f"{SPOT}/root", f"{SPOT}/root", "", k.MS_BIND)
+    wanted = {} if dress.base >= 0 else {path: f"shared/bound/{at}" for at, path in enumerate(tree.system)}
+    wanted |= {"/dev": "shared/dev", "/dev/shm": f"{SPOT}/shm"}
+    parts = {path: k.detached(source) for path, source in wanted.items()}
+    os.chdir(f"{SPOT}/root")
     k.pivot_root(".", ".")
+    for path, part in parts.items():
+        try:
+            k.attach(part, path)
+        except OSError:
+            if not dress.lowers:
+                raise
+            # What was there when the snapshot was taken moved it away: its own doing, and its loss.
+        os.close(part)
+    terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
+    k.mount("devpts", "/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, terminals)
+    k.mount("proc", "/proc", "proc", _QUIET | k.MS_NOEXEC)
     k.unmount(".")
     os.chdir("/")
+    return layer
 
 
-def _writable(top: str, mapped: bool) -> None:
-    """The places that programs write to, in the layer that is theirs."""
-    for name, mode in ((WORK[1:], 0o755), ("tmp", 0o1777), ("var", 0o755), ("var/tmp", 0o1777), ("run", 0o755)):
+def _writable(top: str, dress: Dress, mapped: bool) -> None:
+    """The places that programs write to and that mounts need, in the layer that is theirs."""
+    owned = (WORK[1:], "run")
+    places = [(WORK[1:], 0o755), ("tmp", 0o1777), ("var", 0o755), ("var/tmp", 0o1777), ("run", 0o755)]
+    if dress.base >= 0:
+        places += [("proc", 0o555), ("dev", 0o755), ("etc", 0o755)]
+    elif dress.resolve:
+        places += [("etc", 0o755)]
+    for name, mode in places:
         with contextlib.suppress(FileExistsError):
             os.mkdir(f"{top}/{name}")
         os.chmod(f"{top}/{name}", mode)
-        if mapped and name in (WORK[1:], "run"):
-            os.chown(f"{top}/{name}", USER, USER)
+        if mapped and name in owned and dress.uid != 0:
+            os.chown(f"{top}/{name}", dress.uid, dress.uid)
+    if dress.base >= 0:
+        for name in ("hosts", "hostname"):
+            _write(f"{top}/etc/{name}", _FILES[name])
+    if dress.resolve:
+        for name in ("resolv.conf", "hosts"):
+            with contextlib.suppress(OSError), open(f"/etc/{name}", errors="replace") as file:
+                _write(f"{top}/etc/{name}", file.read(1 << 16))
 
 
 def _copied(source: str, target: str) -> None:

@@ -1,0 +1,100 @@
+"""Snapshots, forks and diffs, where a provider has them; one that has none says so."""
+
+from rookery.core import SandboxError
+from rookery.sandboxes.conformance.tools import Check, box, sh
+from rookery.sandboxes.protocol import Provider, Sandbox
+
+MADE = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/link; chmod 750 d/e; echo x > d/e/x"
+
+
+async def _snapshot(sandbox: Sandbox) -> str | None:
+    """None where the provider has none."""
+    try:
+        return await sandbox.snapshot()
+    except SandboxError as error:
+        if error.code != "sandbox.refused":
+            raise
+        return None
+
+
+async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        await sh(sandbox, MADE)
+        name = await _snapshot(sandbox)
+        if name is None:
+            return
+        await sh(sandbox, "echo later > d/one; rm d/two; echo new > new")
+        fork = await sandbox.fork(name)
+        try:
+            assert fork.id != sandbox.id
+            found = await sh(fork, "cat d/one d/two d/link d/e/x; stat -c %a d/e; ls; echo > d/one; rm -r d/e")
+            assert found.stdout == b"one\ntwo\none\nx\n750\nd\n", found
+            other = await sandbox.fork(name)
+            try:
+                assert (await sh(other, "cat d/one d/e/x")).stdout == b"one\nx\n"
+            finally:
+                await other.close()
+            assert (await sh(sandbox, "cat d/one d/e/x; ls")).stdout == b"later\nx\nd\nnew\n"
+        finally:
+            await fork.close()
+
+
+async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        await sh(sandbox, MADE)
+        name = await _snapshot(sandbox)
+        if name is None:
+            return
+        fork = await sandbox.fork(name)
+    try:
+        await sh(fork, "rm -r d/e; mkdir d/e; echo y > d/e/y")
+        again = await fork.fork(await fork.snapshot())
+        try:
+            assert (await sh(again, "cat d/one; ls d/e")).stdout == b"one\ny\n"
+        finally:
+            await again.close()
+        first = await fork.fork(name)
+        try:
+            assert (await sh(first, "ls d/e")).stdout == b"x\n"
+        finally:
+            await first.close()
+    finally:
+        await fork.close()
+
+
+async def a_diff_tells_what_was_added_changed_and_removed(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        await sh(sandbox, MADE)
+        name = await _snapshot(sandbox)
+        if name is None:
+            return
+        assert await sandbox.diff(name) == {}
+        # The second file keeps its size and its time: only its content says that it is another one.
+        done = await sh(
+            sandbox,
+            "touch -r d/two t; printf owt\\\\n > d/two; touch -r t d/two; rm t d/e/x;"
+            "chmod 755 d/e; echo n > d/n; touch d/one",
+        )
+        assert done.ok, done
+        found = await sandbox.diff(name)
+        told = {path.rpartition("/d/")[2]: how for path, how in found.items()}
+        assert told == {"two": "changed", "e/x": "removed", "e": "changed", "n": "added"}, found
+
+
+async def a_snapshot_that_is_not_there_is_refused(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        for call in (sandbox.fork("nothing"), sandbox.diff("nothing")):
+            try:
+                await call
+            except SandboxError:
+                continue
+            raise AssertionError("it was there")
+        assert (await sh(sandbox, "echo still here")).stdout == b"still here\n"
+
+
+CHECKS: tuple[Check, ...] = (
+    a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own,
+    a_fork_can_be_forked_and_outlives_what_it_was_made_of,
+    a_diff_tells_what_was_added_changed_and_removed,
+    a_snapshot_that_is_not_there_is_refused,
+)

@@ -1,0 +1,273 @@
+"""Boxes that are made from a folder or an archive."""
+
+import asyncio
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes import Command, Home
+from rookery.sandboxes.local import unpack
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile.look import keeper_of
+from tests.sandboxes.images import archived, system_at
+from tests.sandboxes.keeping import SPEC
+
+
+@pytest.fixture
+async def local(home: Home) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return system_at(tmp_path_factory.mktemp("image") / "root")
+
+
+def of(image: Path, **more: object) -> SandboxSpec:
+    return replace(SPEC, image=str(image), **more)
+
+
+async def sh(sandbox: LocalSandbox, script: str) -> str:
+    result = await sandbox.exec(Command(argv=("sh", "-c", script)))
+    return (result.stdout + result.stderr).decode()
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "tar.xz"])
+async def test_a_box_has_the_files_of_its_image_and_nothing_of_the_host(
+    local: LocalProvider, image: Path, kind: str, tmp_path: Path
+) -> None:
+    if kind != "folder":
+        mode = {"tar": "w", "tar.gz": "w:gz", "tar.xz": "w:xz"}[kind]
+        image = archived(image, tmp_path / f"image.{kind}", mode)
+    sandbox = await local.create(of(image), attempt="a")
+    assert await sh(sandbox, "cat /etc/of-the-image; id -un; pwd") == "image\nuser\n/work\n"
+    listed = (await sh(sandbox, "ls /")).split()
+    assert {"bin", "dev", "etc", "proc", "srv", "tmp", "var", "work"} <= set(listed)
+    assert await sh(sandbox, "ls /root/.pyenv /usr/share /opt 2>/dev/null") == ""
+    assert await sh(sandbox, "cat /srv/data/link; readlink /srv/data/link; stat -c '%a' /srv/data/file") == (
+        "data\nfile\n640\n" if os.geteuid() == 0 else "data\nfile\n600\n"
+    )
+    assert await sh(sandbox, "echo x > /work/x; echo y > /tmp/y; cat /work/x /tmp/y; echo > /dev/null") == "x\ny\n"
+    mounts = (await sh(sandbox, "cat /proc/mounts")).splitlines()
+    assert {line.split()[1] for line in mounts} == {
+        "/",
+        "/dev",
+        "/dev/shm",
+        "/dev/pts",
+        "/proc",
+        *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")),
+    }
+
+
+async def test_the_image_is_never_written_to(local: LocalProvider, image: Path) -> None:
+    sandbox = await local.create(of(image, user="root"), attempt="a")
+    before = (image / "etc/passwd").stat()
+    await sh(sandbox, "echo changed > /etc/passwd; rm /etc/of-the-image; touch /bin/new")
+    assert await sh(sandbox, "cat /etc/passwd; ls /etc") == "changed\ngroup\nhostname\nhosts\npasswd\n"
+    assert (image / "etc/passwd").stat() == before
+    assert (image / "etc/of-the-image").exists()
+    assert not (image / "bin/new").exists()
+    other = await local.create(of(image, user="root"), attempt="a")
+    assert await sh(other, "cat /etc/of-the-image; ls /bin/new 2>/dev/null") == "image\n"
+
+
+async def test_owners_of_an_image_are_the_users_of_the_box(local: LocalProvider, image: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("probed: not root, so there is one user only")
+    sandbox = await local.create(of(image, user="root"), attempt="a")
+    assert await sh(sandbox, "stat -c '%u %g' /srv/data/file /etc/passwd /") == "1000 1000\n0 0\n0 0\n"
+    assert await sh(sandbox, "chmod 600 /etc/passwd; stat -c '%a %u' /etc/passwd") == "600 0\n"
+    # What root does in the box, an unprivileged user does to the host.
+    await sh(sandbox, "echo mine > /srv/mine; touch /root/x")
+    assert (await sandbox.read("/srv/mine")) == b"mine\n"
+
+
+async def test_images_and_snapshots_go_together(local: LocalProvider, image: Path) -> None:
+    sandbox = await local.create(of(image, user="root"), attempt="a")
+    await sh(sandbox, "echo a > /etc/group; rm -r /root; ln -s x /srv/l")
+    name = await sandbox.snapshot()
+    await sh(sandbox, "rm /srv/l; echo b > /etc/group; touch /bin/cat; chmod 700 /bin/ls; echo 1 > /etc/n")
+    found = await sandbox.diff(name)
+    assert found == {"/srv/l": "removed", "/etc/group": "changed", "/bin/ls": "changed", "/etc/n": "added"}
+    fork = await sandbox.fork(name)
+    assert await sh(fork, "cat /etc/group; ls -d /root 2>&1; readlink /srv/l; id -u; cat /proc/1/comm") == (
+        "a\nls: cannot access '/root': No such file or directory\nx\n0\nsandbox\n"
+    )
+
+
+async def test_an_archive_is_unpacked_once_however_many_ask(
+    local: LocalProvider, image: Path, tmp_path: Path
+) -> None:
+    archive = archived(image, tmp_path / "image.tar.gz")
+    boxes = await asyncio.gather(*(local.create(of(archive), attempt=str(n)) for n in range(12)))
+    keeper = await keeper_of(local)
+    assert len(list(Path(f"/proc/{keeper}/cwd/images").iterdir())) == 1
+    for sandbox in boxes:
+        assert await sh(sandbox, "cat /etc/of-the-image") == "image\n"
+    # One that was written anew is another one.
+    (image / "etc/more").write_text("more\n")
+    try:
+        archived(image, tmp_path / "other.tar.gz").replace(archive)
+    finally:
+        (image / "etc/more").unlink()
+    assert await sh(await local.create(of(archive), attempt="b"), "cat /etc/more") == "more\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"\0" * 20000])
+async def test_an_archive_that_is_none_is_the_tasks_fault_and_nothing_is_left(
+    local: LocalProvider, tmp_path: Path, content: bytes
+) -> None:
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(SandboxError) as raised:
+            await local.create(of(archive), attempt="a")
+        assert raised.value.code == "task.image"
+        assert str(archive) in str(raised.value)
+    keeper = await keeper_of(local)
+    assert (await local.create(SPEC, attempt="b")).id
+    assert list(Path(f"/proc/{keeper}/cwd/images").glob("*[0-9]")) == []
+
+
+async def test_a_missing_image_is_the_tasks_fault(local: LocalProvider, tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="no folder and no archive") as raised:
+        await local.create(of(tmp_path / "nowhere"), attempt="a")
+    assert raised.value.code == "task.image"
+
+
+async def test_a_hostile_image_cannot_lead_us_out(local: LocalProvider, tmp_path: Path, image: Path) -> None:
+    """Places that we mount on and write to are links to the host's in it."""
+    hostile = tmp_path / "hostile"
+    shutil.copytree(image, hostile, symlinks=True)
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o777)
+    shutil.rmtree(hostile / "etc")
+    for name in ("etc", "dev", "proc", "tmp", "work", "run", "var"):
+        (hostile / name).symlink_to(victim)
+    sandbox = await local.create(of(hostile, user="root"), attempt="a")
+    assert (
+        await sh(sandbox, "echo here > /work/x; cat /work/x; echo t > /tmp/t; ls -d /proc/1") == "here\n/proc/1\n"
+    )
+    assert list(victim.iterdir()) == []
+
+
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", data: bytes = b"", mode: int = 0o644
+) -> Member:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size, info.mode = kind, link, len(data), mode
+    return info, data
+
+
+def tar_of(target: Path, *members: Member) -> Path:
+    with tarfile.open(target, "w") as file:
+        for info, data in members:
+            file.addfile(info, io.BytesIO(data))
+    return target
+
+
+HOSTILE = {
+    "dots": [member("../out", data=b"x")],
+    "dots inside": [member("a/../../out", data=b"x")],
+    "absolute": [member("/out", data=b"x")],
+    "through a link": [member("l", tarfile.SYMTYPE, "OUTSIDE"), member("l/out", data=b"x")],
+    "over a link": [member("l", tarfile.SYMTYPE, "OUTSIDE/out"), member("l", data=b"x")],
+    "hard link to the outside": [member("l", tarfile.LNKTYPE, "../secret"), member("l", data=b"x")],
+    "hard link through a link": [
+        member("d", tarfile.SYMTYPE, "OUTSIDE"),
+        member("l", tarfile.LNKTYPE, "d/secret"),
+    ],
+    "hard link to a link": [
+        member("s", tarfile.SYMTYPE, "OUTSIDE/secret"),
+        member("l", tarfile.LNKTYPE, "s"),
+        member("l/x", data=b"x"),
+    ],
+    "folder through a link": [
+        member("d", tarfile.SYMTYPE, "OUTSIDE"),
+        member("d", tarfile.DIRTYPE, mode=0o777),
+        member("d/out", data=b"x"),
+    ],
+    "device": [member("d", tarfile.CHRTYPE)],
+    "mode through a link": [member("d", tarfile.DIRTYPE), member("d", tarfile.SYMTYPE, "OUTSIDE")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_is_written_outside_of_the_folder(name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o700)
+    (outside / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret")
+    for info, _ in HOSTILE[name]:
+        info.linkname = info.linkname.replace("OUTSIDE", str(outside))
+    archive = tar_of(tmp_path / "a.tar", *HOSTILE[name], member("z", data=b"z"))
+    (tmp_path / "images").mkdir()
+    try:
+        unpack.unpack(str(archive), str(tmp_path / "images/1"), owners=os.geteuid() == 0)
+    except unpack.BadArchiveError:
+        assert not (tmp_path / "images/1").exists()
+    assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+    assert (outside.stat().st_mode & 0o777, (outside / "secret").read_text()) == (0o700, "secret")
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "images", "outside", "secret"]
+
+
+def test_what_is_unpacked_is_what_tar_would_unpack(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "a/b").mkdir(parents=True)
+    (tree / "a/file").write_bytes(os.urandom(3_000_000))
+    os.link(tree / "a/file", tree / "a/b/second")
+    (tree / "a/b/link").symlink_to("../file")
+    (tree / "set").write_text("x")
+    (tree / "set").chmod(0o6755)
+    (tree / "closed").mkdir(mode=0o500)
+    os.mkfifo(tree / "fifo")
+    with (tree / "sparse").open("wb") as file:
+        file.truncate(50_000_000)
+    os.utime(tree / "a", (1, 2))
+    archive = archived(tree, tmp_path / "a.tar.gz")
+    unpack.unpack(str(archive), str(tmp_path / "out"), owners=os.geteuid() == 0)
+
+    def seen(top: Path) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for path in sorted(top.rglob("*")):
+            info = path.lstat()
+            small = path.is_file() and not path.is_symlink() and info.st_size < 10**7
+            data = path.read_bytes() if small else info.st_size
+            found[str(path.relative_to(top))] = (info.st_mode & ~0o6000, int(info.st_mtime), info.st_nlink, data)
+        return found
+
+    assert seen(tmp_path / "out") == seen(tree)
+    assert (tmp_path / "out/set").stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / "out/sparse").stat().st_blocks < 1000
+
+
+async def test_the_hosts_network_is_there_by_choice_only(local: LocalProvider) -> None:
+    """A listener of this process, on the loopback of the host: the only packets that are sent go there."""
+    server = await asyncio.start_server(lambda _, writer: (writer.write(b"hello"), writer.close()), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    program = f"import socket; s = socket.create_connection(('127.0.0.1', {port}), 5); print(s.recv(9).decode())"
+    try:
+        for network, wanted in (("all", b"hello\n"), ("none", b"")):
+            sandbox = await local.create(replace(SPEC, network=network), attempt="a")
+            result = await sandbox.exec(Command(argv=("python3", "-c", program)))
+            assert result.stdout == wanted, result
+            links = await sandbox.exec(Command(argv=("cat", "/proc/net/dev")))
+            assert (len(links.stdout.splitlines()) == 3) == (network == "none")
+            if network == "all" and Path("/etc/resolv.conf").exists():
+                assert await sandbox.read("/etc/resolv.conf") == Path("/etc/resolv.conf").read_bytes()
+    finally:
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,223 @@
+"""Snapshots of local boxes: the same as what was there, by a reference that knows nothing of layers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import SandboxError
+from rookery.sandboxes import Command, Home, procs
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile.look import keeper_of
+from tests.sandboxes.keeping import SPEC, eventually
+
+LIST = r"""
+import hashlib, json, os, stat, sys
+found = {}
+for top in ("/work", "/tmp", "/var/tmp"):
+    for above, folders, files in os.walk(top, followlinks=False):
+        for name in folders + files:
+            path = os.path.join(above, name)
+            info = os.lstat(path)
+            what = [info.st_mode, info.st_uid]
+            if stat.S_ISLNK(info.st_mode):
+                what.append(os.readlink(path))
+            elif stat.S_ISREG(info.st_mode):
+                with open(path, "rb") as file:
+                    what.append(hashlib.sha256(file.read()).hexdigest())
+                what.append(info.st_nlink)
+            found[path] = what
+print(json.dumps(found))
+"""
+"""Everything that programs wrote, as a program sees it."""
+
+
+@pytest.fixture
+async def local(home: Home) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+
+
+async def listed(sandbox: LocalSandbox) -> dict[str, list[object]]:
+    result = await sandbox.exec(Command(argv=("python3", "-S", "-c", LIST)))
+    assert result.ok, result
+    found: dict[str, list[object]] = json.loads(result.stdout)
+    return found
+
+
+async def sh(sandbox: LocalSandbox, script: str) -> None:
+    await sandbox.exec(Command(argv=("sh", "-c", script)))
+
+
+NAMES = st.sampled_from(["a", "b", "c", "a/a", "a/b", "b/a", "b/b/c", "/tmp/a", "/tmp/a/b", "c d", "ü"])
+STEPS = st.one_of(
+    st.tuples(st.just("mkdir -p"), NAMES),
+    st.tuples(st.just("put one"), NAMES),
+    st.tuples(st.just("put two"), NAMES),
+    st.tuples(st.just("add more"), NAMES),
+    st.tuples(st.just("truncate -s 100000"), NAMES),
+    st.tuples(st.just("rm -rf"), NAMES),
+    st.tuples(st.just("chmod 700"), NAMES),
+    st.tuples(st.just("mkfifo"), NAMES),
+    st.tuples(st.just("touch"), NAMES),
+    st.tuples(st.just("mv -T"), NAMES, NAMES),
+    st.tuples(st.just("cp -a"), NAMES, NAMES),
+    st.tuples(st.just("ln -s"), NAMES, NAMES),
+    st.tuples(st.just("ln"), NAMES, NAMES),
+)
+
+
+WRITING = """put() { [ -p "$2" ] || printf "$1" > "$2"; }
+add() { [ -p "$2" ] || printf "$1" >> "$2"; }"""
+"""A FIFO would wait for a reader for ever."""
+Steps = list[tuple[str, ...]]
+
+
+def script(steps: Steps) -> str:
+    lines = (f"{step[0]} {' '.join(json.dumps(name) for name in step[1:])}" for step in steps)
+    return "\n".join((WRITING, *lines))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=st.lists(STEPS, max_size=15), after=st.lists(STEPS, max_size=15), late=st.lists(STEPS, max_size=10))
+async def test_a_fork_is_what_was_there_and_a_diff_is_what_changed(
+    local: LocalProvider, before: Steps, after: Steps, late: Steps
+) -> None:
+    async def compared(one: LocalSandbox, name: str, old: dict[str, list[object]]) -> dict[str, list[object]]:
+        """A reference: what a program sees now beside what one saw then, but for the number of names."""
+        new = await listed(one)
+        wanted = dict.fromkeys(new.keys() - old.keys(), "added")
+        wanted |= dict.fromkeys(old.keys() - new.keys(), "removed")
+        wanted |= {path: "changed" for path in new.keys() & old.keys() if new[path][:3] != old[path][:3]}
+        told = await one.diff(name)
+        # Of a folder that is gone, or that came, only itself is told where the layers say no more.
+        gone = tuple(f"{path}/" for path, how in told.items() if how == "removed")
+        missing = {path for path in wanted.keys() - told.keys() if not path.startswith(gone)}
+        assert (missing, {path: how for path, how in told.items() if wanted.get(path) != how}) == (set(), {})
+        return new
+
+    sandbox = await local.create(SPEC, attempt="property")
+    try:
+        await sh(sandbox, script(before))
+        then = await listed(sandbox)
+        name = await sandbox.snapshot()
+        await sh(sandbox, script(after))
+        await compared(sandbox, name, then)
+        fork = await sandbox.fork(name)
+        try:
+            assert await listed(fork) == then
+            await sh(fork, script(late))
+            latest = await compared(fork, name, then)
+            again = await fork.fork(await fork.snapshot())
+            try:
+                assert await listed(again) == latest
+            finally:
+                await again.close()
+        finally:
+            await fork.close()
+    finally:
+        await sandbox.close()
+
+
+async def test_what_is_sparse_stays_sparse(local: LocalProvider) -> None:
+    sandbox = await local.create(SPEC, attempt="a")
+    await sh(sandbox, "truncate -s 1T giant; printf end | dd of=giant bs=1 seek=500G conv=notrunc")
+    name = await sandbox.snapshot()
+    fork = await sandbox.fork(name)
+    result = await fork.exec(Command(argv=("sh", "-c", "stat -c '%s' giant; dd if=giant bs=1 skip=500G count=3")))
+    assert result.stdout.split() == [b"1099511627776", b"end"]
+    assert await fork.diff(name) == {}
+
+
+async def test_a_snapshot_goes_with_the_last_of_its_family(local: LocalProvider) -> None:
+    sandbox = await local.create(SPEC, attempt="a")
+    keeper = await keeper_of(local)
+    await sh(sandbox, "head -c 3000000 /dev/zero > x")
+    name = await sandbox.snapshot()
+    kept = Path(f"/proc/{keeper}/cwd/kept")
+    assert len(list(kept.iterdir())) == 1
+    fork = await sandbox.fork(name)
+    await sandbox.close()
+    assert len(list(kept.iterdir())) == 1
+    assert (await fork.exec(Command(argv=("stat", "-c", "%s", "x")))).stdout == b"3000000\n"
+    await fork.close()
+    await eventually(lambda: len(list(kept.iterdir())))
+
+
+async def test_a_box_stands_still_while_it_is_copied_and_goes_on_afterwards(local: LocalProvider) -> None:
+    """Two files that a program always writes one after the other: in no snapshot is the second one ahead."""
+    sandbox = await local.create(SPEC, attempt="a")
+    program = """
+import os
+number = 0
+while True:
+    number += 1
+    for name in ("first", "second"):
+        with open(name + ".new", "w") as file:
+            file.write(str(number))
+        os.rename(name + ".new", name)
+    if number == 1:
+        print("up", flush=True)
+"""
+    process = await sandbox.start(Command(argv=("python3", "-c", program)))
+    async for _, chunk in process.output():
+        if b"up" in chunk:
+            break
+    last = 0
+    for _ in range(5):
+        fork = await sandbox.fork(await sandbox.snapshot())
+        first, second = int(await fork.read("first")), int(await fork.read("second"))
+        assert first - second in (0, 1)
+        assert last < first <= int(await sandbox.read("first"))
+        last = first
+        await fork.close()
+        # It goes on: the next number comes.
+        await sandbox.exec(Command(argv=("sh", "-c", f"while [ $(cat second) -le {first} ]; do sleep 0.01; done")))
+    await process.kill()
+
+
+async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_box_goes_on(
+    local: LocalProvider,
+) -> None:
+    sandbox = await local.create(SPEC, attempt="a")
+    keeper = await keeper_of(local)
+    await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
+    task = asyncio.create_task(sandbox.snapshot())
+    await eventually(lambda: not list(Path(f"/proc/{keeper}/cwd/kept").iterdir()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/kept").iterdir())))
+    with pytest.raises(SandboxError, match="took longer"):
+        await sandbox.snapshot(timeout=0.0)
+    assert (await sandbox.exec(Command(argv=("echo", "on")))).stdout == b"on\n"
+    name = await sandbox.snapshot()
+    assert await sandbox.diff(name) == {}
+
+
+async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
+    local: LocalProvider, home: Home
+) -> None:
+    """The provider hangs up in the middle; the fixture of the home finds nothing left."""
+    sandbox = await local.create(SPEC, attempt="a")
+    await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
+    task = asyncio.create_task(sandbox.snapshot())
+    keeper = await keeper_of(local)
+    await eventually(lambda: not list(Path(f"/proc/{keeper}/cwd/kept").iterdir()))
+    await local.close()
+    with pytest.raises(SandboxError):
+        await task
+    assert procs.stat_of(keeper) is None
+
+
+async def test_forks_are_bounded(local: LocalProvider) -> None:
+    sandbox = await local.create(SPEC, attempt="a")
+    for _ in range(64):
+        await sandbox.snapshot()
+    with pytest.raises(SandboxError, match="64 snapshots"):
+        await sandbox.snapshot()
