@@ -17,7 +17,20 @@ import msgspec
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
 from rookery.sandboxes.leases import owner_alive, start_ticks
-from rookery.sandboxes.protocol import Command, Home, Lease, OnOutput, Process, Provider, Sandbox, Shell, Stream
+from rookery.sandboxes.protocol import (
+    Command,
+    Egress,
+    Home,
+    Lease,
+    Listening,
+    OnOutput,
+    Process,
+    Provider,
+    Reaching,
+    Sandbox,
+    Shell,
+    Stream,
+)
 from rookery.sandboxes.reaper import reap
 
 if TYPE_CHECKING:
@@ -26,11 +39,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Best",
     "Command",
+    "Egress",
     "Home",
     "Lease",
+    "Listening",
     "OnOutput",
     "Process",
     "Provider",
+    "Reaching",
     "Sandbox",
     "Shell",
     "Stream",
@@ -90,10 +106,16 @@ def best_provider(spec: SandboxSpec | None = None) -> Best:
 def settle(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
     """The spec with its provider, the best of this machine unless it names one, and "".
 
-    Where nothing isolates and nobody consented: the spec as it is, and what to do.
+    Where nothing isolates and nobody consented: the spec as it is, and what to do. `UsageError` for a spec that no
+    provider could give.
     """
     if spec.provider:
         return spec, ""
+    if spec.network == "allow" or spec.allow:
+        from rookery.sandboxes.egress_rules import problems  # slow to import
+
+        if wrong := problems(spec):
+            raise UsageError(" ".join(wrong))
     best = best_provider(spec)
     if best.isolated or spec.untrusted_ok:
         return msgspec.structs.replace(spec, provider=best.name), ""

@@ -9,6 +9,7 @@ Promises, of every provider:
 - `close` is idempotent, runs on every path, and leaves nothing behind.
 """
 
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -142,6 +143,51 @@ class Keeping(Protocol):
     async def keep(self) -> None:
         """Starts that process, for as long as this provider is open. Providers of the same home then find it."""
         ...
+
+
+@runtime_checkable
+class Listening(Protocol):
+    """A sandbox that can have the network `model`: programs in it reach one address, and who serves that."""
+
+    inside_url: str
+    """The address, as programs in the sandbox write it: `http://127.0.0.1:PORT`. Empty where it has none."""
+
+    def listener(self) -> socket.socket:
+        """The socket behind that address, to be served from outside: by `aiohttp.web.SockSite`, by
+        `asyncio.start_server(sock=…)`, or by another process that it is passed to.
+
+        A duplicate, and the caller's to close, before or right after the sandbox: it keeps the sandbox's
+        network. It is bound and does not listen: a program that connects is refused until a server listens on
+        it, which both of those do (`backlog=1024` is a good number). `SandboxError(sandbox.refused)` where the
+        network is another.
+        """
+        ...
+
+    def unlisten(self) -> None:
+        """Refuse programs from now on, for good, those in the queue too: for when the last server is gone. Without
+        it they wait for the next one. Not while one serves: it would be told of an error without end."""
+        ...
+
+
+class Egress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What programs in a sandbox asked for of the network, and what came of it; the same things are counted."""
+
+    host: str
+    """A name or an address; `…` stands for those above a number that is kept one by one."""
+    port: int
+    verdict: Literal["allowed", "refused", "failed"]
+    why: str = ""
+    count: int = 1
+    sent: int = 0
+    """Bytes, by the sandbox."""
+    received: int = 0
+
+
+@runtime_checkable
+class Reaching(Protocol):
+    """A sandbox that can have the network `allow`: it keeps a bounded record, which outlives its closing."""
+
+    def egress(self) -> Sequence[Egress]: ...
 
 
 class Home(msgspec.Struct, frozen=True, kw_only=True):

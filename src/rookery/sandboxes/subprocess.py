@@ -44,7 +44,11 @@ class SubprocessProvider:
         said = []
         if spec.image is not None:
             said.append(f"The subprocess provider has no images; it cannot give {spec.image!r}.")
-        if spec.network in ("model", "allow") or spec.allow:
+        if spec.network == "allow" or spec.allow:
+            from rookery.sandboxes import egress_rules  # slow to import, and few sandboxes name any
+
+            said += egress_rules.problems(spec)
+        if spec.network in ("model", "allow"):
             said.append("The subprocess provider cannot restrict the network to the model or to an allow-list.")
         if spec.cpus is not None:
             said.append("The subprocess provider cannot limit the number of processors.")

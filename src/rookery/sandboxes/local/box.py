@@ -125,12 +125,15 @@ def live(sync: socket.socket, tree: root.Tree, program: bytes, parent: int, *, m
             os._exit(0)
         channel = _socket.socket(fileno=fds[0])
         channel.setblocking(False)
-        init = _settled(json.loads(said), channel, program, dress, mapped=mapped)
+        asked = json.loads(said)
+        out = {"layer": layer} if layer >= 0 else {}
+        if asked["listen"]:
+            out["listener"] = _door(asked["listen"]).detach()
+        init = _settled(asked, channel, program, dress, mapped=mapped)
         init.score, init.worth = score, os.pread(score, 16, 0)
-        top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        out = [fd for fd in (top, layer) if fd >= 0]
-        socket.send_fds(sync, [b"ready"], out)
-        for fd in out:
+        out["top"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        socket.send_fds(sync, [" ".join(("ready", *out)).encode()], list(out.values()))
+        for fd in out.values():
             os.close(fd)
         sync.close()
         init.loop()
@@ -200,6 +203,14 @@ def _settled(
     k.set_dumpable(False)  # becoming another user set it again
     k.die_with_parent()  # and cleared this
     return init
+
+
+def _door(port: int) -> socket.socket:
+    """A socket that stays in this network wherever it goes. Bound, so that no program here can take its place; it
+    does not listen: until somebody serves it, programs are refused at once instead of waiting."""
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door.bind(("127.0.0.1", port))
+    return door
 
 
 def _loopback() -> None:

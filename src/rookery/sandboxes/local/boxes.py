@@ -85,7 +85,7 @@ class Boxes:
         self,
         settings: "dict[str, Any]",
         poll: "select.poll",
-        on_ready: Callable[[Box, list[int]], None],
+        on_ready: Callable[[Box, dict[str, int]], None],
         on_spoiled: Callable[[Box, str], None],
     ) -> None:
         self.settings = settings
@@ -235,10 +235,10 @@ class Boxes:
         if data == b"warm":
             if one.state == "making":  # else it is somebody's already
                 self.turn(one, "warm")
-        elif data == b"ready" and one.state == "settling" and fds:
+        elif data.startswith(b"ready ") and one.state == "settling":
             self.unsync(one)
             self.turn(one, "held")
-            self.on_ready(one, fds)
+            self.on_ready(one, dict(zip(data.decode().split()[1:], fds, strict=True)))
         else:
             self.on_spoiled(one, data[2:].decode("utf-8", "replace") if data[:1] == b"!" else "it died")
         for fd in fds:
@@ -256,6 +256,7 @@ class Boxes:
             said = {
                 "disk": asked["disk"],
                 "uid": asked["uid"],
+                "listen": asked.get("listen", 0),
                 "memory_each": asked["memory"] if groups.MEMORY in missing else 0,
                 "pids_each": asked["pids"] if groups.PIDS in missing else 0,
             }

@@ -340,8 +340,8 @@ class Keeper:
         elif not order.given_up:
             self.orders.appendleft(order)
 
-    def hand_over(self, one: Box, fds: list[int]) -> None:
-        """A box is there; with descriptors of its root and of the layer that it writes to."""
+    def hand_over(self, one: Box, fds: "dict[str, int]") -> None:
+        """A box is there; with descriptors of its root, of the layer that it writes to, of its listener."""
         order: Order = one.order
         one.order = None
         client, channel = order.client, order.channel
@@ -360,7 +360,8 @@ class Keeper:
                 "uid": self.boxes.uid_of(one),
                 "folders": one.group.folders,
             }
-            self.tell(client, said, (channel.fileno(), one.pidfd, *fds))
+            fds = {"channel": channel.fileno(), "pidfd": one.pidfd, **fds}
+            self.tell(client, {**said, "fds": list(fds)}, tuple(fds.values()))
         finally:
             channel.close()
 

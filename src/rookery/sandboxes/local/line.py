@@ -44,6 +44,8 @@ class Asked(NamedTuple):
     """A folder or an archive; empty: the host's system."""
     snapshot: str = ""
     network: str = "none"
+    listen: int = 0
+    """A port of its loopback to be bound for whoever asked."""
 
 
 class Given(NamedTuple):
@@ -60,6 +62,8 @@ class Given(NamedTuple):
     top: int
     layer: int
     """The folder that holds what it writes; -1 where it has none of its own."""
+    listener: socket.socket | None = None
+    """Bound to its loopback, where it was asked for. It keeps the network of the box for as long as it is open."""
 
     def close(self) -> None:
         self.channel.close()
@@ -70,6 +74,8 @@ class Given(NamedTuple):
         os.close(self.top)
         if self.layer >= 0:
             os.close(self.layer)
+        if self.listener is not None:
+            self.listener.close()
 
 
 class _Answer(NamedTuple):
@@ -153,10 +159,23 @@ class Line:
 
     async def create(self, asked: Asked) -> Given:
         said, fds = await self._ask({"op": "create", **asked._asdict()})
-        channel = socket.socket(fileno=fds[0])
+        named = dict(zip(said["fds"], fds, strict=True))
+        channel = socket.socket(fileno=named["channel"])
         channel.setblocking(False)
-        layer = fds[3] if len(fds) > 3 else -1
-        return Given(said["name"], said["pid"], said["memory"], said["uid"], channel, fds[1], fds[2], layer)
+        listener = socket.socket(fileno=named["listener"]) if "listener" in named else None
+        if listener is not None:
+            listener.setblocking(False)
+        return Given(
+            said["name"],
+            said["pid"],
+            said["memory"],
+            said["uid"],
+            channel,
+            named["pidfd"],
+            named["top"],
+            named.get("layer", -1),
+            listener,
+        )
 
     async def snapshot(self, name: str, layer: int) -> str:
         """A name for what a box wrote, as it is now."""
@@ -219,7 +238,7 @@ class Line:
     def _receive(self) -> None:
         while True:
             try:
-                data, fds = _received(self._sock, 1 << 16, 4)
+                data, fds = _received(self._sock, 1 << 16, 8)
             except BlockingIOError:
                 return
             except OSError:

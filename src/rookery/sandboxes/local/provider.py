@@ -3,16 +3,20 @@
 Promises:
 - what a spec asks for and this machine cannot give is said by `check`, before anything starts;
 - a failed or cancelled creation leaves nothing;
-- a box whose keeper or whose pid 1 died is lost, and says so at once.
+- a box whose keeper or whose pid 1 died is lost, and says so at once;
+- with the network `model` a box reaches one address, which the owner serves; with `allow` the hosts of its rules,
+  through a proxy in the owner's process; nothing else in either, and this takes no rights on the host.
 """
 
 import asyncio
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import leases, transfers
@@ -20,12 +24,18 @@ from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import PATH, GuardedSandbox, close_all, opened
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.local.line import Asked, Given, Line
-from rookery.sandboxes.protocol import Command, Home
+from rookery.sandboxes.protocol import Command, Egress, Home
+
+if TYPE_CHECKING:
+    from rookery.sandboxes.egress import Outside, Proxy
 
 WORK = "/work"
 USER = 1000
 DISK = 1 << 30
 """Of a box whose spec names none. It is memory that is only used when written to, and counts as such."""
+PORT = 7465
+"""On a box's own loopback: where the networks `model` and `allow` begin."""
+URL = f"http://127.0.0.1:{PORT}"
 _INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
 _HIDDEN = ("proc", "dev", "sys")
 _HOW = {b"a": "added", b"c": "changed", b"r": "removed"}
@@ -43,6 +53,8 @@ class LocalProvider:
         self._open: set[LocalSandbox] = set()
         self._line: Line | None = None
         self._opening = asyncio.Lock()
+        self.outside: Outside | None = None
+        """Names and addresses, for the network `allow`, from the first box that has it."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         from rookery.sandboxes.local import probe
@@ -57,8 +69,10 @@ class LocalProvider:
             return ["The local provider needs Linux on x86_64 or aarch64."]
         if not _there(spec.image):
             said.append(f"The image {spec.image!r} is no folder and no archive on this machine.")
-        if spec.network not in ("none", "all") or spec.allow:
-            said.append(f"The local provider cannot give the network {spec.network!r} yet.")
+        if spec.network == "allow" or spec.allow:
+            from rookery.sandboxes import egress_rules  # slow to import, and few boxes have one
+
+            said += egress_rules.problems(spec)
         if spec.user not in (None, "user", str(USER), "root", "0"):
             said.append(f"The local provider has no user {spec.user!r} in its boxes.")
         if spec.workdir is not None and ".." in Path(spec.workdir).parts:
@@ -95,7 +109,11 @@ class LocalProvider:
         return await opened(sandbox, self._begin(sandbox, snapshot), timeout)
 
     async def _begin(self, sandbox: "LocalSandbox", snapshot: str) -> None:
-        await sandbox.open(await self.line(), snapshot)
+        if sandbox.spec.network == "allow" and self.outside is None:
+            from rookery.sandboxes.egress import Outside
+
+            self.outside = Outside()
+        await sandbox.open(await self.line(), snapshot, self.outside)
 
     def forget(self, sandbox: "LocalSandbox") -> None:
         self._open.discard(sandbox)
@@ -123,10 +141,13 @@ class LocalSandbox(GuardedSandbox):
         self._attempt = attempt
         self._given: Given | None = None
         self._line: Line | None = None
+        self._proxy: Proxy | None = None
+        self._shut = False
+        self.inside_url = URL if spec.network == "model" else ""
         self._uid = 0 if spec.user in ("root", "0") else USER
         self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
 
-    async def open(self, line: Line, snapshot: str) -> None:
+    async def open(self, line: Line, snapshot: str = "", outside: "Outside | None" = None) -> None:
         spec = self.spec
         path = leases.write(
             self._folder,
@@ -144,6 +165,7 @@ class LocalSandbox(GuardedSandbox):
                 image=os.path.realpath(spec.image) if spec.image and not snapshot else "",  # noqa: ASYNC240
                 snapshot=snapshot,
                 network=spec.network,
+                listen=PORT if spec.network in ("model", "allow") else 0,
             )
         )
         self._given = given
@@ -155,6 +177,7 @@ class LocalSandbox(GuardedSandbox):
             "USER": "root" if self._uid == 0 else "user",
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
             "LANG": "C.UTF-8",
+            **(self._way_out(given, outside) if outside is not None else {}),
             **spec.env,
         }
         self._channel = Channel(given.pid, given.channel, None, given.pidfd)
@@ -162,6 +185,44 @@ class LocalSandbox(GuardedSandbox):
             made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
             if not made.ok:
                 raise SandboxError(f"the working folder {self._work!r} cannot be made: {made.stderr!r:.200}")
+
+    def _way_out(self, given: Given, outside: "Outside") -> dict[str, str]:
+        """Opens what the network `allow` is; the variables that programs find it by."""
+        if self.spec.network != "allow":
+            return {}
+        from rookery.sandboxes import egress, egress_rules
+
+        assert given.listener is not None
+        rules = egress_rules.Rules.of(self.spec.allow)
+        self._proxy = egress.Proxy(given.listener.dup(), rules, self.id, outside)
+        self._proxy.start()
+        return egress_rules.environment(rules, URL)
+
+    def listener(self) -> socket.socket:
+        door = self._door()
+        if self._shut:
+            raise SandboxError(f"the listener of sandbox {self.id} was shut", cause="sandbox.refused")
+        return door.dup()
+
+    def unlisten(self) -> None:
+        # It stays bound, so that nobody takes its place. Its old connections would keep it from listening again.
+        door = self._door()
+        self._shut = True
+        if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            door.shutdown(socket.SHUT_RD)
+
+    def _door(self) -> socket.socket:
+        self._live()
+        assert self._given is not None
+        if self.spec.network != "model" or self._given.listener is None:
+            raise SandboxError(
+                f"the network of sandbox {self.id} is {self.spec.network!r}: it has no listener to serve",
+                cause="sandbox.refused",
+            )
+        return self._given.listener
+
+    def egress(self) -> Sequence[Egress]:
+        return self._proxy.record.all() if self._proxy is not None else ()
 
     def place(self) -> transfers.Place:
         self._live()
@@ -213,10 +274,16 @@ class LocalSandbox(GuardedSandbox):
         if self._given is not None and self._line is not None:
             # The kernel ends all of it at once; pid 1, asked nicely, would have to win against a bomb first.
             self._line.end(self._given.name)
-        await super()._close()
+        try:
+            if self._proxy is not None:
+                await self._proxy.close()
+        finally:
+            await super()._close()
 
     async def clean(self) -> None:
-        if self._given is not None:
+        if self._given is not None and self._channel is None:
+            self._given.close()
+        elif self._given is not None:
             self._given.close_files()
         if self._given is None or self._line is None or self._line.dead.done():
             # Nobody else will: there is no box, or no keeper any more.

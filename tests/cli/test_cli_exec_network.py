@@ -1,0 +1,89 @@
+"""`rookery exec --allow`: named hosts are reached, the others are not, for root and for ordinary users."""
+
+import http.server
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.sandbox_kit import boxes, called, called_as
+
+__all__ = ["boxes"]
+
+FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=20).read().decode())"
+
+
+class Hello(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hello) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("boxes")
+def test_what_is_allowed_is_reached_and_nothing_else(port: int, tmp_path: Path) -> None:
+    url = f"http://localhost:{port}/"
+    done = called("exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
+    assert (done.code, done.out) == (0, "hello\n"), done.err
+    done = called("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
+    assert done.code == 1
+    assert "refused" in done.err
+    done = called("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, "http://b.invalid", cwd=tmp_path)
+    assert "HTTP Error 403" in done.err
+
+
+@pytest.fixture
+def own_folder() -> Iterator[tuple[Path, int]]:
+    user = os.geteuid() or 65534
+    folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
+    os.chown(folder, user, -1)
+    yield folder, user
+    shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, user = own_folder
+    monkeypatch.setenv("TMPDIR", str(folder))
+    url = f"http://localhost:{port}/"
+    done = called_as(user, "exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=folder)
+    assert (done.code, done.out) == (0, "hello\n"), done.err
+    done = called_as(user, "exec", "--network", "model", "--", "python3", "-c", FETCH, url, cwd=folder)
+    assert (done.code, done.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--allow", "http://a.invalid"], "'http://a.invalid' is no host that can be allowed: it is a URL"),
+        (["--allow", "a.invalid", "--allow", "b.invalid:0"], "'b.invalid:0' is no host that can be allowed"),
+        (["--allow", ""], "it is empty"),
+        (["--network", "allow"], "needs hosts to allow"),
+        (["--network", "none", "--allow", "a.invalid"], "go with the network 'allow', not with 'none'"),
+        (["--unsafe", "--allow", "a b"], "a space"),
+        (["--provider", "subprocess", "--allow", "a.invalid"], "cannot restrict the network"),
+    ],
+)
+def test_what_cannot_be_allowed_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
+    done = called("exec", *args, "--", "true", cwd=tmp_path)
+    assert (done.code, done.out) == (125, "")
+    (line,) = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
+    assert words in line
+    assert "doctor" not in line

@@ -1,0 +1,214 @@
+"""Rules of the network `allow`: each says one thing, and what could mean another is refused in words."""
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.egress_rules import Address, Rules, environment, host_of, is_public, problems, rule
+from rookery.sandboxes.protocol import Home
+
+
+def allows(text: str, host: str, port: int) -> bool:
+    return Rules.of([text]).allow(host_of(host), port)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("example.org", "example.org", 80),
+        ("example.org", "EXAMPLE.org.", 443),
+        ("Example.ORG.", "example.org", 443),
+        ("example.org:8443", "example.org", 8443),
+        ("*.example.org", "a.example.org", 443),
+        ("*.example.org", "a.b.example.org", 80),
+        ("*.example.org:22", "a.example.org", 22),
+        ("bücher.example", "xn--bcher-kva.example", 443),
+        ("my_host.example", "my_host.example", 80),
+        ("192.0.2.7", "192.0.2.7", 80),
+        ("192.0.2.7:22", "192.0.2.7", 22),
+        ("2001:db8::7", "2001:0db8:0::7", 443),
+        ("[2001:db8::7]", "2001:db8::7", 443),
+        ("[2001:db8::7]:22", "2001:db8::7", 22),
+        ("192.0.2.7", "::ffff:192.0.2.7", 80),
+        ("::ffff:192.0.2.7", "192.0.2.7", 80),
+        ("localhost:8000", "localhost", 8000),
+    ],
+)
+def test_what_a_rule_covers(text: str, host: str, port: int) -> None:
+    assert allows(text, host, port)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("example.org", "example.org", 8443),
+        ("example.org", "example.org", 22),
+        ("example.org", "www.example.org", 443),
+        ("example.org", "badexample.org", 443),
+        ("example.org", "example.org.evil.test", 443),
+        ("*.example.org", "example.org", 443),
+        ("*.example.org", "badexample.org", 443),
+        ("*.example.org", "example.org.evil.test", 443),
+        ("example.org:8443", "example.org", 443),
+        ("192.0.2.7", "192.0.2.8", 80),
+        ("2001:db8::7", "2001:db8::8", 443),
+        ("*.7", "192.0.2.7", 80),
+    ],
+)
+def test_what_it_does_not(text: str, host: str, port: int) -> None:
+    try:
+        assert not allows(text, host, port)
+    except ValueError:
+        assert text == "*.7"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        ("  ", "it is empty"),
+        ("exa mple.org", "a space"),
+        ("example.org\n", "a space"),
+        ("exam\u200bple.org", "invisible"),
+        ("http://example.org", "it is a URL; write the host alone"),
+        ("https://example.org/a", "it is a URL"),
+        ("example.org/a", "no paths"),
+        ("10.0.0.0/8", "no ranges of addresses"),
+        ("*", "the network 'all'"),
+        ("*example.org", "'*' may only stand first"),
+        ("a.*.example.org", "'*' may only stand first"),
+        ("*.*.example.org", "'*' may only stand first"),
+        ("example.*", "'*' may only stand first"),
+        ("*.192.0.2.7", "nothing below an address"),
+        ("example.org:0", "'0' is no port; ports are 1 to 65535"),
+        ("example.org:65536", "is no port"),
+        ("example.org:https", "is no port"),
+        ("example.org:", "is no port"),
+        ("example.org:-1", "is no port"),
+        ("example.org:٨٠", "is no port"),
+        ("[192.0.2.7]", "brackets hold no address"),
+        ("[2001:db8::7", "brackets hold no address"),
+        ("[2001:db8::7]22", "brackets hold no address"),
+        ("2001:db8::7::1", "neither a name nor an address"),
+        ("fe80::1%eth0", "'%'"),
+        ("user@example.org", "neither a name nor an address"),
+        ("-a.example", "neither"),
+        ("a..example", "neither"),
+        (".example.org", "neither"),
+        ("a" * 64 + ".example", "neither"),
+        ("2130706433", "a number, and no address"),
+        ("127.1", "a number, and no address"),
+        ("0x7f.0.0.0x1", "a number, and no address"),
+        ("0177.0.0.1", "a number, and no address"),
+        ("256.1.1.1", "a number, and no address"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="is no host that can be allowed") as raised:
+        rule(text)
+    assert words in str(raised.value)
+    assert repr(text)[:20] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["local", "subprocess"])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SandboxSpec(network="allow"), "needs hosts to allow"),
+        (SandboxSpec(allow=("example.org",)), "go with the network 'allow', not with 'none'"),
+        (SandboxSpec(network="model", allow=("example.org",)), "not with 'model'"),
+        (SandboxSpec(network="allow", allow=("example.org", "http://a")), "'http://a' is no host"),
+    ],
+)
+def test_every_provider_says_what_is_wrong(name: str, spec: SandboxSpec, words: str, home: Home) -> None:
+    assert words in " ".join(open_provider(name, home).check(spec))
+
+
+def test_a_good_spec_has_no_problem() -> None:
+    assert problems(SandboxSpec()) == []
+    assert problems(SandboxSpec(network="all")) == []
+    assert problems(SandboxSpec(network="allow", allow=("example.org", "*.example.org:22"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+     "100.100.100.200", "168.63.129.16", "192.0.0.192", "198.18.0.1", "224.0.0.1", "239.1.1.1", "240.0.0.1",
+     "255.255.255.255", "192.0.2.1", "::", "::1", "fe80::1", "fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1",
+     "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1",
+     "2002:7f00:1::", "2002:a00:1::1"],
+)  # fmt: skip
+def test_what_is_not_public(text: str) -> None:
+    address = ipaddress.ip_address(text)
+    assert not is_public(address)
+    assert not Rules.of(["example.org", "localhost"]).reach("example.org", address, 80)
+
+
+@pytest.mark.parametrize(
+    "text", ["1.1.1.1", "93.184.216.34", "2606:2800:220:1::1", "::ffff:1.1.1.1", "64:ff9b::101:101"]
+)
+def test_what_is(text: str) -> None:
+    assert is_public(ipaddress.ip_address(text))
+
+
+def test_an_address_that_is_not_public_is_reached_by_its_own_rule() -> None:
+    own = ipaddress.ip_address("10.0.0.7")
+    assert Rules.of(["a.example", "10.0.0.7"]).reach("a.example", own, 443)
+    assert not Rules.of(["a.example:22", "10.0.0.7"]).reach("a.example", own, 22)
+    assert Rules.of(["localhost"]).reach("localhost", ipaddress.ip_address("127.0.0.1"), 80)
+    assert not Rules.of(["localhost"]).reach("localhost", own, 80)
+    assert not Rules.of(["a.localhost"]).reach("a.localhost", ipaddress.ip_address("127.0.0.1"), 80)
+
+
+def test_programs_find_the_proxy_and_keep_their_own_loopback() -> None:
+    said = environment(Rules.of(["example.org"]), "http://127.0.0.1:1")
+    assert said["HTTPS_PROXY"] == said["http_proxy"] == said["all_proxy"] == "http://127.0.0.1:1"
+    assert said["no_proxy"] == "localhost,127.0.0.1,::1"
+    assert environment(Rules.of(["localhost:1"]), "u")["NO_PROXY"] == "127.0.0.1,::1"
+
+
+# --------------------------------------------------------------------------------------------------- properties
+
+labels = st.from_regex(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?", fullmatch=True)
+names = st.lists(labels, min_size=1, max_size=4).map(".".join)
+ports = st.integers(1, 65535)
+addresses = st.ip_addresses()
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_rule_or_a_sentence(text: str) -> None:
+    try:
+        made = rule(text)
+    except ValueError as error:
+        assert "is no host that can be allowed: " in str(error)  # noqa: PT017
+    else:
+        assert all(0 < port < 65536 for port in made.ports)
+        assert isinstance(made.host, Address) or (made.host.isascii() and made.host == made.host.lower())
+
+
+@given(names, ports, names, ports)
+def test_a_rule_covers_its_own_name_and_port_alone(name: str, port: int, other: str, there: int) -> None:
+    rules = Rules.of([f"{name}:{port}"])
+    assert rules.allow(name, port)
+    assert rules.allow(other, there) == ((other, there) == (name, port))
+
+
+@given(names, names)
+def test_a_star_covers_all_below_and_nothing_else(name: str, other: str) -> None:
+    rules = Rules.of([f"*.{name}"])
+    assert rules.allow(f"{other}.{name}", 443)
+    assert not rules.allow(name, 443)
+    assert rules.allow(other, 443) == other.endswith(f".{name}")
+
+
+@given(addresses, addresses, ports)
+def test_an_address_is_no_name(one: Address, other: Address, port: int) -> None:
+    text = f"[{one}]:{port}" if one.version == 6 else f"{one}:{port}"
+    rules = Rules.of([text, "*.example.org", f"example.org:{port}"])
+    assert rules.allow(host_of(str(one)), port)
+    assert rules.reach(host_of(str(one)), one, port)
+    assert rules.allow(host_of(str(other)), port) == (host_of(str(one)) == host_of(str(other)))

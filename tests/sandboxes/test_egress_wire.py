@@ -1,0 +1,112 @@
+"""Whatever is sent to the proxy, it is answered or closed, never an error of ours, never two things at once."""
+
+import asyncio
+import socket
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.sandboxes import egress, egress_wire
+from rookery.sandboxes.egress_rules import Rules
+from tests.sandboxes.outside import Mapped
+
+words = st.sampled_from(
+    [b"GET", b"CONNECT", b"POST", b" ", b"  ", b"http://", b"https://", b"a.test", b"b.test", b":80", b":443",
+     b":", b"/", b"?", b"#", b"[::1]", b"127.0.0.1", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9", b"\r\n", b"\n", b"\r",
+     b"@", b"\r\n\r\n", b"Host: ", b"Host: a.test", b"Host: b.test", b"Content-Length: ", b"5",
+     b"Transfer-Encoding: chunked", b"Connection: Host", b"5\r\nhello\r\n", b"0\r\n\r\n", b"\x05", b"\x01\x00",
+     b"\x05\x01\x00\x03\x06a.test\x00\x50",
+     b"\x05\x01\x00\x01\x7f\x00\x00\x01\x00\x50", b"\x05\x01\x00\x04", b"\x00", b"\xff"]
+)  # fmt: skip
+soup = st.lists(words | st.binary(max_size=12), max_size=25).map(b"".join)
+lines = st.lists(
+    st.sampled_from(
+        [b"Host: a.test", b"Host: b.test", b"host:a.test:80", b"Content-Length: 5", b"Content-Length: 6",
+         b"TE: trailers",
+         b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Connection: close, X-A",
+         b"X-A: 1", b" folded"]
+    ),
+    max_size=5,
+)  # fmt: skip
+requests = st.builds(
+    lambda method, target, version, headers, rest: (
+        b"\r\n".join([b" ".join((method, target, version)), *headers]) + b"\r\n\r\n" + rest
+    ),
+    st.sampled_from([b"GET", b"POST", b"CONNECT", b"HEAD"]),
+    st.sampled_from(
+        [b"http://a.test/", b"http://b.test/", b"a.test:443", b"a.test:80", b"b.test:443", b"/", b"http://a.test"]
+    ),
+    st.sampled_from([b"HTTP/1.1", b"HTTP/1.0"]),
+    lines,
+    soup,
+)
+
+
+@given(soup | requests, st.lists(st.integers(1, 40), max_size=6))
+@settings(max_examples=400, deadline=None)
+def test_everything_is_answered_or_closed(data: bytes, cuts: list[int]) -> None:
+    async def main() -> tuple[bytes, Mapped]:
+        outside = Mapped({"a.test": ["93.184.216.34"], "b.test": ["127.0.0.1"]}, {})
+        listener = socket.socket()
+        proxy = egress.Proxy(listener, Rules.of(["a.test", "b.test"]), "box", outside)
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            loop = asyncio.get_running_loop()
+            serving = asyncio.create_task(proxy._serve(theirs))
+            at = 0
+            for cut in [*cuts, len(data) + 1]:
+                try:
+                    await loop.sock_sendall(ours, data[at : at + cut])
+                except OSError:
+                    break  # it has closed by now
+                await asyncio.sleep(0)
+                at += cut
+            ours.shutdown(socket.SHUT_WR)
+            said = b""
+            try:
+                while chunk := await loop.sock_recv(ours, 65536):
+                    said += chunk
+            except ConnectionResetError:
+                pass
+            await serving  # raises what it raised
+            assert theirs.fileno() == -1
+        await proxy.close()
+        return said, outside
+
+    said, outside = asyncio.run(main())
+    assert said == b"" or said.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5", b"\x05"))
+    assert set(outside.dialled) <= {("93.184.216.34", 80), ("93.184.216.34", 443)}
+
+
+@given(soup | requests)
+@settings(max_examples=400)
+def test_a_head_is_understood_in_one_way_or_not_at_all(data: bytes) -> None:
+    head = data.partition(b"\r\n\r\n")[0]
+    try:
+        asked = egress_wire.request(head)
+    except egress_wire.Bad as bad:
+        assert bad.status in (400, 431)  # noqa: PT017
+        return
+    said = egress_wire.forwarded(asked)
+    assert said.count(b"\r\n\r\n") == 1
+    assert said.endswith(b"\r\n\r\n")
+    headers = [line.split(b":")[0].lower() for line in said.split(b"\r\n")[1:-2]]
+    assert headers.count(b"host") == headers.count(b"connection") == 1
+    assert headers.count(b"content-length") + headers.count(b"transfer-encoding") <= 1
+    if asked.method != b"CONNECT":
+        again = egress_wire.request(said[:-4].replace(b" /", b" http://%b/" % str(asked.host).encode(), 1))
+        assert (again.host, again.port, again.path, again.length) == (
+            (asked.host, asked.port, asked.path, asked.length)
+        )
+
+
+@given(st.binary(max_size=60) | soup)
+def test_answers_and_chunks_are_understood_or_refused(data: bytes) -> None:
+    asked = egress_wire.request(b"GET http://a.test/ HTTP/1.1\r\nHost: a.test")
+    for read in (lambda: egress_wire.reply(b"HTTP/1.1 " + data, asked), lambda: egress_wire.chunk(data)):
+        try:
+            read()
+        except egress_wire.Bad as bad:
+            assert bad.status in (400, 502)  # noqa: PT017
