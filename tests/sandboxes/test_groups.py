@@ -40,7 +40,9 @@ def started(group: groups.Group, script: str) -> "subprocess.Popen[str]":
     program = subprocess.Popen(
         [sys.executable, "-c", "input()\n" + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    group.take(program.pid)
+    for door in group.doors():
+        os.write(door, str(program.pid).encode())
+        os.close(door)
     if group.unified:
         Path(group.unified, "cgroup.procs").write_text(str(program.pid))
     assert program.stdin is not None

@@ -15,6 +15,7 @@ import pytest
 
 from rookery.core import SandboxError
 from rookery.sandboxes import Command, Home, procs, reap
+from rookery.sandboxes.local.groups import MAX_IDLE
 from rookery.sandboxes.local.line import WARM, Asked, Line
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.hostile.look import keeper_of, look_at
@@ -172,7 +173,7 @@ async def test_a_cancelled_creation_leaves_nothing(home: Home, local: LocalProvi
     assert local._open == set()
     await eventually(lambda: leases_in(home))
     # What was being made for somebody who went may be kept warm for the next.
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM)
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM + MAX_IDLE)
     await eventually(lambda: len(procs.children_of(keeper)) > WARM)
 
 
@@ -198,7 +199,7 @@ async def test_a_failed_creation_leaves_nothing(home: Home, local: LocalProvider
             await local.create(spec, attempt="failed")
     await at_rest(keeper)
     await eventually(lambda: leases_in(home))
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) != WARM)
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM + MAX_IDLE)
 
 
 async def test_a_request_that_is_given_up_makes_no_box(home: Home) -> None:
@@ -230,7 +231,7 @@ async def test_two_hundred_at_once(home: Home, local: LocalProvider) -> None:
     await asyncio.gather(*(one.close() for one in made))
     await at_rest(keeper)
     await eventually(lambda: leases_in(home))
-    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) != WARM)
+    await eventually(lambda: len({Path(path).name for path in groups_of(prefix)}) > WARM + MAX_IDLE)
 
 
 # ----------------------------------------------------------------------------------------------- a keeper's life

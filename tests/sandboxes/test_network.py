@@ -188,7 +188,8 @@ async def test_nothing_of_a_network_is_left(local: LocalProvider) -> None:
         assert foreign() == []
         for box in known:
             await eventually(box.left)
-    await eventually(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 4 * WARM)
+    # A warm box may be settled, with all of its descriptors; networks are kept for the next ones.
+    await eventually(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM)
     assert len(os.listdir("/proc/self/fd")) <= before[1]
     assert [task for task in asyncio.all_tasks() if "egress" in repr(task)] == []
 

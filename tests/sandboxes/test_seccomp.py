@@ -176,7 +176,7 @@ def test_the_kernel_takes_it_and_obeys() -> None:
         sys.path.insert(0, sys.argv[1])
         import kernel, seccomp
         kernel.no_new_privileges()
-        kernel.install_filter(seccomp.program(os.uname().machine))
+        kernel.install_filter(kernel.Filter(seccomp.program(os.uname().machine)))
         libc = ctypes.CDLL(None, use_errno=True)
         numbers = seccomp.numbers(os.uname().machine)
         wrong = []

@@ -50,6 +50,7 @@ class GuardedSandbox:
         self._channel: Channel | None = None
         self._null = -1
         self._parts: set[GuardedProcess | GuardedShell] = set()
+        self._transfers: dict[asyncio.Future[Any], transfers.Clock] = {}
         self._closing: asyncio.Task[None] | None = None
 
     # ---- what a provider says
@@ -165,12 +166,22 @@ class GuardedSandbox:
         self._live()
         clock = transfers.Clock(timeout)
         task = asyncio.get_running_loop().run_in_executor(None, work, clock)
+        self._transfers[task] = clock
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             clock.stop.set()
             await asyncio.wait({task}, timeout=CLOSE_SECONDS)
             raise
+        finally:
+            del self._transfers[task]
+
+    async def _end_transfers(self) -> None:
+        """So that nothing uses a descriptor that is closed next, and may be another's by then."""
+        for clock in self._transfers.values():
+            clock.stop.set()
+        if self._transfers:
+            await asyncio.wait(set(self._transfers), timeout=CLOSE_SECONDS)
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:  # noqa: ARG002
         self._cannot("take snapshots")

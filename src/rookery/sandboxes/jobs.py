@@ -71,8 +71,8 @@ class Job:
         self.ceiling = HARD_OUTPUT * max(plan.output, 1 << 16)
         self.group = ""
         """The folder of the control group that limits the box's memory, where one does."""
-        self.top = -1
-        """A descriptor of the file system whose space is limited, where it is."""
+        self.top: Callable[[], int] | None = None
+        """Tells a descriptor of the file system whose space is limited, where it is; -1 once that is gone."""
         self._oom = self._refused = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.promise: asyncio.Future[Report | None] = self._loop.create_future()
@@ -213,7 +213,7 @@ class Job:
                 *ended,
                 "the sandbox had as many processes as it may have, and was refused more",
             )
-        if code and self.top >= 0 and _full(self.top):
+        if code and self.top is not None and _full(self.top()):
             return "disk_limit", *ended, "no space is left in the sandbox"
         if report.reason == stub.NATURAL and code and plan.memory and report.peak >= 0.85 * plan.memory:
             return "memory_limit", *ended, f"it used {report.peak} bytes, of {plan.memory} allowed, when it ended"
@@ -234,6 +234,8 @@ class Job:
 
 
 def _full(top: int) -> bool:
+    if top < 0:
+        return False
     space = os.fstatvfs(top)
     return space.f_bavail * space.f_frsize < FULL or (space.f_files > 0 and space.f_favail == 0)
 

@@ -35,15 +35,14 @@ class Box:
     lease: Path
 
     def left(self) -> list[str]:
-        """What there still is of it."""
+        """What there still is of it. Its groups may be the next box's by now, or kept for one."""
         found = [f"process {pid}" for pid in self.processes()]
-        found += [f"group {folder}" for folder in self.folders if os.path.exists(folder)]
         if self.lease.exists():
             found.append(f"lease {self.lease.name}")
         return found
 
     def processes(self) -> list[int]:
-        """Those in its groups, and those of its user in its namespaces; pid 1 is gone when all of them are."""
+        """Those of its user in its namespaces; pid 1 is gone when all of them are."""
         first = procs.stat_of(self.pid)
         if first is not None and first[0] not in "ZX" and str(first[2]) == self.started:
             return [self.pid, *_below(self.pid)]
@@ -52,15 +51,12 @@ class Box:
             if not entry.isdigit():
                 continue
             with contextlib.suppress(OSError):
-                groups = Path(f"/proc/{entry}/cgroup").read_text()
-                inside = f"/{self.name}\n" in groups
+                inside = self.uid < 0 or self.uid <= os.stat(f"/proc/{entry}").st_uid < self.uid + 65536
                 if (
-                    not inside
-                    and self.namespaces
-                    and self.uid <= os.stat(f"/proc/{entry}").st_uid < self.uid + 65536
+                    inside
+                    and _namespaces(int(entry)) == self.namespaces
+                    and Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
                 ):
-                    inside = _namespaces(int(entry)) == self.namespaces
-                if inside and Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2][0] not in "ZX":
                     found.append(int(entry))
         return found
 
@@ -76,7 +72,7 @@ def look_at(sandbox: LocalSandbox) -> Box:
         _, names, path = line.split(":", 2)
         for _, folder, kind, options, *_ in mounts:
             fits = kind == "cgroup2" if not names else kind == "cgroup" and names in options.split(",")
-            if fits and given.name in path:
+            if fits and "/rookery/" in path:
                 folders.append(f"{folder}{path}")
     assert not groups or folders or not given.memory
     return Box(

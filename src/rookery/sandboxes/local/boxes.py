@@ -20,13 +20,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
-    from rookery.sandboxes.local import box, groups, root, seccomp, store
+    from rookery.sandboxes.local import box, groups, nets, root, seccomp, store
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.works import Work, Works
 else:
     import box
     import groups
     import kernel as k
+    import nets
     import root
     import seccomp
     import store
@@ -35,9 +36,12 @@ else:
 FIRST_UID = 0x20000000
 RANGE = 65536
 SLOTS = 4096
-WARM_SIZE = 64 << 20
+WARM_SIZE = 1 << 30
+"""Of a usual box's disk: what is asked for without a word about it. Another one is another call of the kernel."""
 GONE_SECONDS = 10.0
-_NAMESPACES = k.NEWUSER | k.NEWPID | k.NEWNS | k.NEWNET | k.NEWIPC | k.NEWUTS | k.NEWCGROUP
+HURRY_SECONDS = 0.004
+_SHAPE = ("memory", "pids", "cpus", "disk", "uid", "listen")
+_NAMESPACES = k.NEWUSER | k.NEWPID | k.NEWNS | k.NEWIPC | k.NEWUTS | k.NEWCGROUP
 
 
 class Box:
@@ -45,27 +49,35 @@ class Box:
 
     __slots__ = (
         "below",
+        "channel",
         "family",
+        "fds",
         "group",
         "image",
         "lease",
         "name",
+        "net",
         "order",
         "pid",
         "pidfd",
+        "shape",
+        "shared",
         "state",
         "still",
         "sync",
     )
 
-    def __init__(self, name: str, pid: int, pidfd: int, sync: socket.socket, group: groups.Group) -> None:
+    def __init__(
+        self, name: str, pid: int, pidfd: int, sync: socket.socket, group: groups.Group, family: store.Family
+    ) -> None:
         self.name = name
         self.pid = pid
         self.pidfd = pidfd
         self.sync: socket.socket | None = sync
         self.group = group
-        self.family: store.Family | None = None
-        """Whose users it is; none as long as it is only born."""
+        self.family = family
+        """Whose users it is."""
+        family.members += 1
         self.image = ""
         """The folder of its image; empty: the host's system."""
         self.below: tuple[str, ...] = ()
@@ -74,8 +86,25 @@ class Box:
         self.order: Any = None
         """Whom it is for."""
         self.lease = ""
+        self.net = -1
+        """The network it has been lent; -1: one that goes with it, or the host's."""
+        self.shared = False
+        """Whether somebody else holds a socket of its network."""
         self.still = 0
         """How much work goes on that wants it frozen."""
+        self.shape: dict[str, Any] | None = None
+        """What it is settled for before anybody asked for it."""
+        self.channel: socket.socket | None = None
+        self.fds: dict[str, int] = {}
+        """The owner's end of its line and what else the owner gets, where it waits settled."""
+
+    def drop(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds = {}
 
 
 class Boxes:
@@ -96,7 +125,7 @@ class Boxes:
         self.uid, self.gid = os.geteuid(), os.getegid()
         self.mapped = self.uid == 0 and _has_ids()
         """Whether each box is users of its own, or all of them are the one that we are."""
-        self.program = seccomp.program(os.uname().machine)
+        self.program = k.Filter(seccomp.program(os.uname().machine))
         self.held = groups.find()
         with open(f"{settings['folder']}/groups.json", "w") as file:  # for the reaper, should we be killed
             json.dump({"prefix": f"{settings['name']}-", "above": self.held.tops}, file)
@@ -105,6 +134,8 @@ class Boxes:
             _map("self", f"{self.uid} {self.uid} 1", f"{self.gid} {self.gid} 1", deny=True)
         else:
             k.unshare(k.NEWNS)
+            k.keep_rights_as_another_user()
+        self.nets = nets.Nets() if self.mapped else None
         self.tree = root.prepare(settings["folder"], settings["extra"], lambda pid: self.map(pid, 0, root.USER))
         # Begun somewhere else by each keeper, and taken in turn: user ids have limits of their own in the kernel.
         slots = deque((self.pid * 2654435761 + n) % SLOTS for n in range(SLOTS))
@@ -116,14 +147,18 @@ class Boxes:
         self.born: deque[Box] = deque()
         """Without files yet: for those who want others than the usual."""
         self.warm: deque[Box] = deque()
+        self.last: dict[str, Any] | None = None
+        """What the last usual one was asked for as."""
+        self.shape: dict[str, Any] | None = None
+        """What the next ones are settled for in advance: two in a row were asked for so."""
         self.making = 0
         self.settling = 0
         self.made = 0
+        self.dying: deque[tuple[float, Box]] = deque()
         self.leaving: list[tuple[float, Box]] = []
 
     def uid_of(self, one: Box) -> int:
         """The host's id of its user 0; -1 where it is our own user."""
-        assert one.family is not None
         return FIRST_UID + one.family.slot * RANGE if self.mapped else -1
 
     # ------------------------------------------------------------------------------------------- making
@@ -132,63 +167,104 @@ class Boxes:
         """A process in namespaces and groups of its own, that waits to be told what it is. `alone`: no network."""
         self.made += 1
         name = f"{self.settings['name']}-{self.made}"
-        group = self.held.make(name)
-        cgroup = -1
+        family = self.store.family()
+        try:
+            group = self.held.make(name)
+        except OSError:
+            self.store.slots.append(family.slot)
+            raise
+        doors: list[int] = []
+        cgroup = net = -1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if group.unified:
                 cgroup = os.open(group.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            pid, pidfd = k.clone(_NAMESPACES if alone else _NAMESPACES & ~k.NEWNET, cgroup=cgroup)
+            if self.nets is not None and alone:
+                net = self.nets.enter()
+            elif self.nets is not None:
+                self.nets.enter_host()
+            doors = group.doors()
+            flags = _NAMESPACES | k.NEWNET if alone and net < 0 else _NAMESPACES
+            pid, pidfd = self.clone(flags, cgroup, FIRST_UID + family.slot * RANGE)
             if pid == 0:
-                box.live(theirs, self.tree, self.program, self.pid, mapped=self.mapped)
+                box.live(theirs, self.tree, self.program, self.pid, doors, mapped=self.mapped)
                 os._exit(3)
         except OSError:
             ours.close()
             group.remove()
+            self.store.slots.append(family.slot)
+            if net >= 0:
+                os.close(net)
             raise
         finally:
             theirs.close()
-            if cgroup >= 0:
-                os.close(cgroup)
-        one = Box(name, pid, pidfd, ours, group)
+            for fd in (*doors, *((cgroup,) if cgroup >= 0 else ())):
+                os.close(fd)
+        one = Box(name, pid, pidfd, ours, group, family)
+        one.net = net
         self.by_pid[pid] = one
         ours.setblocking(False)
         self.syncs[ours.fileno()] = one
         self.poll.register(ours.fileno(), select.POLLIN)
-        try:
-            group.take(pid)
-            with contextlib.suppress(PermissionError):
-                # Pid 1 must get its turn when a hundred programs of its box want theirs; they do not inherit it.
-                os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
-                os.setpriority(os.PRIO_PROCESS, pid, -10)
-        except OSError:
-            self.end(one)
-            raise
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            # Pid 1 must get its turn when a hundred programs of its box want theirs; they do not inherit it.
+            os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, pid, -10)
         return one
+
+    def clone(self, flags: int, cgroup: int, uid: int) -> tuple[int, int]:
+        """What a box's users take of what the kernel counts by user (inotify, signals, namespaces) is also counted
+        for the user who made the box: were it root, one box could leave the host's root without."""
+        if not self.mapped:
+            return k.clone(flags, cgroup=cgroup)
+        os.seteuid(uid)
+        pid = -1
+        try:
+            pid, pidfd = k.clone(flags, cgroup=cgroup)
+        finally:
+            if pid != 0:
+                os.seteuid(0)
+                k.die_with_parent(signal.SIGTERM)  # which being another user had undone
+        return pid, pidfd
 
     def start(self) -> None:
         """One of the usual boxes, to be warm soon."""
         one = self.birth()
         self.turn(one, "making")
+        shape = self.shape
         try:
-            self.dress(one, root.Dress(WARM_SIZE), self.store.family())
+            self.dress(
+                one, root.Dress(shape["disk"] if shape else WARM_SIZE, shape["uid"] if shape else root.USER)
+            )
+            if shape is not None:
+                one.shape = shape
+                one.channel = self.settle_for(one, shape)
         except OSError as error:
             self.on_spoiled(one, str(error))
 
     def dress(
-        self, one: Box, dress: root.Dress, family: store.Family, image: str = "", *, alone: bool = True
+        self,
+        one: Box,
+        dress: root.Dress,
+        image: str = "",
+        family: store.Family | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
-        """Tells a box what it is made from, and whose users it is. `image`: a folder."""
+        """Tells a box what it is made from. `image`: a folder. `family`: whose users it is to be."""
         assert one.sync is not None
-        one.family, one.image, one.below = family, image, dress.lowers
-        family.members += 1
-        self.map(one.pid, family.slot, dress.uid)
+        one.image, one.below = image, dress.lowers
+        if family is not None:
+            family.members += 1
+            self.store.leave(one.family)
+            one.family = family
+        self.map(one.pid, one.family.slot, dress.uid)
         said = {
             "size": dress.size,
             "uid": dress.uid,
             "lowers": dress.lowers,
             "resolve": dress.resolve,
-            "loopback": alone,
+            "loopback": alone and self.nets is None,
         }
         base = self.image_for(one, image) if image else -1
         try:
@@ -233,8 +309,13 @@ class Boxes:
         except OSError:
             data, fds = b"", []
         if data == b"warm":
-            if one.state == "making":  # else it is somebody's already
+            if one.state == "making" and one.shape is None:  # else it goes on to be ready
                 self.turn(one, "warm")
+        elif data.startswith(b"ready ") and one.state == "making":
+            self.unsync(one)
+            one.fds = dict(zip(data.decode().split()[1:], fds, strict=True))
+            fds = []
+            self.turn(one, "warm")
         elif data.startswith(b"ready ") and one.state == "settling":
             self.unsync(one)
             self.turn(one, "held")
@@ -246,9 +327,21 @@ class Boxes:
 
     def settle(self, one: Box, asked: "dict[str, Any]") -> socket.socket | None:
         """Makes a warm box the one that is asked for; our end of its channel, or None where it was spoiled."""
-        assert one.sync is not None
         self.turn(one, "settling")
         one.lease = asked["lease"]
+        if one.shape is not None:
+            channel, one.channel = one.channel, None
+            return channel
+        try:
+            return self.settle_for(one, asked)
+        except OSError as error:
+            self.on_spoiled(one, str(error))
+            return None
+
+    def settle_for(self, one: Box, asked: "dict[str, Any]") -> socket.socket:
+        """Tells a box what it is to hold. Our end of its channel."""
+        assert one.sync is not None
+        one.shared = asked["listen"] > 0
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             one.group.limit(groups.Limits(asked["memory"], asked["pids"], asked["cpus"]))
@@ -261,19 +354,34 @@ class Boxes:
                 "pids_each": asked["pids"] if groups.PIDS in missing else 0,
             }
             socket.send_fds(one.sync, [json.dumps(said).encode()], [theirs.fileno()])
-        except OSError as error:
+        except OSError:
             ours.close()
-            self.on_spoiled(one, str(error))
-            return None
+            raise
         finally:
             theirs.close()
         return ours
+
+    def fitting(self, asked: "dict[str, Any]") -> Box | None:
+        """A warm box for this; those that were settled for something else cannot be changed any more, and end."""
+        shape = {name: asked[name] for name in _SHAPE}
+        self.shape = shape if shape == self.last else None
+        self.last = shape
+        for one in list(self.warm):
+            if one.shape is None or one.shape == shape:
+                return one
+            self.end(one)
+        return None
+
+    def ready(self, one: Box) -> None:
+        """A box that had been settled already is there."""
+        self.turn(one, "held")
+        self.on_ready(one, one.fds)
+        one.drop()
 
     # --------------------------------------------------------------------------------------- snapshots
 
     def snapshot(self, one: Box, layer: int, ended: Callable[[str, str], None]) -> Work:
         """Of what the box wrote. Tells the snapshot's name, or what went wrong."""
-        assert one.family is not None
 
         def done(name: str, why: str) -> None:
             self.move_on(one)
@@ -328,12 +436,22 @@ class Boxes:
 
     def end(self, one: Box) -> None:
         self.unsync(one)
+        one.drop()
         if one.state != "ending":
             self.turn(one, "ending")
-            one.group.kill()
             if one.pidfd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+                self.dying.append((time.monotonic(), one))
+
+    def hurry(self) -> None:
+        """Kills what did not die with pid 1 at once: a bomb. Who is born into a group that was killed once is
+        killed too, on some kernels, so this is not done to all of them."""
+        now = time.monotonic()
+        while self.dying and (self.dying[0][1].pidfd < 0 or now - self.dying[0][0] > HURRY_SECONDS):
+            one = self.dying.popleft()[1]
+            if one.pidfd >= 0:
+                one.group.kill()
 
     def reap(self) -> None:
         while True:
@@ -359,11 +477,14 @@ class Boxes:
 
     def tidy(self) -> None:
         """Removes what dead boxes leave: pid 1 is gone only when all of its namespace is."""
+        if self.dying:
+            self.hurry()
         left: list[tuple[float, Box]] = []
         for since, one in self.leaving:
-            if one.group.remove() or time.monotonic() - since > GONE_SECONDS:
-                if one.family is not None:
-                    self.store.leave(one.family)
+            if self.held.done_with(one.group, keep=not one.still) or time.monotonic() - since > GONE_SECONDS:
+                if one.net >= 0 and self.nets is not None:
+                    self.nets.give_back(one.net, shared=one.shared)
+                self.store.leave(one.family)
                 if one.lease:
                     with contextlib.suppress(OSError):
                         os.unlink(one.lease)

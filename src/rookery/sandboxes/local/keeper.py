@@ -13,6 +13,7 @@ Promises:
 """
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -144,6 +145,8 @@ class Keeper:
             self.make()
 
     def wait_ms(self) -> float | None:
+        if self.boxes.dying:
+            return 2.0
         if self.boxes.leaving:
             return 20.0
         if self.orders and self.failed_at:
@@ -266,18 +269,22 @@ class Keeper:
                 if boxes.settling >= AT_ONCE:
                     break
                 self.unusual(self.orders.popleft())
-            elif boxes.warm:
-                one = boxes.warm.popleft()
-                one.order = self.orders.popleft()
-                order.channel = boxes.settle(one, order.asked)
-            else:
+                continue
+            one = boxes.fitting(order.asked) if boxes.warm else None
+            if one is None:
                 break
+            one.order = self.orders.popleft()
+            order.channel = boxes.settle(one, order.asked)
+            if one.shape is not None:
+                boxes.ready(one)
         usual = sum(1 for order in self.orders if order.usual)
         while not usual and len(boxes.warm) > self.settings["warm"]:
             boxes.end(boxes.warm[-1])  # begun for somebody who gave up
         if self.failed_at and time.monotonic() - self.failed_at < 0.1:
             return
         self.failed_at = 0.0
+        if boxes.settling and not self.orders:
+            return  # who waits for one comes first: making the next takes us some milliseconds
         wanted = min(usual + self.settings["warm"] - len(boxes.warm), AT_ONCE)
         try:
             while boxes.making < wanted:
@@ -326,7 +333,7 @@ class Keeper:
             try:
                 dress = root.Dress(asked["disk"], asked["uid"], lowers, resolve=not alone)
                 boxes.turn(one, "settling")
-                boxes.dress(one, dress, family or boxes.store.family(), image, alone=alone)
+                boxes.dress(one, dress, image, family, alone=alone)
             except OSError as error:
                 self.spoiled(one, str(error))
                 return
@@ -417,6 +424,9 @@ def main() -> None:
     except Exception as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         raise
+    # What is here now stays: no collector of a box needs to touch, and thereby copy, all of it.
+    gc.collect()
+    gc.freeze()
     control.send(json.dumps({"about": keeper.about()}).encode())
     try:
         keeper.loop()

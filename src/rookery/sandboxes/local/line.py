@@ -66,14 +66,20 @@ class Given(NamedTuple):
     """Bound to its loopback, where it was asked for. It keeps the network of the box for as long as it is open."""
 
     def close(self) -> None:
+        self.close_files()
+        self.close_listener()
+        self.close_line()
+
+    def close_line(self) -> None:
         self.channel.close()
         os.close(self.pidfd)
-        self.close_files()
 
     def close_files(self) -> None:
         os.close(self.top)
         if self.layer >= 0:
             os.close(self.layer)
+
+    def close_listener(self) -> None:
         if self.listener is not None:
             self.listener.close()
 
@@ -100,6 +106,9 @@ class Line:
         self._place = place
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._last = 0
+        self._room = asyncio.Lock()
+        self._blocked = asyncio.Event()
+        """Of whoever waits for room on the line."""
         self._about: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.dead: asyncio.Future[None] = self._loop.create_future()
         sock.setblocking(False)
@@ -212,14 +221,16 @@ class Line:
             self._send_now({"op": "end", "name": name})
 
     async def _send(self, said: dict[str, Any], fds: Sequence[int]) -> None:
-        while not self._send_now(said, fds):
-            ready = asyncio.Event()
-            self._loop.add_writer(self._sock.fileno(), ready.set)
-            try:
-                await ready.wait()
-            finally:
-                if self._sock.fileno() >= 0:
-                    self._loop.remove_writer(self._sock.fileno())
+        # One at a time: a loop has room for one who waits for a socket, and forgets the one before.
+        async with self._room:
+            while not self._send_now(said, fds):
+                ready = self._blocked = asyncio.Event()
+                self._loop.add_writer(self._sock.fileno(), ready.set)
+                try:
+                    await ready.wait()
+                finally:
+                    if self._sock.fileno() >= 0:
+                        self._loop.remove_writer(self._sock.fileno())
 
     def _send_now(self, said: dict[str, Any], fds: Sequence[int] = ()) -> bool:
         if self._sock.fileno() < 0:
@@ -267,6 +278,7 @@ class Line:
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
             self._sock.close()
+        self._blocked.set()
         for promise in self._waiting.values():
             if not promise.done():
                 promise.set_exception(SandboxError("the keeper died", cause="sandbox.create"))

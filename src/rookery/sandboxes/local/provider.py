@@ -240,8 +240,11 @@ class LocalSandbox(GuardedSandbox):
     def made(self, job: Job) -> Job:
         assert self._given is not None
         job.group = self._given.memory
-        job.top = self._given.top
+        job.top = self._top
         return job
+
+    def _top(self) -> int:
+        return -1 if self._given is None or self._closing is not None else self._given.top
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
         given, line = self._layered()
@@ -271,7 +274,10 @@ class LocalSandbox(GuardedSandbox):
         return self._given, self._line
 
     async def _close(self) -> None:
+        await self._end_transfers()
         if self._given is not None and self._line is not None:
+            # Before the box goes: the last to hold its files waits milliseconds for the kernel to end them.
+            self._given.close_files()
             # The kernel ends all of it at once; pid 1, asked nicely, would have to win against a bomb first.
             self._line.end(self._given.name)
         try:
@@ -281,10 +287,10 @@ class LocalSandbox(GuardedSandbox):
             await super()._close()
 
     async def clean(self) -> None:
-        if self._given is not None and self._channel is None:
-            self._given.close()
-        elif self._given is not None:
-            self._given.close_files()
+        if self._given is not None:
+            self._given.close_listener()
+            if self._channel is None:
+                self._given.close_line()
         if self._given is None or self._line is None or self._line.dead.done():
             # Nobody else will: there is no box, or no keeper any more.
             leases.path_of(self._folder, self.id).unlink(missing_ok=True)

@@ -10,7 +10,10 @@ import contextlib
 import errno
 import os
 import stat
-import tarfile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import tarfile
 
 MAX_ENTRIES = 5_000_000
 _BLOCK = 1 << 20
@@ -24,6 +27,8 @@ class BadArchiveError(Exception):
 
 def unpack(archive: str, target: str, *, owners: bool) -> None:
     """`owners`: files get the archive's owners, which only root can give."""
+    import tarfile  # only here: threading comes with it, and makes every fork of the keeper slower
+
     making = f"{target}.part"
     os.mkdir(making, 0o755)
     top = os.open(making, _FOLDER)
@@ -89,10 +94,10 @@ class _Parent:
 
 
 def _member(
-    file: tarfile.TarFile,
-    member: tarfile.TarInfo,
+    file: "tarfile.TarFile",
+    member: "tarfile.TarInfo",
     top: int,
-    times: list[tuple[str, tarfile.TarInfo]],
+    times: "list[tuple[str, tarfile.TarInfo]]",
     *,
     owners: bool,
 ) -> None:
@@ -150,7 +155,7 @@ def _clear(folder: int, name: str, *, keep_folder: bool = False) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _file(file: tarfile.TarFile, member: tarfile.TarInfo, folder: int, name: str) -> None:
+def _file(file: "tarfile.TarFile", member: "tarfile.TarInfo", folder: int, name: str) -> None:
     source = file.extractfile(member)
     assert source is not None
     new = os.open(name, _NEW, 0o600, dir_fd=folder)
@@ -167,7 +172,7 @@ def _file(file: tarfile.TarFile, member: tarfile.TarInfo, folder: int, name: str
         os.close(new)
 
 
-def _finish(folder: int, name: str, member: tarfile.TarInfo, *, owners: bool) -> None:
+def _finish(folder: int, name: str, member: "tarfile.TarInfo", *, owners: bool) -> None:
     if owners:
         # Past what a box has users for, there is only nobody.
         uid, gid = (number if 0 <= number < 65535 else 65534 for number in (member.uid, member.gid))
