@@ -8,13 +8,14 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit setup peers clean help
+.PHONY: demo test lint unit test-cgroup2 setup peers clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
 	@echo "make test    set up, lint, type-check and run every test"
 	@echo "make lint    ruff, mypy and the order of the rooms"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
+	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make clean   remove what make made"
 
@@ -47,6 +48,10 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# Not a part of `make test`: where this machine has no v2 controllers, it fetches and boots a kernel.
+test-cgroup2: $(STAMP)
+	$(BIN)/python tools/run_cgroup2.py $(ARGS)
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py

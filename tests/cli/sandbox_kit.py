@@ -98,4 +98,6 @@ def groups_of(pid: int) -> list[Path]:
     """The control groups of boxes whose owner this is or was."""
     held = groups.find()
     places = {held.unified, *held.v1.values()} - {""}
-    return [group for place in places for group in Path(place).iterdir() if group.name.startswith(f"{pid}-")]
+    found = [group for place in places for group in Path(place).iterdir() if group.name.startswith(f"{pid}-")]
+    held.leave()
+    return found

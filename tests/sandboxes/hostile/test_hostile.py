@@ -59,7 +59,8 @@ async def running(sandbox: LocalSandbox) -> list[str]:
     script = """for one in /proc/[0-9]*; do
         [ $one = /proc/1 ] || [ $one = /proc/$$ ] || { read -r line < $one/stat && echo "$line"; } 2>/dev/null
     done; exit 0"""
-    result = await sandbox.exec(Command(argv=("sh", "-c", script)))
+    # The box's own time is for who attacks; on a slow machine, who looks needs longer.
+    result = await sandbox.exec(Command(argv=("sh", "-c", script), wall=60.0))
     assert result.ok, result
     return [line for line in result.stdout.decode().splitlines() if line.rpartition(") ")[2][:1] not in "ZX"]
 

@@ -63,6 +63,11 @@ class Held:
         """The folders that groups of ours are made in."""
         return list(dict.fromkeys(folder for folder in (self.unified, *self.v1.values()) if folder))
 
+    @property
+    def kills(self) -> bool:
+        """Whether the kernel can end a whole group at once. Asked while the folder is there."""
+        return bool(self.unified) and os.path.exists(f"{self.unified}/cgroup.kill")
+
     def leave(self) -> None:
         """Removes them where nobody has a group in them any more."""
         for group in self._idle:
@@ -287,16 +292,29 @@ def _usable_v2(mount: str, own: str, name: str) -> tuple[str, frozenset[str]]:
     """A folder for our groups and the controllers they have. In v2 a group with processes has no children with
     controllers, so ours is a sibling where we may make one, else a child that can only kill and count."""
     here = f"{mount}{own}".rstrip("/") or mount
-    wanted = {MEMORY, PIDS, CPU}
-    for above in dict.fromkeys((here, os.path.dirname(here) if here != mount else here)):
+    places = list(dict.fromkeys((here, os.path.dirname(here) if here != mount else here)))
+    for above in places:
         base = f"{above}/{name}"
-        if not _ours(base):
-            continue
-        have = _enable(above, base, wanted)
-        if have or above == mount or above != here:
-            return base, have
-    base = f"{here}/{name}"
-    return (base, frozenset()) if _ours(base) else ("", frozenset())
+        if _is_free(above) and _ours(base):
+            have = _enable(above, base, {MEMORY, PIDS, CPU})
+            if have:
+                return base, have
+            with contextlib.suppress(OSError):
+                os.rmdir(base)
+    for above in places:
+        if _ours(f"{above}/{name}"):
+            return f"{above}/{name}", frozenset()
+    return "", frozenset()
+
+
+def _is_free(group: str) -> bool:
+    """Whether its children can have controllers: it is the root of all, or has no process of its own. In another
+    one some can be enabled as well (pids, cpu), but then its children take no processes, ours or anybody's."""
+    if not os.path.exists(f"{group}/cgroup.type"):
+        return True
+    with contextlib.suppress(OSError), open(f"{group}/cgroup.procs") as file:
+        return not file.read(1)
+    return False
 
 
 def _enable(above: str, base: str, wanted: set[str]) -> frozenset[str]:

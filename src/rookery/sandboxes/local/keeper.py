@@ -227,6 +227,7 @@ class Keeper:
             "missing": self.boxes.held.missing,
             "overlay": self.boxes.tree.overlay,
             "unified": self.boxes.held.unified,
+            "kills": self.boxes.held.kills,
             "v1": self.boxes.held.v1,
             "v2": sorted(self.boxes.held.v2),
         }

@@ -190,9 +190,11 @@ def _limits(proof: "Proof") -> list[Check]:
     about = proof.about
     if about:
         unified, v1, v2 = str(about.get("unified", "")), dict(about.get("v1", {})), set(about.get("v2", ()))
+        kills = bool(about.get("kills"))  # its folder is gone by now, with its last box
     else:
         held = groups.find()
-        unified, v1, v2 = held.unified, held.v1, set(held.v2)
+        unified, v1, v2, kills = held.unified, held.v1, set(held.v2), held.kills
+        held.leave()
     without = {
         groups.MEMORY: "held for each process, not for a box together",
         groups.PIDS: "held for each user, not for each box",
@@ -208,7 +210,7 @@ def _limits(proof: "Proof") -> list[Check]:
             found.append(
                 Check(f"limit: {name}", "weaker", f"{weaker}: no {name} control group is ours", _delegated())
             )
-    if unified and Path(unified, "cgroup.kill").exists():
+    if kills:
         found.append(Check("ending", "ok", f"a whole box at once, through {unified}"))
     else:
         found.append(Check("ending", "weaker", "through the first process of a box: a moment later", _delegated()))

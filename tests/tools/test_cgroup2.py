@@ -1,0 +1,74 @@
+"""The tool behind `make test-cgroup2`, as far as it needs neither an archive nor a guest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from cgroup2 import initramfs, parts  # noqa: E402  (after the path to it)
+
+
+def unpacked(archive: bytes) -> dict[str, tuple[int, bytes]]:
+    """A cpio archive, read as the kernel reads it: name → mode and content."""
+    found, at = {}, 0
+    while at < len(archive):
+        assert archive[at : at + 6] == b"070701"
+        fields = [int(archive[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]
+        name = archive[at + 110 : at + 110 + fields[11] - 1].decode()
+        at += 110 + fields[11]
+        at += -at % 4
+        found[name] = (fields[1], archive[at : at + fields[6]])
+        at += fields[6]
+        at += -at % 4
+    return found
+
+
+def test_the_first_file_system_holds_all_that_is_asked_for(tmp_path: Path) -> None:
+    busybox, module = tmp_path / "busybox", tmp_path / "9p.ko"
+    busybox.write_bytes(b"shell")
+    module.write_bytes(b"module!")
+    packed = initramfs.archive(busybox, (module,), "/it's/python", "/inside.py", b"{}")
+    found = unpacked(packed)
+    assert found["bin/busybox"] == (0o100755, b"shell")
+    assert found["lib/9p.ko"] == (0o100644, b"module!")
+    assert found["modules"][1] == b"9p.ko\n"
+    assert found["request.json"] == (0o100600, b"{}")
+    assert b"'/it'\\''s/python' -I '/inside.py' /run/request.json" in found["init"][1]
+    assert list(found)[-1] == "TRAILER!!!"
+    assert packed == initramfs.archive(busybox, (module,), "/it's/python", "/inside.py", b"{}")
+
+
+def test_modules_come_after_those_that_they_depend_on() -> None:
+    known = {
+        "9p": b"\0depends=9pnet,netfs\0",
+        "9pnet": b"\0depends=\0",
+        "netfs": b"\0license=GPL\0depends=fscache,built-in\0",
+        "fscache": b"\0depends=\0",
+        "other": b"\0depends=\0",
+    }
+    order: list[str] = []
+    parts._before("9p", known, order)
+    assert order == ["9pnet", "fscache", "netfs", "9p"]
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("", "new"), ("6.1", "old"), ("6.12", "new"), ("6.2", None)])
+def test_a_kernel_is_chosen_by_the_begin_of_its_version(wanted: str, found: str | None) -> None:
+    assert parts._chosen([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
+
+
+def test_the_first_process_of_a_guest_runs_nowhere_else() -> None:
+    command = [sys.executable, "-I", TOOLS / "cgroup2" / "inside.py", "/none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "first process" in done.stderr
+
+
+def test_a_place_that_is_not_known_is_refused() -> None:
+    command = [sys.executable, TOOLS / "run_cgroup2.py", "--places", "moon"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "bare, service, delegated, user" in done.stderr
