@@ -3,14 +3,20 @@
 
 Promises:
 - each peer gets an environment of its own: nothing of it enters ours;
+- nothing is installed on the machine: Debian's packages are fetched and unpacked below `.peers/`, and an engine
+  that is needed to make an image runs for that long and is gone afterwards;
 - an environment that is already right is left alone, one that is half made is made again;
 - a peer that cannot be made is named, with pip's last words, and the others are still made (exit 1).
 """
 
 import argparse
+import asyncio
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,18 +84,99 @@ def make(peer: Peer, folder: Path) -> str:
     return ""
 
 
+# ------------------------------------------------------------------------- bwrap, and a private Docker engine
+
+SANDBOXES = "sandboxes"
+DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
+IN_IMAGE = "python3"
+
+
+def make_sandboxes(folder: Path) -> str:
+    """Unpacks bwrap and Docker, gives a private engine an image with Python; what went wrong, or nothing."""
+    target = folder / SANDBOXES
+    stamp = target / "rookery-peer"
+    wanted = "\n".join((*DEBS, IN_IMAGE)) + "\n"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        print(f"{SANDBOXES}: ready in {target}")
+        return ""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        return "needs Debian's apt-get and dpkg-deb"
+    print(f"{SANDBOXES}: unpacking {', '.join(DEBS)} into {target}", flush=True)
+    shutil.rmtree(target, ignore_errors=True)
+    root, debs = target / "root", target / "debs"
+    root.mkdir(parents=True)
+    (debs / "partial").mkdir(parents=True)
+    fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
+    places = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
+    if trouble := _ran([[*fetch, *places, "install", *DEBS]]):
+        return trouble
+    if trouble := _ran([["dpkg-deb", "-x", deb, root] for deb in sorted(debs.glob("*.deb"))]):
+        return trouble
+    shutil.rmtree(debs)
+    if trouble := _ran([[root / "usr/bin/bwrap", "--version"]]):
+        return trouble
+    if os.geteuid() != 0:
+        print(f"{SANDBOXES}: bwrap is ready; a private Docker engine needs root", file=sys.stderr)
+    elif trouble := _image(target, root):
+        return f"bwrap is ready, Docker is not: {trouble}"
+    stamp.write_text(wanted)
+    print(f"{SANDBOXES}: ready in {target}")
+    return ""
+
+
+def _image(target: Path, root: Path) -> str:
+    """Without a registry: Debian's packages in a tar, imported into the engine's own store."""
+    from rookery.cli.bench.sandbox_docker import IMAGE, private_engine
+
+    tar = target / "base.tar"
+    words: list[str | Path] = [root / "usr/bin/mmdebstrap", "--variant=apt", f"--include={IN_IMAGE}"]
+    print(f"{SANDBOXES}: making an image with {IN_IMAGE}, which takes a minute", flush=True)
+    if trouble := _ran([[*words, _suite(), tar]]):
+        return trouble
+
+    async def imported() -> str:
+        async with private_engine(target) as socket:
+            words: list[str | Path] = [root / "usr/bin/docker", "-H", f"unix://{socket}", "import", tar, IMAGE]
+            return await asyncio.to_thread(_ran, [words])
+
+    try:
+        return asyncio.run(imported())
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    finally:
+        tar.unlink(missing_ok=True)
+
+
+def _suite() -> str:
+    """Debian's name of this machine's release."""
+    for line in Path("/etc/os-release").read_text().splitlines():
+        if line.startswith("VERSION_CODENAME="):
+            return line.partition("=")[2].strip('"')
+    return "stable"
+
+
+def _ran(commands: list[list[str | Path]]) -> str:
+    for command in commands:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            said = ran.stderr.strip() or ran.stdout.strip()
+            return said[-2_000:] or f"{command[0]} ended with {ran.returncode}"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the environments of the peers.")
     parser.add_argument("peers", nargs="*", help="only these (default: all)")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     args = parser.parse_args()
-    known = {peer.name: peer for peer in PEERS}
+    known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
+    known[SANDBOXES] = make_sandboxes
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
     args.folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for name in args.peers or known:
-        if trouble := make(known[name], args.folder):
+        if trouble := known[name](args.folder):
             failed += 1
             print(f"{name}: not made: {trouble}", file=sys.stderr)
     return 1 if failed else 0

@@ -6,6 +6,7 @@ A bench is a module of this package that says `NAME = "..."` at its top level an
 Promises:
 - a ratio says how many times better than the peer we are: above 1 is better, whatever the unit;
 - a peer that is missing is reported as missing: named, without a figure, a ratio or a verdict on the ratio;
+- what of ours cannot be measured here is reported as missing in the same way;
 - a verdict is decided by the figures as measured, never by rounded ones;
 - one row per name, peer and target;
 - listing the benches imports none of them, so one that cannot be imported costs only itself.
@@ -41,7 +42,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     unit: str
-    ours: float
+    ours: float | None
     peer: str | None = None
     theirs: float | None = None
     target: str | None = None
@@ -64,7 +65,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ratio(self) -> float | None:
         """How many times better than the peer; None without two positive figures to compare."""
-        if self.theirs is None or self.ours <= 0 or self.theirs <= 0:
+        if self.ours is None or self.theirs is None or self.ours <= 0 or self.theirs <= 0:
             return None
         ratio = self.theirs / self.ours if self.lower_is_better else self.ours / self.theirs
         return ratio if math.isfinite(ratio) else None
@@ -179,7 +180,7 @@ def render(report: BenchReport) -> None:
         table.add_row(
             Text(result.name),
             Text(result.unit),
-            Text(_figure(result.ours)),
+            Text("missing", "yellow") if result.ours is None else Text(_figure(result.ours)),
             Text(result.peer or ""),
             Text("missing", "yellow") if missing else Text(_figure(result.theirs)),
             Text("" if result.ratio is None else f"{_figure(result.ratio)}x"),

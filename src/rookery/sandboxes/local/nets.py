@@ -23,7 +23,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
 else:
     import kernel as k
 
-MAX_FREE = 64
+MAX_FREE = 32
 _UP = struct.pack("16sH22x", b"lo", 1)
 _SIOCSIFFLAGS = 0x8914
 

@@ -1,0 +1,132 @@
+"""Many boxes: a thousand at once, hundreds one after another, half of them given up; then nothing is left."""
+
+import asyncio
+import os
+import random
+import resource
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rookery.sandboxes import Command, Home, procs
+from rookery.sandboxes.local.line import WARM
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile.look import look_at
+from tests.sandboxes.keeping import SPEC, eventually, processes_in
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from soak_sandboxes import Soak  # type: ignore[import-not-found]
+
+MANY = 1000
+CYCLES = 500
+ASKED = 500
+STAYS = Command(argv=("sleep", "600"))
+
+
+@pytest.fixture(autouse=True)
+def _descriptors() -> Iterator[None]:
+    """A thousand boxes are some thousand descriptors, of ours and of the keeper's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 8 * MANY:
+        pytest.skip(f"this machine allows a process no more than {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+async def soak(home: Home) -> AsyncIterator[Soak]:
+    provider = LocalProvider(home)
+    try:
+        made = await Soak.begin(provider, home.folder)
+        await made.cycles(50, Command(argv=("true",)))  # what comes once, and stays, has come
+        await made.rest()
+        yield made
+    finally:
+        await provider.close()
+    assert str(home.folder) not in Path("/proc/self/mounts").read_text()
+
+
+async def several(soak: Soak, count: int) -> list[LocalSandbox]:
+    return list(await asyncio.gather(*(soak.provider.create(SPEC, attempt=f"a{n}") for n in range(count))))
+
+
+async def test_a_thousand_boxes_live_at_once_and_all_of_them_go(soak: Soak) -> None:
+    before = soak.figures()
+    boxes = await several(soak, MANY)
+    await asyncio.gather(*(box.start(STAYS) for box in boxes))
+    answers = await asyncio.gather(*(box.exec(Command(argv=("cat", "/proc/1/comm"))) for box in boxes))
+    assert {answer.stdout for answer in answers} == {b"sandbox\n"}
+    known = [look_at(box) for box in boxes]
+    assert len({one.uid for one in known}) == MANY
+    assert len({one.namespaces for one in known}) == MANY
+    assert len(processes_in([known[0].name.rpartition("-")[0]])) >= 2 * MANY
+    await asyncio.gather(*(box.close() for box in boxes))
+    await soak.rest()
+    assert processes_in([f"/{one.name}\n" for one in known]) == []
+    assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
+
+
+async def test_what_the_kernel_counts_by_user_is_each_boxs_own(soak: Soak) -> None:
+    """Instances of inotify: 128 for each user, and for the user who made a namespace all that are in it."""
+    most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
+    if os.geteuid() != 0 or most > 1024:
+        pytest.skip(
+            "boxes have users of their own where root makes them; the limit must be one that can be reached"
+        )
+    program = (
+        "import ctypes, time; libc = ctypes.CDLL(None); n = 0\n"
+        "while n < 4000 and libc.inotify_init() >= 0: n += 1\n"
+        "print(n, flush=True); time.sleep(600)"
+    )
+    boxes = await several(soak, 3)
+    for box in boxes:
+        process = await box.start(Command(argv=("python3", "-c", program)))
+        async for _, chunk in process.output():
+            assert int(chunk) == most
+            break
+    mine = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program.replace("4000", "1").replace("600", "0"), stdout=asyncio.subprocess.PIPE
+    )
+    assert (await mine.communicate())[0] == b"1\n"
+    await asyncio.gather(*(box.close() for box in boxes))
+    await soak.rest()
+
+
+async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> None:
+    command = Command(argv=("true",))
+    before = soak.figures()
+    await soak.cycles(CYCLES, command)
+    await soak.rest()
+    assert soak.figures().grown(before) == []
+
+
+async def test_creations_of_which_half_are_cancelled_leave_nothing(home: Home, soak: Soak) -> None:
+    before = soak.figures()
+    dice = random.Random(4)
+    tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(ASKED)]
+    doomed = dice.sample(tasks, ASKED // 2)
+    while doomed:
+        # Between one and some turns of the loop: at every stage of a creation, some are cancelled.
+        for _ in range(dice.randrange(1, 30)):
+            await asyncio.sleep(0)
+        for task in (doomed.pop() for _ in range(min(len(doomed), dice.randrange(1, 8)))):
+            task.cancel()
+    made = []
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException):
+            assert isinstance(result, asyncio.CancelledError), result
+        else:
+            made.append(result)
+    assert len(made) >= ASKED // 2
+    assert soak.provider._open == set(made)
+    for answer in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
+        assert answer.ok
+    await eventually(lambda: len(procs.children_of(soak.keeper)) > len(made) + WARM)
+    await asyncio.gather(*(one.close() for one in made))
+    await soak.rest()
+    assert list((home.folder / "leases").glob("*")) == []
+    assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []

@@ -1,0 +1,197 @@
+# ruff: noqa: T201  (a program: its output is for people)
+"""Makes, uses and closes sandboxes for a long time, and shows that nothing grows (`--cycles 20000`).
+
+Promises:
+- every cycle is a whole life: create, a command that must end well, close;
+- figures are taken at rest: with no box open, and the keeper's warm ones ready;
+- Ctrl-C ends it cleanly, with the figures so far; exit 0 where all is flat, 1 where something grew.
+
+Columns: memory of keeper and owner (RSS, MB), descriptors of both, mounts that the keeper sees, leases, groups and
+namespaces of ours.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, Home, procs
+from rookery.sandboxes.local.groups import MAX_IDLE
+from rookery.sandboxes.local.line import WARM
+from rookery.sandboxes.local.nets import MAX_FREE
+from rookery.sandboxes.local.provider import LocalProvider
+
+SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
+AT_ONCE = 8
+WARM_UP = 200
+FEW = 3
+"""Descriptors and the like that may come and go."""
+MEMORY_MB = 4.0
+
+
+class Figures(NamedTuple):
+    """What could grow."""
+
+    keeper_mb: float
+    owner_mb: float
+    keeper_fds: int
+    owner_fds: int
+    mounts: int
+    leases: int
+    groups: int
+    namespaces: int
+
+    def grown(self, before: "Figures") -> list[str]:
+        """What is more than it was, by more than its kind may vary."""
+        # A keeper keeps some networks and groups for the next boxes, up to a bound.
+        allowed = {
+            "keeper_mb": MEMORY_MB,
+            "owner_mb": MEMORY_MB,
+            "keeper_fds": FEW + MAX_FREE,
+            "owner_fds": FEW,
+            "groups": MAX_IDLE * 4,
+        }
+        return [
+            f"{name} {was:g} → {now:g}"
+            for name, was, now in zip(self._fields, before, self, strict=True)
+            if now > was + allowed.get(name, 0)
+        ]
+
+
+class Soak:
+    """A provider, its keeper, and how they are looked at."""
+
+    def __init__(self, provider: LocalProvider, folder: Path, keeper: int, about: dict[str, object]) -> None:
+        self.provider = provider
+        self.folder = folder
+        self.keeper = keeper
+        v1 = about["v1"]
+        assert isinstance(v1, dict)
+        self._tops = {Path(str(top)) for top in (about["unified"], *v1.values()) if top}
+        self._prefix = f"{os.getpid()}-"
+
+    @classmethod
+    async def begin(cls, provider: LocalProvider, folder: Path) -> "Soak":
+        about = await (await provider.line()).about()
+        return cls(provider, folder, int(about["pid"]), about)
+
+    async def cycle(self, command: Command) -> None:
+        box = await self.provider.create(SPEC, attempt="soak")
+        try:
+            result = await box.exec(command)
+        finally:
+            await box.close()
+        if not result.ok:
+            raise RuntimeError(f"a command ended as {result.status}: {result.stderr[-300:]!r} {result.detail}")
+
+    async def cycles(self, count: int, command: Command, *, at_once: int = AT_ONCE) -> None:
+        left = iter(range(count))
+
+        async def worker() -> None:
+            for _ in left:
+                await self.cycle(command)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(worker())
+
+    async def rest(self, *, seconds: float = 20.0) -> None:
+        """Until the keeper has its warm boxes and nothing else of any box is left."""
+        await until(lambda: len(procs.children_of(self.keeper)) == WARM and not self._leases(), seconds)
+
+    def figures(self) -> Figures:
+        return Figures(
+            keeper_mb=_memory_mb(self.keeper),
+            owner_mb=_memory_mb(os.getpid()),
+            keeper_fds=len(os.listdir(f"/proc/{self.keeper}/fd")),  # noqa: PTH208
+            owner_fds=len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+            mounts=Path(f"/proc/{self.keeper}/mountinfo").read_text().count("\n"),
+            leases=self._leases(),
+            groups=sum(1 for top in self._tops for _ in top.glob(f"{self._prefix}*")),
+            namespaces=_namespaces(self.keeper),
+        )
+
+    def _leases(self) -> int:
+        return sum(1 for _ in (self.folder / "leases").glob("*"))
+
+
+async def until(done: Callable[[], bool], seconds: float) -> None:
+    """Nothing tells us of another process's children: we look."""
+    async with asyncio.timeout(seconds):
+        for _ in iter(done, True):
+            await asyncio.sleep(0.005)
+
+
+def _memory_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _namespaces(keeper: int) -> int:
+    """Mount namespaces that the keeper's children live in."""
+    found = set()
+    for pid in procs.children_of(keeper):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/mnt"))  # noqa: PTH115
+    return len(found)
+
+
+async def soak(cycles: int, command: Command, every: int) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with tempfile.TemporaryDirectory(prefix="rookery-soak-") as name:
+        provider = LocalProvider(Home(folder=Path(name), run=f"soak-{os.getpid()}"))
+        if problems := provider.check(SPEC):
+            print(" ".join(problems), file=sys.stderr)
+            return 2
+        try:
+            looked = await Soak.begin(provider, Path(name))
+            await looked.cycles(WARM_UP, command)
+            await looked.rest()
+            first = last = looked.figures()
+            print(f"{'cycles':>8} {'1/s':>6} " + " ".join(f"{field:>10}" for field in Figures._fields))
+            _show(0, 0.0, first)
+            done = 0
+            while done < cycles and not stop.is_set():
+                now = min(every, cycles - done)
+                began = time.perf_counter()
+                await looked.cycles(now, command)
+                rate = now / (time.perf_counter() - began)
+                await looked.rest()
+                done += now
+                last = looked.figures()
+                _show(done, rate, last)
+        finally:
+            await provider.close()
+    grown = last.grown(first)
+    print(f"{done:,} cycles: {'flat' if not grown else 'grew: ' + ', '.join(grown)}")
+    return 1 if grown else 0
+
+
+def _show(done: int, rate: float, figures: Figures) -> None:
+    print(
+        f"{done:>8,} {rate:>6.0f} "
+        + " ".join(f"{figure:>10.1f}" if isinstance(figure, float) else f"{figure:>10}" for figure in figures),
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make, use and close sandboxes; nothing may grow.")
+    parser.add_argument("--cycles", type=int, default=20_000)
+    parser.add_argument("--every", type=int, default=1_000, help="cycles between two looks")
+    parser.add_argument("command", nargs="*", default=["true"], help="what each of them runs (default: true)")
+    args = parser.parse_args()
+    return asyncio.run(soak(args.cycles, Command(argv=tuple(args.command)), max(1, args.every)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
