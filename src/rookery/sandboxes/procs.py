@@ -8,16 +8,21 @@ Promises:
 # pathlib is slow to import
 # ruff: noqa: PTH101, PTH106, PTH110, PTH112, PTH123, PTH208
 
-import contextlib
 import os
 import resource
-import signal
+import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from rookery.sandboxes.small import _signal, suppress
+else:
+    from small import _signal, suppress
 
 MARKER = "ROOKERY_SANDBOX"
 COMMAND = "ROOKERY_COMMAND"
 HZ = os.sysconf("SC_CLK_TCK")
-DEFAULTED = [s for s in range(1, 32) if s not in (signal.SIGKILL, signal.SIGSTOP)]
+DEFAULTED = [s for s in range(1, 32) if s not in (_signal.SIGKILL, _signal.SIGSTOP)]
 """Signals a new program finds in their default state."""
 LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 """Some kernels are built without these lists; there every process is asked for its parent."""
@@ -127,5 +132,5 @@ def lower(which: int, hard: int, soft: int | None = None, *, pid: int = 0) -> No
     present = resource.prlimit(pid, which)[1]
     if present != resource.RLIM_INFINITY:
         hard = min(hard, present)
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by now
+    with suppress(ProcessLookupError):  # it may have ended by now
         resource.prlimit(pid, which, (hard if soft is None else min(soft, hard), hard))

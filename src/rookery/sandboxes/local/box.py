@@ -11,33 +11,27 @@ Promises:
 """
 
 import _socket
-import contextlib
-import json
 import os
 import resource
 import select
-import signal
-import socket
-import struct
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
-    import signal as _signal
     from typing import Any
 
     from rookery.sandboxes import guard, procs
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local import nets, root
+    from rookery.sandboxes.small import _signal, loads, receive, send, suppress
 else:
-    import _signal
-
     import guard
     import kernel as k
     import nets
     import procs
     import root
+    from small import _signal, loads, receive, send, suppress
 
 SYNC = 3
 _LIMITED = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
@@ -64,8 +58,8 @@ class Init(guard.Guard):
         if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
             return False
         end = time.monotonic() + guard.KILL_SECONDS
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(-1, _signal.SIGKILL)
         self.reap()
         while not self.barren and time.monotonic() < end:
             select.select([self.wake], [], [], 0.05)
@@ -78,15 +72,15 @@ class Init(guard.Guard):
             return
         if self.stopped is None:
             self.stopped = {pid for pid in _pids() if (procs.stat_of(pid) or "?")[0] == "T"}
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             # For all in one go: who is just being made gets it too.
-            os.kill(-1, signal.SIGKILL if last else signal.SIGSTOP)
+            os.kill(-1, _signal.SIGKILL if last else _signal.SIGSTOP)
 
     def let_go(self) -> None:
         if self.stopped is not None:
             for pid in set(_pids()) - self.stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, _signal.SIGCONT)
             self.stopped = None
 
     def leave(self) -> None:
@@ -94,7 +88,7 @@ class Init(guard.Guard):
 
 
 def live(
-    sync: socket.socket, tree: root.Tree, program: k.Filter, parent: int, doors: list[int], *, mapped: bool
+    sync: _socket.socket, tree: root.Tree, program: k.Filter, parent: int, doors: list[int], *, mapped: bool
 ) -> None:
     """All of a box's life. `doors`: of groups to go into. Never returns."""
     try:
@@ -110,7 +104,7 @@ def live(
         said, fds = receive(sync, 1 << 16, 1)
         if not said:
             os._exit(0)
-        asked = json.loads(said)
+        asked = loads(said)
         dress = root.Dress(asked["size"], asked["uid"], tuple(asked["lowers"]), resolve=asked["resolve"])
         if fds:
             dress.base = fds[0]
@@ -118,34 +112,34 @@ def live(
         if mapped:
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
-            with contextlib.suppress(PermissionError):
+            with suppress(PermissionError):
                 os.setgroups([])
         k.unshare(k.NEWCGROUP)  # by now it is in all of its groups: from inside, they are the top
         os.umask(0o022)
         layer = root.enter(tree, dress, mapped=mapped)
         if asked["loopback"]:
             nets.loopback()
-        socket.sethostname("sandbox")
+        _socket.sethostname("sandbox")
         sync.send(b"warm")
         said, fds = receive(sync, 1 << 16, 2)
         if not said:
             os._exit(0)
         channel = _socket.socket(fileno=fds[0])
         channel.setblocking(False)
-        asked = json.loads(said)
+        asked = loads(said)
         out = {"layer": layer} if layer >= 0 else {}
         if asked["listen"]:
             out["listener"] = _door(asked["listen"]).detach()
         init = _settled(asked, channel, program, dress, mapped=mapped)
         init.score, init.worth = score, os.pread(score, 16, 0)
         out["top"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        socket.send_fds(sync, [" ".join(("ready", *out)).encode()], list(out.values()))
+        send(sync, " ".join(("ready", *out)).encode(), list(out.values()))
         for fd in out.values():
             os.close(fd)
         sync.close()
         init.loop()
     except BaseException as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             sync.send(f"! {type(error).__name__}: {error}".encode()[:2000])
         os._exit(2)
     os._exit(0)
@@ -156,17 +150,11 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
-def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """A message and its descriptors, none of which a program that we start would inherit."""
-    data, extra, _, _ = sock.recvmsg(size, _socket.CMSG_SPACE(most * 4), _socket.MSG_CMSG_CLOEXEC)
-    return data, [fd for _, _, raw in extra for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
-
-
-def _cleared(sync: socket.socket) -> socket.socket:
+def _cleared(sync: _socket.socket) -> _socket.socket:
     """Leaves 0, 1 and 2 on nothing, the line to the keeper on 3, and no other descriptor."""
-    signal.set_wakeup_fd(-1)
+    _signal.set_wakeup_fd(-1)
     # A signal from inside reaches pid 1 only where it has a handler for it; Python comes with one.
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+    for number in (_signal.SIGCHLD, _signal.SIGINT, _signal.SIGTERM):
         _signal.signal(number, _signal.SIG_DFL)  # without the enumerations, which cost a quarter of a millisecond
     null = os.open("/dev/null", os.O_RDWR)
     line = sync.detach()
@@ -175,7 +163,7 @@ def _cleared(sync: socket.socket) -> socket.socket:
     for at in range(SYNC):
         os.dup2(null, at)
     k.close_range(SYNC + 1)
-    return socket.socket(fileno=SYNC)
+    return _socket.socket(fileno=SYNC)
 
 
 def _settled(
@@ -209,9 +197,9 @@ def _settled(
     return init
 
 
-def _door(port: int) -> socket.socket:
+def _door(port: int) -> _socket.socket:
     """A socket that stays in this network wherever it goes. Bound, so that no program here can take its place; it
     does not listen: until somebody serves it, programs are refused at once instead of waiting."""
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     door.bind(("127.0.0.1", port))
     return door

@@ -5,24 +5,25 @@ Promises:
 - what a dead box leaves (control groups, a lease) is removed when its namespace is empty, not before.
 """
 
-import contextlib
-import json
+from __future__ import annotations
+
+import _socket
 import os
 import select
-import signal
-import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
     from rookery.sandboxes.local import box, groups, nets, root, seccomp, store
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.works import Work, Works
+    from rookery.sandboxes.small import _signal, deque, dumps, receive, send, suppress
 else:
     import box
     import groups
@@ -31,6 +32,7 @@ else:
     import root
     import seccomp
     import store
+    from small import _signal, deque, dumps, receive, send, suppress
     from works import Work, Works
 
 FIRST_UID = 0x20000000
@@ -68,12 +70,12 @@ class Box:
     )
 
     def __init__(
-        self, name: str, pid: int, pidfd: int, sync: socket.socket, group: groups.Group, family: store.Family
+        self, name: str, pid: int, pidfd: int, sync: _socket.socket, group: groups.Group, family: store.Family
     ) -> None:
         self.name = name
         self.pid = pid
         self.pidfd = pidfd
-        self.sync: socket.socket | None = sync
+        self.sync: _socket.socket | None = sync
         self.group = group
         self.family = family
         """Whose users it is."""
@@ -94,7 +96,7 @@ class Box:
         """How much work goes on that wants it frozen."""
         self.shape: dict[str, Any] | None = None
         """What it is settled for before anybody asked for it."""
-        self.channel: socket.socket | None = None
+        self.channel: _socket.socket | None = None
         self.fds: dict[str, int] = {}
         """The owner's end of its line and what else the owner gets, where it waits settled."""
 
@@ -112,8 +114,8 @@ class Boxes:
 
     def __init__(
         self,
-        settings: "dict[str, Any]",
-        poll: "select.poll",
+        settings: dict[str, Any],
+        poll: select.poll,
         on_ready: Callable[[Box, dict[str, int]], None],
         on_spoiled: Callable[[Box, str], None],
     ) -> None:
@@ -127,8 +129,8 @@ class Boxes:
         """Whether each box is users of its own, or all of them are the one that we are."""
         self.program = k.Filter(seccomp.program(os.uname().machine))
         self.held = groups.find()
-        with open(f"{settings['folder']}/groups.json", "w") as file:  # for the reaper, should we be killed
-            json.dump({"prefix": f"{settings['name']}-", "above": self.held.tops}, file)
+        with open(f"{settings['folder']}/groups.json", "wb") as file:  # for the reaper, should we be killed
+            file.write(dumps({"prefix": f"{settings['name']}-", "above": self.held.tops}))
         if not self.mapped:
             k.unshare(k.NEWUSER | k.NEWNS)
             _map("self", f"{self.uid} {self.uid} 1", f"{self.gid} {self.gid} 1", deny=True)
@@ -175,7 +177,7 @@ class Boxes:
             raise
         doors: list[int] = []
         cgroup = net = -1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         try:
             if group.unified:
                 cgroup = os.open(group.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -206,10 +208,10 @@ class Boxes:
         ours.setblocking(False)
         self.syncs[ours.fileno()] = one
         self.poll.register(ours.fileno(), select.POLLIN)
-        with contextlib.suppress(PermissionError, ProcessLookupError):
+        with suppress(PermissionError, ProcessLookupError):
             # Pid 1 must get its turn when a hundred programs of its box want theirs; they do not inherit it.
             os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, pid, -10)
+            os.setpriority(os.PRIO_PROCESS, pid, -20)
         return one
 
     def clone(self, flags: int, cgroup: int, uid: int) -> tuple[int, int]:
@@ -224,7 +226,7 @@ class Boxes:
         finally:
             if pid != 0:
                 os.seteuid(0)
-                k.die_with_parent(signal.SIGTERM)  # which being another user had undone
+                k.die_with_parent(_signal.SIGTERM)  # which being another user had undone
         return pid, pidfd
 
     def start(self) -> None:
@@ -268,7 +270,7 @@ class Boxes:
         }
         base = self.image_for(one, image) if image else -1
         try:
-            socket.send_fds(one.sync, [json.dumps(said).encode()], [base] if base >= 0 else [])
+            send(one.sync, dumps(said), [base] if base >= 0 else [])
         finally:
             if base >= 0:
                 os.close(base)
@@ -303,7 +305,7 @@ class Boxes:
         """A box in the making says how far it is."""
         assert one.sync is not None
         try:
-            data, fds = box.receive(one.sync, 4096, 4)
+            data, fds = receive(one.sync, 4096, 4)
         except BlockingIOError:
             return
         except OSError:
@@ -325,7 +327,7 @@ class Boxes:
         for fd in fds:
             os.close(fd)
 
-    def settle(self, one: Box, asked: "dict[str, Any]") -> socket.socket | None:
+    def settle(self, one: Box, asked: dict[str, Any]) -> _socket.socket | None:
         """Makes a warm box the one that is asked for; our end of its channel, or None where it was spoiled."""
         self.turn(one, "settling")
         one.lease = asked["lease"]
@@ -338,11 +340,11 @@ class Boxes:
             self.on_spoiled(one, str(error))
             return None
 
-    def settle_for(self, one: Box, asked: "dict[str, Any]") -> socket.socket:
+    def settle_for(self, one: Box, asked: dict[str, Any]) -> _socket.socket:
         """Tells a box what it is to hold. Our end of its channel."""
         assert one.sync is not None
         one.shared = asked["listen"] > 0
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         try:
             one.group.limit(groups.Limits(asked["memory"], asked["pids"], asked["cpus"]))
             missing = self.held.missing
@@ -353,7 +355,7 @@ class Boxes:
                 "memory_each": asked["memory"] if groups.MEMORY in missing else 0,
                 "pids_each": asked["pids"] if groups.PIDS in missing else 0,
             }
-            socket.send_fds(one.sync, [json.dumps(said).encode()], [theirs.fileno()])
+            send(one.sync, dumps(said), [theirs.fileno()])
         except OSError:
             ours.close()
             raise
@@ -361,7 +363,7 @@ class Boxes:
             theirs.close()
         return ours
 
-    def fitting(self, asked: "dict[str, Any]") -> Box | None:
+    def fitting(self, asked: dict[str, Any]) -> Box | None:
         """A warm box for this; those that were settled for something else cannot be changed any more, and end."""
         shape = {name: asked[name] for name in _SHAPE}
         self.shape = shape if shape == self.last else None
@@ -440,8 +442,8 @@ class Boxes:
         if one.state != "ending":
             self.turn(one, "ending")
             if one.pidfd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    _signal.pidfd_send_signal(one.pidfd, _signal.SIGKILL)
                 self.dying.append((time.monotonic(), one))
 
     def hurry(self) -> None:
@@ -486,7 +488,7 @@ class Boxes:
                     self.nets.give_back(one.net, shared=one.shared)
                 self.store.leave(one.family)
                 if one.lease:
-                    with contextlib.suppress(OSError):
+                    with suppress(OSError):
                         os.unlink(one.lease)
             else:
                 one.group.kill()

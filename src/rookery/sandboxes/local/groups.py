@@ -7,9 +7,14 @@ Promises:
 - killing through the group reaches everything in it at once, also what forks.
 """
 
-import contextlib
 import os
-from functools import lru_cache
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from rookery.sandboxes.small import suppress
+else:
+    from small import suppress
 
 MEMORY, PIDS, CPU = "memory", "pids", "cpu"
 _PERIOD = 100_000
@@ -74,7 +79,7 @@ class Held:
             group.remove()
         self._idle.clear()
         for folder in self.tops:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.rmdir(folder)
 
     def make(self, name: str) -> "Group":
@@ -242,20 +247,35 @@ def _counted(folder: str, name: str, key: bytes) -> int:
     return 0
 
 
-@lru_cache(maxsize=64)
+_known: dict[tuple[str, str], str] = {}
+"""What was found out about the few folders that groups lie in: every command of a box asks."""
+
+
 def _memory_events(above: str) -> str:
     """What v2 or v1 calls the file that counts."""
-    return "memory.oom_control" if os.path.exists(f"{above}/memory.oom_control") else "memory.events"
+    key = (MEMORY, above)
+    if key not in _known:
+        v1 = os.path.exists(f"{above}/memory.oom_control")
+        _remember(key, "memory.oom_control" if v1 else "memory.events")
+    return _known[key]
+
+
+def _remember(key: tuple[str, str], found: str) -> None:
+    if len(_known) > 64:
+        _known.clear()
+    _known[key] = found
 
 
 def pids_folder(memory: str) -> str:
     """Where the same group lies whose memory that folder limits, in the tree that limits processes; or empty."""
     above, _, name = memory.rpartition("/")
-    base = _pids_base(above)
+    key = (PIDS, above)
+    if key not in _known:
+        _remember(key, _pids_base(above))
+    base = _known[key]
     return f"{base}/{name}" if base else ""
 
 
-@lru_cache(maxsize=64)
 def _pids_base(memory: str) -> str:
     if os.path.exists(f"{memory}/pids.events"):  # v2, or both in one tree
         return memory
@@ -299,7 +319,7 @@ def _usable_v2(mount: str, own: str, name: str) -> tuple[str, frozenset[str]]:
             have = _enable(above, base, {MEMORY, PIDS, CPU})
             if have:
                 return base, have
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.rmdir(base)
     for above in places:
         if _ours(f"{above}/{name}"):
@@ -312,7 +332,7 @@ def _is_free(group: str) -> bool:
     one some can be enabled as well (pids, cpu), but then its children take no processes, ours or anybody's."""
     if not os.path.exists(f"{group}/cgroup.type"):
         return True
-    with contextlib.suppress(OSError), open(f"{group}/cgroup.procs") as file:
+    with suppress(OSError), open(f"{group}/cgroup.procs") as file:
         return not file.read(1)
     return False
 
@@ -321,7 +341,7 @@ def _enable(above: str, base: str, wanted: set[str]) -> frozenset[str]:
     for folder in (above, base):
         for controller in wanted:
             _try(f"{folder}/cgroup.subtree_control", f"+{controller}")
-    with contextlib.suppress(OSError), open(f"{base}/cgroup.subtree_control") as file:
+    with suppress(OSError), open(f"{base}/cgroup.subtree_control") as file:
         return frozenset(file.read().split()) & frozenset(wanted)
     return frozenset()
 
@@ -346,7 +366,7 @@ def _ours(base: str) -> bool:
 def _own() -> dict[str, str]:
     """Controller → the present group of this process; "" is v2's."""
     found: dict[str, str] = {}
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+    with suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, names, path = line.rstrip("\n").split(":", 2)
             for controller in names.split(","):
@@ -356,7 +376,7 @@ def _own() -> dict[str, str]:
 
 def _mounts() -> list[tuple[str, str, list[str]]]:
     found: list[tuple[str, str, list[str]]] = []
-    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
+    with suppress(OSError), open("/proc/self/mounts") as file:
         for line in file:
             _, folder, kind, options, *_ = line.split(" ")
             if kind in ("cgroup", "cgroup2"):
@@ -381,5 +401,5 @@ def _write(path: str, text: str) -> None:
 
 
 def _try(path: str, text: str) -> None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         _write(path, text)

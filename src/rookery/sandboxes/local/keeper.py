@@ -12,33 +12,30 @@ Promises:
 - a creation that fails or is given up leaves nothing: no process, no group, no lease.
 """
 
-import contextlib
+import _socket
 import gc
-import json
 import os
 import select
-import signal
-import socket
 import sys
 import time
-from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
-    from rookery.sandboxes.local import box, groups, root
+    from rookery.sandboxes.local import groups, root
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.boxes import Box, Boxes
     from rookery.sandboxes.local.works import Work
+    from rookery.sandboxes.small import _signal, deque, dumps, loads, receive, send, suppress
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
     for _place in sys.argv[1:3]:
         sys.path.insert(0, _place)
-    import box
     import groups
     import kernel as k
     import root
     from boxes import Box, Boxes
+    from small import _signal, deque, dumps, loads, receive, send, suppress
     from works import Work
 
     del sys.path[:2]
@@ -63,7 +60,7 @@ class Order:
         self.client = client
         self.number = number
         self.asked = asked
-        self.channel: socket.socket | None = None
+        self.channel: _socket.socket | None = None
         """The owner's end of the line to the box that it gets."""
         self.given_up = False
         self.work: Work | None = None
@@ -80,14 +77,14 @@ class Client:
 
     __slots__ = ("boxes", "orders", "sock")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self.boxes: set[Box] = set()
         self.orders: dict[int, Order] = {}
 
 
 class Keeper:
-    def __init__(self, control: socket.socket, settings: "dict[str, Any]") -> None:
+    def __init__(self, control: _socket.socket, settings: "dict[str, Any]") -> None:
         self.settings = settings
         self.poll = select.poll()
         self.boxes = Boxes(settings, self.poll, self.hand_over, self.spoiled)
@@ -96,11 +93,11 @@ class Keeper:
         self.failed_at = 0.0
         self.unusual_at = 0.0
         self.control = control.fileno()
-        self.listener: socket.socket | None = None
+        self.listener: _socket.socket | None = None
         self.connect(control)
         if settings["listen"]:
-            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            with contextlib.suppress(FileNotFoundError):
+            self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_NONBLOCK)
+            with suppress(FileNotFoundError):
                 os.unlink(settings["listen"])
             self.listener.bind(settings["listen"])
             os.chmod(settings["listen"], 0o600)
@@ -109,15 +106,15 @@ class Keeper:
         self.wake, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.told = False
         """To end: who started us is gone."""
-        signal.signal(signal.SIGTERM, self.tell_end)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGTERM, self.tell_end)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.poll.register(self.wake, select.POLLIN)
 
     def tell_end(self, *_: object) -> None:
         self.told = True
 
-    def connect(self, sock: socket.socket) -> None:
+    def connect(self, sock: _socket.socket) -> None:
         sock.setblocking(False)
         self.clients[sock.fileno()] = Client(sock)
         self.poll.register(sock.fileno(), select.POLLIN)
@@ -129,12 +126,13 @@ class Keeper:
         while not self.told:
             for fd, _ in self.poll.poll(self.wait_ms()):
                 if fd == self.wake:
-                    with contextlib.suppress(BlockingIOError):
+                    with suppress(BlockingIOError):
                         os.read(self.wake, 4096)
                     self.boxes.reap()
                 elif self.listener is not None and fd == self.listener.fileno():
-                    with contextlib.suppress(OSError):
-                        self.connect(self.listener.accept()[0])
+                    with suppress(OSError):
+                        got: int = self.listener._accept()[0]  # type: ignore[attr-defined]
+                        self.connect(_socket.socket(fileno=got))
                 elif fd in self.clients:
                     self.hear(self.clients[fd])
                 elif fd in self.boxes.syncs:
@@ -158,7 +156,7 @@ class Keeper:
     def hear(self, client: Client) -> None:
         while client.sock.fileno() >= 0:
             try:
-                data, fds = box.receive(client.sock, MAX_MESSAGE, 4)
+                data, fds = receive(client.sock, MAX_MESSAGE, 4)
             except BlockingIOError:
                 return
             except OSError:
@@ -167,7 +165,7 @@ class Keeper:
                 if not data:
                     self.drop(client)
                     return
-                self.obey(client, json.loads(data), fds)
+                self.obey(client, loads(data), fds)
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -236,7 +234,7 @@ class Keeper:
         order.given_up = True
         if order.work is not None:
             order.work.give_up()
-        with contextlib.suppress(ValueError):  # its box is being settled: it ends when it is ready
+        with suppress(ValueError):  # its box is being settled: it ends when it is ready
             self.orders.remove(order)
 
     def drop(self, client: Client) -> None:
@@ -254,7 +252,7 @@ class Keeper:
         if client.sock.fileno() < 0:
             return
         try:
-            socket.send_fds(client.sock, [json.dumps(said).encode()], list(fds))
+            send(client.sock, dumps(said), fds)
         except OSError:
             # Gone, or it does not read what it asked for: its boxes go with it.
             self.drop(client)
@@ -394,7 +392,7 @@ class Keeper:
     def close(self) -> None:
         self.boxes.close(self.wake)
         if self.listener is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(self.settings["listen"])
 
 
@@ -411,24 +409,24 @@ def _nameless() -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=CONTROL)
+    control = _socket.socket(fileno=CONTROL)
     os.set_inheritable(CONTROL, False)
     k.close_range(CONTROL + 1)
-    settings = json.loads(control.recv(MAX_MESSAGE))
+    settings = loads(control.recv(MAX_MESSAGE))
     if settings["parent"] != os.getppid():
         return
-    k.die_with_parent(signal.SIGTERM)
+    k.die_with_parent(_signal.SIGTERM)
     os.environ.clear()
     _nameless()
     try:
         keeper = Keeper(control, settings)
     except Exception as error:
-        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        control.send(dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
     # What is here now stays: no collector of a box needs to touch, and thereby copy, all of it.
     gc.collect()
     gc.freeze()
-    control.send(json.dumps({"about": keeper.about()}).encode())
+    control.send(dumps({"about": keeper.about()}))
     try:
         keeper.loop()
     finally:

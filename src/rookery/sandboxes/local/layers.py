@@ -10,11 +10,17 @@ Promises:
 - how much is copied is bounded by the size of where it goes, how much is walked by a number.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 MAX_ENTRIES = 500_000
 MAX_DEPTH = 400

@@ -9,19 +9,19 @@ Promises:
 - a network that somebody outside of its box may still hold a socket of is not used again.
 """
 
-import array
-import contextlib
+import _socket
 import fcntl
 import os
-import socket
 import struct
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local import kernel as k
+    from rookery.sandboxes.small import suppress
 else:
     import kernel as k
+    from small import suppress
 
 MAX_FREE = 32
 _UP = struct.pack("16sH22x", b"lo", 1)
@@ -55,7 +55,7 @@ class Nets:
     def give_back(self, net: int, *, shared: bool) -> None:
         """The box is gone. `shared`: a socket of its network went to somebody else."""
         if not shared and len(self._free) < MAX_FREE:
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with suppress(OSError, ValueError, IndexError):
                 k.setns(net, k.NEWNET)
                 if _unused():
                     self._free.append(net)
@@ -79,5 +79,8 @@ def _unused() -> bool:
 
 def loopback() -> None:
     """Of the present network, up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        fcntl.ioctl(sock, _SIOCSIFFLAGS, array.array("b", _UP), True)
+    sock = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    try:
+        fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, _UP)
+    finally:
+        sock.close()

@@ -10,17 +10,22 @@ Promises:
 - nothing of it is mounted where the host could see it, and nothing outside of the state folder is written.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import stat
 import sys
-from collections.abc import Callable
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local import kernel as k
+    from rookery.sandboxes.small import suppress
 else:
     import kernel as k
+    from small import suppress
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt/venv")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -149,10 +154,10 @@ def _offer(path: str, skeleton: str, spot: str, system: list[str]) -> bool:
     if any(path == other or path.startswith(f"{other}/") for other in system):
         return False
     place = f"{skeleton}{path}"
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         os.makedirs(os.path.dirname(place))
     if stat.S_ISLNK(info.st_mode):
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.symlink(os.readlink(path), place)
         return False
     if stat.S_ISDIR(info.st_mode):
@@ -204,7 +209,7 @@ def _can_overlay(write_map: Callable[[int], None]) -> bool:
         try:
             os.close(go)
             os.read(ready, 1)
-            with contextlib.suppress(OSError):  # where only one user is mapped, it is that one already
+            with suppress(OSError):  # where only one user is mapped, it is that one already
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
             k.mount("tmpfs", SPOT, "tmpfs", _QUIET, "size=1m")
@@ -287,7 +292,7 @@ def _writable(top: str, dress: Dress, mapped: bool) -> None:
     elif dress.resolve:
         places += [("etc", 0o755)]
     for name, mode in places:
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.mkdir(f"{top}/{name}")
         os.chmod(f"{top}/{name}", mode)
         if mapped and name in owned and dress.uid != 0:
@@ -297,7 +302,7 @@ def _writable(top: str, dress: Dress, mapped: bool) -> None:
             _write(f"{top}/etc/{name}", _FILES[name])
     if dress.resolve:
         for name in ("resolv.conf", "hosts"):
-            with contextlib.suppress(OSError), open(f"/etc/{name}", errors="replace") as file:
+            with suppress(OSError), open(f"/etc/{name}", errors="replace") as file:
                 _write(f"{top}/etc/{name}", file.read(1 << 16))
 
 

@@ -6,23 +6,27 @@ Promises:
 - boxes of one family (a box and its forks) are the same users of the host, and no other family is.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import sys
-from collections import deque
-from collections.abc import Callable
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
     from rookery.sandboxes.local import layers, unpack
     from rookery.sandboxes.local.root import KEPT, SKELETON
     from rookery.sandboxes.local.works import Work, Works
+    from rookery.sandboxes.small import deque, suppress
 else:
     import layers
     import procs
     import unpack
     from root import KEPT, SKELETON
+    from small import deque, suppress
     from works import Work, Works
 
 IMAGES = "images"
@@ -74,7 +78,7 @@ class Base:
 
 
 class Store:
-    def __init__(self, works: Works, slots: "deque[int]", *, mapped: bool) -> None:
+    def __init__(self, works: Works, slots: deque[int], *, mapped: bool) -> None:
         self.works = works
         self.slots = slots
         self.mapped = mapped
@@ -103,7 +107,7 @@ class Store:
 
     def _unpack(self, image: str, key: str, base: Base) -> None:
         self._made += 1
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.mkdir(IMAGES, 0o700)  # its programs are the image's, not this machine's
         target = f"{IMAGES}/{self._made}"
 
@@ -242,5 +246,5 @@ def freeze(group: str) -> None:
 
 def thaw(group: str) -> None:
     if group:
-        with contextlib.suppress(OSError), open(f"{group}/cgroup.freeze", "w") as file:
+        with suppress(OSError), open(f"{group}/cgroup.freeze", "w") as file:
             file.write("0")

@@ -6,12 +6,17 @@ Promises:
 - the folder appears, whole, under its name, or not at all.
 """
 
-import contextlib
 import errno
 import os
 import stat
+import sys
 
 TYPE_CHECKING = False
+if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from rookery.sandboxes.small import suppress
+else:
+    from small import suppress
+
 if TYPE_CHECKING:
     import tarfile
 
@@ -47,7 +52,7 @@ def unpack(archive: str, target: str, *, owners: bool) -> None:
             raise BadArchiveError("it ends in the middle") from error
         # Folders last: writing into one changes its time, and its mode may forbid it.
         for path, member in reversed(times):
-            with contextlib.suppress(BadArchiveError, OSError), _Parent(top, path) as (folder, name):
+            with suppress(BadArchiveError, OSError), _Parent(top, path) as (folder, name):
                 info = _stat(folder, name)
                 if info is not None and stat.S_ISDIR(info.st_mode):  # else a later member took its place
                     _finish(folder, name, member, owners=owners)
@@ -72,7 +77,7 @@ class _Parent:
             if not names or ".." in names:
                 raise BadArchiveError(f"it holds the name {self.path[:200]!r}")
             for name in names[:-1]:
-                with contextlib.suppress(FileExistsError):
+                with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=self.here)
                 try:
                     below = os.open(name, _FOLDER, dir_fd=self.here)
@@ -106,7 +111,7 @@ def _member(
     with _Parent(top, member.name) as (folder, name):
         if member.isdir():
             _clear(folder, name, keep_folder=True)
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=folder)
             times.append((member.name, member))
             return

@@ -6,26 +6,30 @@ Promises:
 - what it says is bounded.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import resource
-import signal
 import sys
-from collections.abc import Callable
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Ended = Callable[[int, str], None]
+    """Told: a descriptor of what it wrote, to be used at once, and what went wrong; empty where nothing did."""
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
     from rookery.sandboxes.local import kernel as k
+    from rookery.sandboxes.small import _signal, suppress
 else:
     import kernel as k
     import procs
+    from small import _signal, suppress
 
 MAX_SAID = 64 << 20
 """Bytes of a result."""
-
-Ended = Callable[[int, str], None]
-"""Told: a descriptor of what it wrote (it is closed afterwards), and what went wrong; empty where nothing did."""
 
 
 class Work:
@@ -41,8 +45,8 @@ class Work:
     def give_up(self) -> None:
         """Nobody waits for it any more."""
         self.given_up = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, _signal.SIGKILL)
 
 
 class Works:
@@ -61,9 +65,9 @@ class Works:
         if pid == 0:
             code = 1
             try:
-                signal.set_wakeup_fd(-1)
-                for number in (signal.SIGCHLD, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
+                _signal.set_wakeup_fd(-1)
+                for number in (_signal.SIGCHLD, _signal.SIGTERM):
+                    _signal.signal(number, _signal.SIG_DFL)
                 k.die_with_parent()
                 if os.getppid() == parent:
                     _close_but({0, 1, 2, result, errors, *keep})
