@@ -74,7 +74,7 @@ class Channel:
 
     async def hello(self, parts: Sequence[str]) -> None:
         """Tells the guard what it holds; returns when it is ready to start commands."""
-        await self._send(stub.REQUEST.pack(stub.HELLO, 0, 0, 0, 0, 0, 0), b"\0".join(map(os.fsencode, parts)), ())
+        await self._send(_request(stub.HELLO), b"\0".join(map(os.fsencode, parts)), ())
         if not await self._ready:
             raise SandboxError(f"the guard ended while it started: {await self.dead}", cause="sandbox.create")
 
@@ -92,9 +92,14 @@ class Channel:
         wall: float,
         cpu: float,
         memory: int,
+        user: tuple[int, int] = (-1, -1),
+        *,
+        warm: bool = False,
     ) -> "asyncio.Future[Report | None]":
-        """Asks for a command (`parts`: folder, arguments, environment); the promise of its report."""
-        head = stub.REQUEST.pack(stub.SPAWN, number, wall, cpu, memory, argc, 0)
+        """Asks for a command (`parts`: folder, arguments, environment; `user` and group, -1 for the
+        sandbox's own); the promise of its report."""
+        flags = stub.FLAG_WARM if warm else 0
+        head = stub.REQUEST.pack(stub.SPAWN, number, wall, cpu, memory, argc, *user, flags)
         promise: asyncio.Future[Report | None] = self._loop.create_future()
         self._waiting[number] = promise
         if self.dead.done():
@@ -108,13 +113,13 @@ class Channel:
         return promise
 
     async def kill(self, number: int) -> None:
-        await self._send(stub.REQUEST.pack(stub.KILL, number, 0, 0, 0, 0, 0), b"", ())
+        await self._send(_request(stub.KILL, number), b"", ())
 
     async def interrupt(self, number: int, mark: str, ticks: int) -> None:
         """Kills what a shell's script started and signals the shell; returns when both are done."""
         done = self._interrupted.setdefault(number, self._loop.create_future())
         if not self.dead.done():
-            await self._send(stub.REQUEST.pack(stub.INTERRUPT, number, 0, 0, ticks, 0, 0), mark.encode(), ())
+            await self._send(_request(stub.INTERRUPT, number, amount=ticks), mark.encode(), ())
             either: set[asyncio.Future[Any]] = {done, self.dead}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._interrupted.pop(number, None)
@@ -123,16 +128,16 @@ class Channel:
         """Hands over a pipe that somebody left behind still writes to. Closes ours."""
         try:
             with contextlib.suppress(OSError):  # full or gone: then the writer meets a closed pipe, no worse
-                socket.send_fds(self._sock, [stub.REQUEST.pack(stub.DISCARD, 0, 0, 0, 0, 0, 0)], [fd])
+                socket.send_fds(self._sock, [_request(stub.DISCARD)], [fd])
         finally:
             os.close(fd)
 
     async def _send(self, head: bytes, body: bytes, fds: Sequence[int]) -> None:
         if len(body) > stub.MAX_MESSAGE:
-            box = memory_file(body)
+            box = memory_file(body + b"\0")
             try:
-                fields = (*stub.REQUEST.unpack(head)[:-1], stub.FLAG_BODY_IN_FILE)
-                await self._send(stub.REQUEST.pack(*fields), b"", (*fds, box))
+                *fields, flags = stub.REQUEST.unpack(head)
+                await self._send(stub.REQUEST.pack(*fields, flags | stub.FLAG_BODY_IN_FILE), b"", (*fds, box))
             finally:
                 os.close(box)
             return
@@ -245,6 +250,10 @@ class Channel:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+def _request(op: int, number: int = 0, *, amount: int = 0) -> bytes:
+    return stub.REQUEST.pack(op, number, 0, 0, amount, 0, -1, -1, 0)
 
 
 def _program() -> tuple[str, str]:

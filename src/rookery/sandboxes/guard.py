@@ -6,12 +6,7 @@ Promises:
 - when its owner dies or hangs up it kills everything it holds, removes folder and lease, and ends;
 - it never blocks on its reports.
 
-Whose tree a process belongs to: below a command's first process, that command's. An orphan belongs to the
-command that its limits name: every command has its own hard limit of a resource that no kernel limits any more,
-always a lower one than the last, and a program can lower its limits but not raise them. So it can claim to be a
-later command's, never an earlier one's. Where that says nothing, its environment does (`ROOKERY_COMMAND`), and
-if it hides that too, it belongs to the command being killed, unless it is older than that command. So what an
-earlier command left running survives the kill of a later one.
+Whose tree a process belongs to, and how a tree is ended, is in `trees`.
 
 It imports only what starts fast, and speaks structs and NUL-separated text: no JSON, no pickle.
 """
@@ -22,6 +17,7 @@ It imports only what starts fast, and speaks structs and NUL-separated text: no 
 import _socket
 import contextlib
 import errno
+import mmap
 import os
 import resource
 import select
@@ -29,57 +25,53 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator
 
 TYPE_CHECKING = False  # importing typing would cost as much as all the rest
+if TYPE_CHECKING:
+    Room = bytearray | mmap.mmap
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
-else:  # stand-alone: only this one import may see the folder, whose subprocess.py would hide the real one
+    from rookery.sandboxes.trees import ASKED, NATURAL, NO_FOLDER, NOT_STARTED, TAG, TIME, Running, Trees
+else:  # stand-alone: only these imports may see the folder, whose subprocess.py would hide the real one
     sys.path.insert(0, sys.argv[1])
     import procs
+    from trees import ASKED, NATURAL, NO_FOLDER, NOT_STARTED, TAG, TIME, Running, Trees
 
     del sys.path[0]
 
 CHANNEL = 3
-REQUEST = struct.Struct("<BIddqIB")
-"""op, command, wall, cpu seconds, memory (or start ticks), number of arguments, flags."""
+REQUEST = struct.Struct("<BIddqIiiB")
+"""op, command, wall, cpu seconds, memory (or start ticks), number of arguments, user, group, flags."""
 REPORT = struct.Struct("<BIBidqdI")
 """kind, command, reason, wait status (or errno), cpu seconds, peak bytes, wall, survivors."""
 HELLO, SPAWN, KILL, INTERRUPT, DISCARD = range(5)
 READY, ENDED, INTERRUPTED = range(3)
-FLAG_BODY_IN_FILE = 1
-NATURAL, TIME, PROCESSES, ASKED, NOT_STARTED, NO_FOLDER = range(6)
-INTERRUPT_SIGNAL = signal.SIGRTMAX - 3
+FLAG_BODY_IN_FILE, FLAG_WARM = 1, 2
 MAX_MESSAGE = 64 << 10
 MAX_DISCARDS = 64
-KILL_SECONDS = 5.0
-HOLD_AFTER = 3
-"""Looks that find something after which a tree is held still: it may grow faster than it is killed."""
-TAG = 10
-"""RLIMIT_LOCKS, which has no meaning since Linux 2.4."""
 TAGS = 1 << 40
 OWN_FLOOR = 64 << 20
 """The guard lives under the sandbox's memory limit too, so that no command starts without it; it needs some."""
 
 
-class Running:
-    """A command whose first process lives, or whose tree is being killed."""
+class Request:
+    """A command that somebody wants started.
 
-    __slots__ = ("alone", "deadline", "number", "pid", "reason", "result", "started", "tag", "ticks")
+    `room` holds, from `start` to `end`, the folder, the arguments and the variables, with a NUL between them.
+    """
 
-    def __init__(self, number: int, wall: float) -> None:
-        self.number = number
-        self.pid = self.tag = 0
-        self.alone = False
-        """Whether there was no other process when it started."""
-        self.reason = NATURAL
-        self.result: tuple[int, float, int] | None = None
-        self.ticks = procs.now_ticks()
-        self.started = time.monotonic()
-        self.deadline = self.started + wall if wall > 0 else 0.0
+    __slots__ = ("argc", "cpu", "end", "fds", "flags", "group", "memory", "room", "start", "user")
+
+    def __init__(
+        self, fields: tuple[int, ...], cpu: float, place: "tuple[Room, int, int]", fds: list[int]
+    ) -> None:
+        self.memory, self.argc, self.user, self.group, self.flags = fields
+        self.cpu = cpu
+        self.room, self.start, self.end = place
+        self.fds = fds
 
 
-class Guard:
+class Guard(Trees):
     def __init__(self, channel: _socket.socket) -> None:
         self.channel = channel
         self.pid = os.getpid()
@@ -88,13 +80,14 @@ class Guard:
         self.last = self.spawned = 0
         hard = resource.getrlimit(TAG)[1]
         self.tags = TAGS if hard == resource.RLIM_INFINITY else hard if hard > 1 << 33 else 0
-        self.running: dict[int, Running] = {}  # by the pid of the first process
+        self.running = {}
         self.reports: list[bytes] = []
         self.discards: list[int] = []
-        self.barren = True  # no children at all
+        self.barren = True
         self.look_every = 0.1
         self.look_at = 0.0
         self.discard_at = 0.0
+        self.room = mmap.mmap(-1, MAX_MESSAGE + 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
@@ -115,6 +108,8 @@ class Guard:
             for fd, _ in self.poll.poll(self.wait_ms()):
                 if fd == self.owner or (fd == own and not self.receive()):
                     return
+                if fd not in (own, self.wake):
+                    self.heard(fd)
             self.swallow()
             self.reap()
             now = time.monotonic()
@@ -122,11 +117,12 @@ class Guard:
                 self.kill(command, TIME)
             if self.pids and not self.barren and now >= self.look_at:
                 self.count(now)
+            self.late(now)
             self.discard(now)
             self.flush()
 
     def wait_ms(self) -> float | None:
-        times = [c.deadline for c in self.running.values() if c.deadline]
+        times = [c.deadline for c in self.running.values() if c.deadline] + self.due()
         if self.pids and not self.barren:
             times.append(self.look_at)
         if self.discards:
@@ -141,43 +137,54 @@ class Guard:
         """False when the owner hung up."""
         while True:
             try:
-                data, extra, _, _ = self.channel.recvmsg(
-                    MAX_MESSAGE + 4096, _socket.CMSG_SPACE(8 * 4), _socket.MSG_CMSG_CLOEXEC
+                size, extra, _, _ = self.channel.recvmsg_into(
+                    [self.room], _socket.CMSG_SPACE(8 * 4), _socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return True
             except ConnectionError:
                 return False
-            if not data:
+            if not size:
                 return False
             fds = [fd for level, _, raw in extra for fd in struct.unpack(f"{len(raw) // 4}i", raw) if level == 1]
             try:
-                self.obey(data, fds)
+                self.obey(size, fds)
             finally:
+                self.room[:size] = bytes(size)  # what one command was given is no other's to find
                 for fd in fds:
                     os.close(fd)
 
-    def obey(self, data: bytes, fds: list[int]) -> None:
-        op, number, wall, cpu, amount, argc, flags = REQUEST.unpack_from(data)
-        body = data[REQUEST.size :]
-        if flags & FLAG_BODY_IN_FILE:
-            size = os.fstat(fds[-1]).st_size
-            body = os.pread(fds[-1], size, 0)
+    def obey(self, size: int, fds: list[int]) -> None:
+        op, number, wall, cpu, amount, argc, user, group, flags = REQUEST.unpack_from(self.room)
+        if op == SPAWN:
+            place = self.room_of(fds.pop()) if flags & FLAG_BODY_IN_FILE else (self.room, REQUEST.size, size)
+            self.spawn(Running(number, wall), Request((amount, argc, user, group, flags), cpu, place, fds))
+            return
+        body = bytes(self.room[REQUEST.size : size])
         if op == HELLO:
             self.begin([os.fsdecode(part) for part in body.split(b"\0")])
-        elif op == SPAWN:
-            self.spawn(Running(number, wall), cpu, amount, argc, body.split(b"\0"), fds)
         elif op == DISCARD:
             if len(self.discards) < MAX_DISCARDS:
                 self.discards.append(fds.pop())
         else:
-            for command in [c for c in self.running.values() if c.number == number]:
+            for command in self.called(number):
                 if op == KILL:
                     self.kill(command, ASKED)
                 else:
                     self.interrupt(command, body.decode(), amount)
             if op == INTERRUPT:
                 self.reports.append(REPORT.pack(INTERRUPTED, number, 0, 0, 0, 0, 0, 0))
+
+    def called(self, number: int) -> list[Running]:
+        return [c for c in self.running.values() if c.number == number]
+
+    def room_of(self, fd: int) -> "tuple[Room, int, int]":
+        """What does not fit into a message comes in a file, with a NUL behind it. Closes it."""
+        try:
+            size = os.fstat(fd).st_size
+            return mmap.mmap(fd, size, mmap.MAP_PRIVATE), 0, size - 1
+        finally:
+            os.close(fd)
 
     def begin(self, parts: list[str]) -> None:
         self.folder, self.lease = parts[0], parts[1]
@@ -190,23 +197,36 @@ class Guard:
             procs.lower(resource.RLIMIT_FSIZE, size)
         self.reports.append(REPORT.pack(READY, 0, 0, 0, 0, 0, 0, 0))
 
-    def spawn(
-        self, command: Running, cpu: float, memory: int, argc: int, parts: list[bytes], fds: list[int]
-    ) -> None:
+    def spawn(self, command: Running, request: Request) -> None:
         self.last = max(self.last, command.number)
-        argv, pairs = parts[1 : argc + 1], parts[argc + 1 :]
+        command.tag = self.next_tag()
+        self.expose(True)
+        try:
+            problem = self.start(command, request)
+        finally:
+            self.expose(False)
+        if command.pid:
+            self.adopt(command, request)
+        elif problem is not None:
+            self.report(command, *problem)
+
+    def next_tag(self) -> int:
+        """What is started from here on carries another mark than all before."""
+        self.spawned += 1
+        if self.tags:
+            resource.setrlimit(TAG, (self.tags - self.spawned,) * 2)
+        return self.spawned
+
+    def start(self, command: Running, request: Request) -> tuple[int, int] | None:
+        """Gives the command a process, or says why not: a reason and an errno."""
+        parts = bytes(request.room[request.start : request.end]).split(b"\0")
+        argv, pairs = parts[1 : request.argc + 1], parts[request.argc + 1 :]
         env = dict(pair.split(b"=", 1) for pair in pairs)
         try:
             os.chdir(parts[0])
         except OSError as error:
-            self.report(command, NO_FOLDER, error.errno or 0)
-            return
-        actions = [(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(fds[:4])]
-        self.spawned += 1
-        command.tag = self.spawned
-        if self.tags:
-            resource.setrlimit(TAG, (self.tags - command.tag,) * 2)
-        self.expose(True)
+            return NO_FOLDER, error.errno or 0
+        actions = [(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(request.fds[:4])]
         problem = errno.ENOENT
         for program in procs.candidates(argv[0], env.get(b"PATH", b"")):
             try:
@@ -219,40 +239,48 @@ class Guard:
                 problem = error.errno or problem
             except ValueError:  # a name or a word the system takes for none
                 problem = errno.EINVAL
-        self.expose(False)
         os.chdir("/")
-        if not command.pid:
-            self.report(command, NOT_STARTED, problem)
-            return
+        return NOT_STARTED, problem
+
+    def adopt(self, command: Running, request: Request) -> None:
+        """The command has a process: it is one of those that we watch, under the limits that are its own."""
         self.running[command.pid] = command
         command.alone, self.barren = self.barren, False
         self.look_every = 0.1
         self.look_at = time.monotonic() + self.look_every
-        # The sandbox's limits were inherited; a command's own, procs.lower ones need no such care.
+        # The sandbox's limits were inherited; a command's own, lower ones need no such care.
+        memory = request.memory
         if memory and (not self.memory or memory < self.memory or memory < OWN_FLOOR):
             procs.lower(resource.RLIMIT_DATA, memory, pid=command.pid)
-        if cpu > 0:
-            seconds = max(1, int(-(-cpu // 1)))
+        if request.cpu > 0:
+            seconds = max(1, int(-(-request.cpu // 1)))
             procs.lower(resource.RLIMIT_CPU, seconds + 1, seconds, pid=command.pid)
 
     def expose(self, on: bool) -> None:
         """Whether what is started from here on is to be ended before us when memory runs out."""
 
-    def end_everyone(self) -> bool:
-        """Ends every process in one go, where that reaches nobody else; whether they are gone."""
-        return False
+    def heard(self, fd: int) -> None:
+        """Another descriptor that is watched is ready."""
 
-    def hold(self, *, last: bool) -> None:
-        """Keeps every process from making others, where that can be done; `last`: ends them instead."""
+    def gone(self, pid: int) -> None:
+        """A child that is no command's first process was reaped."""
 
-    def let_go(self) -> None:
-        """Undoes `hold`, for those who are left."""
+    def due(self) -> list[float]:
+        """When `late` has something to do."""
+        return []
+
+    def late(self, now: float) -> None:
+        """What has to be done by now."""
 
     def report(
         self, command: Running, reason: int, status: int, cpu: float = 0, peak: int = 0, left: int = 0
     ) -> None:
         wall = time.monotonic() - command.started
         self.reports.append(REPORT.pack(ENDED, command.number, reason, status, cpu, peak, wall, left))
+
+    def ended(self, command: Running) -> bool:  # noqa: ARG002
+        """Whether the end of a command that ended by itself was reported in another way."""
+        return False
 
     def reap(self) -> None:
         while not self.barren:
@@ -265,114 +293,11 @@ class Guard:
                 return
             command = self.running.pop(pid, None)
             if command is None:
+                self.gone(pid)
                 continue
             command.result = (status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10)
-            if command.reason == NATURAL:
+            if command.reason == NATURAL and not self.ended(command):
                 self.report(command, NATURAL, *command.result)
-
-    def kill(self, command: Running, reason: int) -> None:
-        command.reason = reason
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(command.pid, signal.SIGKILL)  # at once for all of the group: what forks cannot outrun it
-        left = 0
-        if not (command.alone and command.tag == self.spawned and self.end_everyone()):
-            left = self.purge(command, str(command.number), command.ticks, whole=True)
-        if command.result is None:  # stuck in the kernel: give it up rather than wait for ever
-            self.running.pop(command.pid, None)
-        self.report(command, reason, *(command.result or (signal.SIGKILL, 0.0, 0)), left)
-
-    def interrupt(self, command: Running, mark: str, ticks: int) -> None:
-        """Kills what the shell's present script started, then makes the shell drop the script."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(command.pid, signal.SIGSTOP)
-            self.purge(command, mark, ticks, whole=False)
-            os.kill(command.pid, INTERRUPT_SIGNAL)
-            os.kill(command.pid, signal.SIGCONT)
-
-    def purge(self, command: Running, mark: str, ticks: int, *, whole: bool) -> int:
-        """SIGKILL until two looks in a row find nothing; how many are left when the time is over."""
-        try:
-            return self.purged(command, mark, ticks, whole=whole)
-        finally:
-            self.let_go()
-
-    def purged(self, command: Running, mark: str, ticks: int, *, whole: bool) -> int:
-        end = time.monotonic() + KILL_SECONDS
-        clean = looks = 0
-        while True:
-            if looks >= HOLD_AFTER:
-                self.hold(last=time.monotonic() > end - KILL_SECONDS / 2)
-            victims = list(self.members(command, mark, ticks, whole=whole))
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            self.reap()
-            looks += bool(victims)
-            clean = 0 if victims else clean + 1
-            # A list of children read while one of them ends may miss another: hence the second look.
-            if (clean > 1 and not (whole and command.pid in self.running)) or time.monotonic() > end:
-                return len(victims)
-            if victims or clean > 1:
-                select.select([self.wake], [], [], 0.01)
-                self.swallow()
-
-    def members(self, command: Running, mark: str, ticks: int, *, whole: bool) -> Iterator[int]:
-        todo: list[tuple[int, bool | None]] = [(pid, None) for pid in procs.children_of(self.pid)]
-        while todo:
-            pid, doomed = todo.pop()
-            if pid == command.pid:
-                doomed = True if whole else None
-                todo += [(child, doomed) for child in procs.children_of(pid)]
-                if whole and (procs.stat_of(pid) or "Z")[0] not in "ZX":
-                    yield pid
-                continue
-            stat = procs.stat_of(pid)
-            if pid in self.running or stat is None or stat[0] in "ZX":
-                continue
-            tag = self.tag_of(pid) if whole and not doomed else None
-            if tag is not None:  # one that was never given is a lie: then only its age counts
-                doomed = tag == command.tag if 0 < tag <= self.spawned else stat[2] >= ticks
-            elif not (whole and doomed):
-                said = self.verdict(procs.variable_of(pid, procs.COMMAND) or "", mark, whole=whole)
-                doomed = said if said is not None else (stat[2] >= ticks if doomed is None else doomed)
-            todo += [(child, doomed) for child in procs.children_of(pid)]
-            if doomed:
-                yield pid
-
-    def tag_of(self, pid: int) -> int | None:
-        """Which command's a process is, by the limits that it was born with; None where they say nothing."""
-        with contextlib.suppress(OSError, ValueError):
-            hard = resource.prlimit(pid, TAG)[1]
-            return self.tags - hard if self.tags and hard != resource.RLIM_INFINITY else None
-        return None
-
-    def verdict(self, said: str, mark: str, *, whole: bool) -> bool | None:
-        """Whether a process that names `said` belongs to `mark`; None when its word says nothing."""
-        number, _, script = said.partition(".")
-        if not number.isdecimal() or not 0 < int(number[:9]) <= self.last:
-            return None
-        if whole:
-            return number == mark
-        if number == mark.partition(".")[0] and not script:
-            return None  # a fork of the shell itself: it shows the shell's environment
-        return said == mark
-
-    def count(self, now: float) -> None:
-        self.look_every = min(1.0, self.look_every * 2)
-        self.look_at = now + self.look_every
-        total, todo = 0, procs.children_of(self.pid)
-        while todo and total <= self.pids:
-            total += 1
-            todo += procs.children_of(todo.pop())
-        if total <= self.pids:
-            return
-        size = {
-            c: sum(1 for _ in self.members(c, str(c.number), c.ticks, whole=True)) for c in self.running.values()
-        }
-        if size:
-            self.kill(max(size, key=lambda c: size[c]), PROCESSES)
-        else:
-            self.kill_all()
 
     def discard(self, now: float) -> None:
         """What a finished command left running may write on, slowly, to nobody."""
@@ -400,23 +325,6 @@ class Guard:
                 return
             self.reports.pop(0)
         self.poll.modify(self.channel.fileno(), select.POLLIN)
-
-    def kill_all(self) -> None:
-        end = time.monotonic() + 2 * KILL_SECONDS
-        while not self.barren and time.monotonic() < end:
-            todo = procs.children_of(self.pid)
-            for pid in list(self.running):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            while todo:
-                pid = todo.pop()
-                todo += procs.children_of(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            self.reap()
-            if not self.barren:
-                select.select([self.wake], [], [], 0.01)
-                self.swallow()
 
     def leave(self) -> None:
         self.kill_all()

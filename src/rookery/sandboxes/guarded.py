@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
 from rookery.sandboxes import procs, shell, transfers
@@ -31,6 +31,18 @@ CLOSE_SECONDS = 20.0
 LEAST_MEMORY = 1 << 20
 MOST_SECONDS = 1e7
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class User(NamedTuple):
+    """Whom a command runs as."""
+
+    uid: int
+    gid: int
+    name: str
+
+
+ANYONE = User(-1, -1, "")
+"""Who commands are where nothing is said."""
 
 
 class GuardedSandbox:
@@ -64,8 +76,14 @@ class GuardedSandbox:
         raise NotImplementedError
 
     def may_be(self, user: str) -> bool:
-        """Whether a command may run as this user."""
+        """Whether this is whom commands run as anyway."""
         raise NotImplementedError
+
+    async def whom(self, user: str) -> "User":
+        """Whom a command is to run as; `SandboxError(sandbox.refused)` where it may not."""
+        if self.may_be(user):
+            return ANYONE
+        raise SandboxError(f"the {self.provider} provider cannot run as {user!r}", cause="sandbox.refused")
 
     def made(self, job: Job) -> Job:
         """The last word about a job before it starts."""
@@ -83,18 +101,19 @@ class GuardedSandbox:
             raise SandboxError(f"sandbox {self.id} is lost: its guard died ({self._channel.dead.result()})")
         return self._channel
 
-    def _job(self, command: Command, *, wall: float) -> Job | ExecResult:
+    async def _user(self, command: Command) -> "User":
+        self._live()
+        return ANYONE if command.user is None else await self.whom(command.user)
+
+    def _job(self, command: Command, user: "User", *, wall: float) -> Job | ExecResult:
         """A job, or what ends the command before it starts: text no program can be given."""
         channel = self._live()
-        if command.user is not None and not self.may_be(command.user):
-            raise SandboxError(
-                f"the {self.provider} provider cannot run as {command.user!r}", cause="sandbox.refused"
-            )
         if not command.argv or not command.argv[0]:
             return ExecResult(status="exited", exit_code=127, detail="no program was named")
         spec = self.spec
         number = channel.reserve()
-        env = {**self._base, **command.env, procs.MARKER: self._marker, procs.COMMAND: str(number)}
+        named = {"USER": user.name} if user.name else {}
+        env = {**self._base, **named, **command.env, procs.MARKER: self._marker, procs.COMMAND: str(number)}
         cwd = self.folder_of(command)
         try:
             parts = [os.fsencode(p) for p in (cwd, *command.argv, *(f"{k}={v}" for k, v in env.items()))]
@@ -109,12 +128,21 @@ class GuardedSandbox:
         memory = min((max(m, LEAST_MEMORY) for m in each if m), default=0)
         cpu = seconds(command.cpu_seconds or spec.cpu_seconds or 0.0)
         output = spec.output if command.output is None else command.output
-        plan = Plan(parts, len(command.argv), wall=seconds(wall), cpu=cpu, memory=memory, output=output)
+        plan = Plan(
+            parts,
+            len(command.argv),
+            wall=seconds(wall),
+            cpu=cpu,
+            memory=memory,
+            output=output,
+            user=(user.uid, user.gid),
+            warm=command.warm,
+        )
         return self.made(Job(channel, plan, number))
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
         wall = self.spec.wall if command.wall is None else command.wall
-        job = self._job(command, wall=wall if wall > 0 else 0.001)
+        job = self._job(command, await self._user(command), wall=wall if wall > 0 else 0.001)
         if isinstance(job, ExecResult):
             return job
         if not command.stdin:
@@ -127,7 +155,7 @@ class GuardedSandbox:
             os.close(stdin)
 
     async def start(self, command: Command) -> GuardedProcess:
-        job = self._job(command, wall=command.wall or 0.0)
+        job = self._job(command, await self._user(command), wall=command.wall or 0.0)
         if isinstance(job, ExecResult):
             raise SandboxError(f"the process cannot be started: {job.detail}", cause="sandbox.refused")
         process = await start_process(job, self._parts.discard)
@@ -247,7 +275,7 @@ class _Opening:
         self._sandbox = sandbox
 
     def job(self) -> Job:
-        job = self._sandbox._job(Command(argv=shell.ARGV), wall=0.0)
+        job = self._sandbox._job(Command(argv=shell.ARGV), ANYONE, wall=0.0)
         assert isinstance(job, Job)
         return job
 

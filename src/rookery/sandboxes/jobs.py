@@ -20,7 +20,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError, boundary
-from rookery.sandboxes import guard as stub
+from rookery.sandboxes import trees
 from rookery.sandboxes.capture import Capture, Pump
 from rookery.sandboxes.channel import Channel, Report
 from rookery.sandboxes.local import groups
@@ -41,10 +41,19 @@ PROGRAM_ERRORS = frozenset(
 class Plan:
     """Everything about a command, resolved."""
 
-    __slots__ = ("argc", "cpu", "memory", "output", "parts", "wall")
+    __slots__ = ("argc", "cpu", "memory", "output", "parts", "user", "wall", "warm")
 
     def __init__(
-        self, parts: Sequence[bytes], argc: int, *, wall: float, cpu: float, memory: int, output: int
+        self,
+        parts: Sequence[bytes],
+        argc: int,
+        *,
+        wall: float,
+        cpu: float,
+        memory: int,
+        output: int,
+        user: tuple[int, int] = (-1, -1),
+        warm: bool = False,
     ) -> None:
         self.parts = parts
         self.argc = argc
@@ -52,6 +61,9 @@ class Plan:
         self.cpu = cpu
         self.memory = memory
         self.output = output
+        self.user = user
+        """Id and group; -1 for the sandbox's own."""
+        self.warm = warm
 
 
 class Job:
@@ -92,7 +104,15 @@ class Job:
                 self._refused = groups.forks_refused(groups.pids_folder(self.group))
             fds = (stdin, *ends, *extra)
             self.promise = await self._channel.start(
-                self.number, plan.parts, plan.argc, fds, plan.wall, plan.cpu, plan.memory
+                self.number,
+                plan.parts,
+                plan.argc,
+                fds,
+                plan.wall,
+                plan.cpu,
+                plan.memory,
+                plan.user,
+                warm=plan.warm,
             )
         except BaseException:
             self.release()
@@ -167,8 +187,8 @@ class Job:
     def _ending(self, report: Report | None) -> tuple[ExecStatus, int | None, int | None, str]:
         if report is None:
             return "lost", None, None, "the sandbox's guard died while the command ran"
-        if report.reason in (stub.NOT_STARTED, stub.NO_FOLDER):
-            what = "the working folder" if report.reason == stub.NO_FOLDER else "the program"
+        if report.reason in (trees.NOT_STARTED, trees.NO_FOLDER):
+            what = "the working folder" if report.reason == trees.NO_FOLDER else "the program"
             text = f"{what} could not be used: {os.strerror(report.status)}"
             if self.group and report.status == errno.EAGAIN:
                 return (
@@ -191,9 +211,9 @@ class Job:
         ended = (code, None) if code >= 0 else (None, -code)
         left = f"; {report.survivors} processes would not die" if report.survivors else ""
         plan = self._plan
-        if report.reason == stub.TIME:
+        if report.reason == trees.TIME:
             return "time_limit", *ended, f"killed after {plan.wall:g} s{left}"
-        if report.reason == stub.PROCESSES:
+        if report.reason == trees.PROCESSES:
             return "process_limit", *ended, f"killed: too many processes{left}"
         if self.flooded:
             return "output_limit", *ended, f"killed after writing {self.ceiling} bytes{left}"
@@ -215,12 +235,12 @@ class Job:
             )
         if code and self.top is not None and _full(self.top()):
             return "disk_limit", *ended, "no space is left in the sandbox"
-        if report.reason == stub.NATURAL and code and plan.memory and report.peak >= 0.85 * plan.memory:
+        if report.reason == trees.NATURAL and code and plan.memory and report.peak >= 0.85 * plan.memory:
             return "memory_limit", *ended, f"it used {report.peak} bytes, of {plan.memory} allowed, when it ended"
         return (
             ("exited" if code >= 0 else "signaled"),
             *ended,
-            f"killed{left}" if report.reason == stub.ASKED else "",
+            f"killed{left}" if report.reason == trees.ASKED else "",
         )
 
     def release(self, *, leave_running: bool = False) -> None:
@@ -247,7 +267,7 @@ async def run_to_end(job: Job, stdin: int, on_output: OnOutput | None) -> ExecRe
     finished = False
     try:
         report = await job.report()
-        finished = report is not None and report.reason == stub.NATURAL
+        finished = report is not None and report.reason == trees.NATURAL
         return job.collect(report)
     except asyncio.CancelledError:
         await job.abort()

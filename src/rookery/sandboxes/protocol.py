@@ -30,10 +30,14 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cwd: str | None = None
     env: dict[str, str] = {}
     user: str | None = None
+    """A name or a number, where the sandbox has other users than its own; else it is refused."""
     wall: float | None = None
     cpu_seconds: float | None = None
     memory: int | None = None
     output: int | None = None
+    warm: bool = False
+    """`argv` is a `python3 …` command. Where the sandbox holds a warm interpreter, the command is forked from it
+    instead of started anew, and sees what a new one would see; elsewhere it is started as any other."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

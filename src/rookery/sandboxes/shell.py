@@ -25,8 +25,7 @@ from typing import Protocol
 import msgspec
 
 from rookery.core import ExecResult, ExecUsage, SandboxError
-from rookery.sandboxes import guard as stub
-from rookery.sandboxes import procs
+from rookery.sandboxes import procs, trees
 from rookery.sandboxes.capture import Capture, Feeder, Pump, first_of
 from rookery.sandboxes.channel import Report
 from rookery.sandboxes.jobs import HARD_OUTPUT, Job
@@ -38,7 +37,7 @@ COME_BACK_SECONDS = 3.0
 MAX_WORD = 4096
 INIT = (
     "PS1= PS2= PROMPT_COMMAND=; set +H; unset HISTFILE MAILCHECK; shopt -s expand_aliases; "
-    f"trap 'trap - INT; kill -INT $BASHPID' RTMAX-{signal.SIGRTMAX - stub.INTERRUPT_SIGNAL}\n"
+    f"trap 'trap - INT; kill -INT $BASHPID' RTMAX-{signal.SIGRTMAX - trees.INTERRUPT_SIGNAL}\n"
 )
 RESET = "the shell was replaced: its folder, variables and functions are gone"
 
@@ -233,7 +232,7 @@ class GuardedShell:
         notes = [result.detail, RESET if ended or self._replaced else ""]
         self._replaced = False
         if ended:
-            self._discard(leave_running=report is not None and report.reason == stub.NATURAL)
+            self._discard(leave_running=report is not None and report.reason == trees.NATURAL)
         else:
             bash.fresh()
         return msgspec.structs.replace(
@@ -282,9 +281,9 @@ def _ending(
         return ExecResult(status="exited", exit_code=code, usage=usage)
     if flooded:
         return ExecResult(status="output_limit", usage=usage, detail="killed: the script wrote far too much")
-    if report is not None and report.reason == stub.PROCESSES:
+    if report is not None and report.reason == trees.PROCESSES:
         return ExecResult(status="process_limit", usage=usage, detail="killed: too many processes")
-    if report is not None and report.reason == stub.NATURAL:
+    if report is not None and report.reason == trees.NATURAL:
         left = os.waitstatus_to_exitcode(report.status)
         said = "the script ended the shell"
         if left < 0:

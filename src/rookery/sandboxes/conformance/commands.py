@@ -225,6 +225,43 @@ async def who_only_waits_need_not_read(provider: Provider) -> None:
         assert result.ok and len(result.stdout) + result.stdout_dropped == 3_000_000, result
 
 
+async def a_warm_python_is_as_a_new_one(provider: Provider) -> None:
+    script = """import os, sys
+print(sys.argv, sorted(os.environ), os.getcwd(), sys.stdin.read(), __name__, sys.flags, sys._getframe().f_back)
+sys.exit(len(sys.argv))"""
+    async with box(provider) as sandbox:
+        for last in ("", "raise ValueError('no')", "sys.exit('words')", "os.kill(os.getpid(), 15)"):
+            argv = ("python3", "-c", script.replace("sys.exit(len", f"{last}\nsys.exit(len"), "a", "b")
+            new, *warm = [
+                await sandbox.exec(Command(argv=argv, stdin=b"input", env={"GIVEN": "1"}, warm=warm))
+                for warm in (False, True, True, True)
+            ]
+            for result in warm:
+                for one, other in ((result.stdout, new.stdout), (result.stderr, new.stderr)):
+                    assert one == other, (one, other)
+                assert (result.status, result.exit_code, result.signal) == (new.status, new.exit_code, new.signal)
+
+
+async def another_user_is_apart_or_refused(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        try:
+            result = await sandbox.exec(Command(argv=("id", "-u"), user="nobody"))
+        except SandboxError as error:
+            if error.code != "sandbox.refused":
+                raise
+            return
+        assert result.ok and result.stdout != (await sh(sandbox, "id -u")).stdout, result
+        kept = await sandbox.start(Command(argv=("sh", "-c", "echo $$; exec sleep 600"), user="nobody"))
+        _, pid = await anext(kept.output())
+        for what in (f"kill -9 {int(pid)}", f"cat /proc/{int(pid)}/environ", "echo x > /tmp/theirs"):
+            made = await sandbox.exec(
+                Command(argv=("sh", "-c", "umask 077; echo secret > /tmp/theirs"), user="nobody")
+            )
+            assert made.ok, made
+            assert not (await sh(sandbox, what)).ok, what
+        assert (await kept.kill()).signal == signal.SIGKILL
+
+
 async def closing_is_idempotent_and_final(provider: Provider) -> None:
     sandbox = await provider.create(SPEC, attempt="conformance")
     await sandbox.start(Command(argv=("sleep", "600")))
@@ -260,5 +297,7 @@ CHECKS: tuple[Check, ...] = (
     a_process_streams_both_ways,
     a_slow_reader_blocks_the_program,
     who_only_waits_need_not_read,
+    a_warm_python_is_as_a_new_one,
+    another_user_is_apart_or_refused,
     closing_is_idempotent_and_final,
 )

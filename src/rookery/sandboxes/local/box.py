@@ -13,9 +13,7 @@ Promises:
 import _socket
 import os
 import resource
-import select
 import sys
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
@@ -24,6 +22,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import guard, procs
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local import nets, root
+    from rookery.sandboxes.local.first import OWN, Init
     from rookery.sandboxes.small import _signal, loads, receive, send, suppress
 else:
     import guard
@@ -31,60 +30,12 @@ else:
     import nets
     import procs
     import root
+    from first import OWN, Init
     from small import _signal, loads, receive, send, suppress
 
 SYNC = 3
 _LIMITED = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
 _FILES = (4096, 65536)
-
-
-class Init(guard.Guard):
-    """Pid 1: starts, reaps and kills, until the owner hangs up."""
-
-    score = -1
-    """Where it says how much it is worth when memory runs out. It may make itself cheaper, and dear as before."""
-    worth = b"0"
-    stopped: set[int] | None = None
-
-    def watch_owner(self) -> int:
-        return -1
-
-    def expose(self, on: bool) -> None:
-        # Memory that is no process's own (files, buffers) is paid for by the largest, which would be this one.
-        if self.score >= 0:
-            os.pwrite(self.score, b"1000" if on else self.worth, 0)
-
-    def end_everyone(self) -> bool:
-        if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
-            return False
-        end = time.monotonic() + guard.KILL_SECONDS
-        with suppress(ProcessLookupError):
-            os.kill(-1, _signal.SIGKILL)
-        self.reap()
-        while not self.barren and time.monotonic() < end:
-            select.select([self.wake], [], [], 0.05)
-            self.swallow()
-            self.reap()
-        return self.barren
-
-    def hold(self, *, last: bool) -> None:
-        if self.pid != 1:
-            return
-        if self.stopped is None:
-            self.stopped = {pid for pid in _pids() if (procs.stat_of(pid) or "?")[0] == "T"}
-        with suppress(ProcessLookupError):
-            # For all in one go: who is just being made gets it too.
-            os.kill(-1, _signal.SIGKILL if last else _signal.SIGSTOP)
-
-    def let_go(self) -> None:
-        if self.stopped is not None:
-            for pid in set(_pids()) - self.stopped:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, _signal.SIGCONT)
-            self.stopped = None
-
-    def leave(self) -> None:
-        os._exit(0)
 
 
 def live(
@@ -145,11 +96,6 @@ def live(
     os._exit(0)
 
 
-def _pids() -> list[int]:
-    """Everyone but pid 1."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-
-
 def _cleared(sync: _socket.socket) -> _socket.socket:
     """Leaves 0, 1 and 2 on nothing, the line to the keeper on 3, and no other descriptor."""
     _signal.set_wakeup_fd(-1)
@@ -175,6 +121,7 @@ def _settled(
         for place in (root.WORK, "/run"):  # who has no right to pass over owners must be one
             os.chown(place, asked["uid"], asked["uid"])
     init = Init(channel)
+    init.user = asked["uid"] if mapped else -1
     for which, value in _LIMITED.items():
         procs.lower(which, value)
     procs.lower(resource.RLIMIT_NOFILE, _FILES[1], _FILES[0])
@@ -184,11 +131,17 @@ def _settled(
     if asked["pids_each"]:
         procs.lower(resource.RLIMIT_NPROC, asked["pids_each"])
     k.set_dumpable(False)
+    if mapped:
+        k.keep_capabilities()
     k.drop_bounding_set()
     if mapped:
-        os.setresgid(asked["uid"], asked["uid"], asked["uid"])
-        os.setresuid(asked["uid"], asked["uid"], asked["uid"])
-    k.drop_capabilities()
+        # A user that no program can be: none of them can signal pid 1, or change its limits and priority.
+        os.setresgid(OWN, OWN, OWN)
+        os.setresuid(OWN, OWN, OWN)
+        kept = (k.CAP_SETUID, k.CAP_SETGID, k.CAP_KILL, k.CAP_SYS_PTRACE, k.CAP_SYS_RESOURCE)
+        k.drop_capabilities(*kept, idle=(k.CAP_DAC_READ_SEARCH,))
+    else:
+        k.drop_capabilities()
     k.no_new_privileges()
     k.set_name("sandbox")
     k.install_filter(program)

@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
-    from rookery.sandboxes.local import groups, root
+    from rookery.sandboxes.local import first, groups, root
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.boxes import Box, Boxes
     from rookery.sandboxes.local.works import Work
@@ -31,6 +31,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
     for _place in sys.argv[1:3]:
         sys.path.insert(0, _place)
+    import first
     import groups
     import kernel as k
     import root
@@ -427,6 +428,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     control.send(dumps({"about": keeper.about()}))
+    first.bare()
     try:
         keeper.loop()
     finally:

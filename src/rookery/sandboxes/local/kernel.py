@@ -5,8 +5,10 @@ Promises:
 - `clone` returns twice, as `os.fork` does.
 """
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Holds the interpreter's lock while it calls: a child that comes out of `clone` must have it.
@@ -29,6 +31,7 @@ MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_SET_NAME, _PR_CAP_AMBIENT, _PR_SET_CHILD_SUBREAPER = 38, 15, 47, 36
 _PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP = 28, 4
+CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 2, 5, 6, 7, 19, 24
 _SECCOMP_SET_MODE_FILTER = 1
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
@@ -163,6 +166,11 @@ def no_new_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def keep_capabilities() -> None:
+    """Becoming another user neither takes nor gives any, from here on and for good; nor does being user 0."""
+    _prctl(_PR_SET_SECUREBITS, 0xCF)
+
+
 def drop_bounding_set() -> None:
     """No program started from here on can have any capability, whatever its file says."""
     for capability in range(64):
@@ -173,12 +181,36 @@ def drop_bounding_set() -> None:
 
 # Made once: a box that makes its own pays for each page of the keeper's that it touches.
 _CAP_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
-_NO_CAPS = (ctypes.c_uint32 * 6)()
+_CAPS = (ctypes.c_uint32 * 6)()
 
 
-def drop_capabilities() -> None:
-    """Of this process: effective, permitted and inheritable."""
-    _checked(_libc.syscall(ctypes.c_long(_NUMBERS["capset"]), _CAP_HEADER, _NO_CAPS), "capset")
+def drop_capabilities(*kept: int, idle: tuple[int, ...] = ()) -> None:
+    """Of this process: all that is inheritable, and what is effective and permitted but these.
+
+    Those that are `idle` have no effect until they are wanted: see `capable`.
+    """
+    global _kept  # noqa: PLW0603
+    _kept = (sum(1 << number for number in kept), sum(1 << number for number in (*kept, *idle)))
+    _set_capabilities(*_kept)
+
+
+_kept = (0, 0)
+
+
+@contextlib.contextmanager
+def capable(number: int) -> Iterator[None]:
+    """With one that is idle."""
+    effective, permitted = _kept
+    _set_capabilities(effective | 1 << number, permitted)
+    try:
+        yield
+    finally:
+        _set_capabilities(effective, permitted)
+
+
+def _set_capabilities(effective: int, permitted: int) -> None:
+    _CAPS[0], _CAPS[1] = effective, permitted
+    _checked(_libc.syscall(ctypes.c_long(_NUMBERS["capset"]), _CAP_HEADER, _CAPS), "capset")
 
 
 class Filter(ctypes.Structure):

@@ -15,14 +15,16 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
-from rookery.sandboxes.guarded import PATH, GuardedSandbox, close_all, opened
+from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
 from rookery.sandboxes.jobs import Job
+from rookery.sandboxes.local import users
 from rookery.sandboxes.local.line import Asked, Given, Line
 from rookery.sandboxes.protocol import Command, Egress, Home
 
@@ -172,7 +174,7 @@ class LocalSandbox(GuardedSandbox):
         self.held_together = bool(given.memory)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {
-            "PATH": PATH if spec.image else f"{PATH}:{_INTERPRETER}",
+            "PATH": PATH if spec.image else f"{_INTERPRETER}:{PATH}",
             "HOME": WORK,
             "USER": "root" if self._uid == 0 else "user",
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
@@ -236,6 +238,18 @@ class LocalSandbox(GuardedSandbox):
 
     def may_be(self, user: str) -> bool:
         return user in (("root", "0") if self._uid == 0 else ("user", str(USER)))
+
+    async def whom(self, user: str) -> User:
+        if self.may_be(user):
+            return ANYONE
+        assert self._given is not None
+        if self._given.uid < 0:
+            raise SandboxError(
+                f"a command cannot run as {user!r}: this sandbox has one user, since nobody but root of the "
+                "machine can give it more",
+                cause="sandbox.refused",
+            )
+        return await users.find(user, partial(self.read, limit=users.MOST))
 
     def made(self, job: Job) -> Job:
         assert self._given is not None
