@@ -15,13 +15,11 @@ It imports only what starts fast, and speaks structs and NUL-separated text: no 
 # ruff: noqa: PTH108, PTH208
 
 import _socket
-import contextlib
 import errno
 import mmap
 import os
 import resource
 import select
-import signal
 import struct
 import sys
 import time
@@ -31,10 +29,12 @@ if TYPE_CHECKING:
     Room = bytearray | mmap.mmap
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
+    from rookery.sandboxes.small import _signal, suppress
     from rookery.sandboxes.trees import ASKED, NATURAL, NO_FOLDER, NOT_STARTED, TAG, TIME, Running, Trees
 else:  # stand-alone: only these imports may see the folder, whose subprocess.py would hide the real one
     sys.path.insert(0, sys.argv[1])
     import procs
+    from small import _signal, suppress
     from trees import ASKED, NATURAL, NO_FOLDER, NOT_STARTED, TAG, TIME, Running, Trees
 
     del sys.path[0]
@@ -88,9 +88,9 @@ class Guard(Trees):
         self.look_at = 0.0
         self.discard_at = 0.0
         self.room = mmap.mmap(-1, MAX_MESSAGE + 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        self.wake, self.wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
         self.poll = select.poll()
         self.poll.register(self.wake, select.POLLIN)
         self.poll.register(channel.fileno(), select.POLLIN)
@@ -130,7 +130,7 @@ class Guard(Trees):
         return max(0.0, (min(times) - time.monotonic()) * 1000 + 0.5) if times else None
 
     def swallow(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             os.read(self.wake, 4096)
 
     def receive(self) -> bool:
@@ -330,7 +330,7 @@ class Guard(Trees):
         self.kill_all()
         if self.folder and self.barren:
             procs.remove_tree(self.folder)
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.unlink(self.lease)
 
 
@@ -339,7 +339,7 @@ def main() -> None:
 
     for name in os.listdir("/proc/self/fd"):
         if int(name) > CHANNEL:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.close(int(name))
     os.set_inheritable(CHANNEL, False)
     os.chdir("/")

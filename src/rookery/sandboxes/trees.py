@@ -12,23 +12,27 @@ later command's, never an earlier one's. Where that says nothing, its environmen
 if it hides that too, it belongs to the command being killed, unless it is older than that command.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import resource
 import select
-import signal
 import sys
 import time
-from collections.abc import Iterator
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
+    from rookery.sandboxes.small import _signal, suppress
 else:
     import procs
+    from small import _signal, suppress
 
 NATURAL, TIME, PROCESSES, ASKED, NOT_STARTED, NO_FOLDER = range(6)
-INTERRUPT_SIGNAL = signal.SIGRTMAX - 3
+INTERRUPT_SIGNAL = _signal.SIGRTMAX - 3
 KILL_SECONDS = 5.0
 HOLD_AFTER = 3
 """Looks that find something after which a tree is held still: it may grow faster than it is killed."""
@@ -95,22 +99,22 @@ class Trees:
 
     def kill(self, command: Running, reason: int) -> None:
         command.reason = reason
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(command.pid, signal.SIGKILL)  # at once for all of the group: what forks cannot outrun it
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(command.pid, _signal.SIGKILL)  # at once for all of the group: what forks cannot outrun it
         left = 0
         if not (command.alone and command.tag == self.spawned and self.end_everyone()):
             left = self.purge(command, str(command.number), command.ticks, whole=True)
         if command.result is None:  # stuck in the kernel: give it up rather than wait for ever
             self.running.pop(command.pid, None)
-        self.report(command, reason, *(command.result or (signal.SIGKILL, 0.0, 0)), left)
+        self.report(command, reason, *(command.result or (_signal.SIGKILL, 0.0, 0)), left)
 
     def interrupt(self, command: Running, mark: str, ticks: int) -> None:
         """Kills what the shell's present script started, then makes the shell drop the script."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(command.pid, signal.SIGSTOP)
+        with suppress(ProcessLookupError):
+            os.kill(command.pid, _signal.SIGSTOP)
             self.purge(command, mark, ticks, whole=False)
             os.kill(command.pid, INTERRUPT_SIGNAL)
-            os.kill(command.pid, signal.SIGCONT)
+            os.kill(command.pid, _signal.SIGCONT)
 
     def purge(self, command: Running, mark: str, ticks: int, *, whole: bool) -> int:
         """SIGKILL until two looks in a row find nothing; how many are left when the time is over."""
@@ -127,8 +131,8 @@ class Trees:
                 self.hold(last=time.monotonic() > end - KILL_SECONDS / 2)
             victims = list(self.members(command, mark, ticks, whole=whole))
             for pid in victims:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, _signal.SIGKILL)
             self.reap()
             looks += bool(victims)
             clean = 0 if victims else clean + 1
@@ -168,7 +172,7 @@ class Trees:
 
     def tag_of(self, pid: int) -> int | None:
         """Which command's a process is, by the limits that it was born with; None where they say nothing."""
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             hard = resource.prlimit(pid, TAG)[1]
             return self.tags - hard if self.tags and hard != resource.RLIM_INFINITY else None
         return None
@@ -206,13 +210,13 @@ class Trees:
         while not self.barren and time.monotonic() < end:
             todo = procs.children_of(self.pid)
             for pid in list(self.running):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, _signal.SIGKILL)
             while todo:
                 pid = todo.pop()
                 todo += procs.children_of(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, _signal.SIGKILL)
             self.reap()
             if not self.barren:
                 select.select([self.wake], [], [], 0.01)

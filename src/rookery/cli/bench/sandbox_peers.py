@@ -18,6 +18,7 @@ from typing import NamedTuple
 from rookery.cli.bench import Progress
 from rookery.cli.bench.peers import peers_folder
 from rookery.sandboxes.guarded import PATH
+from rookery.sandboxes.local.provider import INTERPRETER
 
 PYTHON = ("python3", "-c", "pass")
 COMMAND = ("true",)
@@ -66,7 +67,7 @@ async def by_turns(
 
 def python_path() -> str | None:
     """The interpreter that a box's `python3` is: on the host the name may be a script that looks for another."""
-    return shutil.which("python3", path=PATH)
+    return shutil.which("python3", path=f"{INTERPRETER}:{PATH}")
 
 
 async def spawned(words: Sequence[str], env: dict[str, str] | None = None) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import guard, procs
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local import nets, root
-    from rookery.sandboxes.local.first import OWN, Init
+    from rookery.sandboxes.local.first import CAN_BE_OTHERS, OWN, Init
     from rookery.sandboxes.small import _signal, loads, receive, send, suppress
 else:
     import guard
@@ -30,7 +30,7 @@ else:
     import nets
     import procs
     import root
-    from first import OWN, Init
+    from first import CAN_BE_OTHERS, OWN, Init
     from small import _signal, loads, receive, send, suppress
 
 SYNC = 3
@@ -121,7 +121,8 @@ def _settled(
         for place in (root.WORK, "/run"):  # who has no right to pass over owners must be one
             os.chown(place, asked["uid"], asked["uid"])
     init = Init(channel)
-    init.user = asked["uid"] if mapped else -1
+    others = mapped and CAN_BE_OTHERS
+    init.user = asked["uid"] if others else -1
     for which, value in _LIMITED.items():
         procs.lower(which, value)
     procs.lower(resource.RLIMIT_NOFILE, _FILES[1], _FILES[0])
@@ -131,16 +132,19 @@ def _settled(
     if asked["pids_each"]:
         procs.lower(resource.RLIMIT_NPROC, asked["pids_each"])
     k.set_dumpable(False)
-    if mapped:
+    if others:
         k.keep_capabilities()
     k.drop_bounding_set()
-    if mapped:
+    if others:
         # A user that no program can be: none of them can signal pid 1, or change its limits and priority.
         os.setresgid(OWN, OWN, OWN)
         os.setresuid(OWN, OWN, OWN)
         kept = (k.CAP_SETUID, k.CAP_SETGID, k.CAP_KILL, k.CAP_SYS_PTRACE, k.CAP_SYS_RESOURCE)
         k.drop_capabilities(*kept, idle=(k.CAP_DAC_READ_SEARCH,))
     else:
+        if mapped:
+            os.setresgid(asked["uid"], asked["uid"], asked["uid"])
+            os.setresuid(asked["uid"], asked["uid"], asked["uid"])
         k.drop_capabilities()
     k.no_new_privileges()
     k.set_name("sandbox")

@@ -11,14 +11,13 @@ new process takes that over before it does anything else: what the kernel forget
 death of the keeper is to be ours, that nobody may look at us) is never forgotten.
 """
 
-import contextlib
+import _socket
 import errno
 import gc
-import itertools
 import mmap
 import os
+import resource
 import select
-import signal
 import struct
 import sys
 import time
@@ -32,6 +31,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local import python
     from rookery.sandboxes.local.launch import Launcher
     from rookery.sandboxes.local.zygotes import Zygotes, text_of
+    from rookery.sandboxes.small import _signal, send, suppress
 
     WARM: python.Warm | None = None
     TEXT = b""
@@ -42,6 +42,7 @@ else:
     import python
     import trees
     from launch import Launcher
+    from small import _signal, send, suppress
     from zygotes import Zygotes, text_of
 
     WARM = python.preload(sys.argv[1:3]) if python.can_preload(sys.argv[1:3]) else None
@@ -50,9 +51,15 @@ else:
 LAUNCHER = Launcher()
 OWN = 65535
 """Pid 1's user and group. No command can be this one."""
+with open("/proc/sys/fs/suid_dumpable") as _file:
+    CAN_BE_OTHERS = _file.read().strip() != "1"
+"""Whether a process that becomes somebody else stays closed to them: there is a setting for debugging which opens
+it, and with it the memory that it shares with us."""
+_ASK_SECONDS = 1.0
 _OF_FILES = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _NAME = b"\0%s=" % procs.COMMAND.encode()
 _MOST = 1 << 20
+_REHEARSALS = 20
 _SLOT = struct.Struct("<i")
 _SLOTS = mmap.PAGESIZE // _SLOT.size
 
@@ -123,7 +130,7 @@ class Init(guard.Guard):
                 self.fork(command, request, bounds, folder, programs[0], who)
                 return None
             self.zygotes = self.zygotes or Zygotes(self, TEXT)
-            with contextlib.suppress(OSError):  # something has run out: the ordinary way says what
+            with suppress(OSError):  # something has run out: the ordinary way says what
                 if self.zygotes.take(command, request, programs[0], who, LAUNCHER):
                     return None
         command.pid, problem = LAUNCHER.spawn(programs, request.room, bounds, request.argc, request.fds[:4])
@@ -148,6 +155,13 @@ class Init(guard.Guard):
                 code = error.errno or errno.EPERM
             finally:
                 os._exit(code)
+        handle = os.pidfd_open(pid)
+        try:
+            # As them it can be stopped by them.
+            if not select.select([handle], [], [], _ASK_SECONDS)[0]:
+                os.kill(pid, _signal.SIGKILL)
+        finally:
+            os.close(handle)
         return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def fork(
@@ -164,7 +178,7 @@ class Init(guard.Guard):
         at = command.tag % _SLOTS * _SLOT.size
         self.slate[at : at + _SLOT.size] = bytes(_SLOT.size)
         try:
-            command.pid = os.fork()
+            command.pid = k.fork()
         except OSError as error:
             self.report(command, trees.NOT_STARTED, error.errno or 0)
             return
@@ -185,7 +199,7 @@ class Init(guard.Guard):
         try:
             assert self.slate is not None
             assert WARM is not None
-            signal.set_wakeup_fd(-1)
+            _signal.set_wakeup_fd(-1)
             os.setsid()
             count = len(request.fds[:4])
             for fd, theirs in enumerate(request.fds[:4]):
@@ -201,7 +215,7 @@ class Init(guard.Guard):
             k.set_dumpable(True)
             self.slate.close()
             room = request.room
-            parts = [bytes(room[first : last - 1]) for first, last in itertools.pairwise(bounds[1:])]
+            parts = [bytes(room[bounds[at] : bounds[at + 1] - 1]) for at in range(1, len(bounds) - 1)]
             room[request.start : request.end] = bytes(request.end - request.start)
             python.become(WARM, os.fsdecode(program), [b"%d" % request.argc, *parts])
         finally:
@@ -228,7 +242,7 @@ class Init(guard.Guard):
 
     def kill(self, command: trees.Running, reason: int) -> None:
         if self.zygotes is not None and self.zygotes.cancel(command):
-            self.report(command, reason, signal.SIGKILL)
+            self.report(command, reason, _signal.SIGKILL)
         else:
             super().kill(command, reason)
 
@@ -253,7 +267,7 @@ class Init(guard.Guard):
         # Variables may hold what no other command is to know: they are read where nothing of them stays.
         self.page = self.page or mmap.mmap(-1, _MOST, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
-            with k.capable(k.CAP_DAC_READ_SEARCH) if self.user >= 0 else contextlib.nullcontext():
+            with k.capable(k.CAP_DAC_READ_SEARCH) if self.user >= 0 else suppress():
                 fd = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 size = os.readv(fd, [self.page])
@@ -275,8 +289,8 @@ class Init(guard.Guard):
         if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
             return False
         end = time.monotonic() + trees.KILL_SECONDS
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(-1, _signal.SIGKILL)
         self.reap()
         while not self.barren and time.monotonic() < end:
             select.select([self.wake], [], [], 0.05)
@@ -289,15 +303,15 @@ class Init(guard.Guard):
             return
         if self.stopped is None:
             self.stopped = {pid for pid in _pids() if (procs.stat_of(pid) or "?")[0] == "T"}
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             # For all in one go: who is just being made gets it too.
-            os.kill(-1, signal.SIGKILL if last else signal.SIGSTOP)
+            os.kill(-1, _signal.SIGKILL if last else _signal.SIGSTOP)
 
     def let_go(self) -> None:
         if self.stopped is not None:
             for pid in set(_pids()) - self.stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, _signal.SIGCONT)
             self.stopped = None
 
     def leave(self) -> None:
@@ -306,11 +320,42 @@ class Init(guard.Guard):
 
 def bare() -> None:
     """In the keeper, when it has all that it needs: boxes are forked from an interpreter that is nearly new."""
+    _rehearse()
     if WARM is not None:
         python.undress(WARM)
-    LAUNCHER.rehearse()
+    # Each `os.wait4` imports it: without this, from wherever a box's path leads, which may be an image's.
+    sys.modules["resource"] = resource
     gc.collect()
     gc.freeze()  # or every box, looking for garbage, would copy all that it shares with the others
+
+
+def _rehearse() -> None:
+    """Starts a few programs, as pid 1 does: what is prepared at the first use need not be in every box."""
+    handler, wakeup = _signal.getsignal(_signal.SIGCHLD), _signal.set_wakeup_fd(-1)
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    init = Init(theirs)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        body = b"\0".join((b"/", b"true", b"PATH=/usr/bin:/bin"))
+        for number in range(_REHEARSALS):
+            head = guard.REQUEST.pack(guard.SPAWN, number + 1, 0, 0, 0, 1, -1, -1, 0)
+            send(ours, head + body, [null] * 3)
+            init.receive()
+            while not init.reports:
+                init.poll.poll()
+                init.swallow()
+                init.reap()
+            init.flush()
+            ours.recv(4096)
+    finally:
+        _signal.set_wakeup_fd(-1)
+        _signal.signal(_signal.SIGCHLD, handler)
+        _signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for fd in (null, init.wake, init.wake_end):
+            os.close(fd)
+        for sock in (ours, theirs):
+            sock.close()
 
 
 def _pids() -> list[int]:

@@ -5,10 +5,8 @@ Promises:
 - `clone` returns twice, as `os.fork` does.
 """
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Holds the interpreter's lock while it calls: a child that comes out of `clone` must have it.
@@ -16,8 +14,8 @@ _held = ctypes.PyDLL(None, use_errno=True)
 _MACHINE = os.uname().machine
 
 _NUMBERS = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
-    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317, "clone": 56},
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277, "clone": 220},
 }.get(_MACHINE, {})
 _OPEN_TREE, _MOVE_MOUNT, _CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 428, 429, 435, 436, 442
 
@@ -77,6 +75,13 @@ def clone(flags: int, *, cgroup: int = -1) -> tuple[int, int]:
         args.cgroup = cgroup
     pid = _held.syscall(ctypes.c_long(_CLONE3), ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args)))
     return (0, -1) if pid == 0 else (_checked(pid, "clone3"), pidfd.value)
+
+
+def fork() -> int:
+    """As `os.fork`, and as `clone` for a process without threads."""
+    none = ctypes.c_long(0)
+    call = ctypes.c_long(_NUMBERS["clone"])
+    return _checked(_held.syscall(call, ctypes.c_long(17), none, none, none, none), "clone")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -197,15 +202,18 @@ def drop_capabilities(*kept: int, idle: tuple[int, ...] = ()) -> None:
 _kept = (0, 0)
 
 
-@contextlib.contextmanager
-def capable(number: int) -> Iterator[None]:
+class capable:  # noqa: N801  (it is used as a function is)
     """With one that is idle."""
-    effective, permitted = _kept
-    _set_capabilities(effective | 1 << number, permitted)
-    try:
-        yield
-    finally:
-        _set_capabilities(effective, permitted)
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        effective, permitted = _kept
+        _set_capabilities(effective | 1 << self._number, permitted)
+
+    def __exit__(self, *_: object) -> None:
+        _set_capabilities(*_kept)
 
 
 def _set_capabilities(effective: int, permitted: int) -> None:

@@ -5,13 +5,17 @@ Promises:
 - the new process becomes, effectively, who we really are; then it goes to its folder, then it is the program.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import struct
 import sys
-from collections.abc import Sequence
 
 TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import procs
 else:
@@ -44,7 +48,7 @@ class Launcher:
         _checked(_libc.posix_spawnattr_setflags(self._attributes, ctypes.c_short(flags)))
 
     def spawn(
-        self, programs: Sequence[bytes], room: "Any", bounds: Sequence[int], count: int, fds: Sequence[int]
+        self, programs: Sequence[bytes], room: Any, bounds: Sequence[int], count: int, fds: Sequence[int]
     ) -> tuple[int, int]:
         """The pid, or 0 and the errno. The first of the programs that is one.
 
@@ -72,21 +76,6 @@ class Launcher:
             return 0, problem
         finally:
             _libc.posix_spawn_file_actions_destroy(actions)
-
-    def rehearse(self) -> None:
-        """What is prepared at the first use is prepared once, not in every fork of ours."""
-        parts = (b"/", b"true", b"A=B")
-        room = bytearray(b"\0".join(parts) + b"\0")
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            for _ in range(10):
-                pid, _ = self.spawn(
-                    [b"/no/such", b"/bin/true", b"/usr/bin/true"], room, (0, 2, 7, 11), 1, [null] * 3
-                )
-                if pid:
-                    os.waitpid(pid, 0)
-        finally:
-            os.close(null)
 
 
 def _checked(problem: int) -> None:

@@ -38,6 +38,14 @@ else:
 _words: list[bytes] = []
 
 
+def _plain(function: Callable[..., object], *args: object) -> object:
+    return function(*args)
+
+
+below: Any = inside.hidden if inside is not None else _plain
+"""Calls a function for which there is nothing above it, where that can be done."""
+
+
 def run(known: dict[str, ModuleType], asked: Asked, words: list[bytes]) -> NoReturn:
     """`known`: the modules of a new interpreter. `words`: what it would be started with."""
     global _words  # noqa: PLW0603
@@ -47,7 +55,7 @@ def run(known: dict[str, ModuleType], asked: Asked, words: list[bytes]) -> NoRet
     loader = sys.modules["_frozen_importlib"].BuiltinImporter
     main.__loader__ = loader
     sys.modules["__main__"] = main
-    hidden: Any = inside.hidden if inside is not None else _plain
+    hidden = below
     del main
     try:
         caught = _finished(asked, sys.modules["__main__"].__dict__, hidden)
@@ -93,10 +101,6 @@ def _theirs(error: BaseException) -> BaseException:
     while own is not None and any(own.tb_frame.f_globals is names for names in ours):
         own = own.tb_next
     return error.with_traceback(own)
-
-
-def _plain(function: Callable[..., object], *args: object) -> object:
-    return function(*args)
 
 
 def _code(asked: Asked, names: dict[str, Any], *, safe: bool) -> Any:

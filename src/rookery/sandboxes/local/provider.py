@@ -38,7 +38,8 @@ DISK = 1 << 30
 PORT = 7465
 """On a box's own loopback: where the networks `model` and `allow` begin."""
 URL = f"http://127.0.0.1:{PORT}"
-_INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
+INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
+"""First on the path of a box without an image: its `python3` is the one that we run on, and is there already."""
 _HIDDEN = ("proc", "dev", "sys")
 _HOW = {b"a": "added", b"c": "changed", b"r": "removed"}
 _MOST_OF_DIFF = 64 << 20
@@ -174,7 +175,7 @@ class LocalSandbox(GuardedSandbox):
         self.held_together = bool(given.memory)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {
-            "PATH": PATH if spec.image else f"{_INTERPRETER}:{PATH}",
+            "PATH": PATH if spec.image else f"{INTERPRETER}:{PATH}",
             "HOME": WORK,
             "USER": "root" if self._uid == 0 else "user",
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)

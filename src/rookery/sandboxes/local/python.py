@@ -41,6 +41,7 @@ else:
 
 LOCALE = "C.UTF-8"
 PRELOAD_SECONDS = 3.0
+_REHEARSALS = 20
 LAST = (3, 13)
 """The newest version that was compared with what it does itself."""
 _HINTS = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
@@ -114,7 +115,7 @@ def preload(hidden: Iterable[str]) -> Warm | None:
             return None  # a site that starts threads: no fork of it is sound
         inside.calibrate()
         made = Warm(sys.modules)
-        rehearse()
+        rehearse(made)
     except Exception:
         return None
     else:
@@ -159,14 +160,24 @@ def undress(warm: Warm) -> None:
     inside.layout()
 
 
-def rehearse() -> None:
-    """What an interpreter prepares at its first use of it, every fork would prepare anew."""
-    exec(compile("import sys\nfor x in (): print(f'{x}', *x, sep=[y for y in x])", "<string>", "exec"), {})  # noqa: S102
-    stream = _stream(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), "stdout", writing=True, bare=False)
-    stream.write("x")
-    stream.flush()
-    stream.close()
-    os.fsdecode(b"x")
+def rehearse(warm: Warm) -> None:
+    """What an interpreter prepares at the first uses of something, every fork would prepare anew."""
+    before = [name + b"=" + value for name, value in os.environb.items()]
+    env = {"HOME": "/", "LANG": LOCALE}
+    for _ in range(_REHEARSALS):
+        asked = understood(["python3", "-c", "pass", "x"], env)
+        _site(warm, asked, env)
+        _signals()
+        _variables([b"LANG=" + LOCALE.encode(), b"HOME=/"])
+        code = compile("import sys\nfor x in (): print(f'{x}', *x, sep=[y for y in x])", "<string>", "exec")
+        if inside is not None:
+            _flags(asked.switches)
+        program.below(exec, code, {})
+        stream = _stream(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), "stdout", writing=True, bare=False)
+        stream.write("x")
+        stream.close()
+        os.fsdecode(b"x")
+    _variables(before)
 
 
 class Words:
@@ -277,41 +288,13 @@ def _times(path: list[str]) -> list[int]:
 def _dress(
     warm: Warm, asked: Words, env: dict[str, str], path: str, words: list[bytes], pairs: list[bytes]
 ) -> None:
-    # Signals: as an interpreter sets them that found all of them in their default state.
-    for number in range(1, _signal.NSIG):
-        if number not in (_signal.SIGKILL, _signal.SIGSTOP):
-            try:
-                if _signal.getsignal(number) is not _signal.SIG_DFL:
-                    _signal.signal(number, _signal.SIG_DFL)
-            except (OSError, ValueError):
-                pass  # the C library's own
-    for name in _IGNORED:
-        if hasattr(_signal, name):
-            _signal.signal(getattr(_signal, name), _signal.SIG_IGN)
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-    # Variables: Python's, C's, and those that the kernel shows.
-    data: Any = os.environ._data  # type: ignore[attr-defined]
-    for name in list(data):
-        os.unsetenv(name)
-    data.clear()
-    posix.environ.clear()
-    for pair in pairs:
-        key, _, value = pair.partition(b"=")
-        os.putenv(key, value)
-        data[key] = posix.environ[key] = value
+    _signals()
+    _variables(pairs)
     if "TZ" in env:
         time.tzset()
-    switches = {_SWITCHES[letter]: 1 for letter in asked.switches if letter in _SWITCHES}
     if inside is not None:
         inside.show(words, pairs)
-        changed: dict[str, Any] = {
-            **dict.fromkeys(("no_site", "isolated", "ignore_environment", "no_user_site", "safe_path"), 0),
-            **switches,
-        }
-        if "I" in asked.switches:
-            changed.update(isolated=1, safe_path=1)
-        sys.flags = inside.flags(**changed)
+        sys.flags = _flags(asked.switches)
     if len(sys.modules) < len(warm.modules):
         sys.modules.update(warm.modules)
     for name in [name for name in sys.modules if name not in warm.modules]:
@@ -330,6 +313,45 @@ def _dress(
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     _streams(unbuffered="u" in asked.switches)
+
+
+def _signals() -> None:
+    """As an interpreter sets them that found all of them in their default state."""
+    for number in range(1, _signal.NSIG):
+        if number not in (_signal.SIGKILL, _signal.SIGSTOP):
+            try:
+                if _signal.getsignal(number) is not _signal.SIG_DFL:
+                    _signal.signal(number, _signal.SIG_DFL)
+            except (OSError, ValueError):
+                pass  # the C library's own
+    for name in _IGNORED:
+        if hasattr(_signal, name):
+            _signal.signal(getattr(_signal, name), _signal.SIG_IGN)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
+
+
+def _variables(pairs: list[bytes]) -> None:
+    """Python's, and those that C gives to other programs."""
+    data: Any = os.environ._data  # type: ignore[attr-defined]
+    for name in list(data):
+        os.unsetenv(name)
+    data.clear()
+    posix.environ.clear()
+    for pair in pairs:
+        name, _, value = pair.partition(b"=")
+        os.putenv(name, value)
+        data[name] = posix.environ[name] = value
+
+
+def _flags(switches: set[str]) -> Any:
+    changed = dict.fromkeys(("no_site", "isolated", "ignore_environment", "no_user_site", "safe_path"), 0)
+    for letter in switches:
+        if letter == "I":
+            changed.update(isolated=1, safe_path=1)
+        else:
+            changed[_SWITCHES[letter]] = 1
+    return inside.flags(**changed)
 
 
 def _streams(*, unbuffered: bool) -> None:

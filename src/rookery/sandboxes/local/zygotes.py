@@ -8,12 +8,9 @@ Promises:
 """
 
 import _socket
-import contextlib
 import os
 import resource
 import select
-import signal
-import socket
 import struct
 import sys
 import time
@@ -22,11 +19,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes import guard, procs, trees
     from rookery.sandboxes.local.launch import Launcher
+    from rookery.sandboxes.small import _signal, send, suppress
 else:
     import guard
     import procs
     import trees
     from launch import Launcher
+    from small import _signal, send, suppress
 
 HERE, GO = b"here", b"go"
 MOST = 4
@@ -59,7 +58,7 @@ del sys.path[0]
 warm = python.Warm(before)
 if inside is not None:
     inside.calibrate()
-python.rehearse()
+python.rehearse(warm)
 sys.modules.clear()
 sys.modules.update(before)
 sys.argv[:] = [""]
@@ -81,7 +80,7 @@ class Zygote:
 
     __slots__ = ("key", "pid", "ready", "sock", "tag", "ticks")
 
-    def __init__(self, key: tuple[bytes, int, int], sock: socket.socket, pid: int, tag: int) -> None:
+    def __init__(self, key: tuple[bytes, int, int], sock: _socket.socket, pid: int, tag: int) -> None:
         self.key = key
         self.sock = sock
         self.pid = pid
@@ -100,17 +99,17 @@ class Pending:
         self.request = request
         self.zygote = zygote
         self.user = user
-        self.line: socket.socket | None = None
+        self.line: _socket.socket | None = None
         self.body = -1
         self.fds: list[int] = []
         self.deadline = time.monotonic() + PATIENCE
 
-    def open(self) -> socket.socket:
+    def open(self) -> _socket.socket:
         """What it needs until it is begun; the other end of its line."""
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         try:
             self.line.setblocking(False)
-            self.line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self.line.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)
             self.body = os.memfd_create("command", os.MFD_CLOEXEC)
             for fd in self.request.fds[:4]:
                 self.fds.append(os.dup(fd))
@@ -167,7 +166,7 @@ class Zygotes:
                 with memoryview(request.room) as room, room[request.start : request.end] as part:
                     os.writev(asked.body, [part, b"\0"])
                 fds = [theirs.fileno(), asked.body, *request.fds[:4]]
-                socket.send_fds(one.sock, [b"%d %s" % (request.argc, program)], fds)
+                send(one.sock, b"%d %s" % (request.argc, program), fds)
             finally:
                 theirs.close()
         except OSError:
@@ -182,7 +181,7 @@ class Zygotes:
     def begin(self, key: tuple[bytes, int, int], launcher: Launcher) -> None:
         """Starts one, as whom the command is; we are them, really, at this moment."""
         self.not_before = time.monotonic() + NAP
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         tag = self.init.next_tag()
         text = -1
         problem = 1
@@ -238,7 +237,7 @@ class Zygotes:
             data, extra = b"", []
         pid = -1
         for level, kind, raw in extra:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            if level == _socket.SOL_SOCKET and kind == _socket.SCM_CREDENTIALS:
                 pid = _CREDENTIALS.unpack(raw)[0]
         if data != HERE or not self.believed(asked, pid):
             self.instead(asked)
@@ -303,8 +302,8 @@ class Zygotes:
         self.not_before = time.monotonic() + NAP
         self.init.poll.unregister(one.sock.fileno())
         one.sock.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(one.pid, _signal.SIGKILL)
 
     def gone(self, pid: int) -> None:
         """It was reaped: its number may be another's from here on."""
