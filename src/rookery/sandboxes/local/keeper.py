@@ -50,6 +50,8 @@ AT_ONCE = 8
 BORN = 2
 """Boxes that wait for files other than the usual, once somebody wanted such a one."""
 BORN_SECONDS = 30.0
+BREATH_SECONDS = 0.006
+"""Before the next box is made, where one is ready still: its owner is about to start something in it."""
 
 
 class Order:
@@ -93,6 +95,7 @@ class Keeper:
         self.orders: deque[Order] = deque()
         self.failed_at = 0.0
         self.unusual_at = 0.0
+        self.gave_at = 0.0
         self.control = control.fileno()
         self.listener: _socket.socket | None = None
         self.connect(control)
@@ -144,7 +147,7 @@ class Keeper:
             self.make()
 
     def wait_ms(self) -> float | None:
-        if self.boxes.dying:
+        if self.boxes.dying or (self.boxes.warm and self.just_gave()):
             return 2.0
         if self.boxes.leaving:
             return 20.0
@@ -283,8 +286,8 @@ class Keeper:
         if self.failed_at and time.monotonic() - self.failed_at < 0.1:
             return
         self.failed_at = 0.0
-        if boxes.settling and not self.orders:
-            return  # who waits for one comes first: making the next takes us some milliseconds
+        if not self.orders and (boxes.settling or (boxes.warm and self.just_gave())):
+            return  # who waits for one, or has just got one, comes first: making the next takes some milliseconds
         wanted = min(usual + self.settings["warm"] - len(boxes.warm), AT_ONCE)
         try:
             while boxes.making < wanted:
@@ -294,6 +297,9 @@ class Keeper:
             self.failed_at = time.monotonic()
             if boxes.making == 0 and usual:
                 self.refuse(self.next_usual(), f"a box could not be started: {error}")
+
+    def just_gave(self) -> bool:
+        return time.monotonic() - self.gave_at < BREATH_SECONDS
 
     def bear(self) -> None:
         """Keeps boxes ready to get files other than the usual ones, for as long as somebody asks for such."""
@@ -359,6 +365,7 @@ class Keeper:
                 self.boxes.end(one)
                 return
             client.boxes.add(one)
+            self.gave_at = time.monotonic()
             said = {
                 "number": order.number,
                 "name": one.name,
