@@ -103,15 +103,16 @@ async def subprocessed(words: Sequence[str]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def bare_python() -> Contender:
-    python = python_path()
+def bare_python(*options: str) -> Contender:
+    """With options, such as those for a start without a site: a site can be anything."""
+    python, name = python_path(), " ".join(("bare python3", *options))
     if python is None:
-        return Contender("bare python3", None, note="no python3 is in the usual places")
+        return Contender(name, None, note="no python3 is in the usual places")
 
     async def once() -> float:
-        return await spawned((python, *PYTHON[1:]))
+        return await spawned((python, *options, *PYTHON[1:]))
 
-    return Contender("bare python3", once)
+    return Contender(name, once)
 
 
 _FORKS = """
@@ -151,6 +152,8 @@ def bwrap_words() -> list[str] | str:
             words += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             words += ["--ro-bind", str(path), str(path)]
+    if not str(INTERPRETER).startswith("/usr/"):
+        words += ["--ro-bind", str(INTERPRETER.parent), str(INTERPRETER.parent)]
     return [*words, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/work", "--chdir", "/work"]  # noqa: S108
 
 

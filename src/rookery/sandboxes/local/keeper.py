@@ -57,7 +57,7 @@ BREATH_SECONDS = 0.006
 class Order:
     """One request: for a box, or for work on one."""
 
-    __slots__ = ("asked", "channel", "client", "given_up", "number", "work")
+    __slots__ = ("asked", "channel", "client", "given_up", "number", "usual", "work")
 
     def __init__(self, client: "Client", number: int, asked: "dict[str, Any]") -> None:
         self.client = client
@@ -67,12 +67,8 @@ class Order:
         """The owner's end of the line to the box that it gets."""
         self.given_up = False
         self.work: Work | None = None
-
-    @property
-    def usual(self) -> bool:
+        self.usual = True
         """Whether any warm box will do."""
-        asked = self.asked
-        return not (asked["image"] or asked["snapshot"] or asked["network"] == "all" or asked["as_root"])
 
 
 class Client:
@@ -93,6 +89,8 @@ class Keeper:
         self.boxes = Boxes(settings, self.poll, self.hand_over, self.spoiled)
         self.clients: dict[int, Client] = {}
         self.orders: deque[Order] = deque()
+        """For usual boxes; those for others wait apart."""
+        self.unusual: deque[Order] = deque()
         self.failed_at = 0.0
         self.unusual_at = 0.0
         self.gave_at = 0.0
@@ -151,7 +149,7 @@ class Keeper:
             return 2.0
         if self.boxes.leaving:
             return 20.0
-        if self.orders and self.failed_at:
+        if (self.orders or self.unusual) and self.failed_at:
             return 100.0
         if self.boxes.born:
             return BORN_SECONDS * 1000
@@ -181,8 +179,9 @@ class Keeper:
             client.orders[order.number] = order
             if op == "create":
                 # Where there is but one user, it is the first of these or the other from the start.
-                asked["as_root"] = asked["uid"] != root.USER and not self.boxes.mapped
-                self.orders.append(order)
+                as_root = asked["uid"] != root.USER and not self.boxes.mapped
+                order.usual = not (asked["image"] or asked["snapshot"] or asked["network"] == "all" or as_root)
+                (self.orders if order.usual else self.unusual).append(order)
             else:
                 self.work(order, fds[0])
         elif op == "give-up":
@@ -239,7 +238,7 @@ class Keeper:
         if order.work is not None:
             order.work.give_up()
         with suppress(ValueError):  # its box is being settled: it ends when it is ready
-            self.orders.remove(order)
+            (self.orders if order.usual else self.unusual).remove(order)
 
     def drop(self, client: Client) -> None:
         fd = client.sock.fileno()
@@ -266,37 +265,33 @@ class Keeper:
     def make(self) -> None:
         """Gives boxes to those who wait, and makes as many as are wanted."""
         boxes = self.boxes
-        while self.orders:
+        while self.unusual and boxes.settling < AT_ONCE:
+            self.make_unusual(self.unusual.popleft())
+        while self.orders and boxes.warm:
             order = self.orders[0]
-            if not order.usual:
-                if boxes.settling >= AT_ONCE:
-                    break
-                self.unusual(self.orders.popleft())
-                continue
-            one = boxes.fitting(order.asked) if boxes.warm else None
+            one = boxes.fitting(order.asked)
             if one is None:
                 break
             one.order = self.orders.popleft()
             order.channel = boxes.settle(one, order.asked)
             if one.shape is not None:
                 boxes.ready(one)
-        usual = sum(1 for order in self.orders if order.usual)
-        while not usual and len(boxes.warm) > self.settings["warm"]:
+        while not self.orders and len(boxes.warm) > self.settings["warm"]:
             boxes.end(boxes.warm[-1])  # begun for somebody who gave up
         if self.failed_at and time.monotonic() - self.failed_at < 0.1:
             return
         self.failed_at = 0.0
         if not self.orders and (boxes.settling or (boxes.warm and self.just_gave())):
             return  # who waits for one, or has just got one, comes first: making the next takes some milliseconds
-        wanted = min(usual + self.settings["warm"] - len(boxes.warm), AT_ONCE)
+        wanted = min(len(self.orders) + self.settings["warm"] - len(boxes.warm), AT_ONCE)
         try:
             while boxes.making < wanted:
                 boxes.start()
             self.bear()
         except OSError as error:
             self.failed_at = time.monotonic()
-            if boxes.making == 0 and usual:
-                self.refuse(self.next_usual(), f"a box could not be started: {error}")
+            if boxes.making == 0 and self.orders:
+                self.refuse(self.orders.popleft(), f"a box could not be started: {error}")
 
     def just_gave(self) -> bool:
         return time.monotonic() - self.gave_at < BREATH_SECONDS
@@ -311,12 +306,7 @@ class Keeper:
         while len(boxes.born) > goal:
             boxes.end(boxes.born[-1])
 
-    def next_usual(self) -> Order:
-        order = next(order for order in self.orders if order.usual)
-        self.orders.remove(order)
-        return order
-
-    def unusual(self, order: Order) -> None:
+    def make_unusual(self, order: Order) -> None:
         """A box with an image, from a snapshot, on the host's network or with another first user."""
         asked, boxes = order.asked, self.boxes
         self.unusual_at = time.monotonic()
@@ -351,7 +341,7 @@ class Keeper:
         if why:
             self.refuse(order, why, cause="task.image")
         elif not order.given_up:
-            self.orders.appendleft(order)
+            self.unusual.appendleft(order)
 
     def hand_over(self, one: Box, fds: "dict[str, int]") -> None:
         """A box is there; with descriptors of its root, of the layer that it writes to, of its listener."""
@@ -388,8 +378,8 @@ class Keeper:
             self.refuse(order, why)
         elif one.state == "making":
             self.failed_at = time.monotonic()
-            if any(waiting.usual for waiting in self.orders):
-                self.refuse(self.next_usual(), why)
+            if self.orders:
+                self.refuse(self.orders.popleft(), why)
         self.boxes.end(one)
 
     def refuse(self, order: Order, why: str, cause: str = "sandbox.create") -> None:
