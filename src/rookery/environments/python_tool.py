@@ -56,7 +56,7 @@ async def python(code: str, ctx: Context, limit: CallLimit) -> str:
     sandbox = await ctx.sandbox()
     # Opening the sandbox was not the program's time.
     wall = max(0.001, min(limit, ctx.remaining))
-    command = Command(argv=_ARGV, stdin=code.encode("utf-8", "replace"), wall=wall)
+    command = Command(argv=_ARGV, stdin=code.encode("utf-8", "replace"), wall=wall, warm=True)
     try:
         async with asyncio.timeout(wall + LATE):
             result = await sandbox.exec(command)

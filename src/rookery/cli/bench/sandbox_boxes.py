@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rookery.cli.bench.sandbox_peers import COMMAND, PYTHON
 from rookery.core import ExecResult, SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import Command, Home, procs
+from rookery.sandboxes.local.keeper import BORN
 from rookery.sandboxes.local.line import WARM as WARM_BOXES
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
@@ -88,8 +89,9 @@ class Boxes:
         return 1e3 * took
 
     async def rest(self, seconds: float = 5.0) -> None:
-        """Until the keeper has its warm boxes and those that are open, and has had a moment to make them."""
-        await _until(lambda: len(procs.children_of(self.keeper)) <= WARM_BOXES + len(self.provider._open), seconds)
+        """Until the keeper has those that it keeps ready and those that are open, and had a moment for them."""
+        ready = WARM_BOXES + BORN
+        await _until(lambda: len(procs.children_of(self.keeper)) <= ready + len(self.provider._open), seconds)
         await asyncio.sleep(0.01)
 
     async def live(self, box: LocalSandbox) -> float:
