@@ -231,7 +231,9 @@ def _ended(known: dict[str, ModuleType], status: int, hidden: Any) -> int:
     for name in ("stdout", "stderr"):
         hidden(setattr, sys, name, getattr(sys, f"__{name}__"))
     left = []
-    for name in [name for name in sys.modules if name not in known]:
+    # Mostly there is nothing but the program itself; looking at every name copies the pages that they lie in.
+    plain = len(sys.modules) == len(known) + 1 and next(reversed(sys.modules)) == "__main__"
+    for name in ["__main__"] if plain else [name for name in sys.modules if name not in known]:
         module: ModuleType | None = sys.modules.pop(name)
         if isinstance(module, ModuleType):
             left.append(_weakref.ref(module))

@@ -48,6 +48,8 @@ _HINTS = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
 """Beginnings of the names of variables that change an interpreter from its start on."""
 _HONOURED = {"PYTHONUNBUFFERED": "u", "PYTHONDONTWRITEBYTECODE": "B"}
 _SWITCHES = {"u": "unbuffered", "B": "dont_write_bytecode", "E": "ignore_environment", "s": "no_user_site"}
+_OURS = ("resource", "__main__")
+"""What an interpreter that is forked may have kept for itself."""
 _IGNORED = {"SIGPIPE", "SIGXFSZ", "SIGXFZ"}
 _FIRST = frozenset(
     [
@@ -295,10 +297,12 @@ def _dress(
     if inside is not None:
         inside.show(words, pairs)
         sys.flags = _flags(asked.switches)
-    if len(sys.modules) < len(warm.modules):
+    for name in _OURS:
+        sys.modules.pop(name, None)
+    if len(sys.modules) != len(warm.modules):  # looking at every name copies the pages that all of them lie in
         sys.modules.update(warm.modules)
-    for name in [name for name in sys.modules if name not in warm.modules]:
-        del sys.modules[name]
+        for name in [name for name in sys.modules if name not in warm.modules]:
+            del sys.modules[name]
     if sys.meta_path != warm.hooks:
         sys.meta_path[:] = warm.hooks
     if sys.path != warm.path:
