@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     torch.set_num_threads(THREADS)
     began = time.monotonic()
-    print(
-        f"a Llama of {SHAPE.parameters:,} parameters, seed {options.seed}, {options.steps:,} steps"
-        f"{f' or {options.seconds:g} s' if options.seconds else ''}, "
-        f"torch {torch.__version__} on {THREADS} threads",
-        flush=True,
-    )
     try:
+        print(
+            f"a Llama of {SHAPE.parameters:,} parameters, seed {options.seed}, {options.steps:,} steps"
+            f"{f' or {options.seconds:g} s' if options.seconds else ''}, "
+            f"torch {torch.__version__} on {THREADS} threads",
+            flush=True,
+        )
         record = made(options)
     except KeyboardInterrupt:
         print(f"stopped after {time.monotonic() - began:.0f} s: nothing was written", file=sys.stderr)

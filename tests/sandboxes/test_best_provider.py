@@ -125,3 +125,15 @@ def test_a_default_that_was_said_goes_over_too() -> None:
     own = SandboxSpec(image="theirs", network="all")
     assert SandboxSpec(network="none").over(own).network == "all"
     assert SandboxSpec(network="none").over(own, ("network",)) == SandboxSpec(image="theirs")
+
+
+def test_an_image_of_a_run_means_the_same_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "image").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for provider in ("", "local"):
+        assert settle(SandboxSpec(provider=provider, image="image", untrusted_ok=True))[0].image == str(
+            tmp_path / "image"
+        )
+    assert settle(SandboxSpec(provider="local", image="a-name:1"))[0].image == "a-name:1"

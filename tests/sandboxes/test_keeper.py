@@ -238,6 +238,25 @@ async def test_two_hundred_at_once(home: Home, local: LocalProvider) -> None:
 # ----------------------------------------------------------------------------------------------- a keeper's life
 
 
+async def test_an_owner_that_is_slow_to_take_its_boxes_loses_none(home: Home) -> None:
+    """More answers than its line has room for, while it does not look."""
+    line = await Line.launch(home.folder.resolve(), warm=2)
+    try:
+        keeper = (await line.about())["pid"]
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(line._sock.fileno())
+        tasks = [asyncio.create_task(line.create(Asked())) for _ in range(400)]
+        await eventually(lambda: len(procs.children_of(keeper)) < 400 + WARM)
+        loop.add_reader(line._sock.fileno(), line._receive)
+        given = await asyncio.gather(*tasks)
+        assert len({one.name for one in given}) == 400
+        for one in given:
+            one.close()
+        await eventually(lambda: len(procs.children_of(keeper)) > WARM)
+    finally:
+        await line.close()
+
+
 async def test_boxes_end_with_the_connection_that_asked_for_them(home: Home) -> None:
     ours = await Line.launch(home.folder.resolve(), warm=0, listen=True)
     try:

@@ -151,7 +151,8 @@ async def test_what_an_earlier_command_left_survives_the_kill_of_a_bomb(boxes: L
         check(fast, await sandbox.exec(Command(argv=fast.command)))
         states = "for one in $(cat kept left); do sed 's/.*) //' /proc/$one/stat | cut -c1; done"
         result = await sandbox.exec(Command(argv=("sh", "-c", states)))
-        assert result.stdout == b"S\nS\n", result
+        assert set(result.stdout.split()) <= {b"S", b"R"}, result  # held for a moment, they may just go on
+        assert len(result.stdout.split()) == 2
         assert (await kept.kill()).signal == 9
     finally:
         await sandbox.close()

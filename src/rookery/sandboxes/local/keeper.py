@@ -13,19 +13,23 @@ Promises:
 """
 
 import _socket
+import errno
 import gc
 import os
+import resource
 import select
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
+    from collections.abc import Sequence
     from typing import Any
 
     from rookery.sandboxes.local import first, groups, root
     from rookery.sandboxes.local import kernel as k
-    from rookery.sandboxes.local.boxes import Box, Boxes
+    from rookery.sandboxes.local.births import Box
+    from rookery.sandboxes.local.boxes import Boxes
     from rookery.sandboxes.local.works import Work
     from rookery.sandboxes.small import _signal, deque, dumps, loads, receive, send, suppress
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
@@ -35,7 +39,8 @@ else:  # stand-alone: only these imports may see the folders, whose subprocess.p
     import groups
     import kernel as k
     import root
-    from boxes import Box, Boxes
+    from births import Box
+    from boxes import Boxes
     from small import _signal, deque, dumps, loads, receive, send, suppress
     from works import Work
 
@@ -50,6 +55,7 @@ AT_ONCE = 8
 BORN = 2
 """Boxes that wait for files other than the usual, once somebody wanted such a one."""
 BORN_SECONDS = 30.0
+_LATER = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS)
 BREATH_SECONDS = 0.006
 """Before the next box is made, where one is ready still: its owner is about to start something in it."""
 
@@ -74,12 +80,14 @@ class Order:
 class Client:
     """A connection; its boxes end with it."""
 
-    __slots__ = ("boxes", "orders", "sock")
+    __slots__ = ("boxes", "late", "orders", "sock")
 
     def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self.boxes: set[Box] = set()
         self.orders: dict[int, Order] = {}
+        self.late: deque[tuple[bytes, list[int]]] = deque()
+        """Answers that it was too slow to take, with their descriptors; no more than it asked for."""
 
 
 class Keeper:
@@ -142,10 +150,13 @@ class Keeper:
                 if self.control not in self.clients:
                     return
             self.boxes.tidy()
+            self.catch_up()
             self.make()
 
     def wait_ms(self) -> float | None:
         if self.boxes.dying or (self.boxes.warm and self.just_gave()):
+            return 2.0
+        if any(client.late for client in self.clients.values()):
             return 2.0
         if self.boxes.leaving:
             return 20.0
@@ -245,6 +256,9 @@ class Keeper:
         self.poll.unregister(fd)
         del self.clients[fd]
         client.sock.close()
+        for _, fds in client.late:
+            _close(fds)
+        client.late.clear()
         for order in client.orders.values():
             self.give_up(order)
         for one in client.boxes:
@@ -252,13 +266,25 @@ class Keeper:
         client.boxes.clear()
 
     def tell(self, client: Client, said: "dict[str, Any]", fds: tuple[int, ...] = ()) -> None:
-        if client.sock.fileno() < 0:
-            return
+        data = dumps(said)
+        if client.sock.fileno() >= 0 and (client.late or not self.sent(client, data, fds)):
+            client.late.append((data, [os.dup(fd) for fd in fds]))
+
+    def sent(self, client: Client, data: bytes, fds: "Sequence[int]") -> bool:
+        """False where it has to read first: a line has room for some messages, the kernel for some descriptors."""
         try:
-            send(client.sock, dumps(said), fds)
-        except OSError:
-            # Gone, or it does not read what it asked for: its boxes go with it.
-            self.drop(client)
+            send(client.sock, data, fds)
+        except OSError as error:
+            if error.errno in _LATER:
+                return False
+            self.drop(client)  # it is gone, and its boxes go with it
+        return True
+
+    def catch_up(self) -> None:
+        for client in [one for one in self.clients.values() if one.late]:
+            while client.late and self.sent(client, *client.late[0]):
+                if client.late:  # else it was dropped
+                    _close(client.late.popleft()[1])
 
     # ------------------------------------------------------------------------------------------- making
 
@@ -394,6 +420,11 @@ class Keeper:
                 os.unlink(self.settings["listen"])
 
 
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 def _nameless() -> None:
     """Nothing about the host in /proc/1/cmdline of a box, which is a fork of ours."""
     import ctypes
@@ -415,6 +446,9 @@ def main() -> None:
         return
     k.die_with_parent(_signal.SIGTERM)
     os.environ.clear()
+    # Each box is a few of them, and there may be thousands.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     _nameless()
     try:
         keeper = Keeper(control, settings)

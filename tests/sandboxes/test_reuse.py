@@ -1,0 +1,121 @@
+"""What a keeper keeps for its next boxes: networks and groups. Nothing of the last box may come with them."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, Home
+from rookery.sandboxes.local.groups import LEAST
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile.look import look_at
+from tests.sandboxes.keeping import SPEC, eventually
+
+TALK = """
+import socket
+server = socket.create_server(("127.0.0.1", 8000))
+client = socket.create_connection(("127.0.0.1", 8000))
+server.accept()[0].close()
+"""
+"""The side that closes first keeps its port for a minute."""
+BIND = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 8000)); s.listen(); print('mine')"
+
+
+@pytest.fixture
+async def local(home: Home) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+
+
+COOKIE = "import socket; print(socket.socket().getsockopt(socket.SOL_SOCKET, 71, 8).hex())"
+
+
+async def network_of(sandbox: LocalSandbox) -> bytes:
+    """Its cookie: the number of an inode would be given again, to another one."""
+    result = await sandbox.exec(Command(argv=("python3", "-c", COOKIE)))
+    assert result.ok, result
+    return result.stdout
+
+
+async def closed(sandbox: LocalSandbox) -> None:
+    known = look_at(sandbox)
+    await sandbox.close()
+    await eventually(known.left)
+
+
+async def test_a_network_that_was_never_used_goes_to_a_next_box(local: LocalProvider) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("probed: only a keeper that is root keeps networks")
+    seen = set()
+    for _ in range(12):
+        sandbox = await local.create(SPEC, attempt="a")
+        seen.add(await network_of(sandbox))
+        await closed(sandbox)
+    assert len(seen) < 12
+
+
+async def test_a_box_never_gets_a_network_in_which_anything_was_ever_sent(local: LocalProvider) -> None:
+    used = set()
+    for _ in range(4):
+        sandbox = await local.create(SPEC, attempt="a")
+        assert await network_of(sandbox) not in used
+        assert (await sandbox.exec(Command(argv=("python3", "-c", TALK)))).ok
+        used.add(await network_of(sandbox))
+        await closed(sandbox)
+    for _ in range(6):
+        sandbox = await local.create(SPEC, attempt="b")
+        assert await network_of(sandbox) not in used
+        result = await sandbox.exec(Command(argv=("python3", "-c", BIND)))
+        assert result.stdout == b"mine\n", result
+        await closed(sandbox)
+
+
+def limits_of(sandbox: LocalSandbox) -> dict[str, str]:
+    found = {}
+    for folder in look_at(sandbox).folders:
+        for name in ("memory.max", "memory.limit_in_bytes", "pids.max", "cpu.max", "cpu.cfs_quota_us"):
+            path = Path(folder, name)
+            if path.exists():
+                found[name.split(".")[0]] = path.read_text().split()[0]
+    return found
+
+
+async def test_a_group_that_is_used_again_has_the_limits_of_the_new_box(local: LocalProvider) -> None:
+    specs = [
+        SandboxSpec(provider="local", memory=128 << 20, pids=20, cpus=1.0),
+        SandboxSpec(provider="local", memory=512 << 20, pids=64, cpus=0.5),
+        SandboxSpec(provider="local", memory=LEAST, pids=21),
+        SandboxSpec(provider="local", memory=None, pids=None),
+        SandboxSpec(provider="local", memory=96 << 20, pids=22, cpus=1.5),
+    ]
+    for spec in specs * 3:
+        sandbox = await local.create(spec, attempt="a")
+        found = limits_of(sandbox)
+        if not found:
+            pytest.skip("probed: no group of ours has a limit here")
+        endless = {"max", "-1", "9223372036854771712"}
+        if "memory" in found:
+            assert found["memory"] == str(spec.memory) if spec.memory else found["memory"] in endless
+        if "pids" in found:
+            assert found["pids"] == str(spec.pids or "max")
+        if "cpu" in found:
+            assert found["cpu"] == str(int(spec.cpus * 100_000)) if spec.cpus else found["cpu"] in endless
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        await closed(sandbox)
+
+
+async def test_what_one_box_ran_out_of_is_not_said_of_the_next(local: LocalProvider) -> None:
+    spec = replace(SPEC, memory=LEAST, pids=20)
+    for _ in range(3):
+        sandbox = await local.create(spec, attempt="a")
+        greedy = await sandbox.exec(Command(argv=("python3", "-c", "x = bytearray(10 ** 9)")))
+        assert greedy.status == "memory_limit", greedy
+        await closed(sandbox)
+        sandbox = await local.create(spec, attempt="b")
+        failed = await sandbox.exec(Command(argv=("sh", "-c", "exit 3")))
+        assert (failed.status, failed.exit_code) == ("exited", 3), failed
+        await closed(sandbox)
