@@ -130,7 +130,9 @@ PROGRAMS = [
                 print(open(f'/proc/self/{name}', 'rb').read())
             keep = ('Umask', 'PPid', 'Uid', 'Gid', 'Groups', 'Threads', 'Sig', 'Cap', 'NoNewPrivs', 'Seccomp')
             for line in open('/proc/self/status'):
-                if line.startswith(keep) and not line.startswith('SigQ'):
+                if line.startswith('SigIgn'):  # but 32 and 33, the C library's own: whoever started us may ignore them
+                    print(hex(int(line.split()[1], 16) & ~(3 << 31)))
+                elif line.startswith(keep) and not line.startswith('SigQ'):
                     print(line, end='')
             print(os.getpid() == os.getsid(0) == os.getpgid(0), os.getcwd(), os.nice(0), os.sched_getscheduler(0))
             import resource

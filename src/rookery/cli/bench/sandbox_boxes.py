@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rookery.cli.bench.sandbox_peers import COMMAND, PYTHON
 from rookery.core import ExecResult, SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import Command, Home, procs
@@ -22,6 +24,8 @@ from rookery.sandboxes.local.line import WARM as WARM_BOXES
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 SPEC = SandboxSpec(provider="local", memory=256 << 20, pids=128, disk=64 << 20, wall=60.0)
+ROOMY = msgspec.structs.replace(SPEC, memory=4 << 30)
+"""For bombs: they are to end for want of time, not of memory."""
 WARM = "warm" in Command.__struct_fields__
 """Whether a command can be forked from a box's warm interpreter."""
 FILES = 200
@@ -160,7 +164,7 @@ class Boxes:
 
     async def bomb_closed(self) -> float:
         """Milliseconds from closing a box with a fork bomb at its limit to everything gone."""
-        box = await self.create()
+        box = await self.create(ROOMY)
         try:
             process = await box.start(Command(argv=("python3", "-c", BOMB)))
             async with asyncio.timeout(30):
@@ -176,7 +180,7 @@ class Boxes:
 
     async def bomb_limited(self) -> float:
         """Milliseconds from a fork bomb's time limit to its result, when its whole tree is dead."""
-        box = await self.create()
+        box = await self.create(ROOMY)
         try:
             began = time.perf_counter()
             result = await box.exec(Command(argv=("python3", "-c", BOMB), wall=BOMB_SECONDS))

@@ -110,7 +110,8 @@ def prepare(folder: str, extra: list[str], write_map: Callable[[int], None]) -> 
     for name, text in _FILES.items():
         _write(f"{SKELETON}/etc/{name}", text)
     os.symlink("/proc/mounts", f"{SKELETON}/etc/mtab")
-    for name in ETC:
+    # Debian's Pythons have a part of their site there: a new one must find what ours found.
+    for name in (*ETC, *(name for name in os.listdir("/etc") if name.startswith("python"))):
         _copy_public(f"/etc/{name}", f"{SKELETON}/etc/{name}")
     system: list[str] = []
     for path in (*SYSTEM, *extra):
