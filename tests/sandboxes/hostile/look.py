@@ -46,6 +46,8 @@ class Box:
         first = procs.stat_of(self.pid)
         if first is not None and first[0] not in "ZX" and str(first[2]) == self.started:
             return [self.pid, *_below(self.pid)]
+        if not self.namespaces:  # nobody but root may look; with pid 1 the kernel ends all of its namespace
+            return []
         found = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
