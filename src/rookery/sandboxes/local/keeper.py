@@ -30,7 +30,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local.births import Box
     from rookery.sandboxes.local.boxes import Boxes
-    from rookery.sandboxes.local.works import Work
+    from rookery.sandboxes.local.orders import Client, Order
     from rookery.sandboxes.small import _signal, deque, dumps, loads, receive, send, suppress
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
     for _place in sys.argv[1:3]:
@@ -41,8 +41,8 @@ else:  # stand-alone: only these imports may see the folders, whose subprocess.p
     import root
     from births import Box
     from boxes import Boxes
+    from orders import Client, Order
     from small import _signal, deque, dumps, loads, receive, send, suppress
-    from works import Work
 
     del sys.path[:2]
 
@@ -58,36 +58,6 @@ BORN_SECONDS = 30.0
 _LATER = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS)
 BREATH_SECONDS = 0.006
 """Before the next box is made, where one is ready still: its owner is about to start something in it."""
-
-
-class Order:
-    """One request: for a box, or for work on one."""
-
-    __slots__ = ("asked", "channel", "client", "given_up", "number", "usual", "work")
-
-    def __init__(self, client: "Client", number: int, asked: "dict[str, Any]") -> None:
-        self.client = client
-        self.number = number
-        self.asked = asked
-        self.channel: _socket.socket | None = None
-        """The owner's end of the line to the box that it gets."""
-        self.given_up = False
-        self.work: Work | None = None
-        self.usual = True
-        """Whether any warm box will do."""
-
-
-class Client:
-    """A connection; its boxes end with it."""
-
-    __slots__ = ("boxes", "late", "orders", "sock")
-
-    def __init__(self, sock: _socket.socket) -> None:
-        self.sock = sock
-        self.boxes: set[Box] = set()
-        self.orders: dict[int, Order] = {}
-        self.late: deque[tuple[bytes, list[int]]] = deque()
-        """Answers that it was too slow to take, with their descriptors; no more than it asked for."""
 
 
 class Keeper:

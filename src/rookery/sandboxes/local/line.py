@@ -21,6 +21,7 @@ import msgspec
 
 from rookery.core import SandboxError
 from rookery.sandboxes import reaper, stubs
+from rookery.sandboxes.small import receive, send
 
 SOCKET = "keeper.sock"
 LOG = "keeper.log"
@@ -236,10 +237,7 @@ class Line:
         if self._sock.fileno() < 0:
             raise SandboxError("the keeper is gone", cause="sandbox.create")
         try:
-            if fds:
-                socket.send_fds(self._sock, [msgspec.json.encode(said)], list(fds))
-            else:
-                self._sock.send(msgspec.json.encode(said))
+            send(self._sock, msgspec.json.encode(said), fds)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -249,7 +247,7 @@ class Line:
     def _receive(self) -> None:
         while True:
             try:
-                data, fds = _received(self._sock, 1 << 16, 8)
+                data, fds = receive(self._sock, 1 << 16, 8)
             except BlockingIOError:
                 return
             except OSError:
@@ -292,13 +290,6 @@ class Line:
         pid, self._pid = self._pid, 0
         if pid:
             await asyncio.shield(asyncio.to_thread(_waited, pid, self._place))
-
-
-def _received(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    data, fds, _, _ = socket.recv_fds(sock, size, most)
-    for fd in fds:
-        os.set_inheritable(fd, False)  # recv_fds takes flags, and ignores them
-    return data, list(fds)
 
 
 def _waited(pid: int, place: Path | None) -> None:
