@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rookery.core import SandboxError
@@ -84,6 +84,8 @@ def script(steps: Steps) -> str:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([("mkdir -p", "/tmp/a/b")], [("put one", "a")], [("rm -rf", "/tmp/a"), ("put one", "/tmp/a")])
+@example([("mkdir -p", "b/b/c")], [("rm -rf", "b"), ("ln -s", "a", "b")], [("rm -rf", "b"), ("mkdir -p", "b/a")])
 @given(before=st.lists(STEPS, max_size=15), after=st.lists(STEPS, max_size=15), late=st.lists(STEPS, max_size=10))
 async def test_a_fork_is_what_was_there_and_a_diff_is_what_changed(
     local: LocalProvider, before: Steps, after: Steps, late: Steps

@@ -162,11 +162,12 @@ def _diff(
     shift: int,
     count: _Count,
     depth: int,
+    gone: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """`now` and `then` are open folders; -1 where the layer has none."""
+    """`now` and `then` are open folders; -1 where the layer has none. `gone`: no folder any more."""
     new, old = _listed(now), _listed(then)
     # A folder that was made anew hides what lies under it.
-    shown, had = not _opaque(now), not _opaque(then)
+    shown, had = not gone and not _opaque(now), not _opaque(then)
     for name in sorted({*new, *old, *(_names(below) if shown != had else ())}):
         if name in hidden:
             continue
@@ -189,11 +190,13 @@ def _diff(
             shift,
         ):
             yield here, "changed"
-        if stat.S_ISDIR(after.st_mode):
+        folder = stat.S_ISDIR(after.st_mode)
+        if folder or (before is not None and stat.S_ISDIR(before.st_mode)):
+            # What a folder held is gone also where something else has its name now.
             deeper = [_below(now, name, mine), _below(then, name, theirs)]
             try:
                 folders = [found for found, info in under if stat.S_ISDIR(info.st_mode)]
-                yield from _diff(deeper[0], deeper[1], here, folders, (), shift, count, depth + 1)
+                yield from _diff(deeper[0], deeper[1], here, folders, (), shift, count, depth + 1, not folder)
             finally:
                 for fd in deeper:
                     if fd >= 0:
