@@ -5,7 +5,8 @@ fast as memory does, and `numpy.frombuffer` views it for free, while core stays 
 
 Promises:
 - arrays that describe the same tokens have the same length, or the object is not built;
-- a logprob exists for every sampled token, or for none of a turn's.
+- a logprob exists for every sampled token, or for none of a turn's;
+- the spans of a turn cover its sampled tokens exactly, in order, or there are none.
 """
 
 import struct
@@ -47,6 +48,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
 
 
+def covers(spans: tuple[Span, ...], tokens: int) -> bool:
+    """Whether the spans follow each other from the first token to the last."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.end <= at:
+            return False
+        at = span.end
+    return at == tokens
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model call: prompt tokens in, sampled tokens out. Stores what its parent turn does not have."""
 
@@ -65,6 +76,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled: bytes = b""
     logprobs: bytes = b""
     version: int = 0
+    """The policy version that sampled it; the oldest, where `spans` says that there were several."""
+    spans: tuple[Span, ...] = ()
+    """Stretches of `sampled` by version, where weights changed in the middle of it."""
     finish: Finish = "stop"
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -73,12 +87,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued: float = 0.0
     upstream: str = ""
     extras: dict[str, Extra] = {}
+    key: str = ""
+    """A digest of the client's request, by which its retry is known; empty for calls made in Python."""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % 4 or len(self.sampled) % 4:
             raise ValueError("token ids are int32: their bytes must be a multiple of 4")
         if self.logprobs and len(self.logprobs) != len(self.sampled):
             raise ValueError(f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs")
+        if self.spans and not covers(self.spans, len(self.sampled) // 4):
+            raise ValueError(f"the version spans do not cover {len(self.sampled) // 4} sampled tokens exactly")
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
                 raise ValueError(f"extra {name!r} does not describe {len(self.sampled) // 4} tokens")

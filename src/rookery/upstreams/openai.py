@@ -24,7 +24,15 @@ import msgspec
 from rookery.core import Sampling, Truncation, UpstreamError, UsageError
 from rookery.core.errors import describe
 from rookery.upstreams import wire
-from rookery.upstreams.protocol import ModelReply, ModelRequest, UpstreamConfig, UpstreamInfo
+from rookery.upstreams.protocol import (
+    Delta,
+    ModelReply,
+    ModelRequest,
+    News,
+    PauseMode,
+    UpstreamConfig,
+    UpstreamInfo,
+)
 from rookery.upstreams.replica import Answer, Failure, Replica
 from rookery.upstreams.retry import Backoff
 from rookery.upstreams.urls import Address, redact
@@ -52,6 +60,7 @@ class OpenAIUpstream:
         key = _key(config, key)
         self.config = config
         self.name = config.kind
+        self.tokens_in = True
         self.version = 0
         """The policy version that answers carry where the server does not say one."""
         self.replicas = [Replica(a, concurrency=config.concurrency, key=key) for a in addresses.values()]
@@ -67,7 +76,7 @@ class OpenAIUpstream:
 
     # ------------------------------------------------------------------------------------------- calls
 
-    async def complete(self, request: ModelRequest, *, timeout: float) -> ModelReply:
+    async def complete(self, request: ModelRequest, *, timeout: float, news: News | None = None) -> ModelReply:
         """One answer. `timeout` is for the answer: waiting for a place comes on top and is `queued`."""
         loop = asyncio.get_running_loop()
         if bool(request.messages) == bool(request.tokens):
@@ -94,6 +103,8 @@ class OpenAIUpstream:
                     if 200 <= answer[0].status < 300:
                         reply = self._decode(replica, request, answer, queued)
                         self._learn(without)
+                        if news is not None:
+                            await news(whole(reply))
                         return reply
                     refused = self._refusal(replica, request, sampling, without, answer[0])
                 finally:
@@ -122,6 +133,12 @@ class OpenAIUpstream:
                 replica.load -= 1
             await asyncio.sleep(delay)
             elapsed += delay
+
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> None:
+        """A plain server has no such call."""
+
+    async def thaw(self, *, timeout: float) -> None:
+        """As `freeze`."""
 
     async def _send(
         self, replica: Replica, request: ModelRequest, body: bytes, seconds: float
@@ -248,6 +265,11 @@ class OpenAIUpstream:
         length = named[0].max_model_len if named else None
         context = length if isinstance(length, int) and length > 0 else None
         return UpstreamInfo(url=replica.name, models=models, context=context)
+
+
+def whole(reply: ModelReply) -> Delta:
+    """An answer as one piece."""
+    return Delta(content=reply.message.text, sampled=reply.sampled, logprobs=reply.logprobs, prompt=reply.prompt)
 
 
 class _Model(msgspec.Struct, frozen=True):

@@ -5,14 +5,46 @@ Promises, of every upstream:
 - a call is retried only where nothing can have been sampled twice into a record: no connection, refused
   before it was read, 429 and 503; never after the deadline;
 - the deadline covers the answer, not the waiting for a place, which is reported as `queued`;
-- cancelling a call closes its connection, which is how engines learn to abort.
+- cancelling a call closes its connection, which is how engines learn to abort;
+- `news` gets every piece of an answer once, in order, as it arrives; what it was told is the beginning of the
+  answer that is returned; once it was told anything, the call is not tried again elsewhere.
 """
 
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from rookery.core import Extra, Finish, Message, Sampling, ToolSchema
+from rookery.core import Extra, Finish, Message, Sampling, Span, ToolSchema
+
+PauseMode: TypeAlias = Literal["keep", "drain", "abort"]
+"""What becomes of calls under way at a pause: kept frozen in the engine, finished first, or aborted and continued
+from their partial tokens afterwards."""
+
+
+class CallDelta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A piece of a tool call: the first of a call has its id and name, all of them may have arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of an answer. `sampled` and `logprobs` are of the same tokens; text may lag behind its tokens."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[CallDelta, ...] = ()
+    sampled: bytes = b""
+    logprobs: bytes = b""
+    prompt: bytes = b""
+    """The prompt's ids, in the first piece, where the engine tells them."""
+
+
+News: TypeAlias = Callable[[Delta], Awaitable[None]]
+"""Told each piece. Waiting in it slows the reading down: a slow reader costs no memory."""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +64,12 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where the sampling names no seed and the engine can draw from one: what makes a run draw the same again."""
     affinity: str = ""
     """Requests with the same value like the same replica (its prefix cache)."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end an answer, for calls with token ids in."""
+    top_logprobs: int = 0
+    """How many alternatives for each token the caller wants to see."""
+    id: str = ""
+    """Names the call at engines that can abort one by name; empty: the upstream makes one up."""
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +86,12 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     queued: float = 0.0
     replica: str = ""
     extras: dict[str, Extra] = {}
+    spans: tuple[Span, ...] = ()
+    """Stretches of `sampled` by version, where there was more than one; then `version` is the oldest."""
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each sampled token its likeliest alternatives, id and logprob, where they were asked for as ids."""
+    logprob_content: msgspec.Raw | None = None
+    """The chat answer's own `logprobs.content`, as it came: for callers who want to see it."""
 
 
 class UpstreamInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +108,28 @@ class Upstream(Protocol):
     """An inference engine."""
 
     name: str
+    tokens_in: bool
+    """Whether calls may bring token ids instead of messages."""
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         """Raises `UpstreamError` in words when the server cannot be used; samples nothing."""
         ...
 
-    async def complete(self, request: ModelRequest, *, timeout: float) -> ModelReply: ...
+    async def complete(self, request: ModelRequest, *, timeout: float, news: News | None = None) -> ModelReply:
+        """One answer; streamed where somebody wants its `news`. Where token ids went in, the message holds plain
+        text at most: who rendered the prompt reads the answer.
+
+        An answer that the engine was told to abort has the finish `abort` and what was sampled until then."""
+        ...
+
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> None:
+        """Tells the engine itself to stop sampling, on every replica, where it can. With `keep` its calls go on
+        after `thaw`, with `abort` they end with what they have; `drain` asks it nothing."""
+        ...
+
+    async def thaw(self, *, timeout: float) -> None:
+        """Lets the engine go on. Without a freeze before it, nothing happens."""
+        ...
 
     async def close(self) -> None: ...
 

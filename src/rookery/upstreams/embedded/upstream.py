@@ -23,7 +23,15 @@ from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import PLAIN, Choice
 from rookery.upstreams.embedded.service import Service
 from rookery.upstreams.embedded.weights import TENSORS, Weights
-from rookery.upstreams.protocol import ModelReply, ModelRequest, UpstreamConfig, UpstreamInfo
+from rookery.upstreams.protocol import (
+    Delta,
+    ModelReply,
+    ModelRequest,
+    News,
+    PauseMode,
+    UpstreamConfig,
+    UpstreamInfo,
+)
 
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
@@ -53,6 +61,7 @@ class EmbeddedUpstream:
             raise UsageError(f"{where!r} is no embedded policy: write embedded, or embedded:PATH with weights")
         self.config = config
         self.name = KIND
+        self.tokens_in = True
         self.path = Path(path).expanduser() if path else None
         self.model = (self.path.name or str(self.path)) if self.path is not None else KIND
         self._check_sampling(config.sampling)
@@ -91,12 +100,21 @@ class EmbeddedUpstream:
         async with self._loading:
             await asyncio.to_thread(self.service.swap, weights)
 
-    async def complete(self, request: ModelRequest, *, timeout: float) -> ModelReply:
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> None:
+        """A sequence keeps the weights that it began with: there is nothing to stop."""
+
+    async def thaw(self, *, timeout: float) -> None:
+        """As `freeze`."""
+
+    async def complete(self, request: ModelRequest, *, timeout: float, news: News | None = None) -> ModelReply:
         await self.refresh()
         asked = self.ask(request)
         async with self.place() as queued:
             version = await self.sample(asked, timeout=timeout, llama=self.serving(asked))
-        return reply(asked, version=version, queued=queued, replica=self.model)
+        done = reply(asked, version=version, queued=queued, replica=self.model)
+        if news is not None:
+            await news(Delta(content=done.message.text, sampled=done.sampled, logprobs=done.logprobs))
+        return done
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[float]:
