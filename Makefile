@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-cgroup2 setup peers clean help
+.PHONY: demo test lint unit test-cgroup2 setup peers tokenizers clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -17,6 +17,7 @@ help:
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
+	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
 	@echo "make clean   remove what make made"
 
 demo: $(CORE)
@@ -52,6 +53,10 @@ unit: $(STAMP)
 # Not a part of `make test`: where this machine has no v2 controllers, it fetches and boots a kernel.
 test-cgroup2: $(STAMP)
 	$(BIN)/python tools/run_cgroup2.py $(ARGS)
+
+# Quick, and without a call to the network, once they are there.
+tokenizers: $(STAMP)
+	$(BIN)/python tools/make_tokenizers.py
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py

@@ -24,7 +24,16 @@ def _can_mount() -> bool:
     return True
 
 
-PROBES: dict[str, Callable[[], bool]] = {"mount": _can_mount}
+TOKENIZERS = Path(__file__).resolve().parent.parent / ".peers" / "tokenizers"
+"""What `make tokenizers` makes."""
+
+
+def _has_tokenizers() -> bool:
+    return all((TOKENIZERS / name / "rookery-made").is_file() for name in ("qwen3", "llama-3", "gemma4"))
+
+
+PROBES: dict[str, Callable[[], bool]] = {"mount": _can_mount, "tokenizers": _has_tokenizers}
+HINTS = {"tokenizers": " (make tokenizers)"}
 _found: dict[str, bool] = {}
 
 
@@ -34,7 +43,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if capability not in _found:
                 _found[capability] = PROBES[capability]()
             if not _found[capability]:
-                pytest.skip(f"[probed] this machine has no {capability}")
+                pytest.skip(f"[probed] this machine has no {capability}{HINTS.get(capability, '')}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -37,6 +37,25 @@ PEERS = (
         ((3, 11), (3, 14)),
         "import aiohttp, verifiers.v1, verifiers.v1.clients, verifiers.v1.utils.loaders",
     ),
+    Peer(
+        "bare-proxy",
+        (
+            "uvicorn==0.54.0",
+            "starlette==1.10.0",
+            "aiohttp==3.14.5",
+            "httptools==0.9.0",
+            "orjson==3.13.0",
+            "uvloop==0.23.0",
+        ),
+        ((3, 11), (3, 14)),
+        "import aiohttp, httptools, orjson, starlette, uvicorn, uvloop",
+    ),
+    Peer(
+        "litellm",
+        ("litellm[proxy]==1.106.2",),
+        ((3, 11), (3, 13)),
+        "from litellm import run_server; import litellm.proxy.proxy_server",
+    ),
 )
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from rookery.core import Limits, Message, SandboxSpec, StageClock, Task, ToolCall, Turn
 from rookery.environments import Context, Log, Tool, ToolEnvironment
-from rookery.gateway import Credits, Door, Role, Session
+from rookery.gateway import Credits, Role, Session
 from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
-from rookery.upstreams.protocol import ModelReply, ModelRequest, UpstreamInfo
+from rookery.upstreams.protocol import Held, ModelReply, ModelRequest, News, PauseMode, UpstreamInfo
 
 Said = str | ModelReply | list[ToolCall]
 
@@ -22,6 +22,9 @@ class ScriptedUpstream:
     """Answers with the next line of its script and keeps what it was asked."""
 
     name = "scripted"
+    tokens_in = True
+    raw_in = True
+    version = 0
 
     def __init__(self, script: Iterable[Said]) -> None:
         self.script = list(script)
@@ -30,7 +33,14 @@ class ScriptedUpstream:
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         return UpstreamInfo(url="scripted:")
 
-    async def complete(self, request: ModelRequest, *, timeout: float) -> ModelReply:
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
+        return False
+
+    async def thaw(self, *, timeout: float) -> None: ...
+
+    async def complete(
+        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+    ) -> ModelReply:
         said = self.script[len(self.asked)]
         self.asked.append(request)
         if isinstance(said, ModelReply):
@@ -85,9 +95,7 @@ class Attempt:
         self.clock = StageClock(loop.time(), run)
         self.watch = CountingWatch(self.clock)
         role = Role(name="policy", upstream=self.upstream, model="m", credits=Credits(8))
-        self.session = Session(
-            "a1", {"policy": role}, limits, Recorder("a1", self.turns.append), Door(), self.watch
-        )
+        self.session = Session("a1", {"policy": role}, limits, Recorder("a1", self.turns.append), self.watch)
         self.ctx = Context(
             attempt="a1",
             task=task or Task(id="t1", prompt=(Message("user", "What is 6 times 7?"),), data={"answer": 42}),

@@ -1,13 +1,12 @@
-"""Credits and the door, by random interleavings on a real loop; nothing sleeps, every step is one turn of it."""
+"""Credits, by random interleavings on a real loop; nothing sleeps, every step is one turn of it."""
 
 import asyncio
 from typing import TypeAlias
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookery.gateway import Credits, Door
+from rookery.gateway import Credits
 
 Step: TypeAlias = tuple[str, int]
 steps: st.SearchStrategy[list[Step]] = st.lists(
@@ -113,34 +112,3 @@ async def test_a_cancelled_waiter_gives_its_place_to_the_next_in_the_same_tick()
     await settle()
     assert first.cancelled()
     assert second.done()
-
-
-async def test_a_door_is_drained_only_when_nobody_is_inside() -> None:
-    door = Door()
-    await door.opened()
-    await door.drained()
-    door.enter()
-    door.enter()
-    door.pause()
-    waits = [asyncio.create_task(door.drained()), asyncio.create_task(door.opened())]
-    await settle()
-    door.leave()
-    await settle()
-    assert (door.paused, door.under_way, [task.done() for task in waits]) == (True, 1, [False, False])
-    door.leave()
-    await settle()
-    assert [task.done() for task in waits] == [True, False]
-    door.resume()
-    await asyncio.gather(*waits)
-    assert not door.paused
-
-
-@pytest.mark.parametrize("times", [1, 3])
-async def test_pausing_and_resuming_twice_is_the_same_as_once(times: int) -> None:
-    door = Door()
-    for _ in range(times):
-        door.pause()
-    assert door.paused
-    for _ in range(times):
-        door.resume()
-    assert not door.paused

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rookery.core import Extra, Message, Segment, Span, Turn, floats, ints
 from rookery.trajectories import Recorder, segments, transcript
-from rookery.trajectories.recorder import REMEMBERED
 
 
 @dataclass
@@ -81,8 +80,7 @@ def recorded(calls: list[Call]) -> list[Turn]:
     recorder = Recorder("0.0.1", turns.append)
     for call in calls:
         turn = recorder.record(
-            role=call.role,
-            messages=call.messages,
+            recorder.find(call.role, call.messages),
             prompt=ints(call.prompt),
             response=call.response,
             sampled=ints(call.sampled),
@@ -163,7 +161,7 @@ def test_the_transcript_is_the_last_conversation_whole(calls: list[Call]) -> Non
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["messages", "tokens-in"])
-@given(st.lists(st.tuples(some, some), min_size=1, max_size=3 * REMEMBERED))
+@given(st.lists(st.tuples(some, some), min_size=1, max_size=24))
 def test_a_linear_conversation_is_stored_once_and_is_one_segment(
     chat: bool, steps: list[tuple[list[int], list[int]]]
 ) -> None:
@@ -217,17 +215,19 @@ def test_turns_whose_parent_is_missing_are_refused_and_never_cut_short() -> None
         segments([turns[0], msgspec.structs.replace(turns[1], prefix=3)])
 
 
-def test_an_old_turn_that_is_forgotten_makes_a_new_root_and_nothing_wrong() -> None:
+def test_a_turn_is_extended_however_many_came_after_it() -> None:
     first = Call("policy", (Message("user", "q"),), [1], [2], Message("assistant", "a"), None, 0)
     others = [
         Call("policy", (Message("user", str(n)),), [5, n], [3], Message("assistant", "o"), None, 0)
-        for n in range(REMEMBERED)
+        for n in range(40)
     ]
     last = Call("policy", (*first.messages, first.response), [1, 2, 3], [4], Message("assistant", "z"), None, 0)
-    made = segments(recorded([first, *others, last]))
-    assert view(made[-1])[0] == [1, 2, 3, 4]
-    assert made[-1].mask == b"\0\0\0\1"
-    assert all(earlier.turns < later.turns for earlier, later in pairwise(made))
+    turns = recorded([first, *others, last])
+    assert (turns[-1].parent, turns[-1].prefix, turns[-1].messages) == (0, 2, ())
+    made = segments(turns)
+    assert made[-1].turns == (0, 41)
+    assert made[-1].mask == b"\0\1\0\1"
+    assert all(earlier.turns[-1] < later.turns[-1] for earlier, later in pairwise(made))
 
 
 def test_without_tokens_there_is_nothing_to_train() -> None:

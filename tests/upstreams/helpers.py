@@ -1,4 +1,4 @@
-"""What the tests of the `openai` upstream share."""
+"""What the tests of the upstreams behind HTTP share."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from rookery.core import Message, UpstreamError
-from rookery.upstreams import ModelRequest, UpstreamConfig
+from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig
 from rookery.upstreams.openai import OpenAIUpstream
+from rookery.upstreams.protocol import Delta
 from rookery.upstreams.retry import Backoff
+from rookery.upstreams.served import HttpUpstream
+from rookery.upstreams.sglang import SglangUpstream
+from rookery.upstreams.vllm import VllmUpstream
 
 KEY = "sk-sesame-0123456789"
 ASK = ModelRequest(model="test-model", messages=(Message("user", "hi"),))
@@ -23,6 +27,53 @@ async def upstream(*urls: str, key: str | None = KEY, **config: Any) -> AsyncIte
         yield built
     finally:
         await built.close()
+
+
+KINDS: dict[str, type[HttpUpstream]] = {"openai": OpenAIUpstream, "vllm": VllmUpstream, "sglang": SglangUpstream}
+
+
+@asynccontextmanager
+async def of_kind(kind: str, *urls: str, **config: Any) -> AsyncIterator[Any]:
+    """An upstream of the kind, with retries that do not wait."""
+    built = KINDS[kind](UpstreamConfig(kind=kind, urls=urls, model="m", **config), key=KEY)
+    built._backoff = Backoff(retries=built.config.retries, base=0.001)
+    try:
+        yield built
+    finally:
+        await built.close()
+
+
+class News:
+    """What was told."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+
+    async def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def __getattr__(self, name: str) -> Any:
+        empty = b"" if name in ("sampled", "logprobs", "prompt") else ""
+        return empty.join(getattr(delta, name) for delta in self.deltas)  # type: ignore[attr-defined]
+
+    def calls(self) -> list[tuple[str, str, str]]:
+        """Id, name and arguments of each call, put together."""
+        built: list[list[str]] = []
+        for piece in (piece for delta in self.deltas for piece in delta.tool_calls):
+            if piece.index == len(built):
+                built.append(["", "", ""])
+            for at, part in enumerate((piece.id, piece.name, piece.arguments)):
+                built[piece.index][at] += part
+        return [(one[0], one[1], one[2]) for one in built]
+
+    def begins(self, reply: ModelReply) -> None:
+        """What was told is the beginning of the answer; here, all of it."""
+        message = reply.message
+        assert self.content == message.text
+        assert self.reasoning == (message.reasoning or "")
+        assert self.calls() == [(call.id, call.name, call.arguments) for call in message.tool_calls]
+        assert (self.sampled, self.logprobs) == (reply.sampled, reply.logprobs)
+        assert tuple(top for delta in self.deltas for top in delta.tops) == reply.tops
 
 
 async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = ASK, timeout: float = 30) -> str:

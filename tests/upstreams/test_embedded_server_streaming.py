@@ -13,8 +13,9 @@ import pytest
 from rookery.core import UpstreamError
 from rookery.upstreams.embedded import LlamaShape, Weights
 from rookery.upstreams.embedded import server as server_module
+from rookery.upstreams.embedded import serving as serving_module
 from rookery.upstreams.embedded.batch import Job
-from rookery.upstreams.embedded.server import _is_here
+from rookery.upstreams.embedded.serving import is_here
 from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
 
@@ -137,8 +138,8 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return sock
 
-    server_module_bound = server_module.bound
-    monkeypatch.setattr(server_module, "bound", bound)
+    server_module_bound = serving_module.bound
+    monkeypatch.setattr(serving_module, "bound", bound)
 
 
 MUCH = {"messages": HI, "stream": True, "n": 8, "temperature": 0, "logprobs": True, "max_tokens": 200}
@@ -165,7 +166,7 @@ async def test_a_slow_reader_gets_its_whole_answer_and_holds_no_place(weights: P
 async def test_a_reader_that_does_not_read_at_all_is_left_behind(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(serving_module, "WRITE_SECONDS", 0.05)
     async with serving(weights) as served:
         with _slow(served, MUCH):
             await _until_drawn(served, 8)
@@ -347,9 +348,9 @@ async def test_broken_weights_are_refused_in_words_and_the_old_ones_stay(weights
 async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [_is_here(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [True] * 4
-    assert not any(map(_is_here, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
-    monkeypatch.setattr(server_module, "_is_here", lambda _: False)
+    assert [is_here(where) for where in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")] == [True] * 4
+    assert not any(map(is_here, ("10.0.0.1", "::ffff:10.0.0.1", "", None, "localhost", "8.8.8.8")))
+    monkeypatch.setattr(server_module, "is_here", lambda _: False)
     for allowed, expected in ((False, 403), (True, 200)):
         async with serving(weights, allow_updates=allowed) as served:
             status, body, _ = await served.post(f"{served.root}/update_weights", {"path": str(weights)})

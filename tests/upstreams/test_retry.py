@@ -31,10 +31,19 @@ def test_no_delay_ends_at_or_after_the_deadline(kind, attempt, retries, elapsed,
 def test_a_call_is_tried_again_at_most_retries_times(kind, retries, draw):
     backoff = Backoff(retries=retries)
     tries = 0
-    while backoff.delay(kind, attempt=tries, elapsed=0, deadline=1e9, draw=draw) is not None:
+    while backoff.delay(kind, attempt=tries, elapsed=0, deadline=1e9, draw=draw, elsewhere=True) is not None:
         tries += 1
         assert tries <= retries
     assert tries == (0 if kind == "final" else retries)
+
+
+@given(st.integers(1, 20), draws)
+def test_a_servers_own_error_is_tried_again_once_and_only_elsewhere(retries, draw):
+    backoff = Backoff(retries=retries)
+    ask = {"elapsed": 0, "deadline": 1e9, "draw": draw}
+    assert backoff.delay("error", attempt=0, **ask) is None
+    assert backoff.delay("error", attempt=0, elsewhere=True, **ask) is not None
+    assert backoff.delay("error", attempt=1, dropped=1, elsewhere=True, **ask) is None
 
 
 @given(st.integers(1, 20), draws)

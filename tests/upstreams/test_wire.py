@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, ToolCall, ToolSchema, floats, ints
+from rookery.upstreams.complaints import Complaint, complaint, context_full, refused_field
+from rookery.upstreams.format import About, WireError
 from rookery.upstreams.protocol import ModelRequest
-from rookery.upstreams.wire import (
-    Complaint,
-    WireError,
-    complaint,
-    context_full,
-    decode_reply,
-    encode_request,
-    refused_field,
-)
+from rookery.upstreams.wire import decode_reply, encode_request
 from tests.servers import Answer
 
 text = st.text(max_size=30)
@@ -215,7 +209,7 @@ def test_unusual_but_whole_answers_are_understood():
     ],
 )
 def test_the_version_is_the_servers_where_it_says_one(extra, version):
-    assert decode_reply(body(extra=extra), version=2).version == version
+    assert decode_reply(body(extra=extra), about=About(version=2)).version == version
 
 
 @given(st.binary(max_size=200))

@@ -220,8 +220,13 @@ def sandbox_of(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec,
     return msgspec.structs.replace(spec, **given, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
 
 
+_RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer"}
+
+
 def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     """The run's configuration out of its parts; what cannot be is said before anything starts."""
+    import msgspec
+
     from rookery.engine import EngineConfig, RetryPolicy
     from rookery.upstreams import UpstreamConfig, settled
 
@@ -233,6 +238,9 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
     ).over(_struct(ctx, "sampling", Sampling))
     policy = UpstreamConfig(urls=tuple(map(settled, values["policy"])), model=values["model"] or "")
+    if values["upstream_kind"]:
+        policy = msgspec.structs.replace(policy, kind=values["upstream_kind"])
+    rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}
     env = absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if ":" in env and ".py" not in env:
@@ -252,6 +260,8 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         retry=RetryPolicy(attempts=values["attempts"]),
         breaker=values["breaker"],
         stream=stream,
+        record=values["record"],
+        rendering=rendering,
         **chosen,
     )
 

@@ -104,6 +104,8 @@ def _values(
         Value("environment", values["env"], origin(ctx, "env"), config.environment),
         Value("tasks", values["tasks"] or "the environment's own", origin(ctx, "tasks")),
         Value("policy", [redact(url) for url in policy.urls] or None, origin(ctx, "policy")),
+        Value("upstream-kind", policy.kind, origin(ctx, "upstream_kind")),
+        Value("record", config.recording, origin(ctx, "record")),
         Value("model", policy.model or "the server's only one", origin(ctx, "model")),
         Value("key", key_origin(policy.key_env), "environment"),
         Value("num-tasks", values["num_tasks"] or "all", origin(ctx, "num_tasks")),

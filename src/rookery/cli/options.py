@@ -110,7 +110,24 @@ _OPTIONS = (
         env="POLICY",
         help="The model server; repeat for its replicas. Or `embedded`, the small policy that comes along.",
     ),
+    _option(
+        "--upstream-kind",
+        type=click.Choice(("vllm", "sglang", "openai", "embedded")),
+        env="UPSTREAM_KIND",
+        help="What the model servers are.  [default: openai, or what the address says]",
+    ),
     _option("--model", metavar="M", env="MODEL", help="The model's name.  [default: the server's only one]"),
+    _option(
+        "--record",
+        type=click.Choice(("tokens", "messages", "plain")),
+        env="RECORD",
+        help="We render prompts and sample ids; the server renders and tells the ids; no ids.  "
+        "[default: tokens with --tokenizer, messages else]",
+    ),
+    _option(
+        "--tokenizer", metavar="PATH", env="TOKENIZER", help="The policy's tokenizer, a folder or a hub name."
+    ),
+    _option("--renderer", metavar="NAME", env="RENDERER", help="Its chat format, such as qwen3.  [default: auto]"),
     _option(
         "-n",
         "--num-tasks",

@@ -6,6 +6,7 @@ Promises:
 - Ctrl-C and SIGTERM end it within seconds, answers under way or not, with exit code 0.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,12 +15,16 @@ from rookery.cli.options import Number
 
 if TYPE_CHECKING:
     from rookery.upstreams.embedded.server import EmbeddedServer
+    from rookery.upstreams.embedded.standins import Standin
 
 _HELP = """Serves the embedded policy as OpenAI-compatible chat completions and completions, streaming too.
 
 Any OpenAI client can be tried against it. A request may ask for token ids (`return_token_ids`) and logprobs; every
 answer carries the version of the weights that drew it. There is no key and no encryption: it is meant for this
 machine.
+
+With `--speak vllm` or `--speak sglang` it stands in for one of these: their endpoints, answers and refusals, for
+tests without a GPU.
 """
 
 
@@ -52,23 +57,54 @@ machine.
     help="Let other machines POST /update_weights too: without a key, whoever reaches the port can then swap the "
     "weights and have files of this machine read as weights.",
 )
+@click.option(
+    "--speak",
+    type=click.Choice(["openai", "vllm", "sglang"]),
+    default="openai",
+    show_default=True,
+    help="Whose wire format to speak. Whoever reaches the port can pause, swap and break a stand-in.",
+)
+@click.option(
+    "--log-requests",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Append every request of a stand-in to this file, as JSON lines.",
+)
 @click.option("--verbose", is_flag=True, help="A line on stderr for every request.")
 def serve_embedded(
-    host: str, port: int, weights: str | None, places: int, allow_updates: bool, verbose: bool
+    host: str,
+    port: int,
+    weights: str | None,
+    places: int,
+    allow_updates: bool,
+    speak: str,
+    log_requests: str | None,
+    verbose: bool,
 ) -> int:
     import asyncio
 
+    from rookery.core import UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.upstreams import UpstreamConfig
     from rookery.upstreams.embedded import EmbeddedUpstream
     from rookery.upstreams.embedded.server import EmbeddedServer
 
     where = f"embedded:{weights}" if weights else "embedded"
+    if log_requests is not None and speak == "openai":
+        raise UsageError("--log-requests is for the stand-ins: add --speak vllm or --speak sglang")
 
     async def main() -> None:
         upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(where,), concurrency=places))
         try:
-            await _serve(EmbeddedServer(upstream, allow_updates=allow_updates), host, port, verbose)
+            server: EmbeddedServer | Standin
+            if speak == "openai":
+                server = EmbeddedServer(upstream, allow_updates=allow_updates)
+            else:
+                from rookery.upstreams.embedded.standins import SPEAKS
+
+                log = Path(log_requests) if log_requests is not None else None
+                server = SPEAKS[speak](upstream, log_requests=log, mortal=True)
+            await _serve(server, host, port, verbose)
         finally:
             await upstream.close()
 
@@ -77,13 +113,13 @@ def serve_embedded(
     return 0
 
 
-async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) -> None:
+async def _serve(server: "EmbeddedServer | Standin", host: str, port: int, verbose: bool) -> None:
     import asyncio
     import logging
     import signal
 
     from rookery.cli.text import tell
-    from rookery.upstreams.embedded.server import listening
+    from rookery.upstreams.embedded.serving import listening
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     access = logging.getLogger("rookery.access") if verbose else None

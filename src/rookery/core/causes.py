@@ -70,6 +70,24 @@ _TABLE = (
         "Check that the URL speaks the OpenAI protocol.",
     ),
     Cause(
+        "upstream.cut",
+        "infra",
+        "The model server's stream ended before its answer did.",
+        "Read the server's log at the time of the record; if it is alive, look at what stands between.",
+    ),
+    Cause(
+        "upstream.aborted",
+        "infra",
+        "A call was aborted for new weights when part of its answer was told already, and could not be continued.",
+        "Record by tokens, pause with keep or drain, or give the drain more time.",
+    ),
+    Cause(
+        "upstream.paused",
+        "infra",
+        "The upstream was paused, and nobody resumed it before the pause's deadline.",
+        "Look at why the weight sync did not end; raise the pause's deadline if it is only slow.",
+    ),
+    Cause(
         "upstream.auth",
         "infra",
         "The model server refused the key.",

@@ -87,6 +87,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued: float = 0.0
     upstream: str = ""
     extras: dict[str, Extra] = {}
+    scope: bytes = b""
+    """At a root: a digest of what else shaped the prompt, as tools do; turns share nothing across scopes."""
     key: str = ""
     """A digest of the client's request, by which its retry is known; empty for calls made in Python."""
 

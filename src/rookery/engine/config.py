@@ -1,15 +1,14 @@
 """What a run is made of, as plain data: kept in the journal, so that a resume makes the same engine again."""
 
 import os
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
 from rookery.engine.retry import RetryPolicy
+from rookery.gateway.session import Record
 from rookery.upstreams.protocol import UpstreamConfig
-
-Record: TypeAlias = Literal["tokens", "plain"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,11 +32,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     breaker: float | None = 0.5
     block_limit: float = 30.0
     """Seconds a runner's loop may stand still before the runner is ended."""
-    record: Record = "tokens"
+    record: Record | None = None
+    """None: token by token where there is a chat format for it, by messages else."""
+    rendering: dict[str, Any] = {}
+    """The policy's chat format, as `RenderingConfig` takes it: its tokenizer, its name, its parsers."""
     listen: str = ""
     """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
     stream: dict[str, Any] = {}
     """`k`, `want`, … of the run's main stream, for `resume`."""
+
+    @property
+    def recording(self) -> Record:
+        """How turns are recorded."""
+        return self.record or ("tokens" if self.rendering else "messages")
 
     def __post_init__(self) -> None:
         _at_least("runners", self.runners, 0)

@@ -123,10 +123,8 @@ class _Client:
             self.wire.limit = HELLO_BYTES
         self._gone = gone
         self._streams: dict[str, GroupStream] = {}
-        self._pause: AsyncExitStack | None = None
         self._pauses = 0
-        """Holders of the pause in that process: it ends with the last."""
-        self._pausing = asyncio.Lock()
+        """Pauses that this process holds."""
         self._work: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -152,13 +150,13 @@ class _Client:
         await asyncio.gather(*self._work, return_exceptions=True)
         try:
             async with AsyncExitStack() as held:  # each of them, whatever another of them raises
-                if self._pause is not None:
-                    held.push_async_callback(self._pause.aclose)
+                for _ in range(self._pauses):
+                    held.push_async_callback(self._engine.upstream.resume)
                 for stream in self._streams.values():
                     held.push_async_callback(stream.aclose)
         finally:
             self._streams.clear()
-            self._pause = None
+            self._pauses = 0
             self.wire.close()
             self._gone(self)
 
@@ -199,19 +197,14 @@ class _Client:
                     await stream.aclose()
                 return None
             case "pause":
-                async with self._pausing:
-                    if self._pause is None:
-                        stack = AsyncExitStack()
-                        await stack.enter_async_context(engine.paused(float(args["timeout"])))
-                        self._pause = stack
-                    self._pauses += 1
+                await engine.upstream.pause(**args)
+                self._pauses += 1
                 return None
             case "resume":
-                async with self._pausing:
+                version = args.get("version")
+                if self._pauses or version is not None:
                     self._pauses = max(0, self._pauses - 1)
-                    if self._pause is not None and self._pauses == 0:
-                        pause, self._pause = self._pause, None
-                        await pause.aclose()
+                    await engine.upstream.resume(version)
                 return None
             case "state_dict":
                 return engine.state_dict()

@@ -22,6 +22,7 @@ from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
+from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import NOT_ISOLATED, RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.journal import Journal, RunReader, create_run
@@ -231,7 +232,8 @@ class Engine:
             sandbox=self.sandbox,
             limits=self.config.limits,
             share=max(1, self.config.runners),
-            record=self.config.record,
+            record=self.config.recording,
+            rendering=self.config.rendering,
         )
 
     def _sampled(self, policy: UpstreamConfig) -> UpstreamConfig:
@@ -368,15 +370,20 @@ class Engine:
 
     # ---- pause, state
 
+    @property
+    def upstream(self) -> EngineUpstream:
+        """The policy's upstream: `pause`, `resume`, and `sync` for new weights."""
+        return EngineUpstream(lambda: self.supervisor.fleet.pauses)
+
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
         """Inside, nothing is admitted and no model call is under way; resumes on every path."""
-        fleet = self.supervisor.fleet
-        await fleet.pause(timeout)
+        pauses = self.supervisor.fleet.pauses
+        await pauses.pause("drain", timeout=timeout, deadline=None)
         try:
             yield
         finally:
-            fleet.resume()
+            await pauses.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""

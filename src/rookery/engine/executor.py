@@ -27,21 +27,30 @@ from rookery.core import (
 from rookery.core.errors import describe
 from rookery.engine.keeping import home_of
 from rookery.engine.live import Live
-from rookery.engine.wire import NOT_ISOLATED, Done, Note, Paused, RunSettings, Start, plain
+from rookery.engine.upstream import DEADLINE
+from rookery.engine.wire import NOT_ISOLATED, Done, Note, Pause, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
-from rookery.gateway import Credits, Door, Role
+from rookery.gateway import Credits, Role
+from rookery.gateway.renderings import open_offloop
 from rookery.journal.tokens import TokenWriter
 from rookery.sandboxes import WAY_OUT, open_provider
 from rookery.sandboxes.protocol import Command, Provider, Sandbox
 from rookery.upstreams import open_upstream
-from rookery.upstreams.protocol import Upstream, UpstreamConfig
+from rookery.upstreams.protocol import CONCURRENCY, PauseMode, UpstreamConfig
+from rookery.upstreams.valve import Valve, ValveState
 
 
 class Executor:
     """Holds the environment, upstreams, sandboxes and token file of one process."""
 
     def __init__(
-        self, settings: RunSettings, environment: Environment, writer: str, send: Callable[[Any], None]
+        self,
+        settings: RunSettings,
+        environment: Environment,
+        writer: str,
+        send: Callable[[Any], None],
+        pause: PauseMode | None = None,
+        version: int = 0,
     ) -> None:
         self.settings = settings
         self.environment = environment
@@ -56,27 +65,33 @@ class Executor:
         self._spec = settings.sandbox
         self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
         self.send = send
-        self.door = Door()
         self.logger = logging.getLogger("rookery.attempts")
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
         self.lives: dict[str, Live] = {}
-        self._upstreams: list[Upstream] = []
-        self.roles = {name: self._role(name, config) for name, config in settings.upstreams.items()}
+        self.valves: dict[str, Valve] = {}
+        self._rendering = open_offloop(settings.rendering) if settings.record == "tokens" else None
+        self.roles = {
+            name: self._role(name, config, pause, version if name == "policy" else 0)
+            for name, config in settings.upstreams.items()
+        }
         self._providers: dict[str, Provider] = {}
         self._adopted: set[asyncio.Task[None]] = set()
         self._pause = 0
+        self.paused = pause is not None
         self._broken = False
 
-    def _role(self, name: str, config: UpstreamConfig) -> Role:
-        upstream = open_upstream(config)
-        self._upstreams.append(upstream)
+    def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int) -> Role:
+        calls = (config.concurrency or CONCURRENCY) * max(1, len(config.urls))
+        state = ValveState(mode=pause, version=version, left=DEADLINE) if pause or version else None
+        valve = self.valves[name] = Valve(open_upstream(config), state=state)
         return Role(
             name=name,
-            upstream=upstream,
+            upstream=valve,
             model=config.model,
             sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
-            credits=Credits(-(-config.concurrency * max(1, len(config.urls)) // self.settings.share)),
-            want_tokens=self.settings.record == "tokens",
+            credits=Credits(-(-calls // self.settings.share)),
+            record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
+            rendering=self._rendering if name == "policy" else None,
         )
 
     # ---- attempts
@@ -106,26 +121,37 @@ class Executor:
                 self._broken = True
                 raise
 
-    def pause(self, number: int) -> None:
-        """Starts no model call any more and says so when the last one has ended."""
-        self._pause = number
-        if not self.door.paused:
-            self.door.pause()
+    def pause(self, pause: Pause) -> None:
+        """Holds model calls back, in every role, and says so when it is done."""
+        self._pause = pause.number
+        if not self.paused:
+            self.paused = True
             for live in self.lives.values():
                 live.hold()
-        self.adopt(self._drain(number))
+        self.adopt(self._hold(pause))
 
-    async def _drain(self, number: int) -> None:
-        await self.door.drained()
-        if self._pause == number:
-            self.send(Paused(number))
+    async def _hold(self, pause: Pause) -> None:
+        async with asyncio.TaskGroup() as group:
+            for valve in self.valves.values():
+                group.create_task(
+                    valve.pause(pause.mode, timeout=pause.timeout, deadline=pause.deadline or DEADLINE)
+                )
+        if self._pause == pause.number:
+            self.send(Paused(pause.number))
 
-    def resume(self) -> None:
+    def resume(self, version: int | None = None) -> None:
+        """Lets them go on; the policy with this version."""
         self._pause = 0
-        if self.door.paused:
-            self.door.resume()
+        self.adopt(self._let_go(version))
+        if self.paused:
+            self.paused = False
             for live in self.lives.values():
                 live.release()
+
+    async def _let_go(self, version: int | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name, valve in self.valves.items():
+                group.create_task(valve.resume(version if name == "policy" else None))
 
     # ---- sandboxes
 
@@ -182,7 +208,7 @@ class Executor:
         if self._adopted:
             await asyncio.wait(self._adopted, timeout=30.0)
         closers = [provider.close for provider in self._providers.values()]
-        for close in (*closers, *(upstream.close for upstream in self._upstreams)):
+        for close in (*closers, *(valve.close for valve in self.valves.values())):
             try:
                 await close()
             except (RookeryError, OSError) as error:

@@ -15,6 +15,7 @@ from rookery.core.errors import describe
 from rookery.engine import wire
 from rookery.engine.conviction import Death
 from rookery.engine.links import Link, LocalLink, ProcessLink
+from rookery.engine.pauses import Pauses
 from rookery.environments import Environment
 
 READY_SECONDS = 120.0
@@ -76,11 +77,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = self._loop.time()
-        self._pause = 0
-        self._pauses = 0
-        self._pausers = 0
-        self._paused: set[str] = set()
-        self._pause_changed = asyncio.Event()
+        self.pauses = Pauses(self)
         self._work: set[asyncio.Task[None]] = set()
 
     # ---- life
@@ -101,13 +98,13 @@ class Fleet:
         if self.runners == 0:
             local = LocalLink(f"local-{self._named}", self, self.settings, self.environment)
             self.links.append(local)
-            local.open(paused=self._pause > 0)
+            local.open()
             return
         link = ProcessLink(f"runner-{self._named}", self, self.settings)
         link.spare = spare
         self.links.append(link)
         try:
-            await link.open(paused=self._pause > 0)
+            await link.open(pause=self.pauses.mode, version=self.pauses.version)
         except OSError as error:
             self.links.remove(link)
             self.owner.stop(Stopped(f"a runner process cannot be started: {describe(error)}"))
@@ -125,7 +122,7 @@ class Fleet:
     def wake(self) -> None:
         """The owner stopped: nobody need wait any more."""
         self._ready.set()
-        self._pause_changed.set()
+        self.pauses.changed()
 
     def _adopt(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -207,16 +204,14 @@ class Fleet:
             case wire.Unfit(detail, _, disk):
                 self.owner.stop(JournalError(detail) if disk else UsageError(detail))
             case wire.Paused(number):
-                if number == self._pause:
-                    self._paused.add(link.name)
-                    self._pause_changed.set()
+                self.pauses.heard(link, number)
             case wire.Blocked(seconds, attempt, stack):
                 self._on_blocked(link, seconds, attempt, stack)
 
     def on_death(self, link: Link, death: Death, detail: str) -> None:
         if link in self.links:
             self.links.remove(link)
-        self._pause_changed.set()
+        self.pauses.changed()
         if self._stopping or (link.retiring and not link.running):
             return
         self.deaths += 1
@@ -257,43 +252,10 @@ class Fleet:
         if not self._stopping:
             self._timer = self._loop.call_later(TICK, self._tick)
 
-    # ---- pause
-
     @property
     def paused(self) -> bool:
-        return self._pause > 0
+        return self.pauses.mode is not None
 
-    async def pause(self, timeout: float) -> None:
-        """No runner starts a model call any more; returns when the last one under way has ended."""
-        self._pausers += 1
-        if self._pausers == 1:
-            self._pauses += 1
-            self._pause = self._pauses
-            self._paused.clear()
-            for link in self.links:
-                link.send(wire.Pause(self._pause))
-        number = self._pause
-        try:
-            async with asyncio.timeout(timeout):
-                while self._pause == number and not self._stopping:
-                    if all(link.name in self._paused or not link.ready for link in self.links):
-                        return
-                    self._pause_changed.clear()
-                    await self._pause_changed.wait()
-        except TimeoutError as error:
-            self.resume()
-            busy = ", ".join(link.name for link in self.links if link.name not in self._paused)
-            raise RookeryError(f"model calls were still under way after {timeout:g} seconds in {busy}") from error
-        except BaseException:
-            self.resume()
-            raise
-
-    def resume(self) -> None:
-        """One pause is over; work goes on with the end of the last."""
-        self._pausers -= 1
-        if self._pausers:
-            return
-        self._pause = 0
-        for link in self.links:
-            link.send(wire.Resume())
-        self.owner.pump()
+    @property
+    def stopping(self) -> bool:
+        return self._stopping

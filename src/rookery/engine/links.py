@@ -23,6 +23,7 @@ from rookery.engine import wire
 from rookery.engine.conviction import Death
 from rookery.engine.executor import Executor
 from rookery.environments import Environment
+from rookery.upstreams.protocol import PauseMode
 
 STOP_SECONDS = 60.0
 """For attempts to tear down, while the runner still shows signs of life."""
@@ -81,9 +82,7 @@ class LocalLink(Link):
         self._scheduled = False
         self.executor = Executor(settings, environment, name, self._receive)
 
-    def open(self, *, paused: bool) -> None:
-        if paused:
-            self.executor.door.pause()
+    def open(self) -> None:
         self._receive(wire.Ready(os.getpid()))
 
     def _receive(self, message: wire.FromRunner) -> None:
@@ -108,10 +107,10 @@ class LocalLink(Link):
                 self.executor.start(message)
             case wire.Cancel(attempt, reason):
                 self.executor.cancel(attempt, reason)
-            case wire.Pause(number):
-                self.executor.pause(number)
-            case wire.Resume():
-                self.executor.resume()
+            case wire.Pause():
+                self.executor.pause(message)
+            case wire.Resume(version):
+                self.executor.resume(version)
 
     async def stop(self, reason: CancelledReason = "shutdown") -> None:
         await self.executor.close(reason)
@@ -135,7 +134,7 @@ class ProcessLink(Link):
         self._loop = asyncio.get_running_loop()
         self._lost = False
 
-    async def open(self, *, paused: bool) -> None:
+    async def open(self, *, pause: PauseMode | None, version: int) -> None:
         """Starts the process; it says `Ready` when its environment is loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         alarm, alarm_in = os.pipe()
@@ -173,7 +172,7 @@ class ProcessLink(Link):
         self.last_heard = self._loop.time()
         ours.setblocking(False)
         await self._loop.create_unix_connection(lambda: self._wire, sock=ours)
-        self._wire.send(wire.Hello(self.settings, self.name, paused))
+        self._wire.send(wire.Hello(self.settings, self.name, pause, version))
 
     def pids(self) -> list[int]:
         return [self.process.pid] if self.process is not None and not self._dead.is_set() else []

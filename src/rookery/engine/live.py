@@ -118,7 +118,6 @@ class Live:
             executor.roles,
             self.limits,
             Recorder(start.attempt, self._keep),
-            executor.door,
             self,
             start.seed,
         )
@@ -212,7 +211,7 @@ class Live:
         self._expired = self._asked = False
         began = self._loop.time()
         self._clock = StageClock(began, budget or float("inf"))
-        if self.executor.door.paused:
+        if self.executor.paused:
             self._clock.hold(began)
         self._arm()
         value: Any = None

@@ -19,7 +19,9 @@ import msgspec
 from rookery.core import Group, RookeryError, Task, UsageError
 from rookery.core.errors import describe
 from rookery.engine.control import SOCKET, Answer, Call, answers, short_path
+from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import Wire, encoder
+from rookery.upstreams.protocol import PauseMode
 
 CONNECT_SECONDS = 10.0
 
@@ -34,6 +36,8 @@ class RemoteEngine:
         self._lost = ""
         """Why there is no connection any more, in words."""
         self.run = ""
+        self.version = 0
+        """Of the policy, as of the last resume from here that said one."""
 
     @classmethod
     async def connect(cls, url: str) -> "RemoteEngine":
@@ -110,15 +114,30 @@ class RemoteEngine:
             if not self._lost:
                 await self._call("close", name=name)
 
+    @property
+    def upstream(self) -> EngineUpstream:
+        """As `Engine.upstream`; also a lost connection resumes."""
+        return EngineUpstream(lambda: self)
+
+    async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None) -> None:
+        """What `upstream.pause` asks of the engine."""
+        await self._call("pause", mode=mode, timeout=timeout, deadline=deadline)
+
+    async def resume(self, version: int | None) -> None:
+        """What `upstream.resume` asks of the engine."""
+        if version is not None:
+            self.version = version
+        if not self._lost:
+            await self._call("resume", version=version)
+
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
         """As `Engine.paused`; also a lost connection resumes."""
-        await self._call("pause", timeout=timeout)
+        await self.pause("drain", timeout=timeout, deadline=None)
         try:
             yield
         finally:
-            if not self._lost:
-                await self._call("resume")
+            await self.resume(None)
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._call("status")

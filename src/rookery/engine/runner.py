@@ -99,23 +99,23 @@ class Runner:
                 executor.start(message)
             case wire.Cancel(attempt, reason) if executor is not None:
                 executor.cancel(attempt, reason)
-            case wire.Pause(number) if executor is not None:
-                executor.pause(number)
-            case wire.Resume() if executor is not None:
-                executor.resume()
+            case wire.Pause() if executor is not None:
+                executor.pause(message)
+            case wire.Resume(version) if executor is not None:
+                executor.resume(version)
             case wire.Stop():
                 self._stopping = self._stopping or self.loop.create_task(self.stop())
 
     def hello(self, hello: wire.Hello) -> None:
         try:
             environment = load_environment(hello.settings.environment)
-            self.executor = Executor(hello.settings, environment, hello.writer, self.wire.send)
+            self.executor = Executor(
+                hello.settings, environment, hello.writer, self.wire.send, hello.pause, hello.version
+            )
         except BaseException as error:  # noqa: BLE001  (whatever the user's module raises, the supervisor hears it)
             detail = str(error) if isinstance(error, RookeryError) else describe(error)
             self.wire.send(wire.Unfit(detail, traceback.format_exc(), disk=isinstance(error, JournalError)))
             return
-        if hello.paused:
-            self.executor.door.pause()
         # What is here now stays. Replies come as thousands of small objects that die together: the default
         # thresholds collect after every third one, for a third of a rollout's CPU. What was under way at a
         # collection and is garbage since waits for the next one of its generation: that must come soon, or the

@@ -18,6 +18,8 @@ from rookery.core import Group, UsageError
 from rookery.engine.engine import Engine
 from rookery.engine.processes import new_event_loop
 from rookery.engine.streams import GroupStream
+from rookery.engine.upstream import DEADLINE
+from rookery.upstreams.protocol import PauseMode
 
 T = TypeVar("T")
 
@@ -114,6 +116,29 @@ class SyncEngine:
         finally:
             if self._loop is not None:
                 self._do(lambda: pause.__aexit__(None, None, None))
+
+    @contextmanager
+    def sync(
+        self,
+        version: int,
+        load: Callable[[], object] | None = None,
+        *,
+        mode: PauseMode = "abort",
+        timeout: float = 60.0,
+        deadline: float | None = DEADLINE,
+    ) -> Iterator[None]:
+        """As `Engine.upstream.sync`; `load` is called in the caller's own thread."""
+        upstream = self._engine.upstream
+        self._do(lambda: upstream.pause(mode, timeout=timeout, deadline=deadline))
+        done: int | None = None
+        try:
+            if load is not None:
+                load()
+            yield
+            done = version
+        finally:
+            if self._loop is not None:
+                self._do(lambda: upstream.resume(done))
 
     def status(self) -> dict[str, Any]:
         """As `Engine.status`."""

@@ -18,7 +18,8 @@ from rookery.core import CancelledReason, Extent, Limits, Outcome, RookeryError,
 from rookery.core.errors import encodable
 from rookery.engine.plain import plain_data, plain_numbers
 from rookery.environments.loading import EnvironmentRef
-from rookery.upstreams.protocol import UpstreamConfig
+from rookery.gateway.session import Record
+from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
 MAX_FRAME = 256 << 20
 NOT_ISOLATED = "sandbox.not_isolated"
@@ -39,7 +40,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     share: int = 1
     """One part in so many of each upstream's places is this runner's."""
     block_warning: float = 1.0
-    record: str = "tokens"
+    record: Record = "messages"
+    rendering: dict[str, Any] = {}
 
 
 # ---- to a runner
@@ -48,7 +50,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Hello(msgspec.Struct, frozen=True, tag=0, array_like=True):
     settings: RunSettings
     writer: str
-    paused: bool
+    pause: PauseMode | None = None
+    """Held back from the start: there is a pause."""
+    version: int = 0
+    """Of the policy, as of the last weight sync."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):
@@ -67,10 +72,16 @@ class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):
 
 class Pause(msgspec.Struct, frozen=True, tag=3, array_like=True):
     number: int
+    mode: PauseMode = "drain"
+    timeout: float = 60.0
+    """Seconds for calls under way to end, before they are aborted."""
+    deadline: float | None = None
+    """Seconds after which a missing resume is an error."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    pass
+    version: int | None = None
+    """The policy's from now on; None: as before."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=5, array_like=True):

@@ -9,7 +9,7 @@ Promises:
 - a closed session starts no call and leaves none running.
 """
 
-from rookery.gateway.door import Credits, Door
+from rookery.gateway.credits import Credits
 from rookery.gateway.session import Model, Reply, Role, Session, Watch
 
-__all__ = ["Credits", "Door", "Model", "Reply", "Role", "Session", "Watch"]
+__all__ = ["Credits", "Model", "Reply", "Role", "Session", "Watch"]

@@ -1,9 +1,9 @@
-"""An attempt's registration at the gateway, and the models it may call."""
+"""An attempt's registration at the gateway: its budgets, its calls under way, and the models it may call."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -21,9 +21,21 @@ from rookery.core import (
     UpstreamError,
     UsageError,
 )
-from rookery.gateway.door import Credits, Door
-from rookery.trajectories import Recorder
-from rookery.upstreams.protocol import ModelRequest, Upstream
+from rookery.gateway.credits import Credits
+from rookery.gateway.tools import NO_TOOLS, Tools, tools_of
+from rookery.trajectories import Place, Recorder
+from rookery.upstreams.protocol import News, Upstream
+
+if TYPE_CHECKING:
+    from rookery.gateway.renderings.offloop import Offloop
+
+Record: TypeAlias = Literal["tokens", "messages", "plain"]
+"""How turns are recorded: we render and sample token ids; the server renders and tells them; not by token."""
+
+Spell: TypeAlias = Callable[[bytes], list[bytes]]
+"""The bytes that each of some ids stands for."""
+Tops: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+MODEL_CALL_SECONDS = 600.0
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +46,9 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     sampling: Sampling = Sampling()
     credits: Credits
-    want_tokens: bool = True
+    record: Record = "messages"
+    rendering: "Offloop | None" = None
+    """The chat format, where `record` is tokens."""
 
 
 class Watch(Protocol):
@@ -51,12 +65,33 @@ class Watch(Protocol):
         ...
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What a door asks of the pipeline: messages, as they came, or token ids."""
+
+    messages: tuple[Message | msgspec.Raw, ...] = ()
+    tokens: bytes = b""
+    tools: Tools = NO_TOOLS
+    tool_choice: str | None = None
+    sampling: Sampling = Sampling()
+    top_logprobs: int = 0
+    key: str = ""
+    """Tells this request from others, where its client may send it again."""
+    place: Place | None = None
+    """Where in the session's histories it is, for a door that looked already."""
+
+
 class Reply(msgspec.Struct, frozen=True):
     """What a model answered, and the turn that recorded it."""
 
     message: Message
     finish: Finish
     turn: Turn
+    prompt: bytes = b""
+    """All ids that went in, where they are known."""
+    tops: Tops = ()
+    logprob_content: msgspec.Raw | None = None
+    spell: Spell | None = None
+    """What ids stand for, where we have the tokenizer."""
 
     @property
     def text(self) -> str:
@@ -76,7 +111,6 @@ class Session:
         roles: Mapping[str, Role],
         limits: Limits,
         recorder: Recorder,
-        door: Door,
         watch: Watch,
         seed: int = 0,
     ) -> None:
@@ -87,10 +121,11 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
-        self._roles = roles
-        self._recorder = recorder
-        self._door = door
-        self._watch = watch
+        self.rerendered = 0
+        """Turns whose prompt could not extend the one before."""
+        self.roles = roles
+        self.recorder = recorder
+        self.watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
         self._asking = 0
         """Calls of the policy under way: each will be a turn."""
@@ -102,13 +137,17 @@ class Session:
         """The handle for a role; a role nobody configured is an error in words."""
         found = self._models.get(role)
         if found is None:
-            if role not in self._roles:
-                known = ", ".join(sorted(self._roles)) or "none"
+            if role not in self.roles:
+                known = ", ".join(sorted(self.roles)) or "none"
                 raise UsageError(
                     f"no model serves the role {role!r} (configured: {known})", cause="bug.environment"
                 )
-            found = self._models[role] = Model(self, self._roles[role])
+            found = self._models[role] = Model(self, self.roles[role])
         return found
+
+    @property
+    def under_way(self) -> int:
+        return len(self._calls)
 
     def close(self) -> None:
         """Refuses further calls and cancels those under way."""
@@ -119,108 +158,95 @@ class Session:
             if task is not current:
                 task.cancel()
 
-    def _stop(self, reason: TruncatedReason, message: str) -> Truncation:
+    def stop(self, reason: TruncatedReason, message: str) -> Truncation:
+        """What ends the run stage, to be raised; the first reason stands."""
         self.truncated = self.truncated or reason
         return Truncation(reason, message)
 
-    def _sampling(self, wanted: Sampling) -> Sampling:
-        """Budgets, before the call: a spent one truncates, a nearly spent one shortens the answer."""
+    def budgeted(self, wanted: Sampling, prompt: int = 0) -> Sampling:
+        """Budgets, before the call: a spent one truncates, a nearly spent one shortens the answer.
+
+        `prompt` is how many tokens go in, where that is known already.
+        """
         limits = self.limits
-        if limits.turns is not None and self.turns + self._asking >= limits.turns:
-            raise self._stop("turns", f"all {limits.turns} turns are used")
-        if limits.tokens is None:
+        left: int | None = None
+        if limits.tokens is not None:
+            left = limits.tokens - self.sampled_tokens
+            if left <= 0:
+                raise self.stop("tokens", f"all {limits.tokens} tokens are sampled")
+        if prompt and limits.context is not None:
+            room = limits.context - prompt
+            if room <= 0:
+                raise self.stop("context", f"a prompt of {prompt} tokens leaves no room within {limits.context}")
+            left = room if left is None else min(left, room)
+        if left is None or (wanted.max_tokens is not None and wanted.max_tokens <= left):
             return wanted
-        left = limits.tokens - self.sampled_tokens
-        if left <= 0:
-            raise self._stop("tokens", f"all {limits.tokens} tokens are sampled")
-        if wanted.max_tokens is None or wanted.max_tokens > left:
-            return msgspec.structs.replace(wanted, max_tokens=left)
-        return wanted
+        return msgspec.structs.replace(wanted, max_tokens=left)
 
     def draw_seed(self) -> int:
         """What the next call draws from, at engines that can: a rollout that runs again draws the same."""
         self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
         return self._seed
 
-    async def call(self, role: Role, request: ModelRequest) -> Reply:
+    async def call(self, role: Role, call: Call, news: News | None = None) -> Reply:
+        """One turn: asked, answered, recorded."""
+        from rookery.gateway.pipeline import played  # it needs to know what a session is
+
         if self._closed:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
         policy = role.name == "policy"
-        if policy:
-            sampling = self._sampling(request.sampling)
-            if sampling is not request.sampling:
-                request = msgspec.structs.replace(request, sampling=sampling)
+        limit = self.limits.turns
+        if policy and limit is not None and self.turns + self._asking >= limit:
+            raise self.stop("turns", f"all {limit} turns are used")
         task = asyncio.current_task()
         assert task is not None
         nested = task in self._calls
         self._calls.add(task)
         self._asking += policy
-        self._watch.waiting("model", 1)
+        self.watch.waiting("model", 1)
         try:
-            queued = await self._enter(role)
-            started = time.time()
-            at = time.monotonic()
-            try:
-                reply = await role.upstream.complete(request, timeout=self.limits.model_call or 600.0)
-            except Truncation as stop:
-                if not policy:  # another role's limit is no budget of the rollout's
-                    raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
-                self.truncated = self.truncated or stop.reason
-                raise
-            finally:
-                self._door.leave()
-                role.credits.give()
+            reply = await played(self, role, call, news)
+        except Truncation as stop:
+            if not policy:  # another role's limit is no budget of the rollout's
+                raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
+            self.truncated = self.truncated or stop.reason
+            raise
         finally:
             self._asking -= policy
-            self._watch.waiting("model", -1)
+            self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
-        if policy:
-            self.turns += 1
-            self.prompt_tokens += reply.prompt_tokens
-            self.sampled_tokens += reply.sampled_tokens
-        else:
-            self.others[role.name] = self.others.get(role.name, 0) + reply.sampled_tokens
-        turn = self._recorder.record(
-            role=role.name,
-            messages=request.messages,
-            prompt=reply.prompt or request.tokens,
-            response=reply.message,
-            sampled=reply.sampled,
-            logprobs=reply.logprobs,
-            version=reply.version,
-            finish=reply.finish,
-            prompt_tokens=reply.prompt_tokens,
-            sampled_tokens=reply.sampled_tokens,
-            started=started,
-            seconds=time.monotonic() - at,
-            queued=queued + reply.queued,
-            upstream=reply.replica,
-            extras=reply.extras,
-        )
-        limit = self.limits.context
-        if policy and limit is not None and reply.prompt_tokens + reply.sampled_tokens > limit:
-            raise self._stop("context", f"the sequence is longer than {limit} tokens")
-        return Reply(reply.message, reply.finish, turn)
+        length, context = reply.turn.prompt_tokens + reply.turn.sampled_tokens, self.limits.context
+        if policy and context is not None and length > context:
+            raise self.stop("context", f"the sequence is longer than {context} tokens")
+        return reply
 
-    async def _enter(self, role: Role) -> float:
-        """A credit and an open door, both; the waiting is not the attempt's time."""
-        door = self._door
-        if not door.paused and role.credits.take_now():
-            door.enter()
+    def count(self, turn: Turn) -> None:
+        """A turn that was recorded."""
+        if turn.role == "policy":
+            self.turns += 1
+            self.prompt_tokens += turn.prompt_tokens
+            self.sampled_tokens += turn.sampled_tokens
+        else:
+            self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
+
+    def held(self, waits: bool) -> None:
+        """A call begins to wait for a place or for the end of a pause, or goes on."""
+        if waits:
+            self.watch.hold()
+        else:
+            self.watch.release()
+
+    async def enter(self, role: Role) -> float:
+        """A credit; the waiting is not the attempt's time."""
+        if role.credits.take_now():
             return 0.0
         began = time.monotonic()
-        self._watch.hold()
+        self.watch.hold()
         try:
-            while True:
-                await door.opened()
-                await role.credits.take()
-                if not door.paused:
-                    break
-                role.credits.give()  # paused while we stood in the queue
+            await role.credits.take()
         finally:
-            self._watch.release()
-        door.enter()
+            self.watch.release()
         return time.monotonic() - began
 
 
@@ -240,33 +266,26 @@ class Model:
         tools: Sequence[ToolSchema] = (),
         tool_choice: str | None = None,
         sampling: Sampling | None = None,
+        news: News | None = None,
     ) -> Reply:
-        """Asks for the next message. Raises `Truncation` when the rollout's budget is spent."""
-        history = (Message("user", messages),) if isinstance(messages, str) else tuple(messages)
-        return await self._session.call(
-            self._role,
-            ModelRequest(
-                model=self._role.model,
-                messages=history,
-                tools=tuple(tools),
-                tool_choice=tool_choice,
-                sampling=self._role.sampling if sampling is None else sampling.over(self._role.sampling),
-                want_tokens=self._role.want_tokens,
-                seed=self._session.draw_seed(),
-                affinity=self._session.attempt,
-            ),
-        )
+        """Asks for the next message. Raises `Truncation` when the rollout's budget is spent.
 
-    async def complete(self, tokens: bytes, *, sampling: Sampling | None = None) -> Reply:
-        """Continues a sequence of token ids (int32), for engines that take tokens in."""
-        return await self._session.call(
-            self._role,
-            ModelRequest(
-                model=self._role.model,
-                tokens=tokens,
-                sampling=self._role.sampling if sampling is None else sampling.over(self._role.sampling),
-                want_tokens=self._role.want_tokens,
-                seed=self._session.draw_seed(),
-                affinity=self._session.attempt,
-            ),
+        `news` is told the answer piece by piece while it is sampled.
+        """
+        history = (Message("user", messages),) if isinstance(messages, str) else tuple(messages)
+        call = Call(
+            messages=history,
+            tools=tools_of(tuple(tools)) if tools else NO_TOOLS,
+            tool_choice=tool_choice,
+            sampling=self._sampling(sampling),
         )
+        return await self._session.call(self._role, call, news)
+
+    async def complete(
+        self, tokens: bytes, *, sampling: Sampling | None = None, news: News | None = None
+    ) -> Reply:
+        """Continues a sequence of token ids (int32), for engines that take tokens in."""
+        return await self._session.call(self._role, Call(tokens=tokens, sampling=self._sampling(sampling)), news)
+
+    def _sampling(self, sampling: Sampling | None) -> Sampling:
+        return self._role.sampling if sampling is None else sampling.over(self._role.sampling)

@@ -3,10 +3,26 @@
 Promises:
 - what trains is what was sampled: tokens are only ever copied from what an engine returned;
 - every sampled token of the role is trained exactly once, also where histories branch;
-- a turn extends another only where its prompt ids begin with the other's prompt and sampled ids, exactly.
+- a turn extends another only where its prompt ids begin with the other's prompt and sampled ids, exactly;
+- a history that was edited forks; one that is only spelled differently does not.
 """
 
-from rookery.trajectories.recorder import Recorder
+from rookery.trajectories.canonical import MessageError, key_of, message_of
+from rookery.trajectories.histories import Entry
+from rookery.trajectories.recorder import Counts, Kind, Place, Recorder
 from rookery.trajectories.segments import segments, transcript
+from rookery.trajectories.strands import Node
 
-__all__ = ["Recorder", "segments", "transcript"]
+__all__ = [
+    "Counts",
+    "Entry",
+    "Kind",
+    "MessageError",
+    "Node",
+    "Place",
+    "Recorder",
+    "key_of",
+    "message_of",
+    "segments",
+    "transcript",
+]

@@ -1,22 +1,95 @@
-"""Turns a sequence of model calls into turns that store only what is new."""
+"""Turns model calls into turns that store only what is new.
 
-from collections.abc import Callable
-from typing import Any
+Promises:
+- a call extends the longest earlier turn whose messages and answer its history begins with, however old it is;
+- a turn shares ids with another only where its prompt begins with the other's ids, exactly; where it should and
+  does not, that is counted, and the whole prompt is kept;
+- a turn reaches the sink once; one that the sink refuses, or whose arrays do not fit, was never there;
+- calls may overlap: what is found before a call can be recorded after any others;
+- a recorder made anew from its turns goes on as if it had never stopped.
+
+A recorder belongs to one thread; only the ids of nodes may be read from others.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from rookery.core import Message, Turn
+from rookery.core import JournalError, Message, Turn
+from rookery.trajectories.histories import Entry, Step, Tree, read
+from rookery.trajectories.strands import Agreement, Node, Strand, begins_with, grown
 
-REMEMBERED = 8
-"""How many recent turns of a role a new one may extend; older ones are roots again, never wrong."""
+Kind: TypeAlias = Literal["root", "extends", "forks"]
 
 
-class _Node(msgspec.Struct):
-    index: int
-    messages: tuple[Message, ...]
-    """The whole history, the answer included; empty for a call with token ids in."""
-    tokens: bytes
-    """Prompt and sampled ids; empty where the engine gives none."""
+class Counts(msgspec.Struct):
+    """How turns came to be. Each is one of roots, extended, drifted and untold; forks are some of them."""
+
+    turns: int = 0
+    roots: int = 0
+    """They extend no earlier turn."""
+    extended: int = 0
+    """Their prompt begins with the ids of the turn that their messages extend."""
+    drifted: int = 0
+    """Their prompt should begin with an earlier turn's ids, going by the messages, and does not."""
+    untold: int = 0
+    """They extend a turn by their messages, but there are no ids to compare."""
+    forks: int = 0
+    """They share messages with an earlier history that goes on in another way."""
+
+
+class Place:
+    """Where a call stands among the histories of its role."""
+
+    __slots__ = ("_raws", "_step", "kind", "new", "role", "scope", "turn")
+
+    def __init__(
+        self,
+        role: str,
+        scope: bytes,
+        kind: Kind,
+        step: Step | None,
+        new: tuple[Message, ...],
+        raws: Sequence[object],
+    ) -> None:
+        self.role = role
+        self.scope = scope
+        self.kind: Kind = kind
+        """`root`: it shares no message with an earlier history; `extends`: it begins with the whole of one;
+        `forks`: it shares some, and departs from it before its end."""
+        self.turn = step.node if step is not None else None
+        """The longest earlier turn whose messages and answer it begins with; None at a root."""
+        self.new = new
+        """The messages after that turn, as they came."""
+        self._step = step
+        """The place of that turn; None where the tree was not there yet, and for calls without messages."""
+        self._raws = raws
+
+    def messages(self) -> tuple[Message, ...]:
+        """The whole history. Answers are as they were sampled, also where the client left their reasoning out."""
+        known = [step.message for step in self._step.up()] if self._step is not None else []
+        return (*reversed(known), *self.new)
+
+
+class _Trees:
+    """What one role and scope said: its histories, and its calls that had only ids."""
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.bare: dict[Strand, list[Node]] = {}
+        """Turns without messages, by the strand that they lie on, in order of length."""
+
+    def longest(self, agreement: Agreement) -> Node | None:
+        """The longest turn without messages that a prompt begins with."""
+        best: Node | None = None
+        for strand, nodes in self.bare.items():
+            agreed = agreement.with_strand(strand)
+            node = next((node for node in reversed(nodes) if node.end <= agreed), None)
+            if node is not None and (best is None or (node.end, node.index) > (best.end, best.index)):
+                best = node
+        return best
 
 
 class Recorder:
@@ -25,56 +98,199 @@ class Recorder:
     def __init__(self, attempt: str, sink: Callable[[Turn], None]) -> None:
         self._attempt = attempt
         self._sink = sink
-        self._recent: dict[str, list[_Node]] = {}
+        self._trees: dict[tuple[str, bytes], _Trees] = {}
         self.count = 0
+        """The index of the next turn."""
+        self.counts = Counts()
+
+    @classmethod
+    def restore(cls, attempt: str, turns: Iterable[Turn], sink: Callable[[Turn], None]) -> Self:
+        """A recorder that goes on after `turns`, which are on disk already; other attempts' are left out."""
+        recorder = cls(attempt, sink)
+        ends: dict[int, _End] = {}
+        for turn in sorted((turn for turn in turns if turn.attempt == attempt), key=lambda turn: turn.index):
+            if turn.index in ends:
+                raise JournalError(f"attempt {attempt} has two turns {turn.index}")
+            recorder._replay(turn, ends)
+        return recorder
+
+    # ---- finding
+
+    def find(self, role: str, entries: Sequence[Entry], scope: bytes = b"") -> Place:
+        """Where a call with these messages stands; without messages it is a call with token ids in.
+
+        `scope` is a digest of whatever else shapes the prompt, as tools do: histories share nothing across scopes.
+        """
+        trees = self._trees.get((role, scope))
+        if (
+            trees is None or not entries
+        ):  # a scope is remembered with its first turn: calls that fail leave nothing
+            return Place(role, scope, "root", None, read(entries), entries)
+        found = trees.tree.find(entries)
+        kind: Kind = "root" if not found.shared else "extends" if found.ends else "forks"
+        return Place(role, scope, kind, found.step, found.new, found.raws)
+
+    def _of(self, role: str, scope: bytes) -> _Trees:
+        trees = self._trees.get((role, scope))
+        if trees is None:
+            trees = self._trees[role, scope] = _Trees()
+        return trees
+
+    # ---- recording
 
     def record(
         self,
+        place: Place,
         *,
-        role: str,
-        messages: tuple[Message, ...],
-        prompt: bytes,
+        prompt: bytes | None = None,
+        added: bytes | None = None,
         response: Message,
         sampled: bytes,
         **rest: Any,
     ) -> Turn:
-        """Commits one turn. `messages` and `prompt` are the whole input of the call."""
-        nodes = self._recent.setdefault(role, [])
-        parent, prefix = self._parent(nodes, messages, prompt)
-        known = len(parent.messages) if parent is not None else 0
+        """Commits one turn.
+
+        `prompt` are all ids that went in. A caller that made them out of `place.turn.tokens()` gives those `added`
+        to them instead: then nothing is compared, and the cost does not depend on the history.
+        """
+        step, trees = place._step, self._of(place.role, place.scope)
+        if step is None and place.new:
+            step = trees.tree.top
+        there = trees.tree.follow(step, place.new) if step is not None else []
+        messages = place.new
+        if added is not None:
+            if prompt is not None or place.turn is None or place.turn.strand is None:
+                raise ValueError("`added` ids go after those of the place's turn, and come without a `prompt`")
+            exact: Node | None = place.turn
+            parent, new = exact, added
+        else:
+            new = prompt or b""
+            parent = place.turn
+            if (
+                parent is not None
+                and step is not None
+                and not there
+                and len(step.nodes) == 1
+                and begins_with(new, parent)
+            ):
+                exact = parent
+            else:
+                exact, at = _exact(trees, step, there, new)
+                if exact is not None and step is not None and at is not None:
+                    messages = _between(at, step, place.new)
+            if exact is not None:
+                parent, new = exact, new[exact.end :]
         turn = Turn(
             attempt=self._attempt,
             index=self.count,
-            role=role,
-            parent=parent.index if parent is not None else None,
-            messages=messages[known:],
+            role=place.role,
+            parent=None if parent is None else parent.index,
+            scope=place.scope if parent is None else b"",
+            messages=messages,
             response=response,
-            prefix=prefix,
-            prompt=prompt[4 * prefix :],
+            prefix=0 if exact is None else exact.length,
+            prompt=new,
             sampled=sampled,
             **rest,
         )
-        history = (*messages, response) if messages else ()
-        nodes.append(_Node(self.count, history, prompt + sampled if sampled else b""))
-        if len(nodes) > REMEMBERED:
-            del nodes[0]
-        self.count += 1
+        drifted = (there != [] or exact is not place.turn) and _drifts(turn, exact, step, there)
         self._sink(turn)
+        self._commit(turn, exact, drifted, trees, step, there, place.new, place._raws)
         return turn
 
-    @staticmethod
-    def _parent(nodes: list[_Node], messages: tuple[Message, ...], prompt: bytes) -> tuple[_Node | None, int]:
-        """The longest recent turn whose ids this prompt begins with; else the latest of the same messages."""
-        longest: _Node | None = None
-        told: _Node | None = None
-        for node in reversed(nodes):
-            if longest is not None and len(node.tokens) <= len(longest.tokens):
-                continue
-            n = len(node.messages)
-            if bool(messages) != bool(n) or messages[:n] != node.messages:
-                continue
-            if node.tokens and prompt.startswith(node.tokens):
-                longest = node
-            elif n:
-                told = told or node
-        return (longest, len(longest.tokens) // 4) if longest is not None else (told, 0)
+    def _commit(
+        self,
+        turn: Turn,
+        exact: Node | None,
+        drifted: bool,
+        trees: _Trees,
+        step: Step | None,
+        there: list[Step],
+        messages: Sequence[Message],
+        raws: Sequence[object],
+    ) -> "_End":
+        ids: tuple[Strand | None, int, int] = (None, 0, 0)
+        if turn.sampled:  # without, nobody knows what the prompt was followed by
+            ids = grown(exact, turn.prompt, turn.sampled)
+        node = Node(turn.index, turn.response, turn.finish, *ids)
+        counts = self.counts
+        if step is not None:
+            shared = there[-1] if there else step
+            counts.forks += shared.depth > 0 and trees.tree.goes_on(shared)
+            step = trees.tree.add(step, there, messages, raws, node)
+        elif node.strand is not None:
+            trees.bare.setdefault(node.strand, []).append(node)
+        if turn.parent is None:
+            counts.roots += 1
+        elif drifted:
+            counts.drifted += 1
+        elif turn.prefix:
+            counts.extended += 1
+        else:
+            counts.untold += 1
+        counts.turns += 1
+        self.count = turn.index + 1
+        return _End(trees, step, node)
+
+    def _replay(self, turn: Turn, ends: "dict[int, _End]") -> None:
+        if turn.parent is None:
+            trees = self._of(turn.role, turn.scope)
+            step, exact = (trees.tree.top if turn.messages else None), None
+        else:
+            end = ends.get(turn.parent)
+            if end is None:
+                raise JournalError(
+                    f"turn {turn.index} of attempt {turn.attempt} extends turn {turn.parent}, which is not there"
+                )
+            trees, step = end.trees, end.step
+            exact = end.node if turn.prefix else None
+            if exact is not None and exact.length != turn.prefix:
+                raise JournalError(
+                    f"turn {turn.index} of attempt {turn.attempt} extends {turn.prefix} tokens of turn "
+                    f"{turn.parent}, which has {exact.length}"
+                )
+        there = trees.tree.follow(step, turn.messages) if step is not None else []
+        drifted = _drifts(turn, exact, step, there)
+        ends[turn.index] = self._commit(turn, exact, drifted, trees, step, there, turn.messages, ())
+
+
+class _End(msgspec.Struct, frozen=True):
+    """Where a recorded turn lies."""
+
+    trees: _Trees
+    step: Step | None
+    node: Node
+
+
+def _exact(trees: _Trees, step: Step | None, there: list[Step], prompt: bytes) -> tuple[Node | None, Step | None]:
+    """The turn whose ids the prompt begins with, and its step: the deepest in the history, there the longest."""
+    if not prompt:
+        return None, None
+    agreement = Agreement(prompt)
+    if step is None:
+        return trees.longest(agreement), None
+    for one in chain(reversed(there), step.up()):
+        exact = [node for node in one.nodes if agreement.with_node(node)]
+        if exact:
+            return max(exact, key=lambda node: (node.end, node.index)), one
+    return None, None
+
+
+def _between(parent: Step, step: Step, new: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages after `parent`, where `new` are those after `step`, on the same way."""
+    if parent.depth >= step.depth:
+        return new[parent.depth - step.depth :]
+    known = [one.message for one in step.up() if one.depth > parent.depth]
+    return (*reversed(known), *new)
+
+
+def _drifts(turn: Turn, exact: Node | None, step: Step | None, there: list[Step]) -> bool:
+    """Whether a turn with ids lies further on the way than the one whose ids the prompt begins with."""
+    if step is None or not (turn.prompt or turn.prefix):
+        return False
+    for one in chain(reversed(there), step.up()):
+        if exact is not None and exact in one.nodes:
+            return False
+        if one.told:
+            return True
+    return False

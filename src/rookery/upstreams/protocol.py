@@ -7,11 +7,12 @@ Promises, of every upstream:
 - the deadline covers the answer, not the waiting for a place, which is reported as `queued`;
 - cancelling a call closes its connection, which is how engines learn to abort;
 - `news` gets every piece of an answer once, in order, as it arrives; what it was told is the beginning of the
-  answer that is returned; once it was told anything, the call is not tried again elsewhere.
+  answer that is returned; once it was told anything, the call is not tried again elsewhere;
+- what `news` raises ends the call and comes out of it as it stands.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -41,20 +42,31 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: bytes = b""
     prompt: bytes = b""
     """The prompt's ids, in the first piece, where the engine tells them."""
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """As in `ModelReply`, for the tokens of this piece."""
+    logprob_content: msgspec.Raw | None = None
+    """As in `ModelReply`, for the tokens of this piece."""
+    first: int = 0
+    """How many of the tokens the engine told at once, first; 0 where that is not known."""
 
 
 News: TypeAlias = Callable[[Delta], Awaitable[None]]
 """Told each piece. Waiting in it slows the reading down: a slow reader costs no memory."""
+
+Held: TypeAlias = Callable[[bool], None]
+"""Told True when a call begins to wait for a place or for the end of a pause, False when it goes on: a session
+stops its clock in between. True and False alternate, and the last one is False, however the call ends."""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. Exactly one of `messages` and `tokens` is given."""
 
     model: str
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Message | msgspec.Raw, ...] = ()
+    """Messages, or messages as a client wrote them: JSON that is passed on as it stands."""
     tokens: bytes = b""
     """Prompt ids, int32, for engines that take tokens in."""
-    tools: tuple[ToolSchema, ...] = ()
+    tools: tuple[ToolSchema | msgspec.Raw, ...] = ()
     tool_choice: str | None = None
     """None, `auto`, `none`, `required`, or a tool's name."""
     sampling: Sampling = Sampling()
@@ -68,6 +80,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that end an answer, for calls with token ids in."""
     top_logprobs: int = 0
     """How many alternatives for each token the caller wants to see."""
+    want_logprobs: bool = False
+    """Whether the caller wants to see the logprobs as the server writes them; with `top_logprobs` it does."""
     id: str = ""
     """Names the call at engines that can abort one by name; empty: the upstream makes one up."""
 
@@ -110,21 +124,28 @@ class Upstream(Protocol):
     name: str
     tokens_in: bool
     """Whether calls may bring token ids instead of messages."""
+    raw_in: bool
+    """Whether tools may be the JSON that a client wrote."""
+    version: int
+    """The policy version that answers carry where the server says none. Set when weights were replaced."""
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         """Raises `UpstreamError` in words when the server cannot be used; samples nothing."""
         ...
 
-    async def complete(self, request: ModelRequest, *, timeout: float, news: News | None = None) -> ModelReply:
+    async def complete(
+        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+    ) -> ModelReply:
         """One answer; streamed where somebody wants its `news`. Where token ids went in, the message holds plain
         text at most: who rendered the prompt reads the answer.
 
         An answer that the engine was told to abort has the finish `abort` and what was sampled until then."""
         ...
 
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> None:
-        """Tells the engine itself to stop sampling, on every replica, where it can. With `keep` its calls go on
-        after `thaw`, with `abort` they end with what they have; `drain` asks it nothing."""
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
+        """Tells the engine itself to stop sampling, on every replica; whether it can. With `keep` its calls go on
+        after `thaw`, and the time between does not count as theirs; with `abort` they end with what they have;
+        `drain` asks it nothing."""
         ...
 
     async def thaw(self, *, timeout: float) -> None:
@@ -134,6 +155,10 @@ class Upstream(Protocol):
     async def close(self) -> None: ...
 
 
+CONCURRENCY: Final = 256
+"""Calls under way at once at a replica that says nothing about it."""
+
+
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to reach an upstream. The key is never part of it: `key_env` names the variable that holds it."""
 
@@ -141,8 +166,8 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     urls: tuple[str, ...] = ()
     model: str = ""
     key_env: str = "ROOKERY_API_KEY"
-    concurrency: int = 256
-    """Calls under way at once, per replica and process."""
+    concurrency: int | None = None
+    """Calls under way at once, per replica and process; None: what the engine says it can take, or 256."""
     retries: int = 4
     sampling: Sampling = Sampling()
     resend_reasoning: bool = False

@@ -3,39 +3,61 @@
 Promises:
 - an exchange gives the whole answer or raises `Failure`, which says whether it may be tried again;
 - an answer longer than `MAX_ANSWER` is refused while it comes in, not after;
+- the bytes of a stream are passed on as they arrive; who is slow to take them slows the server down;
+- a stream that ends in the middle is a failure, and one that may be tried again only if nothing was passed on;
 - cancelling or running out of time closes the connection: engines learn to abort from that;
+- time in which the server was frozen is not part of a call's deadline;
 - no redirect is followed and no proxy taken from the environment: the key goes to this server alone.
 """
 
 import asyncio
 import base64
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from io import BytesIO
+from math import inf
 from time import time
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-import aiohttp
-from multidict import CIMultiDictProxy
 from yarl import URL
 
 from rookery import __version__
 from rookery.core import UpstreamError, cause_of
+from rookery.upstreams.choose import mark
+from rookery.upstreams.complaints import Complaint, complaint
+from rookery.upstreams.health import Health
+from rookery.upstreams.http import (
+    BadAnswer,
+    Broken,
+    Client,
+    Dropped,
+    HttpFailure,
+    NotConnected,
+    Response,
+    TooLong,
+    header_lines,
+)
+from rookery.upstreams.places import Places
 from rookery.upstreams.retry import Kind
 from rookery.upstreams.urls import Address, redact
-from rookery.upstreams.wire import Complaint, complaint
 
 MAX_ANSWER: Final = 256 << 20
 MAX_COMPLAINT: Final = 64 << 10
 CONNECT_SECONDS: Final = 10.0
-_STREAMED: Final = 1 << 20  # above it aiohttp wants a stream rather than one write of everything
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+FAREWELL_SECONDS: Final = 5.0
+"""How long the end of a stream may take after the answer's finish."""
+_AHEAD: Final = 64 << 10
+"""Bytes of a stream that are read ahead of a slow `news`, about twice."""
+_DRAINS: Final = 256
+_JSON: Final = header_lines({"Accept": "application/json", "Content-Type": "application/json"})
+_EVENTS: Final = header_lines({"Accept": "text/event-stream", "Content-Type": "application/json"})
 
 
 class Answer(NamedTuple):
     """A complete HTTP answer."""
 
     status: int
-    headers: CIMultiDictProxy[str]
+    headers: Mapping[str, str]
+    """By names in any case."""
     body: bytes
 
 
@@ -49,21 +71,58 @@ class Failure(Exception):  # noqa: N818  (never leaves the room: `error` does)
         self.retry_after = retry_after
 
 
+class Unheard(Exception):  # noqa: N818  (never leaves the room: `error` does)
+    """What `news` raised. It is not the server's doing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Sink(Protocol):
+    """Where the bytes of a stream go."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer has its finish: what may still come is not needed."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream said that it has ended."""
+        ...
+
+    @property
+    def told(self) -> bool:
+        """Whether anything was passed on."""
+        ...
+
+    async def feed(self, data: bytes) -> None: ...
+
+
 class Replica:
     """One server of an upstream. Everything it says about itself is free of secrets."""
 
     def __init__(self, address: Address, *, concurrency: int, key: str | None) -> None:
         self.name = address.shown
-        self.chat = address.endpoint("chat/completions")
-        self.completions = address.endpoint("completions")
+        self.salt = mark(address.shown)
         self.models = address.endpoint("models")
-        self.places = asyncio.Semaphore(concurrency)
+        self.places = Places(concurrency)
+        self.health = Health()
+        self.lacks: frozenset[str] = frozenset()
+        """Endpoints that it was found not to have."""
+        self.refresh_at = inf
+        """When to ask it again how much it can take."""
         self.load = 0
         """Calls that wait for a place or hold one."""
+        self._address = address
+        self._endpoints: dict[str, URL] = {}
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._frozen: dict[asyncio.Timeout, float] | None = None
+        """Seconds that were left to each call when the server was frozen."""
+        self._draining: set[asyncio.Task[None]] = set()
         self._headers = {
-            "Accept": "application/json",
             "Accept-Encoding": "identity",  # on a local network, inflating costs more than sending
-            "Content-Type": "application/json",
             "User-Agent": f"rookery/{__version__}",
         }
         self._secrets: list[str] = []
@@ -74,8 +133,18 @@ class Replica:
         elif key:
             self._headers["Authorization"] = f"Bearer {key}"
             self._secrets.append(key)
-        self._session: aiohttp.ClientSession | None = None
+        self._client: Client | None = None
         self._closed = False
+
+    @property
+    def limit(self) -> int:
+        return self.places.limit
+
+    def endpoint(self, path: str) -> URL:
+        url = self._endpoints.get(path)
+        if url is None:
+            url = self._endpoints[path] = self._address.endpoint(path)
+        return url
 
     def error(self, cause: str, what: str) -> UpstreamError:
         """The error that names this server, what happened, and what to do."""
@@ -89,86 +158,145 @@ class Replica:
                 text = text.replace(secret, "***")
         return text
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self) -> Client:
         if self._closed:
             raise Failure("final", self.error("upstream.unreachable", "this upstream is closed"))
-        if self._session is None:
-            # Places are the limit; a second one in the connector would only queue where nobody looks.
-            # The threaded resolver resolves names as every other program on the machine does.
-            connector = aiohttp.TCPConnector(
-                limit=0, resolver=aiohttp.ThreadedResolver(), keepalive_timeout=30.0, ttl_dns_cache=10
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
+        if self._client is None:
+            self._client = Client(
+                self.models.host or "",
+                self.models.port or 0,
+                ssl=self.models.scheme == "https",
                 headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=_TIMEOUT,
-                auto_decompress=False,
-                trust_env=False,
-                read_bufsize=_STREAMED,
+                connect=CONNECT_SECONDS,
+                buffer=_AHEAD,
+                again=False,
             )
-        return self._session
+        return self._client
 
     async def close(self) -> None:
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        for task in self._draining:
+            task.cancel()
+        if self._client is not None:
+            await self._client.close()
 
     async def exchange(self, url: URL, body: bytes | None, *, seconds: float) -> Answer:
         """POST `body`, or GET where there is none; the complete answer, whatever its status."""
-        response: aiohttp.ClientResponse | None = None
-        session = self._open()
+        response: Response | None = None
+        client = self._open()
         try:
-            async with asyncio.timeout(seconds):
-                if body is None:
-                    response = await session.get(url, allow_redirects=False)
-                else:
-                    data = body if len(body) < _STREAMED else BytesIO(body)
-                    response = await session.post(url, data=data, allow_redirects=False)
-                return Answer(response.status, response.headers, await self._read(response))
-        except aiohttp.ClientSSLError as error:
-            what = f"no secure connection ({_reason(error)})"
-            raise Failure("final", self.error("upstream.unreachable", what)) from error
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Failure("connect", self.error("upstream.unreachable", _unreached(error))) from error
-        except TimeoutError as error:
-            what = f"no complete answer within {seconds:.3g} s"
-            raise Failure("final", self.error("upstream.timeout", what)) from error
-        except aiohttp.ClientResponseError as error:
-            what = f"the answer is not HTTP ({error.message})"
-            raise Failure("final", self.error("upstream.protocol", what)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            if response is not None:
-                what = "the connection ended in the middle of the answer"
-                raise Failure("final", self.error("upstream.protocol", what)) from error
-            what = f"the connection was closed before an answer came ({_reason(error)})"
-            raise Failure("dropped", self.error("upstream.unreachable", what)) from error
+            async with asyncio.timeout(seconds) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    method = "GET" if body is None else "POST"
+                    response = await client.send(method, url.raw_path_qs, _JSON, body or b"")
+                    return Answer(response.status, response.headers, await self._read(response))
+                finally:
+                    self._deadlines.discard(deadline)
+        except (HttpFailure, TimeoutError) as error:
+            raise self._failure(error, seconds, answering=response is not None) from error
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        good = 200 <= response.status < 300
-        limit = MAX_ANSWER if good else MAX_COMPLAINT
-        if good and (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
+    async def stream(self, url: URL, body: bytes, *, seconds: float, sink: Sink) -> Answer:
+        """POST `body`; the bytes of an event stream go to `sink` as they arrive, and the answer has none.
+
+        Returns at the end of the stream, whether or not the answer is whole. Every other answer, an error's above
+        all, comes back complete and without having gone anywhere."""
+        response: Response | None = None
+        client = self._open()
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    response = await client.send("POST", url.raw_path_qs, _EVENTS, body)
+                    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+                    if response.status != 200 or kind != "text/event-stream":
+                        return Answer(response.status, response.headers, await self._read(response))
+                    await self._events(response, sink, deadline)
+                    return Answer(response.status, response.headers, b"")
+                finally:
+                    self._deadlines.discard(deadline)
+        except (HttpFailure, TimeoutError) as error:
+            if response is not None and sink.whole:  # all of the answer is there: only its farewell is missing
+                return Answer(response.status, response.headers, b"")
+            if response is None or isinstance(error, TimeoutError | TooLong):
+                raise self._failure(error, seconds, answering=response is not None) from error
+            what = f"the connection ended in the middle of the stream ({_reason(error)})"
+            raise Failure("final" if sink.told else "dropped", self.error("upstream.cut", what)) from error
+        finally:
+            if response is not None:
+                self._leave(response, drain=sink.done)
+
+    async def _events(self, response: Response, sink: Sink, deadline: asyncio.Timeout) -> None:
+        hurried = False
+        while not sink.done and (data := await response.chunk()):
+            await sink.feed(data)
+            if sink.whole and not hurried:
+                hurried = True
+                soon = asyncio.get_running_loop().time() + FAREWELL_SECONDS
+                if (when := deadline.when()) is None or when > soon:
+                    deadline.reschedule(soon)
+
+    def _leave(self, response: Response, *, drain: bool) -> None:
+        """Gives the connection back. Servers end a stream a moment after they said so: closing in that moment
+        would cost a new connection for every call."""
+        if drain and not response.done and len(self._draining) < _DRAINS and not self._closed:
+            task = asyncio.get_running_loop().create_task(_drain(response))
+            self._draining.add(task)
+            task.add_done_callback(self._draining.discard)
+        else:
+            response.close()
+
+    # ------------------------------------------------------------------------------------------ frozen
+
+    def frozen(self) -> None:
+        """The server stands still: what passes from now on is nobody's time."""
+        if self._frozen is None:
+            now = asyncio.get_running_loop().time()
+            self._frozen = {}
+            for deadline in self._deadlines:
+                if (when := deadline.when()) is not None and not deadline.expired():
+                    self._frozen[deadline] = max(0.0, when - now)
+                    deadline.reschedule(None)
+
+    def thawed(self) -> None:
+        """It goes on: so do the deadlines of its calls."""
+        left, self._frozen = self._frozen or {}, None
+        now = asyncio.get_running_loop().time()
+        for deadline, seconds in left.items():
+            if deadline in self._deadlines:
+                deadline.reschedule(now + seconds)
+
+    # ------------------------------------------------------------------------------------------ failures
+
+    def _failure(self, error: HttpFailure | TimeoutError, seconds: float, *, answering: bool) -> Failure:
+        match error:
+            case TimeoutError():
+                what = f"no complete answer within {seconds:.3g} s"
+                return Failure("final", self.error("upstream.timeout", what))
+            case NotConnected():
+                kind: Kind = "final" if error.why in ("tls", "closed") else "connect"
+                return Failure(kind, self.error("upstream.unreachable", _reason(error)))
+            case Dropped():
+                return Failure("dropped", self.error("upstream.unreachable", _reason(error)))
+            case Broken() if not answering:
+                what = "the connection was closed before an answer came"
+                return Failure("dropped", self.error("upstream.unreachable", what))
+            case TooLong():
+                what = f"the answer is longer than {MAX_ANSWER >> 20} MB"
+                return Failure("final", self.error("upstream.protocol", what))
+            case BadAnswer():
+                what = f"the answer is not HTTP ({_reason(error)})"
+                return Failure("final", self.error("upstream.protocol", what))
+        return Failure("final", self.error("upstream.protocol", _reason(error)))
+
+    async def _read(self, response: Response) -> bytes:
+        if not 200 <= response.status < 300:
+            return await response.read(MAX_COMPLAINT, cut=True)
+        if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
             response.close()
             what = f"the answer is packed as {packed[:40]!r}, which was not asked for"
             raise Failure("final", self.error("upstream.protocol", what))
-        length = response.content_length
-        if length is not None and length <= limit:
-            return await response.read()
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            while chunk := await response.content.readany():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > limit:
-                    break
-        finally:
-            if not response.content.is_eof():
-                response.close()
-        if good and size > limit:
-            what = f"the answer is longer than {limit >> 20} MB"
-            raise Failure("final", self.error("upstream.protocol", what))
-        return b"".join(chunks)[:limit]
+        return await response.read(MAX_ANSWER)
 
     def refusal(self, answer: Answer) -> tuple[Failure, Complaint]:
         """What an answer that is not a success means."""
@@ -181,7 +309,8 @@ class Replica:
             kind, cause = "overloaded", "upstream.overloaded"
             after = retry_after(answer.headers.get("Retry-After"))
         elif status >= 500:
-            kind, cause = ("gateway" if status == 502 else "final"), "upstream.error"
+            kind = "gateway" if status == 502 else "final" if status == 504 else "error"
+            cause = "upstream.error"
         elif status in (401, 403):
             cause = "upstream.auth"
         elif status == 408:
@@ -193,6 +322,16 @@ class Replica:
             if location := answer.headers.get("Location"):
                 words = f"answered {status}: go to {redact(location)[:200]!r} instead"
         return Failure(kind, self.error(cause, words), after), said
+
+
+async def _drain(response: Response) -> None:
+    """Reads what is left, which is nothing but the end; so the connection can be used again."""
+    try:
+        async with asyncio.timeout(1.0):
+            while await response.chunk():
+                pass
+    except (TimeoutError, HttpFailure):
+        response.close()
 
 
 def retry_after(value: str | None) -> float | None:
@@ -209,16 +348,5 @@ def retry_after(value: str | None) -> float | None:
     return seconds if 0 <= seconds < float("inf") else 0.0 if seconds < 0 else None
 
 
-def _unreached(error: aiohttp.ClientError | TimeoutError) -> str:
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"the host's name cannot be resolved ({_reason(error)})"
-    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
-        return "the connection was refused"
-    if isinstance(error, TimeoutError):
-        return f"no connection within {CONNECT_SECONDS:g} s"
-    return f"no connection ({_reason(error)})"
-
-
 def _reason(error: BaseException) -> str:
-    inner = getattr(error, "os_error", None) or error
-    return str(getattr(inner, "strerror", None) or inner).strip()[:200] or type(error).__name__
+    return str(error).strip()[:200] or type(error).__name__

@@ -13,13 +13,13 @@ from yarl import URL
 
 from rookery.core import UsageError
 
-_ENDPOINTS = ("/chat/completions", "/completions", "/models")
+_ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/generate", "/generate")
 
 
 class Address:
     """One server's base URL: its endpoints, the credentials that were written in it, and how to show it."""
 
-    __slots__ = ("_base", "_query", "login", "shown")
+    __slots__ = ("_base", "_query", "_root", "login", "shown")
 
     def __init__(self, text: str) -> None:
         parts = _split(text)
@@ -29,8 +29,10 @@ class Address:
                 path = path[: -len(endpoint)].rstrip("/")
                 break
         path = path or "/v1"
+        self._root = path.removesuffix("/v1")
         host = parts.netloc.rpartition("@")[2]
         self._base = f"{parts.scheme}://{host}{path}"
+        self._root = f"{parts.scheme}://{host}{self._root}"
         self._query = f"?{parts.query}" if parts.query else ""
         self.shown = self._base
         self.login: tuple[str, str] | None = None
@@ -38,7 +40,11 @@ class Address:
             self.login = (unquote(parts.username), unquote(parts.password or ""))
 
     def endpoint(self, name: str) -> URL:
-        return URL(f"{self._base}/{name}{self._query}")
+        """Of the OpenAI protocol; with a slash before its name, one of the engine's own, beside `/v1`."""
+        name, mark, asked = name.partition("?")
+        base = self._root if name.startswith("/") else f"{self._base}/"
+        query = f"{self._query}{'&' if self._query else mark}{asked}" if mark else self._query
+        return URL(f"{base}{name}{query}")
 
 
 def _split(text: str) -> SplitResult:

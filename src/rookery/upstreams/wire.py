@@ -1,41 +1,30 @@
-"""The OpenAI protocol as bytes: requests out, answers in. Pure: no socket, no clock.
+"""The OpenAI protocol as bytes: `/chat/completions` and `/completions`. Pure: no socket, no clock.
 
 Promises:
-- a message is written in the server's shape and means the same when it comes back;
+- a message is written in the server's shape and means the same when it comes back; one that is JSON already is
+  written as it stands;
 - an answer is understood completely or raises `WireError`: nothing is padded, guessed or cut to fit;
 - token ids and logprobs describe the same tokens, or the answer is refused;
 - unknown fields of an answer are skipped, not decoded: they are most of its bytes.
 """
 
-import re
-from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from rookery.core import Finish, Message, Sampling, ToolCall, floats, ints
+from rookery.core import Message, Sampling, ToolCall, ints
+from rookery.core.messages import Role
+from rookery.upstreams.complaints import head_of, text_of
+from rookery.upstreams.format import About, Tops, WireError, finish_of, packed, version_number
+from rookery.upstreams.ids import ids_json, without_prompt
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 
-RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "n"})
+RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "stream_options", "n"})
 """What `sampling.extra` may not set: another answer shape than the one that is read."""
 
-LEARNABLE: Final = ("return_token_ids", "logprobs", "max_tokens")
-"""Fields that some servers refuse; a call can go on without them (`max_tokens` under its newer name)."""
-
-_FINISH: Final[dict[str, Finish]] = {
-    "stop": "stop",
-    "length": "length",
-    "tool_calls": "tool_calls",
-    "function_call": "tool_calls",
-    "content_filter": "content_filter",
-    "abort": "abort",
-    "eos_token": "stop",
-    "stop_sequence": "stop",
-}
-
-
-class WireError(Exception):
-    """An answer that cannot be understood; the text says what is wrong with it."""
+_USAGE: Final = {"include_usage": True}
+_NAMED: Final = "token_id:"
+"""How a token is written that is named by its id."""
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -64,8 +53,11 @@ class _Outgoing(msgspec.Struct, frozen=True, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 
 
-def outgoing(message: Message, *, reasoning: bool = False) -> Message | _Outgoing:
-    """The message as servers read it. A plain one already is."""
+def outgoing(message: Message | msgspec.Raw, *, reasoning: bool = False) -> Message | msgspec.Raw | _Outgoing:
+    """The message as servers read it. A plain one already is, and so is JSON."""
+    if type(message) is msgspec.Raw:
+        return message
+    assert isinstance(message, Message)
     if not message.tool_calls and message.reasoning is None and message.content is not None:
         return message
     calls = tuple(_Call(call.id, _Function(call.name, call.arguments)) for call in message.tool_calls)
@@ -82,6 +74,42 @@ def outgoing(message: Message, *, reasoning: bool = False) -> Message | _Outgoin
     )
 
 
+class SampledFunction(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class SampledCall(msgspec.Struct, frozen=True):
+    id: str | None = None
+    function: SampledFunction | None = None
+
+
+class _Written(msgspec.Struct, frozen=True):
+    role: Role
+    content: str | tuple[dict[str, Any], ...] | None = None
+    tool_calls: tuple[SampledCall, ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+_decode_message = msgspec.json.Decoder(_Written).decode
+
+
+def understood(message: Message | msgspec.Raw) -> Message:
+    """A message, also where it is JSON as servers read it; `ValueError` where it is none."""
+    if isinstance(message, Message):
+        return message
+    try:
+        said = _decode_message(message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a message: {error}") from None
+    calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(said.tool_calls or ()))
+    thought = said.reasoning_content if said.reasoning_content is not None else said.reasoning
+    return Message(said.role, said.content, calls, said.tool_call_id, said.name, thought)
+
+
 def encode_request(
     request: ModelRequest,
     *,
@@ -89,19 +117,26 @@ def encode_request(
     sampling: Sampling,
     without: frozenset[str] = frozenset(),
     reasoning: bool = False,
+    stream: bool = False,
+    more: dict[str, Any] | None = None,
 ) -> bytes:
-    """The body of the call: of `/completions` where token ids go in, of `/chat/completions` else."""
+    """The body of the call: of `/completions` where token ids go in, of `/chat/completions` else.
+
+    `more` are fields of the kind's own."""
     body: dict[str, Any] = {"model": model}
     chat = not request.tokens
     if chat:
         body["messages"] = [outgoing(message, reasoning=reasoning) for message in request.messages]
         if request.tools:
-            body["tools"] = [{"type": "function", "function": schema} for schema in request.tools]
+            body["tools"] = [
+                tool if type(tool) is msgspec.Raw else {"type": "function", "function": tool}
+                for tool in request.tools
+            ]
             if (choice := request.tool_choice) is not None:
                 named = choice not in ("auto", "none", "required")
                 body["tool_choice"] = {"type": "function", "function": {"name": choice}} if named else choice
     else:
-        body["prompt"] = memoryview(request.tokens).cast("i").tolist()
+        body["prompt"] = ids_json(request.tokens)
     if sampling.temperature is not None:
         body["temperature"] = sampling.temperature
     if sampling.top_p is not None:
@@ -114,11 +149,19 @@ def encode_request(
         body["stop"] = sampling.stop
     if sampling.seed is not None:
         body["seed"] = sampling.seed
-    if request.want_tokens:
-        if "logprobs" not in without:
-            body["logprobs"] = True if chat else 1
-        if "return_token_ids" not in without:
-            body["return_token_ids"] = True
+    tops = request.top_logprobs
+    if (request.want_tokens or tops or request.want_logprobs) and "logprobs" not in without:
+        body["logprobs"] = True if chat else max(1, tops)
+        if chat and tops:
+            body["top_logprobs"] = tops
+    if request.want_tokens and "return_token_ids" not in without:
+        body["return_token_ids"] = True
+    if stream:
+        body["stream"] = True
+        if "stream_options" not in without:
+            body["stream_options"] = _USAGE
+    if more:
+        body.update(more)
     if sampling.extra:
         body.update(sampling.extra)
     return _encode(body)
@@ -126,32 +169,37 @@ def encode_request(
 
 # ----------------------------------------------------------------------------------------------- answers
 
-_Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class _Logprob(msgspec.Struct, frozen=True, gc=False):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct, frozen=True):
-    content: list[_Logprob] | None = None
+class _Top(msgspec.Struct, frozen=True, gc=False):
+    logprob: float
+    token: str = ""
+
+
+class _LogprobTops(msgspec.Struct, frozen=True):
+    top_logprobs: list[_Top] = []
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    content: list[Logprob] | None = None
     token_logprobs: list[float] | None = None
 
 
-class _SampledFunction(msgspec.Struct, frozen=True):
-    name: str | None = None
-    arguments: str | dict[str, Any] | None = None
-
-
-class _SampledCall(msgspec.Struct, frozen=True):
-    id: str | None = None
-    function: _SampledFunction | None = None
+class _LogprobsSeen(msgspec.Struct, frozen=True):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Incoming(msgspec.Struct, frozen=True):
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[_SampledCall] | None = None
-    function_call: _SampledFunction | None = None
+    tool_calls: list[SampledCall] | None = None
+    function_call: SampledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -161,51 +209,58 @@ class _Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     message: _Incoming | None = None
     text: str | None = None
-    logprobs: _Logprobs | None = None
-    token_ids: list[_Id] | None = None
-    prompt_token_ids: list[_Id] | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[Id] | None = None
+    response_token_ids: list[Id] | None = None
+    prompt_token_ids: list[Id] | None = None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _ChoiceSeen(_Choice, frozen=True):
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
+
+
+class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    prompt_token_ids: list[_Id] | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[Id] | None = None
     weight_version: Any = None
     metadata: Any = None
     error: Any = None
 
 
+class _AnswerSeen(_Answer, frozen=True):
+    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+
+
+_UNKNOWN: Final = About()
 _decode = msgspec.json.Decoder(_Answer).decode
+_decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
+_decode_logprobs = msgspec.json.Decoder(_LogprobsSeen | None).decode
+_decode_content = msgspec.json.Decoder(list[Logprob] | None).decode
+_decode_tops = msgspec.json.Decoder(list[_LogprobTops] | None).decode
 
 
 def decode_reply(
-    data: bytes,
-    *,
-    want_tokens: bool = True,
-    prompt: bytes = b"",
-    version: int = 0,
-    queued: float = 0.0,
-    replica: str = "",
+    data: bytes, *, want_tokens: bool = True, prompt: bytes = b"", seen: bool = False, about: About = _UNKNOWN
 ) -> ModelReply:
-    """The answer in `data`. `prompt` are the ids that went in, `version` is taken where the answer has none."""
+    """The answer in `data`. `prompt` are the ids that went in; `seen`: the caller looks at the logprobs itself."""
+    lean, prompt_ids = without_prompt(data) if want_tokens else (data, b"")
     try:
-        answer = _decode(data)
+        answer = (_decode_seen if seen else _decode)(lean)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a chat completion: {error}; it begins {_head(data)}") from None
+        raise WireError(f"not a chat completion: {error}; it begins {head_of(data)}") from None
     if not answer.choices:
-        said = f": {_text(answer.error)}" if answer.error else f"; it begins {_head(data)}"
+        said = f": {text_of(answer.error)}" if answer.error else f"; it begins {head_of(data)}"
         raise WireError(f"no choices in the answer{said}")
     choice = answer.choices[0]
     if choice.finish_reason is None:
         raise WireError("the answer has no finish_reason: it is not complete")
-    finish = _FINISH.get(choice.finish_reason)
-    if finish is None:
-        raise WireError(f"unknown finish_reason {choice.finish_reason[:80]!r}")
+    finish = finish_of(choice.finish_reason)
     if choice.message is not None:
         message = _message(choice.message)
     elif choice.text is not None:
@@ -213,14 +268,22 @@ def decode_reply(
     else:
         raise WireError("the answer's choice has no message")
     sampled = logprobs = b""
-    prompt_ids: list[int] | None = None
-    ids = choice.token_ids
+    as_written: msgspec.Raw | None = None
+    tops: tuple[Tops, ...] = ()
+    values: list[float] | None = None
+    if seen:
+        values, as_written, tops = read_logprobs(choice.logprobs)  # type: ignore[arg-type]
+    elif choice.logprobs is not None:
+        values = values_of(choice.logprobs)
+    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
     if want_tokens and ids is not None:
-        prompt_ids = answer.prompt_token_ids if answer.prompt_token_ids is not None else choice.prompt_token_ids
+        listed = answer.prompt_token_ids if answer.prompt_token_ids is not None else choice.prompt_token_ids
+        prompt = prompt_ids or (ints(listed) if listed else prompt)
         sampled = ints(ids)
-        logprobs = _logprobs(choice.logprobs, len(ids))
-    if prompt_ids:
-        prompt = ints(prompt_ids)
+        if values is not None:
+            if len(values) != len(ids):
+                raise WireError(f"the answer has {len(ids)} token ids but {len(values)} logprobs")
+            logprobs = packed(values)
     usage = answer.usage
     n_prompt = usage.prompt_tokens if usage is not None else None
     n_sampled = usage.completion_tokens if usage is not None else None
@@ -230,11 +293,13 @@ def decode_reply(
         prompt=prompt,
         sampled=sampled,
         logprobs=logprobs,
-        version=_version(answer, version),
+        version=version_of(answer.weight_version, answer.metadata, about.version),
         prompt_tokens=len(prompt) // 4 if n_prompt is None else n_prompt,
         sampled_tokens=len(sampled) // 4 if n_sampled is None else n_sampled,
-        queued=queued,
-        replica=replica,
+        queued=about.queued,
+        replica=about.replica,
+        tops=tops,
+        logprob_content=as_written,
     )
 
 
@@ -253,128 +318,67 @@ def _message(said: _Incoming) -> Message:
     )
 
 
-def _call(function: _SampledFunction | None, call_id: str | None, n: int) -> ToolCall:
+def _call(function: SampledFunction | None, call_id: str | None, n: int) -> ToolCall:
     if function is None:
-        function = _SampledFunction()
-    arguments = function.arguments
-    if arguments is None:
-        arguments = "{}"
-    elif not isinstance(arguments, str):
-        arguments = _encode(arguments).decode()
-    return ToolCall(call_id or f"call_{n}", function.name or "", arguments)
+        function = SampledFunction()
+    arguments = arguments_of(function)
+    return ToolCall(call_id or f"call_{n}", function.name or "", "{}" if arguments is None else arguments)
 
 
-def _logprobs(given: _Logprobs | None, tokens: int) -> bytes:
-    if given is None:
-        return b""
+def arguments_of(function: SampledFunction) -> str | None:
+    """Arguments as text, also where a server gives them as an object."""
+    said = function.arguments
+    return said if said is None or isinstance(said, str) else _encode(said).decode()
+
+
+def values_of(given: Logprobs) -> list[float] | None:
     if given.content is not None:
-        values = [entry.logprob for entry in given.content]
-    elif given.token_logprobs is not None:
-        values = given.token_logprobs
-    else:
-        return b""
-    if len(values) != tokens:
-        raise WireError(f"the answer has {tokens} token ids but {len(values)} logprobs")
+        return [entry.logprob for entry in given.content]
+    return given.token_logprobs
+
+
+def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
+    """The values, the list as it was written (of a chat), and the alternatives where they are named by id."""
     try:
-        return floats(values)
-    except OverflowError:
-        raise WireError("the answer has a logprob that is not a 32-bit float") from None
+        said = _decode_logprobs(given)
+        if said is None:
+            return None, None, ()
+        if said.content != _NULL:
+            entries = _decode_content(said.content) or []
+            tops = () if _NAMED.encode() not in bytes(said.content) else _tops(said.content)
+            return [entry.logprob for entry in entries], said.content, tops
+        return said.token_logprobs, None, _listed(said.top_logprobs or [])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
 
 
-def _version(answer: _Answer, fallback: int) -> int:
-    found = version_number(answer.weight_version)
-    if found is None and isinstance(answer.metadata, dict):
-        found = version_number(answer.metadata.get("weight_version"))
+_NULL: Final = msgspec.Raw(b"null")
+
+
+def _tops(content: msgspec.Raw) -> tuple[Tops, ...]:
+    entries = _decode_tops(content) or []
+    return tuple(
+        tuple((int(top.token[len(_NAMED) :]), top.logprob) for top in entry.top_logprobs if is_named(top.token))
+        for entry in entries
+    )
+
+
+def _listed(listed: list[dict[str, float] | None]) -> tuple[Tops, ...]:
+    if not any(map(is_named, (name for entry in listed[:1] for name in entry or ()))):
+        return ()
+    return tuple(
+        tuple((int(name[len(_NAMED) :]), value) for name, value in (entry or {}).items() if is_named(name))
+        for entry in listed
+    )
+
+
+def is_named(token: str) -> bool:
+    """Whether a token is named by its id."""
+    return token.startswith(_NAMED) and token[len(_NAMED) :].isdecimal()
+
+
+def version_of(said: object, metadata: object, fallback: int) -> int:
+    found = version_number(said)
+    if found is None and isinstance(metadata, dict):
+        found = version_number(metadata.get("weight_version"))
     return fallback if found is None else found
-
-
-def version_number(value: object) -> int | None:
-    """A policy version, where the value is one: an integer, or a string of digits."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
-        return int(value)
-    return None
-
-
-# ------------------------------------------------------------------------------------------------ errors
-
-
-class Complaint(msgspec.Struct, frozen=True):
-    """What a server said was wrong."""
-
-    text: str
-    code: str = ""
-
-
-def complaint(data: bytes) -> Complaint:
-    """The message of an error answer, whatever its shape; never raises, bounded, on one line."""
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Complaint(_clean(data[:2_000].decode("utf-8", "replace")))
-    code = ""
-    if isinstance(body, dict):
-        inner = body.get("error")
-        if isinstance(inner, dict):
-            body = inner
-        code = str(body.get("code") or body.get("type") or "")
-        for key in ("message", "error", "detail"):
-            if body.get(key):
-                body = body[key]
-                break
-    return Complaint(_text(body), _clean(code)[:80])
-
-
-_CONTEXT = re.compile(
-    r"context[ _](length|window|size)"
-    r"|max_model_len|maximum (model|sequence|input) length"
-    r"|(prompt|input|request|messages?)\b[^.]{0,60}\b(too long|longer than)"
-    r"|reduce the length of the (messages|prompt|input)",
-    re.IGNORECASE,
-)
-_RENAMED = re.compile(r"\buse\W+max_completion_tokens", re.IGNORECASE)
-_WINDOW = re.compile(r"(?:context|model|sequence)[ _](?:length|window|size)\D{0,40}?(\d+)", re.IGNORECASE)
-
-
-def context_full(said: Complaint, max_tokens: int | None) -> bool:
-    """Whether the request was refused because the conversation no longer fits the model's context.
-
-    Not where `max_tokens` alone is as large as the context: that is a setting to fix, and would end every
-    rollout at its first turn as if the policy had talked too long.
-    """
-    coded = said.code in ("context_length_exceeded", "exceed_context_size_error")
-    if not coded and not _CONTEXT.search(said.text):
-        return False
-    window = _WINDOW.search(said.text)
-    return window is None or max_tokens is None or max_tokens < int(window[1])
-
-
-def refused_field(said: Complaint, body: bytes, sent: Iterable[str]) -> str | None:
-    """Which of the fields `sent` the server complains about, if it is one that a call can do without."""
-    for field in LEARNABLE:
-        if field not in sent:
-            continue
-        if field == "max_tokens":
-            if _RENAMED.search(said.text):
-                return field
-        elif field.encode() in body:
-            return field
-    return None
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return _clean(value)
-    if isinstance(value, dict) and isinstance(value.get("message"), str):
-        return _clean(value["message"])
-    return _clean(msgspec.json.encode(value)[:2_000].decode("utf-8", "replace"))
-
-
-def _clean(text: str) -> str:
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[:2_000]).split())
-    return line if len(line) <= 500 else f"{line[:499]}…"
-
-
-def _head(data: bytes) -> str:
-    return repr(_clean(data[:200].decode("utf-8", "replace"))[:120]) if data else "nothing: the answer is empty"

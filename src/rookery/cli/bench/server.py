@@ -16,7 +16,7 @@ import asyncio
 import random
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -55,12 +55,12 @@ class Instant(NamedTuple):
 
 
 @asynccontextmanager
-async def instant_model() -> AsyncIterator[Instant]:
-    """Runs the server in a process of its own for as long as the block lasts."""
+async def instant_model(module: str = __name__) -> AsyncIterator[Instant]:
+    """Runs the server, or a sibling of it, in a process of its own for as long as the block lasts."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        __name__,
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the bench, which ends the server in order
@@ -137,7 +137,8 @@ def _completion(message: dict[str, Any], finish: str, tokens: int) -> dict[str, 
     }
 
 
-def _http(status: str, body: object, *, close: bool = False) -> bytes:
+def http_answer(status: str, body: object, *, close: bool = False) -> bytes:
+    """A whole answer, as bytes."""
     payload = orjson.dumps(body)
     connection = "close" if close else "keep-alive"
     head = (
@@ -151,13 +152,15 @@ class Replies:
     """Every answer the server can give, as bytes made once."""
 
     def __init__(self) -> None:
-        self.tokens = _http("200 OK", token_reply())
-        self.plain = _http("200 OK", plain_reply())
-        self.tools = tuple(_http("200 OK", tool_reply(call)) for call in range(2))
+        self.tokens = http_answer("200 OK", token_reply())
+        self.plain = http_answer("200 OK", plain_reply())
+        self.tools = tuple(http_answer("200 OK", tool_reply(call)) for call in range(2))
         models = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 32768}]}
-        self.models = _http("200 OK", models)
-        self.unknown = _http("404 Not Found", {"error": {"message": "no such path", "code": 404}})
-        self.refused = _http("400 Bad Request", {"error": {"message": "not understood", "code": 400}}, close=True)
+        self.models = http_answer("200 OK", models)
+        self.unknown = http_answer("404 Not Found", {"error": {"message": "no such path", "code": 404}})
+        self.refused = http_answer(
+            "400 Bad Request", {"error": {"message": "not understood", "code": 400}}, close=True
+        )
 
     def to(self, start: bytes, body: bytes) -> bytes:
         """The answer to a request line and its body."""
@@ -202,8 +205,15 @@ class InstantProtocol(asyncio.Protocol):
             start, stop = end + len(_END), end + len(_END) + length
             if len(self.buffer) < stop:
                 return
-            self.transport.write(self.replies.to(self.buffer[:end], self.buffer[start:stop]))
+            head, body = self.buffer[:end], self.buffer[start:stop]
             self.buffer = self.buffer[stop:]
+            if not self.answer(self.transport, head, body):
+                return
+
+    def answer(self, transport: asyncio.Transport, head: bytes, body: bytes) -> bool:
+        """Answers one request; False: the next ones wait until `data_received` is called again."""
+        transport.write(self.replies.to(head, body))
+        return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self.buffer = b""
@@ -233,12 +243,12 @@ class _UntilEnd(asyncio.Protocol):
         self.ended.set()
 
 
-async def serve(port: int, port_file: Path | None) -> None:
+async def serve(port: int, port_file: Path | None, connection: Callable[[], asyncio.Protocol]) -> None:
     """Serves until standard input ends; says its port on a line of standard output."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     await loop.connect_read_pipe(partial(_UntilEnd, ended), sys.stdin.buffer)
     listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
-    server = await loop.create_server(partial(InstantProtocol, Replies()), sock=listener, backlog=BACKLOG)
+    server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
     bound = listener.getsockname()[1]
     print(bound, flush=True)
     if port_file is not None:
@@ -250,13 +260,13 @@ async def serve(port: int, port_file: Path | None) -> None:
     server.close()
 
 
-def main() -> None:
+def main(connection: Callable[[], asyncio.Protocol] | None = None) -> None:
     parser = argparse.ArgumentParser(description="An instant model, to measure its callers with.")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--port-file", type=Path, help="also write the port into this file")
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(args.port, args.port_file))
+        runner.run(serve(args.port, args.port_file, connection or partial(InstantProtocol, Replies())))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,12 @@ Promises, of every rendering:
 from collections.abc import Sequence
 from typing import Protocol
 
-from rookery.core import Message, ToolSchema
+from rookery.core import Message, ToolSchema, UsageError
 from rookery.upstreams.protocol import Delta
+
+
+class Unrenderable(UsageError):  # noqa: N818  (what the messages are)
+    """These messages cannot be said in this chat format: whoever sent them can change that, nobody else."""
 
 
 class Reader(Protocol):
@@ -33,7 +37,7 @@ class Rendering(Protocol):
     """Ids that end an answer."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], tool_choice: str | None) -> bytes:
-        """The ids of a whole conversation, ready for the model's answer."""
+        """The ids of a whole conversation, ready for the model's answer; raises `Unrenderable`."""
         ...
 
     def extend(
@@ -51,11 +55,13 @@ class Rendering(Protocol):
         """
         ...
 
-    def parse(self, tail: bytes, sampled: bytes, tools: Sequence[ToolSchema]) -> Message:
-        """The message that sampled ids spell; never raises on what a model may sample."""
+    def parse(self, tail: bytes, sampled: bytes, tools: Sequence[ToolSchema], *, at: int = 0) -> Message:
+        """The message that sampled ids spell; never raises on what a model may sample.
+
+        `at`, the prompt's length, makes the ids of calls differ by turn where the tail does not."""
         ...
 
-    def reader(self, tail: bytes, tools: Sequence[ToolSchema]) -> Reader: ...
+    def reader(self, tail: bytes, tools: Sequence[ToolSchema], *, at: int = 0) -> Reader: ...
 
     def spelled(self, ids: bytes) -> list[bytes]:
         """The bytes that each id stands for."""

@@ -103,7 +103,7 @@ class Past:
     """Blocks of earlier sequences, found by the tokens up to their end. The oldest unused go first."""
 
     def __init__(self, blocks: int) -> None:
-        self._most = blocks
+        self.most = blocks
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Past:
 
     def keep(self, tokens: Sequence[int], shelf: Shelf[T], row: int) -> None:
         """Copies of the row's whole blocks; `tokens` are those it has positions of."""
-        if not self._most:
+        if not self.most:
             return
         for number, name in enumerate(names(tokens, len(tokens) // BLOCK)):
             if name in self._blocks:
@@ -130,7 +130,7 @@ class Past:
                 continue
             at = slice(number * BLOCK, (number + 1) * BLOCK)
             self._blocks[name] = Block(shelf.keys[:, row, ..., at].copy(), shelf.values[:, row, :, at].copy())
-            if len(self._blocks) > self._most:
+            if len(self._blocks) > self.most:
                 self._blocks.popitem(last=False)
 
 

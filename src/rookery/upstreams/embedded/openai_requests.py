@@ -82,7 +82,7 @@ class _Call(msgspec.Struct):
     id: str = ""
 
 
-class _Message(msgspec.Struct):
+class MessageBody(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
@@ -106,7 +106,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chat(_Common, kw_only=True):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[MessageBody], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | _Choice | None = None
@@ -160,8 +160,8 @@ def chat_order(body: bytes, context: int) -> Order:
         raise RequestError(
             "the embedded policy keeps no alternatives: top_logprobs can only be 0", param="top_logprobs"
         )
-    tools = _tools(said.tools or [])
-    messages = tuple(_message(message, number) for number, message in enumerate(said.messages))
+    tools = read_tools(said.tools or [])
+    messages = tuple(read_message(message, number) for number, message in enumerate(said.messages))
     _check_length(sum(map(_least, messages)), context)
     most = said.max_completion_tokens if said.max_completion_tokens is not None else said.max_tokens
     one = ModelRequest(
@@ -236,7 +236,7 @@ def _sampling(said: _Common, most: int | None) -> Sampling:
     )
 
 
-def _message(said: _Message, number: int) -> Message:
+def read_message(said: MessageBody, number: int) -> Message:
     content: str | None
     if isinstance(said.content, list):
         place = f"messages[{number}].content"
@@ -259,7 +259,7 @@ def _part(part: dict[str, Any], place: str) -> str:
     return text
 
 
-def _tools(said: list[dict[str, Any]]) -> tuple[ToolSchema, ...]:
+def read_tools(said: list[dict[str, Any]]) -> tuple[ToolSchema, ...]:
     found: list[ToolSchema] = []
     for number, tool in enumerate(said):
         if tool.get("type") != "function":  # web_search and the like: the client's affair

@@ -76,6 +76,16 @@ def draw(logits: Floats, choices: Sequence[Choice], numbers: Sequence[float]) ->
     return tokens.tolist(), logprobs.tolist()
 
 
+def tell(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
+    """The logprob of a token by a row of logits; its `keep` likeliest, likeliest first, are added to `tops`."""
+    low = logits - logits.max()
+    logs = low - np.log(np.exp(low).sum())
+    if keep:
+        best = np.argsort(-logs, kind="stable")[:keep].tolist()
+        tops.append([(int(other), float(logs[other])) for other in best])
+    return float(logs[token])
+
+
 def _shaped(low: Floats, choice: Choice) -> Floats:
     """The chances of one row, after temperature and cuts; they need not sum to 1."""
     allowed = low

@@ -14,22 +14,18 @@ Promises:
 import asyncio
 import logging
 import secrets
-import socket
-import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from ipaddress import IPv6Address, ip_address
-from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
 import rookery
-from rookery.core import RookeryError, Truncation, UsageError
+from rookery.core import RookeryError, Truncation
 from rookery.upstreams.embedded.batch import Job
 from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.openai_answers import DONE, Sheet, Teller, encode, error_body, event, refusal
+from rookery.upstreams.embedded.openai_answers import DONE, Sheet, Teller, error_body, event, refusal
 from rookery.upstreams.embedded.openai_requests import (
     Order,
     RequestError,
@@ -38,24 +34,28 @@ from rookery.upstreams.embedded.openai_requests import (
     completion_order,
     decoded,
 )
+from rookery.upstreams.embedded.serving import (
+    MAX_BODY,
+    bound,
+    is_here,
+    json_answer,
+    listening,
+    load_weights,
+    read_body,
+    unversioned,
+    write,
+)
 from rookery.upstreams.embedded.upstream import Asked, EmbeddedUpstream
-from rookery.upstreams.embedded.weights import CONFIG, TENSORS, Weights
+
+__all__ = ["EmbeddedServer", "bound", "listening"]
 
 log = logging.getLogger("rookery.upstreams")
 
 WAITING: Final = 4096
 """Sequences that may wait for a place."""
-MAX_BODY: Final = 8 << 20
-MAX_WEIGHTS: Final = 1 << 30
 ANSWER_SECONDS: Final = 600.0
-READ_SECONDS: Final = 60.0
-"""For a body to come in."""
-WRITE_SECONDS: Final = 60.0
-"""For a reader to take what is written, before it is given up."""
 STUCK_SECONDS: Final = 30.0
 """Without any token although sequences have places: no longer healthy."""
-GRACE_SECONDS: Final = 1.0
-"""For answers under way when the server stops."""
 _LARGE: Final = 64 << 10
 """Bodies above this are read off the loop."""
 
@@ -83,7 +83,7 @@ class EmbeddedServer:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._in_words], client_max_size=MAX_BODY)
-        app.on_response_prepare.append(_unversioned)
+        app.on_response_prepare.append(unversioned)
         for prefix in ("", "/v1"):
             app.router.add_post(f"{prefix}/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/completions", self._completions)
@@ -104,7 +104,7 @@ class EmbeddedServer:
         return await self._answer(request, completion_order)
 
     async def _answer(self, request: web.Request, read: _Read) -> web.StreamResponse:
-        body = await _body(request)
+        body = await read_body(request)
         await self.upstream.refresh()
         if len(body) > _LARGE:
             order, asked = await asyncio.to_thread(self._understood, body, read)
@@ -118,7 +118,7 @@ class EmbeddedServer:
             async with self._drawing(sheet) as tasks:
                 for task in tasks:
                     await task
-            return _json(sheet.answer(), headers={"X-Weight-Version": str(sheet.version)})
+            return json_answer(sheet.answer(), headers={"X-Weight-Version": str(sheet.version)})
 
     def _understood(self, body: bytes, read: _Read) -> tuple[Order, list[Asked]]:
         order = read(body, self.upstream.context)
@@ -187,36 +187,38 @@ class EmbeddedServer:
                         continue
                     if response is None:  # not before: the version is known with the first token
                         response = await _begin(request, sheet)
-                    await _write(request, response, data)
+                    await write(request, response, data)
         except Exception as error:  # said inside of the stream, which has no [DONE] then
             if response is None or isinstance(error, ConnectionError):
                 raise
             _, said = _said(error)
-            await _write(request, response, event(said))
+            await write(request, response, event(said))
             return response
         assert response is not None
         last = sheet.chunk([], usage=sheet.usage()) if sheet.order.usage else b""
-        await _write(request, response, last + DONE)
+        await write(request, response, last + DONE)
         return response
 
     # --------------------------------------------------------------------------------------------- weights
 
     async def _update(self, request: web.Request) -> web.StreamResponse:
-        if not (self._allow_updates or _is_here(request.remote)):
+        if not (self._allow_updates or is_here(request.remote)):
             words = "weights are swapped from the server's own machine, unless it was started with --allow-updates"
             raise RequestError(words, code="forbidden", status=403)
         # No web page can send this type to another site without being asked first whether it may, and it may not.
         if request.content_type != "application/json":
             raise RequestError("the body's Content-Type must be application/json", status=415)
-        said = decoded(await _body(request), Update)
+        said = decoded(await read_body(request), Update)
         async with self._updating:
-            weights = await asyncio.to_thread(_load, said.path)
+            weights = await asyncio.to_thread(load_weights, said.path)
             if said.version is not None:
                 weights.version = said.version
             elif weights.version <= self.upstream.version:
                 weights.version = self.upstream.version + 1
             await self.upstream.swap(weights)
-        return _json({"success": True, "message": "the weights are swapped", "weight_version": weights.version})
+        return json_answer(
+            {"success": True, "message": "the weights are swapped", "weight_version": weights.version}
+        )
 
     # ----------------------------------------------------------------------------------------------- about
 
@@ -231,14 +233,14 @@ class EmbeddedServer:
         }
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        return _json({"object": "list", "data": [self._listed()]})
+        return json_answer({"object": "list", "data": [self._listed()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._check_model(request.match_info["name"])
-        return _json(self._listed())
+        return json_answer(self._listed())
 
     async def _about(self, _: web.Request) -> web.StreamResponse:
-        return _json({"name": "rookery serve-embedded", "version": rookery.__version__, "api": "/v1"})
+        return json_answer({"name": "rookery serve-embedded", "version": rookery.__version__, "api": "/v1"})
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
@@ -249,7 +251,7 @@ class EmbeddedServer:
         fine = stuck < STUCK_SECONDS
         status = "ok" if fine else f"no token in {stuck:.0f} s"
         about = {"status": status, "running": len(self._busy), "waiting": self._asked - len(self._busy)}
-        return _json(about, status=200 if fine else 503)
+        return json_answer(about, status=200 if fine else 503)
 
     @web.middleware
     async def _in_words(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -264,11 +266,11 @@ class EmbeddedServer:
             elif error.status not in (404, 405):
                 words = error.reason
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return _json(error_body(error.status, words), status=error.status, headers=allow)
+            return json_answer(error_body(error.status, words), status=error.status, headers=allow)
         except Exception as error:  # noqa: BLE001  (the seam: every failure is answered in the same shape)
             status, body = _said(error)
             later = {"Retry-After": "1"} if status in (429, 503) else {}
-            return _json(body, status=status, headers=later)
+            return json_answer(body, status=status, headers=later)
 
 
 def _said(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -287,23 +289,6 @@ def _ended(task: asyncio.Task[None]) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------ wire
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            return await request.read()
-    except TimeoutError:
-        raise RequestError(f"the body did not come within {READ_SECONDS:g} s", status=408) from None
-    except web.RequestPayloadError as error:
-        raise RequestError(f"the body cannot be read: {error}") from None
-
-
-def _json(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=encode(body), status=status, headers=headers, content_type="application/json")
-
-
 async def _begin(request: web.Request, sheet: Sheet) -> web.StreamResponse:
     headers = {
         "Content-Type": "text/event-stream; charset=utf-8",
@@ -313,87 +298,3 @@ async def _begin(request: web.Request, sheet: Sheet) -> web.StreamResponse:
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     return response
-
-
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    try:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await response.write(data)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("the reader does not read") from None
-
-
-async def _unversioned(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "rookery"
-
-
-def _is_here(remote: str | None) -> bool:
-    try:
-        address = ip_address(remote or "")
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback
-
-
-def _load(where: str) -> Weights:
-    """Looked at before it is read: a device or a pipe would be read for ever."""
-    path = Path(where)
-    try:
-        files = (path / TENSORS, path / CONFIG) if path.is_dir() else (path,)
-        for file in files:
-            found = file.stat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_WEIGHTS:
-                raise UsageError(f"the weights {where:.200} cannot be used: not a file of at most 1 GiB")
-    except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"the weights {where:.200} cannot be read: {said}") from None
-    return Weights.load(path)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; raises `UsageError` in words where it cannot."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(1024)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(f"cannot serve at {host} port {port}: {why[:1].lower()}{why[1:]}") from error
-    return sock
-
-
-@asynccontextmanager
-async def listening(
-    server: EmbeddedServer, host: str = "127.0.0.1", port: int = 0, *, access_log: logging.Logger | None = None
-) -> AsyncIterator[str]:
-    """Serves for as long as the block lasts; gives the URL with its `/v1`. Port 0: one that is free."""
-    sock = bound(host, port)
-    try:
-        runner = web.AppRunner(
-            server.app(),
-            handler_cancellation=True,
-            shutdown_timeout=GRACE_SECONDS,
-            access_log=access_log,
-            access_log_format='%a "%r" %s, %b bytes, %Tf s',
-        )
-        try:
-            await runner.setup()
-            await web.SockSite(runner, sock, backlog=1024).start()
-            where, at = sock.getsockname()[:2]
-            yield f"http://{f'[{where}]' if ':' in where else where}:{at}/v1"
-        finally:
-            await runner.cleanup()
-    finally:
-        sock.close()

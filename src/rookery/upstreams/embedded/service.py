@@ -6,15 +6,17 @@ Promises:
 - a sequence is drawn by one version of the weights from its first token to its last: new weights serve those that
   are asked for afterwards, and the old ones go when their last sequence has ended;
 - an error in a step fails the sequences of that batch, each with the original error, and no other;
+- what is done between two steps (`between`) is done on the thread, whole, before anybody gets another token;
 - closing ends the thread; who still waits gets an error, nobody waits for ever.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from rookery.core import UpstreamError
@@ -25,6 +27,16 @@ from rookery.upstreams.embedded.weights import Weights
 
 log = logging.getLogger("rookery.upstreams")
 _CLOSE_SECONDS: Final = 10.0
+T = TypeVar("T")
+
+
+class News(NamedTuple):
+    """What the thread has to tell who waits."""
+
+    ticket: "Ticket"
+    ended: bool = False
+    """As the thread saw it: on the loop, the job may already be a step further than what is told."""
+    error: UpstreamError | None = None
 
 
 class Ticket:
@@ -51,8 +63,11 @@ class Service:
         self._batch = Batch(Llama(weights), places=places)
         self._older: WeakValueDictionary[Llama, Batch] = WeakValueDictionary()
         """Batches of weights that were swapped, for as long as they have sequences."""
-        self._inbox: SimpleQueue[tuple[Ticket | None, UpstreamError | None]] = SimpleQueue()
-        """A ticket to begin; with an error, a ticket to give up; without a ticket, the end."""
+        self._inbox: SimpleQueue[tuple[Ticket | None, UpstreamError | None] | Callable[[bool], None]] = (
+            SimpleQueue()
+        )
+        """A ticket to begin; with an error, a ticket to give up; without a ticket, the end. Or what is to be done
+        between two steps; it is told whether it still can be."""
         self._tickets: dict[Job, Ticket] = {}
         """The thread's own."""
         self._lock = threading.Lock()
@@ -78,19 +93,54 @@ class Service:
         that draws it, where that is not to be the newest.
         """
         with self._lock:
-            if self._closed:
-                raise UpstreamError("the embedded policy is closed", cause="upstream.unreachable")
+            self._start()
             ticket = Ticket(job, self._of(llama), asyncio.get_running_loop(), news)
             self._inbox.put((ticket, None))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="embedded policy", daemon=True)
-                self._thread.start()
         try:
             await ticket.future
         finally:
             if not job.finish:
                 self._inbox.put((ticket, UpstreamError("given up by its caller")))
         return ticket.version
+
+    async def between(self, action: Callable[[Batch], T]) -> T:
+        """What `action` gives: called on the thread, between two steps, with the batch that serves now."""
+        done: Future[T] = Future()
+
+        def act(alive: bool) -> None:
+            if not alive:
+                done.set_exception(UpstreamError("the embedded policy was closed", cause="upstream.unreachable"))
+            elif done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(action(self._batch))
+                except Exception as error:  # noqa: BLE001  (it is the caller's)
+                    done.set_exception(error)
+
+        with self._lock:
+            self._start()
+            self._inbox.put(act)
+        return await asyncio.wrap_future(done)
+
+    async def abort(self, jobs: Iterable[Job]) -> int:
+        """Ends those that are under way or wait, with what they have; how many there were."""
+        asked = list(jobs)
+        return await self.between(lambda _: self.end(asked))
+
+    def end(self, jobs: Iterable[Job]) -> int:
+        """As `abort`, for what runs between two steps already."""
+        found = [ticket for job in jobs if (ticket := self._tickets.pop(job, None)) is not None]
+        for ticket in found:
+            ticket.batch.discard(ticket.job)
+            ticket.job.finish = "abort"
+            self._tell(ticket.loop, [News(ticket, ended=True)])
+        return len(found)
+
+    def _start(self) -> None:
+        if self._closed:
+            raise UpstreamError("the embedded policy is closed", cause="upstream.unreachable")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="embedded policy", daemon=True)
+            self._thread.start()
 
     def _of(self, llama: Llama | None) -> Batch:
         if llama is None or llama is self._batch.llama:
@@ -114,7 +164,7 @@ class Service:
     def _work(self) -> None:
         while self._receive():
             # By number, not all of one first: a batch whose weights are old goes on beside the new one.
-            for batch in {ticket.batch for ticket in self._tickets.values()}:
+            for batch in self._batches():
                 try:
                     self._deliver(batch.step())
                 except Exception as error:
@@ -122,43 +172,58 @@ class Service:
                     self._fail(batch, error)
         gone = UpstreamError("the embedded policy was closed", cause="upstream.unreachable")
         for ticket in list(self._tickets.values()):
-            self._tell(ticket.loop, [(ticket, gone)])
+            self._tell(ticket.loop, [News(ticket, error=gone)])
         self._tickets.clear()
+        while True:
+            try:
+                left = self._inbox.get(block=False)
+            except Empty:
+                return
+            if callable(left):
+                left(False)
+
+    def _batches(self) -> set[Batch]:
+        return {ticket.batch for ticket in self._tickets.values()}
 
     def _receive(self) -> bool:
         """Takes in what was asked for; waits for it where there is nothing to do. False: the end."""
-        wait = not self._tickets
+        wait = not self._batch.busy and not any(batch.busy for batch in self._batches())
         while True:
             try:
-                ticket, error = self._inbox.get(block=wait)
+                order = self._inbox.get(block=wait)
             except Empty:
                 return True
+            wait = False
+            if callable(order):
+                order(True)
+                continue
+            ticket, error = order
             if ticket is None:
                 return False
             if error is None:
                 self._add(ticket)
             elif self._tickets.pop(ticket.job, None) is not None:
                 ticket.batch.discard(ticket.job)
-            wait = not self._tickets
 
     def _add(self, ticket: Ticket) -> None:
         try:
             ticket.batch.add(ticket.job)
         except ValueError as error:  # its own fault: the thread goes on for the others
             refused = UpstreamError(f"the embedded policy refuses {error}", cause="upstream.rejected")
-            self._tell(ticket.loop, [(ticket, refused)])
+            self._tell(ticket.loop, [News(ticket, error=refused)])
         else:
             self._tickets[ticket.job] = ticket
 
     def _deliver(self, jobs: list[Job]) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, UpstreamError | None]]] = {}
+        told: dict[asyncio.AbstractEventLoop, list[News]] = {}
         for job in jobs:
             ticket = self._tickets[job]
+            job.told = len(job.tokens)
             if job.finish:
                 del self._tickets[job]
             elif ticket.news is None:
                 continue
-            told.setdefault(ticket.loop, []).append((ticket, None))
+            told.setdefault(ticket.loop, []).append(News(ticket, ended=bool(job.finish)))
         for loop, news in told.items():
             self._tell(loop, news)
 
@@ -173,20 +238,20 @@ class Service:
                 del self._tickets[job]
                 failure = UpstreamError(f"the embedded policy failed: {describe(error)}", cause="upstream.error")
                 failure.__cause__ = error
-                self._tell(ticket.loop, [(ticket, failure)])
+                self._tell(ticket.loop, [News(ticket, error=failure)])
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, news: list[tuple[Ticket, UpstreamError | None]]) -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, news: list[News]) -> None:
         try:
             loop.call_soon_threadsafe(_told, news)
         except RuntimeError:  # the loop is closed: nobody waits there any more
-            for ticket, _ in news:
+            for ticket, _, _ in news:
                 if self._tickets.pop(ticket.job, None) is not None:
                     ticket.batch.discard(ticket.job)
 
 
-def _told(news: list[tuple[Ticket, UpstreamError | None]]) -> None:
+def _told(news: list[News]) -> None:
     """On the loop of those who wait."""
-    for ticket, error in news:
+    for ticket, ended, error in news:
         if ticket.future.done():
             continue
         if error is not None:
@@ -194,5 +259,5 @@ def _told(news: list[tuple[Ticket, UpstreamError | None]]) -> None:
             continue
         if ticket.news is not None:
             ticket.news(ticket.job)
-        if ticket.job.finish:
+        if ended:
             ticket.future.set_result(None)

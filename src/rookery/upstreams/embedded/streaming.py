@@ -37,12 +37,22 @@ class Delta(msgspec.Struct):
 
 
 class Deltas:
-    """One answer. With `plain`, as `/completions` gives it: calls are part of the text."""
+    """One answer. With `plain`, as `/completions` gives it: calls are part of the text; with `mute`, they are not
+    shown at all."""
 
-    def __init__(self, *, begun: str = "", at: int = 0, stop: tuple[bytes, ...] = (), plain: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        begun: str = "",
+        at: int = 0,
+        stop: tuple[bytes, ...] = (),
+        plain: bool = False,
+        mute: bool = False,
+    ) -> None:
         self._at = at
         self._stop = tuple(text for text in stop if text)
         self._plain = plain
+        self._mute = mute
         self._shown = 0
         """Tokens that are told, or were passed over."""
         self._over = False
@@ -73,6 +83,8 @@ class Deltas:
                 break
             if token < chat.BEGIN:
                 run.append(token)
+            elif token == chat.CALL and self._mute:
+                continue
             elif token == chat.CALL and self._plain:
                 run += chat.NAMES[token].encode()
             elif token == chat.CALL:

@@ -3,7 +3,11 @@
 Promises:
 - nothing is canned: every answer is sampled from the model, token by token;
 - same prompt, seed and weights, same answer, whatever else is under way;
-- weights that are replaced on disk serve the calls that begin afterwards, with the version that their file says;
+- weights that are replaced on disk serve the calls that begin afterwards, with the version that their file says,
+  or the one that was named for them;
+- the news of an answer, joined, are the answer; who is slow to take them keeps nobody else waiting;
+- a frozen upstream ends its calls with what they have; nothing else of it has to stop, since a sequence keeps the
+  weights that it began with;
 - cancelling a call ends its sampling and frees its place;
 - the deadline covers the answer, not the waiting for a place, which is reported as `queued`.
 """
@@ -16,15 +20,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rookery.core import Sampling, Truncation, UpstreamError, UsageError, floats, ints
+from rookery.core import Finish, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, floats, ints
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.batch import PLACES, Job
 from rookery.upstreams.embedded.llama import Llama
 from rookery.upstreams.embedded.sampler import PLAIN, Choice
 from rookery.upstreams.embedded.service import Service
+from rookery.upstreams.embedded.streaming import Delta as Said
+from rookery.upstreams.embedded.streaming import Deltas
 from rookery.upstreams.embedded.weights import TENSORS, Weights
 from rookery.upstreams.protocol import (
+    CallDelta,
     Delta,
+    Held,
     ModelReply,
     ModelRequest,
     News,
@@ -32,6 +40,7 @@ from rookery.upstreams.protocol import (
     UpstreamConfig,
     UpstreamInfo,
 )
+from rookery.upstreams.wire import understood
 
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
@@ -53,7 +62,7 @@ class EmbeddedUpstream:
     def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:  # noqa: ARG002  (no key needed)
         if len(config.urls) > 1:
             raise UsageError("the embedded policy has no replicas: name it once, as --policy embedded[:PATH]")
-        if config.concurrency < 1:
+        if config.concurrency is not None and config.concurrency < 1:
             raise UsageError("an upstream needs a concurrency of at least 1")
         where = config.urls[0] if config.urls else KIND
         kind, _, path = where.partition(":")
@@ -62,20 +71,32 @@ class EmbeddedUpstream:
         self.config = config
         self.name = KIND
         self.tokens_in = True
+        self.raw_in = False
         self.path = Path(path).expanduser() if path else None
         self.model = (self.path.name or str(self.path)) if self.path is not None else KIND
         self._check_sampling(config.sampling)
         self._seen = self._mark()
         weights = _fit(Weights.load(self.path)) if self.path is not None else builtin()
-        self.places = min(PLACES, config.concurrency)
+        self.places = min(PLACES, config.concurrency or PLACES)
         self.service = Service(weights, places=self.places)
         self._places = asyncio.Semaphore(self.places)
         self._loading = asyncio.Lock()
+        self._named: int | None = None
+        """The version of weights that are on disk and not taken up yet."""
+        self._under_way: set[asyncio.Task[int]] = set()
+        self._aborted: set[asyncio.Task[int]] = set()
 
     @property
     def version(self) -> int:
         """Of the weights that serve the next call."""
-        return self.service.llama.version
+        return self._named if self._named is not None else self.service.llama.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if self._mark() in (None, self._seen):
+            self.service.llama.version = version
+        else:  # it is that of the weights that were written and wait to be taken up
+            self._named = version
 
     @property
     def context(self) -> int:
@@ -100,30 +121,61 @@ class EmbeddedUpstream:
         async with self._loading:
             await asyncio.to_thread(self.service.swap, weights)
 
-    async def freeze(self, mode: PauseMode, *, timeout: float) -> None:
-        """A sequence keeps the weights that it began with: there is nothing to stop."""
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:  # noqa: ARG002  (nobody to wait for)
+        """Aborts what is under way, where that is asked for."""
+        if mode == "abort":
+            self._aborted |= self._under_way
+            for task in self._under_way:
+                task.cancel()
+        return mode == "abort"
 
     async def thaw(self, *, timeout: float) -> None:
-        """As `freeze`."""
+        """Nothing stands still."""
 
-    async def complete(self, request: ModelRequest, *, timeout: float, news: News | None = None) -> ModelReply:
+    async def complete(
+        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+    ) -> ModelReply:
         await self.refresh()
         asked = self.ask(request)
-        async with self.place() as queued:
-            version = await self.sample(asked, timeout=timeout, llama=self.serving(asked))
-        done = reply(asked, version=version, queued=queued, replica=self.model)
-        if news is not None:
-            await news(Delta(content=done.message.text, sampled=done.sampled, logprobs=done.logprobs))
+        async with self.place(held) as queued:
+            llama = self.serving(asked)
+            version = llama.version
+            telling = None if news is None else Telling(asked, news)
+            notify = None if telling is None else telling.notify
+            task = asyncio.create_task(self.sample(asked, timeout=timeout, llama=llama, news=notify))
+            self._under_way.add(task)
+            try:
+                if telling is not None:
+                    await telling.until(task)
+                await asyncio.wait((task,))
+                aborted = task.cancelled() and task in self._aborted
+                if not aborted:
+                    task.result()
+            finally:
+                self._under_way.discard(task)
+                self._aborted.discard(task)
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait((task,))
+        done = reply(asked, version=version, queued=queued, replica=self.model, aborted=aborted)
+        if telling is not None:
+            await telling.rest(done)
         return done
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[float]:
+    async def place(self, held: Held | None = None) -> AsyncIterator[float]:
         """One of the places, given in the order they were asked for; the seconds that it took to get."""
         queued = 0.0
         if self._places.locked():
             loop = asyncio.get_running_loop()
             since = loop.time()
-            await self._places.acquire()
+            if held is not None:
+                held(True)
+            try:
+                await self._places.acquire()
+            finally:
+                if held is not None:
+                    held(False)
             queued = loop.time() - since
         else:
             await self._places.acquire()
@@ -161,7 +213,12 @@ class EmbeddedUpstream:
         begun = ""
         llama = self.service.llama
         if request.messages:
-            prompt, begun = chat.prompt(request.messages, request.tools, request.tool_choice)
+            try:
+                messages = [understood(message) for message in request.messages]
+            except ValueError as error:
+                raise UpstreamError(str(error), cause="upstream.rejected") from None
+            tools = [tool for tool in request.tools if isinstance(tool, ToolSchema)]
+            prompt, begun = chat.prompt(messages, tools, request.tool_choice)
             if not request.tools or request.tool_choice == "none":
                 choice = choice._replace(never=chat.CALL)
         else:
@@ -225,25 +282,83 @@ class EmbeddedUpstream:
                 weights = _fit(await asyncio.to_thread(Weights.load, self.path))
             except UsageError as error:  # they were fine when the run began: it is the machine's, not the run's
                 raise UpstreamError(str(error), cause="upstream.error") from error
-            if weights.version <= self.version:
+            if self._named is not None:
+                weights.version = self._named
+            elif weights.version <= self.version:
                 weights.version = self.version + 1  # whoever wrote them does not count
             await asyncio.to_thread(self.service.swap, weights)
             self._seen = mark
+            self._named = None
 
 
-def reply(asked: Asked, *, version: int, queued: float, replica: str) -> ModelReply:
-    """The answer that a finished job spells."""
+class Telling:
+    """The news of one answer. What is not told yet is in the job, which is bounded as the answer is."""
+
+    def __init__(self, asked: Asked, news: News) -> None:
+        job = asked.job
+        self._asked = asked
+        self._news = news
+        self._deltas = Deltas(begun=asked.begun, at=len(asked.prompt), stop=job.stop)
+        self._wake = asyncio.Event()
+        self._told = 0
+        self._prompt = ints(asked.prompt)
+
+    def notify(self, _: object) -> None:
+        self._wake.set()
+
+    async def until(self, task: asyncio.Task[int]) -> None:
+        """Tells what comes, until the last of it."""
+        task.add_done_callback(self.notify)
+        job = self._asked.job
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if task.done() or job.finish:
+                return
+            count = min(len(job.tokens), len(job.logprobs))
+            if count > self._told:
+                await self._tell(self._deltas.more(job.tokens, count), job.tokens, job.logprobs, count)
+
+    async def rest(self, done: ModelReply) -> None:
+        """What is left of the whole answer."""
+        job = self._asked.job
+        count = len(done.sampled) // 4
+        text = min(job.text, count) if job.finish else count
+        said = self._deltas.end(job.tokens[:count], text)
+        if said or count > self._told or self._prompt:
+            await self._tell(said, job.tokens, job.logprobs, count)
+
+    async def _tell(self, said: Said, tokens: list[int], logprobs: list[float], count: int) -> None:
+        first, self._told = self._told, count
+        prompt, self._prompt = self._prompt, b""
+        calls = tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in said.calls)
+        sampled, chances = ints(tokens[first:count]), floats(logprobs[first:count])
+        await self._news(Delta(said.text, "", calls, sampled=sampled, logprobs=chances, prompt=prompt))
+
+
+def reply(asked: Asked, *, version: int, queued: float, replica: str, aborted: bool = False) -> ModelReply:
+    """The answer that a finished job spells, or one that was taken out of its hands."""
     job = asked.job
-    message = chat.answer(job.tokens[: job.text], asked.begun, at=len(asked.prompt))
+    count, text = len(job.tokens), job.text
+    finish: Finish = "length" if job.finish == "length" else "stop"
+    if aborted and not job.finish:
+        finish = "abort"
+        count = min(len(job.tokens), len(job.logprobs))
+        if count and job.tokens[count - 1] in job.ends:
+            count -= 1  # it was just drawn, and has not ended the sequence yet: it will be drawn again
+        text = count
+    message = chat.answer(job.tokens[:text], asked.begun, at=len(asked.prompt))
+    if finish == "stop" and message.tool_calls:
+        finish = "tool_calls"
     return ModelReply(
         message=message,
-        finish="length" if job.finish == "length" else "tool_calls" if message.tool_calls else "stop",
+        finish=finish,
         prompt=ints(asked.prompt),
-        sampled=ints(job.tokens),
-        logprobs=floats(job.logprobs),
+        sampled=ints(job.tokens[:count]),
+        logprobs=floats(job.logprobs[:count]),
         version=version,
         prompt_tokens=len(asked.prompt),
-        sampled_tokens=len(job.tokens),
+        sampled_tokens=count,
         queued=queued,
         replica=replica,
     )

@@ -1,4 +1,4 @@
-"""What all sessions of a process share: the pause, and credits for calls under way."""
+"""What all sessions of a process share: credits for calls under way."""
 
 import asyncio
 from collections import deque
@@ -47,40 +47,3 @@ class Credits:
             if not turn.done():
                 self._used += 1
                 turn.set_result(None)
-
-
-class Door:
-    """Open, or paused. Counts the calls under way."""
-
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self.under_way = 0
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
-
-    def pause(self) -> None:
-        self._open.clear()
-
-    def resume(self) -> None:
-        self._open.set()
-
-    async def opened(self) -> None:
-        await self._open.wait()
-
-    async def drained(self) -> None:
-        await self._empty.wait()
-
-    def enter(self) -> None:
-        self.under_way += 1
-        if self.under_way == 1:
-            self._empty.clear()
-
-    def leave(self) -> None:
-        self.under_way -= 1
-        if self.under_way == 0:
-            self._empty.set()

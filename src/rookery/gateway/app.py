@@ -1,0 +1,230 @@
+"""The gateway's addresses: what is asked for where, by whom, and who answers it.
+
+Promises:
+- who may not ask is answered before the body of the request is read;
+- the admin key opens the admin's addresses only, a session's secret that session's only;
+- below a session's base URL every path is served with and without a `/v1`: libraries differ in what they append;
+- a listener that belongs to a session serves that session and nothing else, whatever the path says;
+- a request for another shard's session is answered by that shard.
+"""
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import unquote
+
+from rookery import __version__
+from rookery.gateway.admin import Admin
+from rookery.gateway.calls import Calls
+from rookery.gateway.dialects.chat import ChatDialect
+from rookery.gateway.dialects.protocol import Dialect, Problem
+from rookery.gateway.http import JSON, Answer, Refusal, Request
+from rookery.gateway.metrics import Metrics
+from rookery.gateway.registry import Registry, Seat
+
+MAX_BODY: Final = 64 << 20
+MAX_ADMIN_BODY: Final = 1 << 20
+DIALECTS: Final[tuple[Dialect, ...]] = (ChatDialect(),)
+_SESSION: Final = re.compile(r"/v1/rollouts/([^/]+)(/.*)?")
+_ADMIN: Final = re.compile(r"/rollouts(?:/([^/]+)(?:/(trajectory|cancel))?)?/?")
+PASSED_ON: Final = "x-rookery-passed-on"
+"""Says that another shard asks: it is not passed on again."""
+
+
+class Elsewhere(Protocol):
+    """The other shards."""
+
+    def whose(self, session: str) -> int | None:
+        """The shard that a session belongs to; None where it is ours."""
+        ...
+
+    async def forward(self, shard: int, request: Request, out: Answer) -> None: ...
+
+    async def everywhere(self, request: Request) -> list[bytes]:
+        """What all other shards answer; one that cannot answer is left out."""
+        ...
+
+
+class Route(NamedTuple):
+    """Who answers, and at most how much is read for it."""
+
+    answer: Callable[[Request, Answer], Awaitable[None]]
+    limit: int
+
+
+class App:
+    """What a shard serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        admin: Admin,
+        metrics: Metrics,
+        key: str,
+        elsewhere: Elsewhere,
+        *,
+        models: Callable[[], Sequence[str]],
+    ) -> None:
+        self.calls = Calls(registry, metrics)
+        self._registry = registry
+        self._admin = admin
+        self._metrics = metrics
+        self._key = key
+        self._elsewhere = elsewhere
+        self._models = models
+        self._dialects = {path: dialect for dialect in DIALECTS for path in dialect.paths}
+
+    # ---- what the server asks
+
+    def admit(self, request: Request) -> int:
+        """The most bytes of body that will be read."""
+        route = request.route = self._route(request)
+        return route.limit
+
+    async def handle(self, request: Request, out: Answer) -> None:
+        await request.route.answer(request, out)
+
+    def worded(self, status: int, text: str) -> bytes:
+        problem: Problem = "too_large" if status == 413 else "bad_request"
+        return self.error(problem, text)[1]
+
+    def error(self, problem: Problem, message: str) -> tuple[int, bytes]:
+        return DIALECTS[0].error(problem, message)
+
+    def _refused(self, problem: Problem, message: str) -> Refusal:
+        status, body = self.error(problem, message)
+        self._metrics.count("requests", label="status", value=str(status))
+        headers = ((b"www-authenticate", b"Bearer"),) if problem == "unauthorized" else ()
+        return Refusal(status, body, headers)
+
+    # ---- finding the way
+
+    def _route(self, request: Request) -> Route:
+        path = request.path
+        if request.bound:
+            return self._below(request, request.bound, _inner(path, request.bound), trusted=True)
+        if found := _SESSION.fullmatch(path):
+            return self._below(request, unquote(found[1]), found[2] or "", trusted=False)
+        if found := _ADMIN.fullmatch(path):
+            return self._administration(request, unquote(found[1]) if found[1] else "", found[2] or "")
+        return self._plain(request)
+
+    def _plain(self, request: Request) -> Route:
+        method, path = request.method, request.path
+        if path in ("/pause", "/resume", "/state"):
+            self._check_key(request)
+            _allowed(self, request, "GET" if path == "/state" else "POST")
+            return Route(getattr(self._admin, path[1:]), MAX_ADMIN_BODY)
+        answers = {"/": self._about, "/healthz": self._admin.health, "/metrics": self._admin.metrics}
+        answers["/openapi.json"] = self._admin.openapi
+        if path in answers:
+            if method not in ("GET", "HEAD"):
+                raise self._refused("method", f"{path} is read with GET")
+            return Route(answers[path], 0)
+        if path in ("/v1/models", "/models"):
+            self._check_key(request)
+            return Route(self._list_models, 0)
+        raise self._refused(
+            "not_found", f"nothing is served at {path[:200]}; a rollout's base URL is /v1/rollouts/ID"
+        )
+
+    def _administration(self, request: Request, session: str, part: str) -> Route:
+        self._check_key(request)
+        admin = self._admin
+        if not session:
+            _allowed(self, request, "POST", "GET")
+            return Route(admin.register if request.method == "POST" else admin.listing, MAX_ADMIN_BODY)
+        if part:
+            _allowed(self, request, "GET" if part == "trajectory" else "POST")
+            answer = admin.trajectory if part == "trajectory" else admin.cancel
+        else:
+            _allowed(self, request, "GET", "DELETE")
+            answer = admin.delete if request.method == "DELETE" else admin.status
+        if (shard := self._other(request, session)) is not None:
+            return self._forward(shard, MAX_ADMIN_BODY)
+
+        async def answered(request: Request, out: Answer) -> None:
+            await answer(session, request, out)
+
+        return Route(answered, MAX_ADMIN_BODY)
+
+    def _below(self, request: Request, session: str, rest: str, *, trusted: bool) -> Route:
+        """What is under a session's base URL."""
+        if (shard := self._other(request, session)) is not None:
+            return self._forward(shard, MAX_BODY)
+        seat = self._seat(request, session, trusted=trusted)
+        path = rest[3:] if rest.startswith("/v1/") else rest
+        path = path.rstrip("/") or "/"
+        if path in ("/", "/models"):
+            if request.method not in ("GET", "HEAD"):
+                raise self._refused("method", f"{rest} is read with GET")
+            return Route(self._about if path == "/" else self._list_models, 0)
+        dialect = self._dialects.get(path)
+        if dialect is None:
+            known = ", ".join(self._dialects)
+            raise self._refused("not_found", f"nothing is served at {rest[:200]} of a rollout; there is: {known}")
+        _allowed(self, request, "POST")
+
+        async def answered(request: Request, out: Answer) -> None:
+            await self.calls.answer(seat, dialect, request, out)
+
+        return Route(answered, MAX_BODY)
+
+    def _seat(self, request: Request, session: str, *, trusted: bool) -> Seat:
+        registry = self._registry
+        seat = registry.seats.get(session)
+        digest = seat.digest if seat is not None else registry.past.get(session)
+        if digest is None:
+            raise self._refused("not_found", f"there is no rollout {session[:200]!r} here")
+        if not trusted and not registry.opens(digest, _secret(request)):
+            raise self._refused("unauthorized", "this is not the secret of this rollout")
+        if seat is None or seat.ended is not None:
+            raise self._refused("gone", f"rollout {session!r} is over: it takes no more calls")
+        return seat
+
+    def _other(self, request: Request, session: str) -> int | None:
+        shard = self._elsewhere.whose(session)
+        return None if shard is None or PASSED_ON in request.headers else shard
+
+    def _forward(self, shard: int, limit: int) -> Route:
+        async def forwarded(request: Request, out: Answer) -> None:
+            await self._elsewhere.forward(shard, request, out)
+
+        return Route(forwarded, limit)
+
+    def _check_key(self, request: Request) -> None:
+        if not hmac.compare_digest(_secret(request).encode(), self._key.encode()):
+            raise self._refused("unauthorized", "this address needs the gateway's admin key, as a Bearer token")
+
+    # ---- small answers
+
+    async def _about(self, request: Request, out: Answer) -> None:  # noqa: ARG002
+        out.send(200, b'{"name":"rookery gateway","version":"%b"}' % __version__.encode())
+
+    async def _list_models(self, request: Request, out: Answer) -> None:  # noqa: ARG002
+        import msgspec
+
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "rookery"} for name in self._models()]
+        out.send(200, msgspec.json.encode({"object": "list", "data": models}), JSON)
+
+
+def _allowed(app: App, request: Request, *methods: str) -> None:
+    if request.method not in methods:
+        raise app._refused("method", f"{request.path[:200]} takes {' and '.join(methods)}")
+
+
+def _secret(request: Request) -> str:
+    """The key of a request, wherever its library puts it."""
+    kind, _, value = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    return request.headers.get("x-api-key", "")
+
+
+def _inner(path: str, session: str) -> str:
+    """What a path means at a session's own listener: below its base URL, or right at the root."""
+    found = _SESSION.fullmatch(path)
+    if found and unquote(found[1]) == session:
+        return found[2] or ""
+    return path

@@ -1,0 +1,277 @@
+"""A client's model call, from its request to the last byte of its answer.
+
+Promises:
+- bytes reach the client as they arrive; the turn is recorded before the events that say it is complete;
+- a request that its client marks as a retry gets the recorded answer again, and waits for a call that
+  is still under way; an equal request without the mark is a new turn;
+- a spent budget ends the call with an error in the client's own shape, and the session is truncated from then on;
+- a client that goes away takes its call with it, up to the engine; nothing of it is recorded.
+"""
+
+import asyncio
+import time
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from rookery.core import RookeryError, Sampling, Truncation, Turn, UpstreamError
+from rookery.core.errors import behind
+from rookery.gateway.dialects.protocol import Ask, BadRequestError, Dialect, Problem
+from rookery.gateway.http import EVENTS, Answer, Request
+from rookery.gateway.metrics import Metrics
+from rookery.gateway.registry import Registry, Seat
+from rookery.gateway.renderings.protocol import Unrenderable
+from rookery.gateway.session import Call, Reply, Role, Session
+from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in
+from rookery.trajectories import MessageError
+from rookery.upstreams.protocol import CallDelta, Delta, News
+
+RETRY_SECONDS: Final = 600.0
+"""How long a retry waits for the call that it repeats."""
+_PROBLEMS: Final[dict[str, Problem]] = {
+    "upstream.rejected": "bad_request",
+    "upstream.unreachable": "unavailable",
+    "upstream.overloaded": "unavailable",
+    "upstream.paused": "unavailable",
+    "upstream.timeout": "timeout",
+}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class GoneError(RookeryError):
+    """The session is past."""
+
+
+class Calls:
+    """Answers the model calls of one shard's sessions."""
+
+    def __init__(self, registry: Registry, metrics: Metrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+
+    async def answer(self, seat: Seat, dialect: Dialect, request: Request, out: Answer) -> None:
+        """Answers, whatever happens; only the end of the client itself is passed on."""
+        began = time.perf_counter()
+        telling: _Telling | None = None
+        try:
+            ask = dialect.ask(request.body)
+            telling = _Telling(self, seat, dialect, ask, out, began)
+            await telling.play(*_mark(request))
+            self._metrics.call_seconds.add(time.perf_counter() - began)
+        except asyncio.CancelledError:
+            if seat.ended is None or out.gone:
+                self._metrics.count("disconnects")
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()  # it was the session that ended, not the client
+            self._fail(dialect, out, telling, "gone", f"rollout {seat.id} was {seat.ended}")
+        except (BaseExceptionGroup, RookeryError, Truncation, MessageError, ToolsError) as raised:
+            problem, message, where = self._problem(seat, behind(raised))
+            self._fail(dialect, out, telling, problem, message, where)
+
+    def _fail(
+        self,
+        dialect: Dialect,
+        out: Answer,
+        telling: "_Telling | None",
+        problem: Problem,
+        message: str,
+        where: str | None = None,
+    ) -> None:
+        if out.begun:
+            assert telling is not None
+            assert telling.answering is not None
+            out.end(telling.answering.broken(problem, message))
+            status = 200
+        else:
+            status, body = dialect.error(problem, message, where)
+            out.send(status, body)
+        self._metrics.count("requests", label="status", value=str(status))
+
+    def _problem(self, seat: Seat, error: BaseException) -> tuple[Problem, str, str | None]:
+        """What to tell the client; what it is not about is raised on."""
+        match error:
+            case BadRequestError():
+                return "bad_request", str(error), error.where
+            case MessageError():
+                return "bad_request", str(error), "messages"
+            case ToolsError():
+                return "bad_request", str(error), "tools"
+            case Unrenderable():
+                return "bad_request", str(error), "messages"
+            case Truncation():
+                self._registry.stopped(seat, error.reason)
+                self._metrics.count("truncated", label="reason", value=error.reason)
+                said = f"rollout {seat.id} is truncated ({error.reason}): {error}"
+                return ("context" if error.reason == "context" else "truncated"), said, None
+            case GoneError():
+                return "gone", str(error), None
+            case UpstreamError():
+                self._metrics.count("upstream_errors", label="cause", value=error.code)
+                return _PROBLEMS.get(error.code, "upstream"), str(error), None
+        raise error
+
+
+class _Telling:
+    """One call and its answer."""
+
+    def __init__(self, calls: Calls, seat: Seat, dialect: Dialect, ask: Ask, out: Answer, began: float) -> None:
+        self._registry = calls._registry
+        self._metrics = calls._metrics
+        self._seat = seat
+        self._dialect = dialect
+        self._ask = ask
+        self._out = out
+        self._began = began
+        self.answering = None if not ask.stream else dialect.answering(ask)
+
+    async def play(self, marked: bool, named: str) -> None:
+        seat, ask = self._seat, self._ask
+        if seat.ended is not None:
+            raise GoneError(f"rollout {seat.id} was {seat.ended}")
+        session = self._registry.session(seat)
+        role = _role(session, ask.model)
+        if ask.stream and role.rendering is not None:
+            self.answering = self._dialect.answering(ask, role.rendering.rendering.spelled)
+        tools = tools_in(bytes(ask.tools)) if ask.tools is not None else NO_TOOLS
+        sampling = seat.sampling(role.name).over(ask.sampling.over(role.sampling))
+        place = session.recorder.find(role.name, ask.messages, tools.scope)
+        before = seat.key_of(place.turn.index) if place.turn is not None else ""
+        key = named or _key(before, ask, len(place.new), tools.scope, role.name, sampling)
+        if marked and (replies := await self._again(key)):
+            self._metrics.count("replays")
+            await self._replay(replies)
+            return
+        if seat.truncated is not None and role.name == "policy":
+            raise Truncation(seat.truncated, "its budget was spent before")
+        call = Call(
+            messages=ask.messages,
+            tools=tools,
+            tool_choice=ask.tool_choice,
+            sampling=sampling,
+            top_logprobs=ask.top_logprobs,
+            key=key,
+            place=place,
+        )
+        with seat.asks(key):
+            async with seat.within():
+                replies = await self._ask_all(session, role, call)
+        for reply in replies:
+            self._counted(session, reply.turn)
+        self._complete(replies)
+
+    async def _ask_all(self, session: Session, role: Role, call: Call) -> list[Reply]:
+        n = self._ask.n
+        if n == 1:
+            return [await session.call(role, call, self._news(0))]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(session.call(role, call, self._news(choice))) for choice in range(n)]
+        return [task.result() for task in tasks]
+
+    def _news(self, choice: int) -> News | None:
+        answering, out = self.answering, self._out
+        if answering is None:
+            return None
+
+        async def news(delta: Delta) -> None:
+            data = answering.piece(choice, delta)
+            if not data:
+                return
+            if not out.begun:
+                self._metrics.first_piece_seconds.add(time.perf_counter() - self._began)
+                out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
+            await out.write(data)
+
+        return news
+
+    def _complete(self, replies: list[Reply]) -> None:
+        out, answering = self._out, self.answering
+        self._metrics.count("requests", label="status", value="200")
+        if answering is None:
+            out.send(200, self._dialect.whole(self._ask, replies))
+            return
+        if not out.begun:
+            out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
+        ends = b"".join(answering.end(choice, reply) for choice, reply in enumerate(replies))
+        out.end(ends + answering.done(replies))
+
+    # ---- the same again
+
+    async def _again(self, key: str) -> list[Reply]:
+        """The answer that was recorded for this request, waiting for it where it is still under way."""
+        seat = self._seat
+        if (asking := seat.asking.get(key)) is not None:
+            async with asyncio.timeout(RETRY_SECONDS):
+                await asyncio.shield(asking)
+        turns = seat.keys.get(key, [])[-self._ask.n :]
+        return [_recorded(turn) for turn in turns] if len(turns) == self._ask.n else []
+
+    async def _replay(self, replies: list[Reply]) -> None:
+        if self.answering is not None:
+            for choice, reply in enumerate(replies):
+                news = self._news(choice)
+                assert news is not None
+                await news(whole(reply))
+        self._complete(replies)
+
+    def _counted(self, session: Session, turn: Turn) -> None:
+        count = self._metrics.count
+        for name, by in self._seat.news_of(session).items():
+            count(name, by)
+        count("turns")
+        count("prompt_tokens", turn.prompt_tokens)
+        count("sampled_tokens", turn.sampled_tokens)
+
+
+def whole(reply: Reply) -> Delta:
+    """A reply as one piece of a stream."""
+    message = reply.message
+    return Delta(
+        content=message.text,
+        reasoning=message.reasoning or "",
+        tool_calls=tuple(
+            CallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(message.tool_calls)
+        ),
+        sampled=reply.turn.sampled,
+        logprobs=reply.turn.logprobs,
+    )
+
+
+def _recorded(turn: Turn) -> Reply:
+    return Reply(message=turn.response, finish=turn.finish, turn=turn)
+
+
+def _role(session: Session, model: str) -> Role:
+    """The role that a client means by a model's name: a role's own name, its model's, or else the policy."""
+    roles = session.roles
+    if model in roles:
+        return roles[model]
+    policy = roles["policy"]
+    if model and model != policy.model:
+        for role in roles.values():
+            if role.model == model:
+                return role
+    return policy
+
+
+def _key(before: str, ask: Ask, new: int, scope: bytes, role: str, sampling: Sampling) -> str:
+    """What tells a request from others: what it adds to the turn that it continues, and how it wants to sample.
+
+    The whole body would do, but a conversation's hundredth request would cost a hundred times its second.
+    """
+    digest = blake2b(before.encode(), digest_size=16)
+    for message in ask.messages[len(ask.messages) - new :]:
+        digest.update(bytes(message) if isinstance(message, msgspec.Raw) else _encode(message))
+    digest.update(_encode((role, ask.n, scope, ask.tool_choice, ask.top_logprobs, sampling)))
+    return digest.hexdigest()
+
+
+def _mark(request: Request) -> tuple[bool, str]:
+    """Whether the client says that it sends this again, and the name that it gave the request, if any."""
+    name = request.headers.get("idempotency-key", "")
+    if name:
+        return True, blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0, ""

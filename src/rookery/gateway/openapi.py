@@ -1,0 +1,151 @@
+"""The gateway's OpenAPI description: what other programs may rely on."""
+
+from typing import Any
+
+import msgspec
+
+from rookery import __version__
+from rookery.gateway.admin import PauseWish, ResumeWish
+from rookery.gateway.registry import Registration
+
+
+def described() -> dict[str, Any]:
+    """The document."""
+    _, parts = msgspec.json.schema_components(
+        [Registration, PauseWish, ResumeWish], ref_template="#/components/schemas/{name}"
+    )
+    session = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    admin: list[dict[str, list[str]]] = [{"admin": []}]
+    model: list[dict[str, list[str]]] = [{"secret": []}]
+    paths: dict[str, Any] = {
+        "/": {"get": _get("What this is."), "head": _get("Whether it is there.", body=False)},
+        "/healthz": {"get": _get("Whether calls are answered.", failing=("503",))},
+        "/metrics": {"get": _get("Figures for Prometheus.", kind="text/plain")},
+        "/v1/models": {"get": _get("The models.", security=admin, failing=("401",))},
+        "/state": {"get": _get("The pause and the version.", security=admin, failing=("401",))},
+        "/pause": {"post": _post("Holds model calls back.", "PauseWish", admin, failing=("400", "401", "503"))},
+        "/resume": {"post": _post("Lets them go on.", "ResumeWish", admin, failing=("400", "401", "503"))},
+        "/rollouts": {
+            "get": _get("The sessions.", security=admin, failing=("401",)),
+            "post": _post(
+                "Registers a session.", "Registration", admin, good="201", failing=("400", "401", "409")
+            ),
+        },
+        "/rollouts/{id}": {
+            "parameters": [session],
+            "get": _get("A session.", security=admin, failing=("401", "404", "410")),
+            "delete": _get("Ends a session and forgets it.", security=admin, failing=("401", "404")),
+        },
+        "/rollouts/{id}/trajectory": {
+            "parameters": [session],
+            "get": _get("Its turns and segments.", security=admin, failing=("401", "404", "410")),
+        },
+        "/rollouts/{id}/cancel": {
+            "parameters": [session],
+            "post": _get("Ends a session; its record stays.", security=admin, failing=("401", "404", "410")),
+        },
+    }
+    failing = ("400", "401", "404", "410", "413", "502", "503", "504")
+    for inner in ("", "/v1"):
+        base = f"/v1/rollouts/{{id}}{inner}"
+        chat = _post(
+            "A chat completion, streamed where `stream` is true.", "ChatCompletion", model, failing=failing
+        )
+        chat["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        paths[f"{base}/chat/completions"] = {"parameters": [session], "post": chat}
+        paths[f"{base}/models"] = {
+            "parameters": [session],
+            "get": _get("The models.", security=model, failing=("401", "404", "410")),
+        }
+    parts["ChatCompletion"] = CHAT
+    parts["Error"] = ERROR
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Rookery gateway", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": parts,
+            "securitySchemes": {
+                "admin": {"type": "http", "scheme": "bearer", "description": "The gateway's admin key."},
+                "secret": {"type": "http", "scheme": "bearer", "description": "The session's secret."},
+            },
+        },
+    }
+
+
+ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_COUNT = {"type": ["integer", "null"], "minimum": 1}
+CHAT: dict[str, Any] = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        "model": {"type": "string"},
+        "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+        "stream": {"type": ["boolean", "null"]},
+        "stream_options": {
+            "type": ["object", "null"],
+            "properties": {"include_usage": {"type": ["boolean", "null"]}},
+        },
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_choice": {"type": ["string", "object", "null"]},
+        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
+        "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 100},
+        "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+        "max_tokens": _COUNT,
+        "max_completion_tokens": _COUNT,
+        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+        "seed": {"type": ["integer", "null"]},
+        "logprobs": {"type": ["boolean", "null"]},
+        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+    },
+}
+
+
+def _get(
+    about: str,
+    *,
+    security: list[dict[str, list[str]]] | None = None,
+    failing: tuple[str, ...] = (),
+    kind: str = "application/json",
+    body: bool = True,
+) -> dict[str, Any]:
+    return {"summary": about, "security": security or [], "responses": _responses("200", failing, kind, body=body)}
+
+
+def _post(
+    about: str, schema: str, security: list[dict[str, list[str]]], *, good: str = "200", failing: tuple[str, ...]
+) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {
+        "summary": about,
+        "security": security,
+        "requestBody": {"required": schema == "ChatCompletion", "content": content},
+        "responses": _responses(good, failing, "application/json", body=True),
+    }
+
+
+def _responses(good: str, failing: tuple[str, ...], kind: str, *, body: bool) -> dict[str, Any]:
+    said: dict[str, Any] = {"type": "object"} if kind == "application/json" else {"type": "string"}
+    responses: dict[str, Any] = {good: {"description": "As asked."}}
+    if body:
+        responses[good]["content"] = {kind: {"schema": said}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status in failing:
+        responses[status] = {"description": "What is wrong, in words.", "content": error}
+    return responses

@@ -1,0 +1,150 @@
+"""The turn pipeline: one model call from what a door asks to a recorded turn, the same for every door.
+
+Promises:
+- what trains is what was sampled: ids are copied from what the engine returned, and in tokens mode the next prompt
+  is the sampled ids with the new messages after them;
+- a history that was edited, or that a chat format cannot extend for sure, begins a sequence of its own;
+- a turn is recorded once, before its reply reaches the door, and only when the answer is complete;
+- what is told of an answer while it comes is the beginning of the message that is recorded.
+"""
+
+import time
+
+import msgspec
+
+from rookery.core import Finish, Message, UpstreamError
+from rookery.gateway.session import MODEL_CALL_SECONDS, Call, Reply, Role, Session
+from rookery.gateway.stops import Stops
+from rookery.trajectories import Place
+from rookery.upstreams.protocol import Delta, ModelReply, ModelRequest, News
+
+TAIL = 256
+"""Ids of the last prompt that a chat format gets to see when it extends an answer."""
+
+
+async def played(session: Session, role: Role, call: Call, news: News | None) -> Reply:
+    """One turn."""
+    place = call.place or session.recorder.find(role.name, call.messages, call.tools.scope)
+    prompt, added = call.tokens, None
+    if role.record == "tokens" and not prompt:
+        prompt, added = await _prompt(session, role, place, call)
+    sampling = call.sampling
+    if role.name == "policy":
+        sampling = session.budgeted(sampling, len(prompt) // 4)
+    raw = role.upstream.raw_in
+    request = ModelRequest(
+        model=role.model,
+        messages=() if prompt else call.messages if raw else place.messages(),
+        tokens=prompt,
+        tools=() if prompt else call.tools.outgoing if raw else call.tools.schemas,
+        tool_choice=call.tool_choice if call.tools.schemas else None,
+        sampling=sampling,
+        want_tokens=role.record != "plain",
+        seed=session.draw_seed(),
+        affinity=session.attempt,
+        stop_ids=role.rendering.rendering.stop if prompt and role.rendering is not None else (),
+        top_logprobs=call.top_logprobs,
+    )
+    reading = _Reading(role, call, prompt, news)
+    queued = await session.enter(role)
+    started, at = time.time(), time.monotonic()
+    try:
+        timeout = session.limits.model_call or MODEL_CALL_SECONDS
+        reply = await role.upstream.complete(request, timeout=timeout, news=reading.told, held=session.held)
+        message, finish = await reading.read(reply)
+    finally:
+        role.credits.give()
+    turn = session.recorder.record(
+        place,
+        prompt=(reply.prompt or prompt) if added is None else None,
+        added=added,
+        response=message,
+        sampled=reply.sampled,
+        logprobs=reply.logprobs,
+        version=reply.version,
+        spans=reply.spans,
+        finish=finish,
+        prompt_tokens=reply.prompt_tokens or len(prompt) // 4,
+        sampled_tokens=reply.sampled_tokens,
+        started=started,
+        seconds=time.monotonic() - at,
+        queued=queued + reply.queued,
+        upstream=reply.replica,
+        extras=reply.extras,
+        key=call.key,
+    )
+    session.count(turn)
+    return Reply(
+        message=message,
+        finish=finish,
+        turn=turn,
+        prompt=reply.prompt or prompt,
+        tops=reply.tops,
+        logprob_content=reply.logprob_content,
+        spell=role.rendering.rendering.spelled if role.rendering is not None else None,
+    )
+
+
+async def _prompt(session: Session, role: Role, place: Place, call: Call) -> tuple[bytes, bytes | None]:
+    """The ids to sample from, and those of them that are new, where they extend an earlier turn."""
+    rendering = role.rendering
+    assert rendering is not None
+    tools, choice = call.tools.schemas, call.tool_choice
+    node = place.turn
+    if node is not None and node.sampled:
+        added = await rendering.extend(node.tail(TAIL), node.sampled, place.new, tools, choice)
+        if added is not None:
+            return node.tokens() + added, added
+        session.rerendered += 1
+    return await rendering.render(place.messages(), tools, choice), None
+
+
+class _Reading:
+    """Makes a message of an answer, while it comes or at its end."""
+
+    def __init__(self, role: Role, call: Call, prompt: bytes, news: News | None) -> None:
+        self._rendering = role.rendering if prompt and not call.tokens else None
+        self._tail = prompt[-4 * TAIL :]
+        self._at = len(prompt) // 4
+        self._tools = call.tools.schemas
+        self._news = news
+        self._stops = Stops(call.sampling.stop) if call.sampling.stop and self._rendering is not None else None
+        self._reader = None
+        self.told: News | None = None
+        if news is not None:
+            self.told = self._tell
+            if self._rendering is not None:
+                self._reader = self._rendering.rendering.reader(self._tail, self._tools, at=self._at)
+
+    async def _tell(self, delta: Delta) -> None:
+        assert self._news is not None
+        if self._reader is not None:
+            read = self._reader.feed(delta.sampled, delta.logprobs)
+            delta = msgspec.structs.replace(
+                delta, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls
+            )
+            if self._stops is not None:
+                delta = msgspec.structs.replace(delta, content=self._stops.feed(delta.content))
+        await self._news(delta)
+
+    async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
+        """The message and how it ended; a reader's last words are told before."""
+        rendering, message, finish = self._rendering, reply.message, reply.finish
+        if finish == "abort":
+            raise UpstreamError(f"{reply.replica}: the engine aborted the answer", cause="upstream.error")
+        if rendering is None:
+            return message, finish
+        if self._reader is not None:
+            last, message = await rendering.end(self._reader, len(reply.sampled) // 4)
+            if self._stops is not None:
+                last = msgspec.structs.replace(last, content=self._stops.end(last.content))
+            if last.content or last.reasoning or last.tool_calls:
+                assert self._news is not None
+                await self._news(last)
+        else:
+            message = await rendering.parse(self._tail, reply.sampled, self._tools, at=self._at)
+        if self._stops is not None:
+            message = self._stops.cut(message)
+        if message.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        return message, finish

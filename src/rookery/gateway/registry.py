@@ -1,0 +1,419 @@
+"""The sessions of a shard: registered, kept on disk, found again after a restart, ended once.
+
+Promises:
+- a session that was registered survives a restart of its shard, with every turn that was recorded;
+- a turn is written before its client is told its end: a SIGKILL takes back nothing that was told;
+- a secret opens its own session and nothing else, and lies nowhere but with the client: a digest of it is kept;
+- an ended session is past for good: it takes no more calls, and its record stays until it is deleted;
+- fetching a record never changes it.
+"""
+
+import asyncio
+import hmac
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+from zlib import crc32
+
+import msgspec
+
+from rookery.core import (
+    Extent,
+    Limits,
+    RookeryError,
+    Sampling,
+    StageClock,
+    TruncatedReason,
+    Truncation,
+    Turn,
+    UsageError,
+)
+from rookery.gateway.session import Role, Session
+from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
+from rookery.trajectories import Recorder
+
+MAX_SESSIONS: Final = 200_000
+MAX_PAST: Final = 200_000
+"""Ended sessions that are remembered: those before them are not told from ones that never were."""
+REPLAYED: Final = 64
+"""Requests of a session whose retry is known."""
+ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
+
+Ending: TypeAlias = Literal["cancelled", "deleted"]
+
+
+class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a session may use up. None: no limit."""
+
+    max_turns: int | None = None
+    max_sequence_length: int | None = None
+    """Tokens of prompt and answer together."""
+    max_tokens: int | None = None
+    """Tokens sampled, over all turns."""
+    deadline: float | None = None
+    """Seconds from the registration, without pauses and waiting for a place."""
+
+    def limits(self) -> Limits:
+        return Limits(
+            turns=self.max_turns, context=self.max_sequence_length, tokens=self.max_tokens, run=self.deadline
+        )
+
+
+class RoleWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How a session wants one of its roles."""
+
+    model: str = ""
+    sampling: Sampling = Sampling()
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a session is. Its sampling goes over what a client asks for."""
+
+    id: str = ""
+    model: str = ""
+    roles: dict[str, RoleWish] = {}
+    sampling: Sampling = Sampling()
+    budgets: Budgets = Budgets()
+    seed: int = 0
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """On disk: a session began."""
+
+    registration: Registration
+    digest: bytes
+    at: float
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """On disk: a session is past."""
+
+    id: str
+    why: Ending
+    at: float
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """On disk: a budget of a session is spent."""
+
+    id: str
+    reason: TruncatedReason
+
+
+Line: TypeAlias = Opened | Ended | Stopped
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Line).decode
+
+
+class _Whose(msgspec.Struct, frozen=True, gc=False):
+    """Of a turn, only whose it is."""
+
+    attempt: str
+
+
+_whose = msgspec.msgpack.Decoder(_Whose).decode
+
+
+class ConflictError(RookeryError):
+    """There is a session of that id already."""
+
+    cause = "upstream.rejected"
+
+
+class Seat:
+    """One session of a shard. The session itself is made when it is first used."""
+
+    def __init__(self, opened: Opened, clock: StageClock) -> None:
+        self.registration = opened.registration
+        self.id = opened.registration.id
+        self.digest = opened.digest
+        self.began = opened.at
+        self.ended: Ending | None = None
+        self.truncated: TruncatedReason | None = None
+        self.extents: list[Extent] = []
+        self.session: Session | None = None
+        self.clock = clock
+        self.keys: dict[str, list[Turn]] = {}
+        """The latest requests that were answered: a retry gets the same again."""
+        self.asking: dict[str, asyncio.Future[None]] = {}
+        """Requests under way, by key: a retry of one waits for it."""
+        self._turn_keys: dict[int, str] = {}
+        self._told: dict[str, int] = {}
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    # ---- Watch
+
+    def hold(self) -> None:
+        self.clock.hold(time.monotonic())
+        for timeout in self._timeouts:
+            timeout.reschedule(None)
+
+    def release(self) -> None:
+        if self.clock.stopped and self.clock.release(time.monotonic()):
+            until = asyncio.get_running_loop().time() + self.remaining
+            for timeout in self._timeouts:
+                timeout.reschedule(until)
+
+    def waiting(self, on: str, step: int) -> None:
+        """Nobody asks."""
+
+    @property
+    def remaining(self) -> float:
+        return self.clock.remaining(time.monotonic())
+
+    @asynccontextmanager
+    async def within(self) -> AsyncIterator[None]:
+        """For as long as the session's deadline allows."""
+        budget = self.clock.budget
+        if budget == float("inf"):
+            yield
+            return
+        said = f"its deadline of {budget:g} seconds has passed"
+        left = self.remaining
+        if left <= 0:
+            raise Truncation("time", said)
+        timeout = asyncio.timeout(None if self.clock.stopped else left)
+        try:
+            async with timeout:
+                self._timeouts.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._timeouts.discard(timeout)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise Truncation("time", said) from None
+
+    @contextmanager
+    def asks(self, key: str) -> Iterator[None]:
+        """A request is under way: its retry can wait for it."""
+        if key in self.asking:  # an equal one, not a retry: it is the first that a retry would mean
+            yield
+            return
+        over = self.asking[key] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self.asking[key]
+            over.set_result(None)
+
+    def news_of(self, session: Session) -> dict[str, int]:
+        """What was counted about its turns since this was asked last."""
+        counts = session.recorder.counts
+        now = {"drifted": counts.drifted, "forks": counts.forks, "rerendered": session.rerendered}
+        new = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
+        self._told = now
+        return new
+
+    def key_of(self, turn: int) -> str:
+        return self._turn_keys.get(turn, "")
+
+    def sampling(self, role: str) -> Sampling:
+        """What goes over whatever a client asks for."""
+        wished = self.registration.roles.get(role, RoleWish()).sampling
+        return wished.over(self.registration.sampling) if role == "policy" else wished
+
+    def answered(self, turn: Turn) -> None:
+        if not turn.key:
+            return
+        self._turn_keys[turn.index] = turn.key
+        self.keys.setdefault(turn.key, []).append(turn)
+        while len(self.keys) > REPLAYED:
+            del self.keys[next(iter(self.keys))]
+
+
+class Registry:
+    """The sessions that one shard owns."""
+
+    def __init__(
+        self,
+        folder: Path,
+        writer: str,
+        roles: Mapping[str, Role],
+        mine: Callable[[str], bool],
+        *,
+        held: bool = False,
+    ) -> None:
+        self.roles = roles
+        self._held = held
+        self.seats: dict[str, Seat] = {}
+        self.past: dict[str, bytes] = {}
+        """Ended and deleted: the digests of their secrets."""
+        self._mine = mine
+        for part in ("sessions", "tokens"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        self._tokens = folder / "tokens"
+        self._lines = TokenWriter(folder / "sessions", writer)
+        self._turns = TokenWriter(folder / "tokens", writer)
+        self._restore(folder)
+
+    # ---- what was there before
+
+    def _restore(self, folder: Path) -> None:
+        with TokenReader(folder / "sessions") as lines:
+            found = [_decode(payload) for file in lines.files() for _, payload in lines.scan(file)]
+        opened = [line for line in found if isinstance(line, Opened) and self._mine(line.registration.id)]
+        for line in sorted(opened, key=lambda one: one.at):
+            self._sit(line)
+        for line in found:
+            if isinstance(line, Ended) and (seat := self.seats.get(line.id)) is not None:
+                seat.ended = line.why
+                if line.why == "deleted":
+                    self._forget(seat)
+            elif isinstance(line, Stopped) and (seat := self.seats.get(line.id)) is not None:
+                seat.truncated = line.reason
+        with TokenReader(self._tokens) as reader:
+            for file in reader.files():
+                for extent, payload in reader.scan(file):
+                    if (seat := self.seats.get(_whose(payload).attempt)) is not None:
+                        seat.extents.append(extent)
+
+    def _sit(self, opened: Opened) -> Seat:
+        budget = opened.registration.budgets.deadline
+        now = time.monotonic()
+        gone = max(0.0, time.time() - opened.at)
+        seat = Seat(opened, StageClock(now - gone, budget if budget is not None else float("inf")))
+        if self._held:
+            seat.hold()
+        self.seats[seat.id] = seat
+        return seat
+
+    def hold(self) -> None:
+        """A pause: the clock of every session stops, also of those to come."""
+        if not self._held:
+            self._held = True
+            for seat in self.seats.values():
+                seat.hold()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            for seat in self.seats.values():
+                seat.release()
+
+    # ---- sessions
+
+    def open(self, registration: Registration) -> tuple[Seat, str]:
+        """A new session and its secret, which nobody can be told again."""
+        if not registration.id:
+            registration = msgspec.structs.replace(registration, id=secrets.token_hex(12))
+        if registration.id in self.seats or registration.id in self.past:
+            raise ConflictError(f"there is a session {registration.id!r} already; an attempt has an id of its own")
+        if len(self.seats) >= MAX_SESSIONS:
+            raise UsageError(f"{MAX_SESSIONS} sessions are open here: delete those that are over")
+        check(registration, self.roles)
+        secret = f"rk-{secrets.token_urlsafe(24)}"
+        opened = Opened(registration, sha256(secret.encode()).digest(), time.time())
+        self._note(opened)
+        return self._sit(opened), secret
+
+    def session(self, seat: Seat) -> Session:
+        """The session of a seat, with what was recorded before."""
+        if seat.session is None:
+            recorder = Recorder.restore(seat.id, self.turns(seat), self._sink(seat))
+            made = Session(
+                seat.id,
+                {name: _wished(role, seat.registration) for name, role in self.roles.items()},
+                seat.registration.budgets.limits(),
+                recorder,
+                seat,
+                seat.registration.seed,
+            )
+            for turn in self.turns(seat):
+                made.count(turn)
+                seat.answered(turn)
+            made.truncated = seat.truncated
+            seat.session = made
+        return seat.session
+
+    def turns(self, seat: Seat) -> list[Turn]:
+        """What was recorded, read back from the disk."""
+        return self.read(seat.extents)
+
+    def read(self, extents: Iterable[Extent]) -> list[Turn]:
+        """Turns from the disk, with files of its own: also from a thread."""
+        with TokenReader(self._tokens) as reader:
+            return [decode_turn(reader.read(extent)) for extent in extents]
+
+    def stopped(self, seat: Seat, reason: TruncatedReason) -> None:
+        """A budget is spent: known also after a restart."""
+        if seat.truncated is None:
+            seat.truncated = reason
+            self._note(Stopped(seat.id, reason))
+
+    def end(self, seat: Seat, why: Ending) -> None:
+        """The session takes no more calls; those under way are cancelled. Ending twice is fine."""
+        if seat.session is not None:
+            seat.session.close()
+        if seat.ended is None or (why == "deleted" and seat.ended != "deleted"):
+            seat.ended = why
+            self._note(Ended(seat.id, why, time.time()))
+        if why == "deleted":
+            self._forget(seat)
+
+    def _forget(self, seat: Seat) -> None:
+        self.seats.pop(seat.id, None)
+        self.past[seat.id] = seat.digest
+        while len(self.past) > MAX_PAST:
+            del self.past[next(iter(self.past))]
+
+    def opens(self, digest: bytes, secret: str) -> bool:
+        return hmac.compare_digest(digest, sha256(secret.encode("utf-8", "replace")).digest())
+
+    # ---- the disk
+
+    def _sink(self, seat: Seat) -> Callable[[Turn], None]:
+        def sink(turn: Turn) -> None:
+            if seat.ended is not None:
+                raise RookeryError(f"session {seat.id} is past: nothing is recorded any more")
+            extent = self._turns.append(encode_turn(turn))
+            self._turns.flush()
+            seat.extents.append(extent)
+            seat.answered(turn)
+
+        return sink
+
+    def _note(self, line: Line) -> None:
+        self._lines.append(_encode(line))
+        self._lines.flush()
+
+    def close(self) -> None:
+        for seat in self.seats.values():
+            if seat.session is not None:
+                seat.session.close()
+        try:
+            self._lines.close()
+        finally:
+            self._turns.close()
+
+
+def owner(session: str, shards: int) -> int:
+    """The shard that a session belongs to, the same in every process."""
+    return crc32(session.encode("utf-8", "replace")) % shards
+
+
+def check(registration: Registration, roles: Iterable[str]) -> None:
+    """Raises `UsageError` in words for what cannot be."""
+    if not ID.fullmatch(registration.id):
+        raise UsageError(f"{registration.id[:80]!r} cannot be a session's id: it is part of an address")
+    known = sorted(roles)
+    for name in registration.roles:
+        if name not in known:
+            raise UsageError(f"no model serves the role {name!r} here; there is: {', '.join(known)}")
+    try:
+        registration.budgets.limits()
+    except ValueError as error:
+        raise UsageError(f"budgets: {error}") from None
+
+
+def _wished(role: Role, registration: Registration) -> Role:
+    model = registration.roles.get(role.name, RoleWish()).model
+    if role.name == "policy":
+        model = model or registration.model
+    return msgspec.structs.replace(role, model=model) if model else role

@@ -1,0 +1,296 @@
+"""A gateway as a whole: its shards started, watched, restarted; its door kept open meanwhile.
+
+    async with Gateway(config, folder) as gateway:
+        seat = await gateway.register({"id": "0.0-1", "model": "policy"})
+
+Promises:
+- the door is open as long as the gateway lives: while a shard starts again, its clients wait or may try again;
+- a shard that dies is started again, with a growing wait where it dies at once; its sessions go on from the disk;
+- when this process ends, in whatever way, its shards end;
+- closing ends every shard and leaves no socket and no folder that was not asked for.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from rookery.core import RookeryError, UsageError
+from rookery.gateway.config import GatewayConfig, ShardSettings
+from rookery.gateway.handed import Giver
+from rookery.gateway.registry import owner
+from rookery.upstreams.http import Client, HttpFailure, header_lines
+
+log = logging.getLogger("rookery.gateway")
+
+START_SECONDS: Final = 60.0
+STOP_SECONDS: Final = 15.0
+LONG_LIFE: Final = 30.0
+"""A shard that lived so long did not die of its start."""
+MAX_WAIT: Final = 10.0
+HURRY: Final = 0.05
+
+
+class Gateway:
+    """Shards behind one door. Without a folder, what is kept is kept for as long as this lives."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        folder: Path | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str | None = None,
+        keys: dict[str, str] | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.key = key or secrets.token_urlsafe(24)
+        self.restarts = 0
+        self.url = ""
+        self._folder = folder
+        self._host = host
+        self._port = port
+        self._keys = keys or {}
+        self._logs = logs
+        self._own: Path | None = None
+        self._listener: socket.socket | None = None
+        self._shards: list[_Process] = []
+        self._client: Client | None = None
+        self._givers: dict[int, Giver] = {}
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _start(self) -> None:
+        self._own = Path(tempfile.mkdtemp(prefix="rookery-gateway-"))  # sockets have short names only
+        folder = self._folder or self._own / "kept"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._listener = bound(self._host, self._port)
+        host, port = self._listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._client = Client(host, port)
+        self._shards = [
+            _Process(self, self._settings(folder, index), self._listener) for index in range(self.config.shards)
+        ]
+        async with asyncio.TaskGroup() as group:
+            for shard in self._shards:
+                group.create_task(shard.start())
+
+    def _settings(self, folder: Path, index: int) -> ShardSettings:
+        assert self._listener is not None
+        return ShardSettings(
+            config=self.config,
+            index=index,
+            key=self.key,
+            folder=str(folder.absolute()),
+            sockets=str(self._own),
+            listener=self._listener.fileno(),
+            keys=self._keys,
+        )
+
+    async def close(self) -> None:
+        """Ends everything. Closing twice is fine."""
+        for giver in self._givers.values():
+            await giver.close()
+        self._givers.clear()
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self._shards:
+            await asyncio.gather(*(shard.stop() for shard in self._shards))
+            self._shards = []
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+    def pids(self) -> list[int]:
+        return [shard.pid for shard in self._shards]
+
+    # ---- for programs that have a gateway of their own
+
+    async def register(self, registration: dict[str, Any]) -> dict[str, str]:
+        """A session: its id, base URL and secret."""
+        said: dict[str, str] = await self.ask("POST", "/rollouts", registration)
+        return said
+
+    async def trajectory(self, session: str) -> dict[str, Any]:
+        said: dict[str, Any] = await self.ask("GET", f"/rollouts/{session}/trajectory")
+        return said
+
+    async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
+        """One of the admin's addresses; raises what it says is wrong."""
+        assert self._client is not None
+        headers = header_lines({"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"})
+        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            async with asyncio.timeout(timeout):
+                response = await self._client.send(method, path, headers, data)
+                answer = msgspec.json.decode(await response.read(1 << 30))
+        except (TimeoutError, HttpFailure) as error:
+            raise RookeryError(f"the gateway does not answer: {error}") from error
+        if response.status >= 400:
+            raise RookeryError(f"the gateway answers {response.status}: {answer['error']['message']}")
+        return answer
+
+    async def hand(self, session: str, listener: socket.socket) -> None:
+        """Serves a session at a listener of its own; kept, and handed over again after a restart."""
+        assert self._own is not None
+        shard = owner(session, self.config.shards)
+        giver = self._givers.get(shard)
+        if giver is None:
+            giver = self._givers[shard] = Giver(self._own, shard)
+        await giver.give(session, listener)
+
+    def take(self, session: str) -> None:
+        """Ends what `hand` began."""
+        giver = self._givers.get(owner(session, self.config.shards))
+        if giver is not None:
+            giver.take(session)
+
+
+class _Process:
+    """One shard's process, and the next when it dies."""
+
+    def __init__(self, gateway: Gateway, settings: ShardSettings, listener: socket.socket) -> None:
+        self._gateway = gateway
+        self._settings = settings
+        self._listener = listener
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """The first life; a shard that cannot start at all is an error."""
+        await self._begin()
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _begin(self) -> None:
+        settings = self._settings
+        logs = self._gateway._logs
+        log_fd = None
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log_fd = os.open(logs / f"shard-{settings.index}.log", flags, 0o600)
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rookery.gateway.shard",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log_fd,
+                pass_fds=(self._listener.fileno(),),
+                start_new_session=True,  # Ctrl-C is for us: shards are ended in order
+            )
+        finally:
+            if log_fd is not None:
+                os.close(log_fd)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        data = msgspec.msgpack.encode(settings)
+        try:
+            process.stdin.write(struct.pack("<I", len(data)) + data)
+            await process.stdin.drain()
+            async with asyncio.timeout(START_SECONDS):
+                ready = await process.stdout.readline()
+        except (TimeoutError, ConnectionError) as error:
+            await self._kill()
+            raise RookeryError(f"shard {settings.index} of the gateway did not start: {error}") from error
+        except BaseException:
+            await self._kill()
+            raise
+        if ready != b"ready\n":
+            await self._kill()
+            raise RookeryError(f"shard {settings.index} of the gateway did not start; its error is in its log")
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait = HURRY
+        while True:
+            assert self._process is not None
+            began = loop.time()
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            wait = HURRY if loop.time() - began > LONG_LIFE else min(MAX_WAIT, 2 * wait)
+            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+            log.error("shard %d of the gateway died (%s); it starts again", self._settings.index, how)
+            while not self._stopping:
+                await asyncio.sleep(wait)
+                try:
+                    await self._begin()
+                    self._gateway.restarts += 1
+                    break
+                except RookeryError as error:
+                    log.error("%s", error)
+                    wait = min(MAX_WAIT, 2 * wait)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                await self._kill()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+
+    async def _kill(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.kill()
+        await process.wait()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket for all shards to listen at; raises `UsageError` in words where it cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(*found[:3])
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(found[4])
+            sock.listen(4096)
+        except BaseException:
+            sock.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(f"cannot serve at {host} port {port}: {why[:1].lower()}{why[1:]}") from error
+    return sock

@@ -1,0 +1,116 @@
+"""The other shards of a gateway, reached over Unix sockets in a folder of their own.
+
+Promises:
+- a request is passed on as it came and its answer as it comes, byte for byte, no more than one piece in memory;
+- a client that goes away takes the passed-on request with it;
+- a shard that is being restarted is a retryable error, at once.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from rookery.gateway.app import PASSED_ON
+from rookery.gateway.dialects.chat import ChatDialect
+from rookery.gateway.http import Answer, Request
+from rookery.gateway.registry import owner
+from rookery.upstreams.http import Client, HttpFailure, Response, header_lines
+
+ASK_SECONDS: Final = 10.0
+"""For what all shards are asked for one page."""
+MAX_PAGE: Final = 64 << 20
+_LEFT_OUT: Final = frozenset(
+    {
+        "host",
+        "connection",
+        "content-length",
+        "transfer-encoding",
+        "expect",
+        "keep-alive",
+        "te",
+        "trailer",
+        "upgrade",
+    }
+)
+_dialect: Final = ChatDialect()
+
+
+def socket_of(folder: Path, shard: int) -> Path:
+    return folder / f"shard-{shard}.sock"
+
+
+class Siblings:
+    """Who owns what, and the way there."""
+
+    def __init__(self, folder: Path, me: int, shards: int) -> None:
+        self._me = me
+        self._shards = shards
+        self._clients = {
+            shard: Client(path=str(socket_of(folder, shard)), keepalive=60.0)
+            for shard in range(shards)
+            if shard != me
+        }
+
+    def mine(self, session: str) -> bool:
+        return owner(session, self._shards) == self._me
+
+    def whose(self, session: str) -> int | None:
+        """The shard that a session belongs to; None where it is ours."""
+        shard = owner(session, self._shards)
+        return None if shard == self._me else shard
+
+    async def forward(self, shard: int, request: Request, out: Answer) -> None:
+        try:
+            response = await self._send(shard, request)
+        except HttpFailure as failure:
+            said = f"this rollout's shard is not there ({failure}); it is being restarted: try again"
+            status, body = _dialect.error("unavailable", said)
+            out.send(status, body, headers=((b"retry-after", b"1"),))
+            return
+        try:
+            await self._pass(response, out)
+        except HttpFailure:
+            out.abort()  # cut off here as it was there: the reader sees that something is missing
+        finally:
+            response.close()
+
+    async def _send(self, shard: int, request: Request) -> Response:
+        headers = {name: value for name, value in request.headers.items() if name not in _LEFT_OUT}
+        headers[PASSED_ON] = str(self._me)
+        headers.setdefault("x-forwarded-host", request.headers.get("host", ""))
+        target = quote(request.path, safe="/:@!$&'()*+,;=~-._%") + (f"?{request.query}" if request.query else "")
+        return await self._clients[shard].send(request.method, target, header_lines(headers), request.body)
+
+    async def _pass(self, response: Response, out: Answer) -> None:
+        kind = (response.headers.get("content-type") or "application/json").encode("latin-1")
+        if response.headers.get("content-length") is not None:
+            out.send(response.status, await response.read(MAX_PAGE), kind)
+            return
+        out.begin(response.status, kind, ((b"cache-control", b"no-cache"),))
+        while chunk := await response.chunk():
+            await out.write(chunk)
+        out.end()
+
+    async def everywhere(self, request: Request) -> list[bytes]:
+        """What all other shards answer; one that does not is left out. Nothing where another shard asks."""
+        if PASSED_ON in request.headers:
+            return []
+        answers = await asyncio.gather(*(self._ask(shard, request) for shard in self._clients))
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, shard: int, request: Request) -> bytes | None:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                response = await self._send(shard, request)
+                try:
+                    body = await response.read(MAX_PAGE)
+                finally:
+                    response.close()
+        except (TimeoutError, HttpFailure):
+            return None
+        return body if response.status == 200 else None
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()

@@ -1,0 +1,97 @@
+"""The tools of a call, as they came and as a chat format reads them.
+
+Promises:
+- tools that were seen just before are read once, however many turns bring them again;
+- kinds of tools that no model of ours can call are left out, never an error.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from rookery.core import ToolSchema
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """What may be called."""
+
+    schemas: tuple[ToolSchema, ...] = ()
+    raw: tuple[msgspec.Raw, ...] = ()
+    """As the client wrote them, where they came over HTTP: with everything that we do not know."""
+    scope: bytes = b""
+    """Tells one set of tools from another: it shapes the prompt."""
+
+    @property
+    def outgoing(self) -> tuple[ToolSchema | msgspec.Raw, ...]:
+        return self.raw or self.schemas
+
+
+NO_TOOLS = Tools()
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: str = "function"
+    function: _Function | None = None
+
+
+class ToolsError(ValueError):
+    """A client's tools that cannot be read; the text says which and why."""
+
+
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_tool = msgspec.json.Decoder(_Tool).decode
+_order = msgspec.json.Encoder(order="sorted").encode
+
+
+def tools_of(schemas: tuple[ToolSchema, ...]) -> Tools:
+    """Of calls made in Python: the same objects each turn."""
+    key = tuple(map(id, schemas))
+    found = _recent.get(key)
+    if found is None or found.schemas != schemas:
+        if len(_recent) >= 64:
+            _recent.clear()
+        found = _recent[key] = Tools(schemas, scope=_scope(schemas))
+    return found
+
+
+_recent: dict[tuple[int, ...], Tools] = {}
+
+
+@lru_cache(maxsize=64)
+def tools_in(raw: bytes) -> Tools:
+    """Of a client's JSON array."""
+    try:
+        items = _items(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ToolsError(f"not a list of tools: {error}") from None
+    schemas: list[ToolSchema] = []
+    kept: list[msgspec.Raw] = []
+    for at, item in enumerate(items):
+        try:
+            tool = _tool(item)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ToolsError(f"tool {at}: {error}") from None
+        if tool.type != "function":
+            continue  # clients offer kinds that only their own provider runs
+        if tool.function is None or not tool.function.name:
+            raise ToolsError(f"tool {at} has no function with a name")
+        function = tool.function
+        kept.append(item.copy())
+        schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
+    if not schemas:
+        return NO_TOOLS
+    return Tools(tuple(schemas), tuple(kept), _scope(schemas))
+
+
+def _scope(schemas: Sequence[ToolSchema]) -> bytes:
+    """Equal for tools that mean the same, whatever their keys' order and spacing."""
+    return blake2b(_order(schemas), digest_size=16).digest()

@@ -1,0 +1,145 @@
+"""Faults on purpose: an upstream that dies, stalls, answers garbage or half an event. Off unless asked for.
+
+Promises:
+- a fault happens to so many of the next requests that it is for, and to no other;
+- bytes are counted on the wire, from the first of the response's head: a cut can be at any of them;
+- events are counted in the stream: what happens after `n` of them happens before the next;
+- a process is only killed where it was started to be: never the one that a test runs in.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+
+Then: TypeAlias = Literal["die", "reset", "stall", "garbage", "half_event", "end", "kill"]
+GARBAGE: Final = b'data: {"choices": [{"inde\x00\xff\xfe not JSON at all\n\n'
+STALL_SECONDS: Final = 600.0
+GENERATING: Final = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate")
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens to the next `count` requests whose path begins with `path`."""
+
+    count: Annotated[int, msgspec.Meta(ge=1)] = 1
+    path: str = ""
+    """Empty: whatever samples."""
+    skip: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """So many that fit pass untouched before."""
+    status: Annotated[int, msgspec.Meta(ge=200, le=599)] | None = None
+    """Answered at once, without looking at the request."""
+    body: str = ""
+    """With `status`; empty: an error object."""
+    headers: dict[str, str] = {}
+    refuse: bool = False
+    """The connection is reset before anything is answered."""
+    after_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    after_events: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    then: Then = "die"
+    """`die`: the connection ends and the response does not, as when a server dies. `reset`: the same by a RST,
+    which may overtake what was sent. `stall`: nothing more comes. `garbage`: bytes that are no event, then the
+    end.
+    `half_event`: half of the next event, then the end, which HTTP takes for a whole response. `end`: the same
+    after whole events. `kill`: SIGKILL to the server."""
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=STALL_SECONDS)] = STALL_SECONDS
+    """How long a stall lasts; then the connection ends."""
+
+    def __post_init__(self) -> None:
+        if self.after_bytes is not None and self.after_events is not None:
+            raise ValueError("a fault is after bytes or after events, not both")
+        if self.after_bytes is not None and self.then in ("half_event", "end"):
+            raise ValueError(f"{self.then} needs after_events: bytes know nothing of events")
+
+    def fits(self, path: str) -> bool:
+        return path.startswith(self.path) if self.path else path in GENERATING
+
+
+class Plan:
+    """The faults that are still to happen, in the order they were asked for."""
+
+    def __init__(self, *, mortal: bool = False) -> None:
+        self._mortal = mortal
+        self._left: list[tuple[Fault, int, int]] = []
+        """Fault, how many it skips still, how many it is for still."""
+        self.happened = 0
+
+    def add(self, fault: Fault) -> None:
+        if fault.then == "kill" and not self._mortal:
+            raise ValueError("this stand-in shares its process: only one of its own can be killed")
+        self._left.append((fault, fault.skip, fault.count))
+
+    def clear(self) -> None:
+        self._left.clear()
+
+    def listed(self) -> list[dict[str, Any]]:
+        return [msgspec.to_builtins(fault) | {"left": left} for fault, _, left in self._left]
+
+    def take(self, path: str) -> Fault | None:
+        for place, (fault, skip, left) in enumerate(self._left):
+            if not fault.fits(path):
+                continue
+            if skip:
+                self._left[place] = (fault, skip - 1, left)
+                return None
+            if left == 1:
+                del self._left[place]
+            else:
+                self._left[place] = (fault, 0, left - 1)
+            self.happened += 1
+            return fault
+        return None
+
+
+class FaultyTransport:
+    """A transport that lets so many bytes through. Everything else is the real one's."""
+
+    def __init__(self, transport: asyncio.Transport, fault: Fault) -> None:
+        self._transport = transport
+        self._fault = fault
+        self._left = fault.after_bytes or 0
+        self.over = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.over:
+            return
+        data = bytes(data)
+        if len(data) <= self._left:
+            self._left -= len(data)
+            self._transport.write(data)
+            return
+        self.over = True
+        self._transport.write(data[: self._left])
+        strike(self._transport, self._fault)
+
+    def writelines(self, parts: Any) -> None:
+        self.write(b"".join(parts))
+
+
+def strike(transport: asyncio.Transport, fault: Fault) -> None:
+    """What happens at the cut. What was written before is sent first, except where the process dies."""
+    if fault.then == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.then == "stall":
+        return
+    elif fault.then == "garbage":
+        transport.write(GARBAGE)
+        transport.close()
+    elif fault.then == "reset":
+        reset(transport)
+    else:
+        transport.close()
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """A RST: a connection that is only closed ends politely once all is sent."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

@@ -1,0 +1,75 @@
+"""Requests and headers as bytes: checked once where they are made, not at every send.
+
+Promises:
+- nothing given as a method, a target or a header can end its line: no request holds a second one;
+- headers that frame the message (`Content-Length`, `Connection`, …) are this package's alone;
+- a refused header is named, its value is not shown.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Final, NewType
+
+from rookery.core import UsageError
+
+HeaderLines = NewType("HeaderLines", bytes)
+"""Checked header lines, ready to be sent."""
+
+NO_LINES: Final = HeaderLines(b"")
+
+_METHOD: Final = re.compile(r"[A-Z]{1,20}")
+_TARGET: Final = re.compile(r"/[!-~]*")
+_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_OURS: Final = frozenset({"connection", "content-length", "expect", "host", "keep-alive", "te", "trailer"}) | {
+    "proxy-connection",
+    "transfer-encoding",
+    "upgrade",
+}
+
+
+def header_lines(headers: Mapping[str, str]) -> HeaderLines:
+    """The headers as lines to send. Make them once and pass them to every `send`."""
+    lines = []
+    for name, value in headers.items():
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"{name[:60]!r} is no name of an HTTP header")
+        if name.lower() in _OURS:
+            raise UsageError(f"the header {name} frames the message and cannot be given")
+        if not _VALUE.fullmatch(value):
+            raise UsageError(
+                f"the value of the header {name} holds a line break or another character HTTP forbids"
+            )
+        lines.append(f"{name}: {value.strip()}\r\n".encode("latin-1"))
+    return HeaderLines(b"".join(lines))
+
+
+@lru_cache(maxsize=512)
+def request_line(method: str, target: str) -> bytes:
+    """The first line of a request; a program uses few different ones."""
+    if not _METHOD.fullmatch(method) or method == "CONNECT":
+        raise UsageError(f"{method[:20]!r} is no method that can be sent")
+    if not _TARGET.fullmatch(target):  # not shown: its query may hold a key
+        raise UsageError(
+            "the target of a request is a path that begins with / and holds no blank; escape the rest"
+        )
+    return f"{method} {target} HTTP/1.1\r\n".encode("ascii")
+
+
+class Headers(Mapping[str, str]):
+    """The headers of an answer, by name in any case. Repeated ones are joined by a comma."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: dict[bytes, bytes]) -> None:
+        self._raw = raw
+
+    def __getitem__(self, name: str) -> str:
+        return self._raw[name.lower().encode("latin-1", "replace")].decode("latin-1").strip()
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)

@@ -1,0 +1,89 @@
+"""The maker of tokenizers: it reads what it fetched right, checks what it made, and fetches nothing twice."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TOKENIZERS
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import make_tokenizers  # noqa: E402
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def gguf(*pairs: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
+
+
+def test_a_vocabulary_is_read_out_of_a_file() -> None:
+    data = gguf(
+        text("a.name") + struct.pack("<I", 8) + text("naïve"),
+        text("a.number") + struct.pack("<If", 6, 0.5),
+        text("a.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("x") + text("é"),
+        text("a.types") + struct.pack("<IIQ3i", 9, 5, 3, 1, 3, -4),
+        text("a.flag") + struct.pack("<I?", 7, True),
+    )
+    assert make_tokenizers.Gguf(data).values == {
+        "a.name": "naïve",
+        "a.number": 0.5,
+        "a.tokens": ["x", "é"],
+        "a.types": [1, 3, -4],
+        "a.flag": True,
+    }
+
+
+@pytest.mark.parametrize("data", [b"nope", b"GGUF" + struct.pack("<IQQ", 9, 0, 0)])
+def test_another_file_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="GGUF"):
+        make_tokenizers.Gguf(data)
+
+
+class Letters:
+    def encode(self, text: str, add_special_tokens: bool) -> "Letters":
+        self.ids = [ord(letter) for letter in text]
+        return self
+
+
+def test_one_that_encodes_otherwise_is_found_out() -> None:
+    between = make_tokenizers.BETWEEN
+    assert make_tokenizers.wrong(Letters(), f"ab{between}c", " 97 98\n 99\n") == ""
+    assert "'c' is [99], not [98]" in make_tokenizers.wrong(Letters(), f"ab{between}c", " 97 98\n 98\n")
+    assert "1 examples but 2 answers" in make_tokenizers.wrong(Letters(), "ab", " 97 98\n 98\n")
+
+
+@pytest.mark.needs("tokenizers")
+def test_what_is_there_is_left_alone_without_a_call_to_the_network() -> None:
+    before = {path: path.stat().st_mtime_ns for path in sorted(TOKENIZERS.glob("*/*"))}
+    program = (
+        "import runpy, subprocess, sys\n"
+        "def refused(*a, **k): raise AssertionError('a program was started')\n"
+        "subprocess.Popen = refused\n"
+        "sys.argv = ['make_tokenizers']\n"
+        f"runpy.run_path({str(ROOT / 'tools' / 'make_tokenizers.py')!r}, run_name='__main__')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert before == {path: path.stat().st_mtime_ns for path in sorted(TOKENIZERS.glob("*/*"))}
+
+
+@pytest.mark.needs("tokenizers")
+def test_the_marks_of_qwen3_have_their_true_ids() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="[probed] tokenizers is not installed")
+    made = tokenizers.Tokenizer.from_file(str(TOKENIZERS / "qwen3" / "tokenizer.json"))
+    marks = {
+        "<|endoftext|>": 151643,
+        "<|im_end|>": 151645,
+        "<tool_call>": 151657,
+        "<think>": 151667,
+        "</think>": 151668,
+    }
+    assert {mark: made.token_to_id(mark) for mark in marks} == marks
+    assert made.encode("<think>", add_special_tokens=False).ids == [151667]

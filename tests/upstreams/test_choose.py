@@ -1,0 +1,147 @@
+"""Which replica answers, and which are left out: decisions without a clock or a socket."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.upstreams.choose import SLACK, choose, mark
+from rookery.upstreams.health import LONGEST, SHORTEST, STRIKES, Health
+
+
+@dataclass
+class Server:
+    name: str
+    load: int = 0
+    limit: int = 256
+
+    @property
+    def salt(self) -> int:
+        return mark(self.name)
+
+
+def servers(*loads: int) -> list[Server]:
+    return [Server(f"http://10.0.0.{n}:8000/v1", load) for n, load in enumerate(loads)]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 1000))
+def test_without_an_affinity_the_least_loaded_is_taken(loads, turn):
+    assert choose(servers(*loads), affinity="", turn=turn).load == min(loads)
+
+
+def test_equals_take_turns():
+    among = servers(0, 0, 0, 0)
+    assert Counter(choose(among, affinity="", turn=turn).name for turn in range(40)) == {s.name: 10 for s in among}
+
+
+def test_load_counts_for_the_size_of_a_server():
+    small, large = Server("a", load=8, limit=10), Server("b", load=20, limit=100)
+    assert choose([small, large], affinity="", turn=0) is large
+
+
+@given(st.integers(0, 100), st.text(max_size=10), st.integers(0, 7))
+def test_an_affinity_has_its_home_whatever_the_turn_and_up_to_the_slack(turn, affinity, at):
+    among = servers(*[0] * 8)
+    home = choose(among, affinity=affinity + "x", turn=0)
+    home.load = SLACK
+    assert choose(among, affinity=affinity + "x", turn=turn) is home
+    home.load = SLACK + 1
+    away = choose(among, affinity=affinity + "x", turn=turn)
+    assert away is not home
+    assert choose(among, affinity=affinity + "x", turn=turn + 1) is away
+
+
+def test_homes_are_spread_evenly():
+    among = servers(*[0] * 8)
+    homes = Counter(choose(among, affinity=f"rollout-{n}", turn=n).name for n in range(8_000))
+    assert len(homes) == 8
+    assert all(850 < count < 1150 for count in homes.values())
+
+
+def test_a_replica_that_goes_moves_only_who_was_at_home_there():
+    among = servers(*[0] * 8)
+    before = {f"r{n}": choose(among, affinity=f"r{n}", turn=0) for n in range(500)}
+    gone = among.pop(3)
+    for affinity, home in before.items():
+        now = choose(among, affinity=affinity, turn=0)
+        assert now is home or home is gone
+    moved = Counter(choose(among, affinity=a, turn=0).name for a, home in before.items() if home is gone)
+    assert len(moved) == 7, "they are spread over all that are left"
+
+
+def test_nobody_waits_at_home_while_another_has_a_place_free():
+    among = [Server("a", limit=4), Server("b", limit=4)]
+    home = choose(among, affinity="x", turn=0)
+    home.load = 4
+    assert choose(among, affinity="x", turn=0) is not home
+    for server in among:
+        server.load = 4
+    assert choose(among, affinity="x", turn=0) is home
+
+
+# --------------------------------------------------------------------------------------------------- health
+
+
+def test_a_replica_that_is_gone_is_left_out_for_a_while_that_grows():
+    health, now, whiles = Health(), 100.0, []
+    for _ in range(10):
+        assert health.failed("gone", "refused", now=now) == (not whiles)
+        assert health.until is not None
+        whiles.append(health.until - now)
+        assert not health.probe(now=health.until - 0.001)
+        now = health.until
+        assert health.probe(now=now)
+        assert not health.probe(now=now), "one at a time"
+    assert whiles[:3] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
+    assert whiles[-1] == LONGEST
+    assert health.why == "refused"
+    assert health.answered()
+    assert (health.well, health.why) == (True, "")
+    assert not health.answered(), "that is no news"
+    assert health.failed("gone", "again", now=now)
+    assert health.until == now + SHORTEST, "it starts over"
+
+
+def test_a_replica_that_fails_is_left_out_after_some_strikes_in_a_row():
+    health = Health()
+    for _ in range(STRIKES - 1):
+        assert not health.failed("failing", "500", now=1.0)
+    health.answered()
+    for _ in range(STRIKES - 1):
+        assert not health.failed("failing", "500", now=1.0)
+    assert health.well
+    assert health.failed("failing", "500", now=1.0)
+    assert not health.well
+
+
+def test_calls_that_began_before_do_not_make_the_while_longer():
+    health = Health()
+    health.failed("gone", "first", now=10.0)
+    for _ in range(100):
+        assert not health.failed("gone", "later", now=10.5)
+    assert (health.until, health.why) == (10.0 + SHORTEST, "first")
+
+
+def test_a_probe_that_came_to_no_end_is_made_again():
+    health = Health()
+    health.failed("gone", "x", now=0.0)
+    assert health.probe(now=5.0)
+    health.unprobed(now=6.0)
+    assert not health.probe(now=6.5)
+    assert health.probe(now=6.0 + SHORTEST)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["gone", "failing", "ok", "probe"]), st.floats(0, 100)), max_size=40))
+def test_health_is_well_or_says_until_when_and_why(steps):
+    health, now = Health(), 0.0
+    for what, seconds in steps:
+        now += seconds
+        if what == "ok":
+            health.answered()
+        elif what == "probe":
+            health.probe(now=now)
+        else:
+            health.failed(what, "why", now=now)
+        assert health.well == (health.until is None) == (health.why == "")
+        assert health.until is None or health.until <= now + LONGEST

@@ -1,0 +1,179 @@
+"""Giving up, at any moment: the connection goes, the server learns of it, nothing is left pending."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rookery.upstreams.http import Client
+from tests.upstreams.http_kit import Script, Wire, answering, both_loops, chunked, fetch, run, turns, until, whole
+
+BODY = b"0123456789" * 30
+
+
+@both_loops
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("tcp", [False, True])
+def test_cancelling_after_any_number_of_turns_leaves_nothing(tcp: bool, streamed: bool, loop: str) -> None:
+    raw = chunked([BODY[:100], BODY[100:200], BODY[200:]])
+
+    async def handle(wire: Wire) -> None:
+        while await wire.request():
+            for at in range(0, len(raw), 40):
+                await wire.send(raw[at : at + 40])
+                await turns(2)
+
+    async def main() -> None:
+        async with Script(handle, tcp=tcp) as server, server.client() as client:
+            finished = number = 0
+            while finished < 3:
+                task = asyncio.create_task(fetch(client, streamed=streamed))
+                await turns(number)
+                number += 1
+                task.cancel()
+                try:
+                    assert await task == BODY
+                    finished += 1
+                except asyncio.CancelledError:
+                    pass
+                # What is not idle is gone at once, and an idle one can be used.
+                await until(lambda: client.live == client.idle == server.open)
+                if number % 2:
+                    assert await fetch(client) == BODY
+            assert number > 15  # else there was nothing to cancel
+
+    run(main(), loop)
+
+
+async def _head(client: Client) -> Any:
+    return await client.send("GET", "/silent")
+
+
+async def _read(client: Client) -> Any:
+    return await (await client.send("GET", "/half")).read(1000)
+
+
+async def _chunk(client: Client) -> Any:
+    response = await client.send("GET", "/half")
+    assert await response.chunk() == b"half"
+    return await response.chunk()
+
+
+@both_loops
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+@pytest.mark.parametrize("wait", [_head, _read, _chunk])
+def test_a_wait_that_is_given_up_ends_the_connection_and_the_server_learns_of_it(
+    wait: Callable[[Client], Awaitable[Any]], how: str, loop: str
+) -> None:
+    async def main() -> None:
+        arrived, gone = asyncio.Event(), asyncio.Event()
+
+        async def handle(wire: Wire) -> None:
+            if b"/half" in await wire.request():
+                await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf")
+                await wire.taken()
+            arrived.set()
+            await wire.gone()
+            gone.set()
+
+        async with Script(handle) as server, server.client() as client:
+            task = asyncio.ensure_future(wait(client))
+            await arrived.wait()
+            await turns()
+            if how == "cancel":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.01):
+                        await task
+            await gone.wait()
+            assert client.idle == 0
+            await until(lambda: client.live == 0)
+
+    run(main(), loop)
+
+
+@both_loops
+def test_cancelling_at_the_moment_the_answer_comes_is_a_cancellation(loop: str) -> None:
+    async def main() -> None:
+        async with Script(answering(whole(BODY))) as server, server.client() as client:
+            task = asyncio.create_task(client.send("GET", "/"))
+            # The head is there and the task has not run since: exactly then it is cancelled.
+            await until(lambda: client.live == 1)
+            [connection] = client._live
+            while connection._response is not None and not connection._response.status:
+                await asyncio.sleep(0)
+            task.cancel()
+            if not task.done():
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until(lambda: client.live == client.idle)
+            assert await fetch(client) == BODY
+
+    run(main(), loop)
+
+
+@both_loops
+def test_cancelling_a_connect_that_hangs_leaves_no_socket(loop: str) -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+            filling = [socket.socket() for _ in range(4)]
+            try:
+                for sock in filling:  # a full queue drops what comes: connecting hangs
+                    sock.setblocking(False)
+                    sock.connect_ex(full.getsockname())
+                async with Client("127.0.0.1", full.getsockname()[1]) as client:
+                    tasks = [asyncio.create_task(client.send("GET", "/")) for _ in range(5)]
+                    await turns()
+                    for task in tasks:
+                        task.cancel()
+                    results = await asyncio.gather(*tasks, return_exceptions=True)
+                    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+                    assert client.live == 0
+            finally:
+                for sock in filling:
+                    sock.close()
+
+    run(main(), loop)
+
+
+@both_loops
+def test_cancelling_one_of_those_who_wait_for_a_name_leaves_the_others_waiting(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookups: list[str] = []
+    proceed = threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: str, port: int, **options: Any) -> Any:
+        if host != "engine.test":
+            return real(host, port, **options)
+        if options.get("flags"):
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        lookups.append(host)
+        assert proceed.wait(30)
+        return real("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+
+    async def main() -> None:
+        async with Script(answering(whole(BODY)), tcp=True) as server:  # noqa: SIM117  (the port is in it)
+            async with Client("engine.test", server.port) as client:
+                tasks = [asyncio.create_task(fetch(client)) for _ in range(20)]
+                await until(lambda: bool(lookups))
+                await turns()
+                for task in tasks[:10]:
+                    task.cancel()
+                await turns()
+                proceed.set()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                assert [type(result) for result in results[:10]] == [asyncio.CancelledError] * 10
+                assert results[10:] == [BODY] * 10
+                assert len(lookups) == 1
+
+    run(main(), loop)

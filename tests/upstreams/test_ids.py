@@ -1,0 +1,68 @@
+"""Token ids between JSON and bytes."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import ints
+from rookery.upstreams.ids import ids_bytes, ids_json, ids_of, without_prompt
+
+token = st.integers(0, 2**31 - 1) | st.integers(0, 200_000)
+few = st.lists(token, max_size=20)
+many = st.builds(lambda some, times: some * times, st.lists(token, min_size=1, max_size=40), st.integers(100, 400))
+
+
+@given(few | many, st.sampled_from([(",", ":"), (", ", ": "), (" ,  ", ":")]))
+def test_what_is_read_is_what_was_written(ids, separators):
+    assert ids_of(json.dumps(ids, separators=separators).encode()) == ints(ids)
+    assert json.loads(bytes(ids_json(ints(ids)))) == ids
+    assert ids_bytes(ids) == ints(ids)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31, 2**63, 10**30, 1.5, "1", None, [1], True])
+@pytest.mark.parametrize("others", [0, 3, 5_000])
+def test_an_id_that_is_none_is_refused(wrong, others):
+    for listed in ([*([7] * others), wrong], [wrong, *([7] * others)]):
+        with pytest.raises(ValueError, match="id"):
+            ids_of(json.dumps(listed).encode())
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[", b"]", b"null", b"{}", b"[1 2]", b"[1,,2]", b"[,1]", b"[1,]", b"[1, ]"]
+)
+@pytest.mark.parametrize("others", [0, 5_000])
+def test_what_is_no_list_of_ids_is_refused(text, others):
+    for whole in (text, text.replace(b"1", b"7," * others + b"1")):
+        with pytest.raises(ValueError, match=r"."):
+            assert ids_of(whole) == b"null"
+
+
+def test_no_warning_comes_of_garbage(recwarn):
+    for text in (b"[" + b"1 2," * 3_000 + b"3]", b"[" + b"1," * 3_000 + b"x]", b"[" + b"1 ,2," * 3_000 + b"3]"):
+        try:
+            ids_of(text)
+        except ValueError:
+            continue
+    assert not recwarn.list
+
+
+@given(many, st.text(max_size=40))
+def test_a_long_answer_is_read_without_its_prompt_and_means_the_same(ids, said):
+    answer = {
+        "said": said + '"prompt_token_ids":[1]',
+        "prompt_token_ids": ids,
+        "after": {"x": [1, 2]},
+        "pad": "x" * 70_000,
+    }
+    lean, found = without_prompt(json.dumps(answer, separators=(",", ":")).encode())
+    assert found == ints(ids)
+    assert json.loads(lean) == {**answer, "prompt_token_ids": None}
+
+
+@given(st.text(max_size=40))
+def test_an_answer_that_only_talks_about_ids_is_left_alone(said):
+    answer = {"said": said + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
+    data = json.dumps(answer, separators=(",", ":")).encode()
+    assert without_prompt(data) == (data, b"")

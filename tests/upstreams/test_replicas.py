@@ -1,0 +1,155 @@
+"""Several replicas: another one when nothing was delivered, those that fail left out until they answer."""
+
+import asyncio
+
+import pytest
+
+from rookery.core import UpstreamError
+from rookery.upstreams import ModelRequest
+from rookery.upstreams.health import SHORTEST
+from tests.servers import Answer, ModelServer
+from tests.upstreams.engines import Engine, Play
+from tests.upstreams.helpers import ASK, of_kind, upstream
+from tests.upstreams.test_streaming import CHAT, STREAM
+
+WHOLE = {"choices": [{"message": {"content": "there"}, "finish_reason": "stop"}]}
+
+
+def later(up, seconds):
+    """As if some seconds had passed since the failures."""
+    for replica in up.replicas:
+        if replica.health.until is not None:
+            replica.health.until -= seconds
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Play(WHOLE, cut=0),
+        Play(WHOLE, cut=10),
+        Play({"error": {"message": "EngineDeadError"}}, status=500),
+        Play({"error": {"message": "restarting"}}, status=502),
+        Play({"error": {"message": "busy"}}, status=503),
+    ],
+)
+@pytest.mark.parametrize("affinity", ["", "r1"])
+async def test_another_replica_answers_when_nothing_was_delivered(first, affinity):
+    ask = ModelRequest(model="m", messages=ASK.messages, affinity=affinity)
+    async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url, retries=1) as up:
+        one.on(CHAT, first)
+        two.on(CHAT, Play(WHOLE))
+        for _ in range(4):
+            reply = await up.complete(ask, timeout=30)
+            assert (reply.message.text, reply.replica) == ("there", f"{two.url}/v1")
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 504])
+async def test_what_every_replica_would_say_is_not_asked_of_the_next_one(status):
+    async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url) as up:
+        for engine in (one, two):
+            engine.on(CHAT, Play({"error": {"message": "no"}}, status=status))
+        with pytest.raises(UpstreamError):
+            await up.complete(ASK, timeout=30)
+        assert len(one.requests) + len(two.requests) == 1
+
+
+async def test_a_request_that_fails_its_server_is_not_passed_on_to_every_one():
+    async with (
+        Engine() as one,
+        Engine() as two,
+        Engine() as three,
+        of_kind("openai", one.url, two.url, three.url, retries=5) as up,
+    ):
+        for engine in (one, two, three):
+            engine.on(CHAT, Play({"error": {"message": "crash"}}, status=500))
+        with pytest.raises(UpstreamError):
+            await up.complete(ASK, timeout=30)
+        assert len(one.requests) + len(two.requests) + len(three.requests) == 2
+
+
+async def test_a_replica_that_is_gone_is_left_out_says_why_and_comes_back_when_it_answers(caplog):
+    async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
+        await one.stop()
+        for _ in range(6):
+            assert (await up.complete(ASK, timeout=30)).message.text == "two"
+        states = {state.name: state for state in up.states()}
+        left_out = states[f"{one.url}/v1"]
+        assert not left_out.well
+        assert "refused" in left_out.why
+        assert states[f"{two.url}/v1"].well
+        assert len([r for r in caplog.records if "left out" in r.message]) == 1
+        async with one:
+            assert (await up.complete(ASK, timeout=30)).message.text == "two", "not before its while is over"
+            later(up, SHORTEST)
+            await up.complete(ASK, timeout=30)
+            await asyncio.gather(*up._tasks)
+            assert all(state.well and not state.why for state in up.states())
+            assert {(await up.complete(ASK, timeout=30)).message.text for _ in range(4)} == {"one", "two"}
+
+
+async def test_a_probe_that_fails_leaves_a_replica_out_for_longer():
+    async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
+        await one.stop()
+        for _ in range(2):
+            await up.complete(ASK, timeout=30)
+        gone = up.replicas[0].health
+        for factor in (2, 4, 8):
+            later(up, 100)
+            await up.complete(ASK, timeout=30)
+            await asyncio.gather(*up._tasks)
+            left = gone.until - asyncio.get_running_loop().time()
+            assert SHORTEST * factor / 2 < left <= SHORTEST * factor
+
+
+async def test_where_all_are_left_out_calls_go_on_trying():
+    async with ModelServer("one") as one, ModelServer("two") as two, upstream(one.url, two.url, retries=1) as up:
+        await one.stop()
+        await two.stop()
+        with pytest.raises(UpstreamError):
+            await up.complete(ASK, timeout=30)
+        assert not any(state.well for state in up.states())
+        async with two:
+            assert (await up.complete(ASK, timeout=30)).message.text == "two"
+
+
+async def test_a_replica_that_times_out_is_left_out_only_after_some():
+    async with (
+        ModelServer("two") as two,
+        ModelServer(Answer(hold=asyncio.Event())) as one,
+        upstream(one.url, two.url, retries=0) as up,
+    ):
+        results = []
+        for _ in range(8):
+            results += await asyncio.gather(up.complete(ASK, timeout=0.1), return_exceptions=True)
+        timeouts = [result for result in results if isinstance(result, UpstreamError)]
+        assert [error.code for error in timeouts] == ["upstream.timeout"] * 3
+        assert not up.states()[0].well
+
+
+async def test_a_larger_size_lets_those_in_who_wait():
+    hold = asyncio.Event()
+    async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
+        held: list[bool] = []
+        calls = [asyncio.create_task(up.complete(ASK, timeout=30, held=held.append)) for _ in range(3)]
+        await server.requested(1)
+        assert up.replicas[0].places.waiting == 2
+        up.replicas[0].places.resize(3)
+        await server.requested(3)
+        assert held == [True, True, False, False]
+        hold.set()
+        assert all(reply.queued >= 0 for reply in await asyncio.gather(*calls))
+        assert up.replicas[0].places.taken == 0
+
+
+async def test_streams_go_elsewhere_too():
+    async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url, retries=1) as up:
+        one.on(CHAT, Play(events=STREAM, cut=60))
+        two.on(CHAT, Play(events=STREAM))
+        for _ in range(4):
+            told = []
+
+            async def news(delta, told=told):
+                told.append(delta.content)
+
+            reply = await up.complete(ASK, timeout=30, news=news)
+            assert "".join(told) == reply.message.text == "héllo world"

@@ -1,0 +1,89 @@
+"""Events are taken apart as their bytes arrive."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.upstreams import sse
+from rookery.upstreams.sse import Events, TooLong
+
+data = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12).map(str.encode)
+lines = st.one_of(
+    data.map(lambda value: b"data: " + value),
+    data.map(lambda value: b"data:" + value),
+    data.map(lambda value: b": " + value),
+    data.map(lambda value: b"event: " + value),
+    st.sampled_from([b"data", b":", b"id: 4", b"retry: 10", b"what is this"]),
+)
+events = st.lists(st.lists(lines, min_size=1, max_size=4), max_size=6)
+
+
+def reference(stream: list[list[bytes]]) -> list[bytes]:
+    """As the standard says it, line by line."""
+    found = []
+    for event in stream:
+        said = []
+        for line in event:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                said.append(value[1:] if value.startswith(b" ") else value)
+        if said:
+            found.append(b"\n".join(said))
+    return found
+
+
+@given(st.data(), events, st.sampled_from([b"\n", b"\r\n", b"\r"]), st.booleans())
+def test_an_event_is_the_same_wherever_its_bytes_were_split(draw, stream, ending, mark):
+    raw = (b"\xef\xbb\xbf" if mark else b"") + b"".join(
+        b"".join(line + ending for line in event) + ending for event in stream
+    )
+    cuts = sorted(draw.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    parser, found = Events(), []
+    for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+        found += parser.feed(raw[begin:end])
+    assert found == reference(stream)
+    assert not parser.half
+
+
+@given(events, st.sampled_from([b"\n", b"\r\n", b"\r"]))
+def test_every_byte_alone_is_as_good_as_all_at_once(stream, ending):
+    raw = b"".join(b"".join(line + ending for line in event) + ending for event in stream)
+    parser = Events()
+    assert [one for byte in raw for one in parser.feed(bytes([byte]))] == Events().feed(raw) == reference(stream)
+
+
+def test_an_event_is_given_with_its_last_byte_and_not_before():
+    raw = b'data: {"a": 1}\n\n'
+    parser = Events()
+    assert [parser.feed(raw[n : n + 1]) for n in range(len(raw))][:-1] == [[]] * (len(raw) - 1)
+    parser = Events()
+    assert parser.feed(raw[:-1]) == []
+    assert parser.half
+    assert parser.feed(raw[-1:]) == [b'{"a": 1}']
+    assert not parser.half
+
+
+def test_a_carriage_return_ends_a_line_without_waiting_for_what_follows():
+    parser = Events()
+    assert parser.feed(b"data: 1\r\r") == [b"1"]
+    assert parser.feed(b"\ndata: 2\r\n\r\n") == [b"2"]
+
+
+def test_an_event_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(sse, "MAX_EVENT", 1000)
+    parser = Events()
+    for _ in range(10):
+        assert parser.feed(b"x" * 100) == []
+    with pytest.raises(TooLong):
+        parser.feed(b"x")
+
+
+def test_a_long_event_in_many_pieces_costs_what_its_bytes_cost():
+    """Looked through once, not again with every piece: the bytes that are searched are counted."""
+    parser = Events()
+    raw = b"data: " + b"x" * 100_000 + b"\n\n"
+    found = []
+    for at in range(0, len(raw), 100):
+        found += parser.feed(raw[at : at + 100])
+        assert parser._seen == len(parser._kept)
+    assert found == [b"x" * 100_000]

@@ -1,0 +1,259 @@
+"""Pauses, aborts and swaps of weights, as the schedulers of vLLM and SGLang do them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rookery.upstreams.embedded.batch import Batch, Job
+from rookery.upstreams.embedded.llama import Llama
+from rookery.upstreams.embedded.sampler import Choice
+from rookery.upstreams.embedded.service import News, Ticket, _told
+from rookery.upstreams.embedded.weights import Weights
+from tests.standins import Speaks, StandinServer, small_weights, standin
+
+PROMPT = [256, 72, 105, 32, 116, 104, 101, 114, 101]
+BOTH = pytest.mark.parametrize("speaks", ["vllm", "sglang"])
+
+
+class Asked:
+    """One request in the engine's own token-in format, and its answer in common terms."""
+
+    def __init__(self, server: StandinServer, name: str, *, most: int = 40) -> None:
+        self.server = server
+        if server.speaks == "vllm":
+            params = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "logprobs": 0}
+            self.path, body = "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params}
+            self.body: Any = body | {"request_id": name}
+        else:
+            params = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
+            self.path, body = "/generate", {"input_ids": PROMPT, "sampling_params": params}
+            self.body = body | {"rid": name, "return_logprob": True}
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> tuple[list[int], list[float], str]:
+        status, said = await self.server.post(self.path, self.body)
+        assert status == 200, said
+        if self.server.speaks == "vllm":
+            choice = said["choices"][0]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            return choice["token_ids"], logprobs, choice["finish_reason"]
+        meta = said["meta_info"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        return said["output_ids"], logprobs, meta["finish_reason"]["type"]
+
+    async def answer(self) -> tuple[list[int], list[float], str]:
+        async with asyncio.timeout(60):
+            return await self.task
+
+
+async def pause(server: StandinServer, mode: str) -> None:
+    """vLLM's words: keep, keep without clearing (`kept`), abort, wait."""
+    if server.speaks == "vllm":
+        clear = "false" if mode == "kept" else "true"
+        path, body = f"/pause?mode={mode.replace('kept', 'keep')}&clear_cache={clear}", None
+    else:
+        path, body = "/pause_generation", {"mode": {"keep": "retract", "kept": "in_place", "abort": "abort"}[mode]}
+    status, said = await server.post(path, body)
+    assert status == 200, said
+
+
+async def resume(server: StandinServer) -> None:
+    path = "/resume" if server.speaks == "vllm" else "/continue_generation"
+    assert (await server.post(path, {}))[0] == 200
+
+
+async def update(server: StandinServer, path: str) -> None:
+    if server.speaks == "vllm":
+        asked: tuple[str, Any] = ("/update_weights", {"update_info": {"path": path}})
+    else:
+        asked = ("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+    status, said = await server.post(*asked)
+    assert status == 200, said
+
+
+def llama(seed: int) -> Llama:
+    return Llama(Weights.load(small_weights(seed, seed)))
+
+
+def drawn(batch: Batch, job: Job) -> Job:
+    batch.add(job)
+    while not job.finish:
+        batch.step()
+    return job
+
+
+def greedy(prompt: list[int], most: int) -> Job:
+    return Job(prompt, most=most, seed=0, choice=Choice(temperature=0.0))
+
+
+@BOTH
+@pytest.mark.parametrize("mode", ["keep", "kept"])
+async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: Speaks, mode: str) -> None:
+    async with standin(speaks, weights=small_weights(1, 1)) as server:
+        with server.freezing(10):
+            asked = Asked(server, "a")
+            await server.frozen(10)
+        await pause(server, mode)
+        await update(server, str(small_weights(2, 2)))
+        assert not asked.task.done()
+        await resume(server)
+        tokens, logprobs, finish = await asked.answer()
+    assert finish == "length"
+    old = Batch(llama(1))
+    before = greedy(PROMPT, 40)
+    old.add(before)
+    for _ in range(10):
+        old.step()
+    assert tokens[:10] == before.tokens
+    anew = drawn(Batch(llama(2)), greedy([*PROMPT, *tokens[:10]], 30))
+    if mode == "keep":
+        assert tokens[10:] == anew.tokens
+        assert logprobs[10:] == pytest.approx(anew.logprobs, abs=1e-4)
+        return
+    old.replace(llama(2))
+    while not before.finish:
+        old.step()
+    assert tokens == before.tokens
+    assert logprobs == pytest.approx(before.logprobs, abs=1e-4)
+    assert logprobs[10] != pytest.approx(anew.logprobs[0], abs=1e-4), "the old keys and values did not matter"
+
+
+@BOTH
+async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(speaks: Speaks) -> None:
+    async with standin(speaks) as server:
+        undisturbed = await Asked(server, "a").answer()
+        for mode in ("keep", "kept"):
+            with server.freezing(7):
+                asked = Asked(server, "a")
+                await server.frozen(7)
+            await pause(server, mode)
+            await resume(server)
+            tokens, logprobs, finish = await asked.answer()
+            assert (tokens, finish) == (undisturbed[0], undisturbed[2])
+            assert logprobs == undisturbed[1]
+
+
+@BOTH
+async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: Speaks) -> None:
+    async with standin(speaks, places=1) as server:
+        with server.freezing(5):
+            running = Asked(server, "a")
+            await server.frozen(5)
+            waiting = Asked(server, "b")
+            await server.until(1, 1)
+        await pause(server, "abort")
+        tokens, _, finish = await running.answer()
+        assert (len(tokens), finish) == (5, "abort")
+        tokens, _, finish = await waiting.answer()
+        assert (tokens, finish) == ([], "abort")
+        later = Asked(server, "c")
+        await server.until(0, 1)
+        await resume(server)
+        assert (await later.answer())[2] == "length"
+
+
+async def test_a_pause_that_waits_lets_what_is_under_way_end_and_nothing_begin() -> None:
+    async with standin("vllm", places=1) as server:
+        with server.freezing(5):
+            running = Asked(server, "a")
+            await server.frozen(5)
+            waiting = Asked(server, "b")
+            await server.until(1, 1)
+        await pause(server, "wait")
+        assert (await server.get("/is_paused"))[1] == {"is_paused": True}
+        assert len((await running.answer())[0]) == 40
+        assert await server.running() == (0, 1)
+        await resume(server)
+        assert len((await waiting.answer())[0]) == 40
+        assert (await server.get("/is_paused"))[1] == {"is_paused": False}
+
+
+@BOTH
+async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: Speaks) -> None:
+    async with standin(speaks) as server:
+        await pause(server, "kept")
+        first, second = Asked(server, "one"), Asked(server, "two")
+        await server.until(0, 2)
+        with server.freezing(5):
+            await resume(server)
+            await server.frozen(5)
+        await pause(server, "kept")
+        if speaks == "vllm":
+            status, said = await server.post("/abort_requests", {"request_ids": ["generate-tokens-one"]})
+            assert (status, said) == (200, {"status": "aborted", "aborted": 1})
+            assert (await first.answer())[2] == "abort"
+        else:
+            assert (await server.post("/abort_request", {"rid": "one"})) == (200, None)
+            assert not first.task.done()  # it ends at its next token, and there is none before the pause ends
+        await resume(server)
+        assert (await first.answer())[2] == "abort"
+        assert (await second.answer())[2] == "length"
+
+
+async def test_weights_of_another_shape_change_nothing() -> None:
+    async with standin("vllm") as server:
+        before = await Asked(server, "a").answer()
+        status, said = await server.post("/update_weights", {"update_info": {"path": "/nowhere"}})
+        assert status == 500
+        assert said["error"]["type"] == "Internal Server Error"
+        assert await Asked(server, "b").answer() == before
+
+
+async def test_sglang_without_a_pause_waits_for_what_is_under_way_before_it_takes_new_weights() -> None:
+    async with standin("sglang", weights=small_weights(1, 1)) as server:
+        undisturbed = await Asked(server, "a").answer()
+        with server.freezing(5):
+            running = Asked(server, "a")
+            await server.frozen(5)
+        swap = asyncio.create_task(update(server, str(small_weights(2, 2))))
+        assert server.standin is not None
+        async with asyncio.timeout(60):
+            while not server.standin.engine.paused:
+                await asyncio.sleep(0.002)
+        await swap
+        assert await running.answer() == undisturbed
+        assert (await Asked(server, "b").answer())[0] != undisturbed[0]
+
+
+async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
+    async with standin("sglang") as server:
+        with server.freezing(5):
+            running = Asked(server, "a")
+            await server.frozen(5)
+        await pause(server, "kept")
+        assert (await server.post("/flush_cache"))[0] == 400
+        body = {"model_path": str(small_weights(2, 2))}
+        status, said = await server.post("/update_weights_from_disk", body)
+        assert (status, said["success"]) == (400, False)
+        await resume(server)
+        assert (await running.answer())[2] == "length"
+        assert (await server.post("/flush_cache"))[0] == 200
+
+
+async def test_a_sequence_has_ended_when_its_last_token_is_told_and_not_before() -> None:
+    """News of an earlier token may reach the loop when the thread has drawn the last: who waits must wait on."""
+    seen: list[int] = []
+    job = greedy(PROMPT, 2)
+    ticket = Ticket(job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.told))
+    job.take(97, -1.0)
+    job.told = 1
+    job.take(98, -1.0)
+    assert job.finish
+    _told([News(ticket)])
+    assert not ticket.future.done()
+    job.told = 2
+    _told([News(ticket, ended=True)])
+    assert ticket.future.done()
+    assert seen == [1, 2]
+
+
+@BOTH
+async def test_every_stream_ends_however_the_thread_and_the_loop_meet(speaks: Speaks) -> None:
+    async with standin(speaks) as server:
+        assert server.standin is not None
+        for _ in range(5):
+            asked = Asked(server, "a", most=60)
+            await asked.answer()
+            events = await server.events(asked.path, asked.body | {"stream": True})
+            assert len(events) == 61

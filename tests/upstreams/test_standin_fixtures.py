@@ -1,0 +1,71 @@
+"""Exact requests, and answers in the documented format of vLLM and SGLang, kept as files.
+
+The files were written from the engines' protocol models. An answer has exactly their keys and types; strings are
+compared where a client goes by them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.standins import standin
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FILES = sorted(FIXTURES.glob("*/*.json"))
+EXACT = {"object", "type", "role", "finish_reason", "status", "param", "code", "owned_by", "matched", "retryable"}
+"""Keys whose values clients go by."""
+
+
+def check(expected: Any, got: Any, where: str = "$") -> None:
+    """The same keys and types; each element of a list like the expected one at its place, or like the last."""
+    if isinstance(expected, dict):
+        assert isinstance(got, dict), where
+        assert set(got) == set(expected) or where.endswith("top_logprobs[]"), (where, set(got) ^ set(expected))
+        for key in set(expected) & set(got):
+            if key in EXACT and not isinstance(expected[key], dict | list):
+                assert got[key] == expected[key], (where, key, got[key])
+            check(expected[key], got[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert isinstance(got, list), where
+        assert bool(got) == bool(expected), (where, got)
+        assert len(got) == len(expected) or where.rpartition(".")[2] not in ("choices", "data", "$"), where
+        for place, value in enumerate(got):
+            check(expected[min(place, len(expected) - 1)], value, f"{where}[]")
+    else:
+        assert type(got) is type(expected), (where, expected, got)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
+async def test_answers_a_kept_request_with_exactly_the_documented_keys_and_types(file: Path) -> None:
+    kept = orjson.loads(file.read_bytes())
+    asked = kept["request"]
+    async with standin(file.parent.name, weights=None) as server:  # type: ignore[arg-type]
+        async with server.http.request(
+            asked["method"],
+            server.root + asked["path"],
+            params=asked["query"],
+            headers=asked["headers"],
+            json=asked["body"],
+        ) as answer:
+            body = await answer.read()
+        assert answer.status == kept["status"], body
+        if "events" in kept:
+            pieces = body.split(b"\n\n")
+            assert pieces.pop() == b""
+            found = [piece.removeprefix(b"data: ") for piece in pieces]
+            got = [piece.decode() if piece == b"[DONE]" else orjson.loads(piece) for piece in found]
+            assert len(got) == len(kept["events"]), got
+            for number, (expected, event) in enumerate(zip(kept["events"], got, strict=True)):
+                check(expected, event, f"event {number}")
+            return
+        said: Any = orjson.loads(body) if body else None
+        check(kept["response"], said)
+        if "message" in kept:
+            assert said["error"]["message"] == kept["message"]
+
+
+def test_every_kept_request_is_read() -> None:
+    assert len(FILES) >= 48
+    assert {file.parent.name for file in FILES} == {"vllm", "sglang"}

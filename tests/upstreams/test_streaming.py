@@ -1,0 +1,370 @@
+"""Streams of the OpenAI protocol: told as they come, never taken for whole when they are not."""
+
+import asyncio
+import gc
+
+import orjson
+import pytest
+
+from rookery.core import Message, ToolCall, Truncation, UpstreamError, floats, ints
+from rookery.upstreams import ModelRequest
+from rookery.upstreams.http import Response
+from rookery.upstreams.protocol import Delta
+from tests.upstreams.engines import DONE, Engine, Play, event
+from tests.upstreams.helpers import ASK, KEY, News, of_kind
+
+CHAT = "/v1/chat/completions"
+
+
+def chunk(index=0, **choice):
+    return event({"id": "x", "object": "chat.completion.chunk", "choices": [{"index": index, **choice}]})
+
+
+def said(text, *ids, finish=None, **more):
+    logprobs = {"content": [{"token": "t", "logprob": -i / 8, "bytes": None, "top_logprobs": []} for i in ids]}
+    return chunk(delta={"content": text, **more}, token_ids=list(ids), logprobs=logprobs, finish_reason=finish)
+
+
+FIRST = event(
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2]}
+)
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}})
+STREAM = [FIRST, b": ping\n\n", said("héllo", 5), said(" wor", 6, 7), said("ld", 8, finish="stop"), USAGE, DONE]
+SAMPLED, LOGPROBS = ints([5, 6, 7, 8]), floats([-5 / 8, -6 / 8, -7 / 8, -1.0])
+
+
+async def test_an_answer_is_told_piece_by_piece_and_comes_back_whole():
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM))
+        news = News()
+        reply = await up.complete(ASK, timeout=30, news=news)
+        news.begins(reply)
+        assert (reply.message, reply.finish) == (Message("assistant", "héllo world"), "stop")
+        assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), SAMPLED, LOGPROBS)
+        assert (reply.prompt_tokens, reply.sampled_tokens) == (2, 4)
+        assert news.prompt == ints([1, 2])
+        assert news.deltas[0].prompt == ints([1, 2])
+        body = engine.requests[0].body
+        assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
+
+
+async def test_the_first_piece_is_passed_on_before_the_second_is_there():
+    permits = asyncio.Semaphore(0)
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM, between=permits))
+        told: asyncio.Queue[Delta] = asyncio.Queue()
+        call = asyncio.create_task(up.complete(ASK, timeout=30, news=told.put))
+        for expected in ("", "héllo", " wor", "ld"):
+            permits.release()
+            if expected == "héllo":
+                permits.release()  # the comment
+            assert (await told.get()).content == expected
+        for _ in range(2):
+            permits.release()
+        assert (await call).finish == "stop"
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+async def test_events_that_come_together_are_told_together(together):
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        pieces = [b"".join(STREAM[at : at + together]) for at in range(0, len(STREAM), together)]
+        engine.on(CHAT, Play(events=pieces))
+        news = News()
+        news.begins(await up.complete(ASK, timeout=30, news=news))
+        assert len(news.deltas) <= len(pieces)
+
+
+async def test_a_stream_cut_at_any_byte_is_an_error_or_whole_and_its_news_are_a_beginning():
+    whole = Play(events=STREAM).raw()
+    raw = b"".join(whole)
+    finished = raw.index(b'"stop"')
+    outcomes = set()
+    async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
+        for cut in range(1, len(raw) + 1):
+            engine.on(CHAT, Play(events=STREAM, cut=cut))
+            news = News()
+            (reply,) = await asyncio.gather(up.complete(ASK, timeout=30, news=news), return_exceptions=True)
+            if isinstance(reply, UpstreamError):
+                assert KEY not in str(reply)
+                outcomes.add(reply.code)
+                assert "héllo world".startswith(news.content)
+                assert SAMPLED.startswith(news.sampled)
+                assert LOGPROBS.startswith(news.logprobs)
+                assert len(news.sampled) == len(news.logprobs)
+            else:
+                assert cut > finished, "a stream that ends without its finish is not an answer"
+                assert (reply.sampled, reply.message.text) == (SAMPLED, "héllo world")
+                news.begins(reply)
+                outcomes.add("whole")
+        assert outcomes == {"upstream.cut", "upstream.unreachable", "whole"}
+        assert up.replicas[0].load == up.replicas[0].places.taken == 0
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ([FIRST, said("a", 1), DONE], "without the answer's finish"),
+        ([FIRST, said("a", 1)], "without the answer's finish"),
+        ([FIRST, said("a", 1), b'data: {"choi'], "in the middle of an event"),
+        ([], "without the answer's finish"),
+        ([b": nothing\n\n"], "without the answer's finish"),
+    ],
+)
+async def test_a_stream_that_ends_without_its_finish_is_cut(stream, words):
+    async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
+        engine.on(CHAT, Play(events=stream))
+        with pytest.raises(UpstreamError, match=words) as caught:
+            await up.complete(ASK, timeout=30, news=News())
+        assert caught.value.code == "upstream.cut"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        STREAM[:-1],
+        [*STREAM[:-2]],
+        [*STREAM[:-2], b"data: half an ev"],
+        [one.replace(b"\n", b"\r\n") for one in STREAM],
+        [one.replace(b"data: ", b"data:") for one in STREAM],
+    ],
+)
+async def test_what_follows_the_finish_is_not_needed(stream):
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=stream))
+        assert (await up.complete(ASK, timeout=30, news=News())).sampled == SAMPLED
+
+
+async def test_a_server_that_never_says_farewell_is_left(monkeypatch):
+    monkeypatch.setattr("rookery.upstreams.replica.FAREWELL_SECONDS", 0.05)
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
+        assert (await up.complete(ASK, timeout=30, news=News())).sampled == SAMPLED
+        await engine.until(lambda: engine.gone == 1)
+
+
+async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=[FIRST, said("a", 1), said("b", 2)], stall=asyncio.Event()))
+        news = News()
+        with pytest.raises(UpstreamError) as caught:
+            await up.complete(ASK, timeout=0.3, news=news)
+        assert (caught.value.code, news.content) == ("upstream.timeout", "a")
+        await engine.until(lambda: engine.gone == 1)
+        assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (event(b"garbage"), "upstream.protocol"),
+        (event({"choices": [{"index": 0, "delta": {"content": 3}}]}), "upstream.protocol"),
+        (event({"choices": [{"delta": {}, "token_ids": [-1]}]}), "upstream.protocol"),
+        (event({"choices": [{"delta": {}, "token_ids": [1], "logprobs": {"content": []}}]}), "upstream.protocol"),
+        (event({"choices": [{"delta": {}, "token_ids": [3]}]}), "upstream.protocol"),
+        (event({"choices": [{"delta": {}, "finish_reason": "why"}]}), "upstream.protocol"),
+        (event({"choices": [{"delta": {"tool_calls": [{"index": 4}]}}]}), "upstream.protocol"),
+        (event({"error": {"message": f"dead {KEY}", "code": 500}}), "upstream.error"),
+        (event({"error": {"message": "busy", "code": 503}}), "upstream.overloaded"),
+        (event({"object": "error", "message": "dead"}), "upstream.error"),
+    ],
+)
+@pytest.mark.parametrize("last", [b"", DONE])
+async def test_a_bad_event_in_the_middle_ends_the_call_and_is_not_tried_again(bad, cause, last):
+    permits = asyncio.Semaphore(2)
+
+    class Letting(News):
+        async def __call__(self, delta: Delta) -> None:
+            await super().__call__(delta)
+            if delta.content:
+                for _ in range(3):
+                    permits.release()
+
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        events = [FIRST, said("a", 1), bad, said("b", 2, finish="stop"), last or b":\n\n"]
+        engine.on(CHAT, Play(events=events, between=permits))
+        news = Letting()
+        with pytest.raises(UpstreamError) as caught:
+            await up.complete(ASK, timeout=30, news=news)
+        assert caught.value.code == cause
+        assert KEY not in str(caught.value)
+        assert (news.content, len(engine.requests)) == ("a", 1)
+
+
+async def test_a_full_context_said_inside_of_a_stream_truncates():
+    words = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=[event({"error": {"message": words, "code": 400}}), DONE]))
+        with pytest.raises(Truncation):
+            await up.complete(ASK, timeout=30, news=News())
+
+
+# ---------------------------------------------------------------------------------------------- trying again
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Play(events=STREAM, cut=0),
+        Play(events=[], cut=None),
+        Play(events=[b": ping\n\n"]),
+        Play(events=STREAM, cut=90),
+        Play(status=503, body={"error": {"message": "busy"}}),
+        Play(events=[event({"error": {"message": "busy", "code": 503}})]),
+    ],
+)
+async def test_a_call_is_tried_again_when_nothing_was_told(first):
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, first, Play(events=STREAM))
+        news = News()
+        news.begins(await up.complete(ASK, timeout=30, news=news))
+        assert len(engine.requests) == 2
+
+
+async def test_a_call_is_never_tried_again_after_a_piece_was_told():
+    async with Engine() as one, Engine() as two, of_kind("openai", one.url, two.url) as up:
+        for engine in (one, two):
+            engine.on(CHAT, Play(events=[FIRST, said("a", 1)]))
+        with pytest.raises(UpstreamError) as caught:
+            await up.complete(ASK, timeout=30, news=News())
+        assert caught.value.code == "upstream.cut"
+        assert len(one.requests) + len(two.requests) == 1
+
+
+async def test_a_server_that_does_not_know_how_to_stream_is_told_in_one_piece():
+    whole = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop", "token_ids": [4]}]}
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(body=whole))
+        news = News()
+        news.begins(await up.complete(ASK, timeout=30, news=news))
+        assert len(news.deltas) == 1
+
+
+async def test_stream_options_are_left_out_where_they_are_refused():
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(status=400, body={"error": "Unknown: stream_options"}), Play(events=STREAM))
+        for _ in range(2):
+            await up.complete(ASK, timeout=30, news=News())
+        assert ["stream_options" in request.body for request in engine.requests] == [True, False, False]
+
+
+# -------------------------------------------------------------------------------------------------- the news
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("the client went away"), TimeoutError(), ValueError("x")])
+async def test_what_news_raises_comes_out_as_it_stands(error):
+    async def news(_: Delta) -> None:
+        raise error
+
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
+        with pytest.raises(type(error)) as caught:
+            await up.complete(ASK, timeout=30, news=news)
+        assert caught.value is error
+        await engine.until(lambda: engine.gone == 1)
+        assert up.replicas[0].health.well
+        assert up.replicas[0].places.taken == 0
+
+
+async def test_cancelling_a_stream_closes_its_connection():
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
+        begun = asyncio.Event()
+
+        async def news(_: Delta) -> None:
+            begun.set()
+
+        call = asyncio.create_task(up.complete(ASK, timeout=30, news=news))
+        await begun.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await engine.until(lambda: engine.gone == 1)
+        assert up.replicas[0].load == 0
+
+
+async def test_a_slow_reader_costs_no_memory():
+    """20 MB are sent to somebody who reads nothing: they stay with the server."""
+    block = said("x" * 50_000, 1)
+    slow, hold = asyncio.Event(), asyncio.Event()
+
+    async def news(_: Delta) -> None:
+        slow.set()
+        await hold.wait()
+
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=[*[block] * 400, said("", 2, finish="stop"), DONE]))
+        call = asyncio.create_task(up.complete(ASK, timeout=30, news=news))
+        await slow.wait()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        (response,) = [one for one in gc.get_objects() if isinstance(one, Response) and one.connection is not None]
+        assert response.unread < 1 << 20, "what was taken in, told or not, is bounded"
+        hold.set()
+        assert (await call).sampled_tokens == 401
+
+
+async def test_connections_of_streams_are_reused():
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=STREAM))
+        for _ in range(5):
+            await up.complete(ASK, timeout=30, news=News())
+            await asyncio.gather(*up.replicas[0]._draining)
+        assert (len(engine.requests), engine.connections) == (5, 1)
+
+
+# ------------------------------------------------------------------------------------------ what is in a chunk
+
+
+async def test_tool_calls_and_reasoning_come_in_pieces():
+    def call(index, **function):
+        name_of = {"id": function.pop("id")} if "id" in function else {}
+        return chunk(delta={"tool_calls": [{"index": index, **name_of, "function": function}]})
+
+    stream = [
+        chunk(delta={"reasoning_content": "let "}),
+        chunk(delta={"reasoning": "me"}),
+        call(0, id="c0", name="add", arguments=""),
+        call(0, arguments='{"a"'),
+        call(0, name="add", arguments=": 1}"),
+        call(1, name="sub"),
+        chunk(delta={}, finish_reason="tool_calls"),
+        DONE,
+    ]
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(CHAT, Play(events=stream))
+        news = News()
+        reply = await up.complete(ASK, timeout=30, news=news)
+        assert reply.message.tool_calls == (ToolCall("c0", "add", '{"a": 1}'), ToolCall("call_1", "sub", "{}"))
+        assert (reply.message.reasoning, reply.message.content) == ("let me", None)
+        assert news.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
+
+
+async def test_the_callers_own_logprobs_come_as_they_were_written():
+    entry = {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [{"token": "b", "logprob": -1.0, "x": 1}],
+    }
+    stream = [
+        chunk(delta={"content": "a"}, token_ids=[1], logprobs={"content": [entry]}),
+        chunk(delta={"content": "aa"}, token_ids=[1, 1], logprobs={"content": [entry, entry]}),
+        chunk(delta={}, token_ids=[], logprobs=None, finish_reason="stop"),
+        DONE,
+    ]
+    ask = ModelRequest(model="m", messages=ASK.messages, top_logprobs=1)
+    whole = {"message": {"content": "aaa"}, "finish_reason": "stop", "token_ids": [1, 1, 1]}
+    async with Engine() as engine, of_kind("openai", engine.url) as up:
+        engine.on(
+            CHAT, Play(events=stream), Play(body={"choices": [{**whole, "logprobs": {"content": [entry] * 3}}]})
+        )
+        news = News()
+        streamed = await up.complete(ask, timeout=30, news=news)
+        at_once = await up.complete(ask, timeout=30)
+        for reply in (streamed, at_once):
+            assert reply.logprob_content is not None
+            assert orjson.loads(bytes(reply.logprob_content)) == [entry] * 3
+            assert reply.logprobs == floats([-0.5] * 3)
+        told = [one for delta in news.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
+        assert told == [entry] * 3
+        assert engine.requests[0].body["top_logprobs"] == 1
