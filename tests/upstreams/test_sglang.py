@@ -94,7 +94,7 @@ async def test_everything_that_is_said_about_the_sampling_is_sent_where_it_belon
 
 # ------------------------------------------------------------------------------------------------------ streams
 
-ids = st.lists(st.integers(0, 300), min_size=1, max_size=30)
+ids = st.lists(st.integers(0, 300) | st.sampled_from([1, 12, 123, 2, 23]), min_size=1, max_size=30)
 
 
 def events(tokens, cuts, *, incremental, logprobs, tops=False, finish=STOP, versions=None):
@@ -212,8 +212,8 @@ def test_an_event_that_is_not_understood_is_refused(bad):
 
 async def test_the_cost_of_an_event_does_not_grow_with_what_was_told():
     """Of a list that grows, what is new is decoded: counted by what reaches the decoder."""
-    tokens = list(range(2_000))
-    stream = events(tokens, range(2_000), incremental=False, logprobs=True)
+    tokens = list(range(600))
+    stream = events(tokens, range(600), incremental=False, logprobs=True)
     seen = []
     import rookery.upstreams.sglang as module
 

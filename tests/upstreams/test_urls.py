@@ -96,3 +96,19 @@ def test_any_text_is_an_address_or_a_usage_error(text):
             Address(value).endpoint("models")
         except UsageError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("url", "own"),
+    [
+        ("http://h:1", "http://h:1/pause?mode=keep"),
+        ("http://h:1/v1/", "http://h:1/pause?mode=keep"),
+        ("http://h:1/engine/v1", "http://h:1/engine/pause?mode=keep"),
+        ("http://h:1/engine", "http://h:1/engine/pause?mode=keep"),
+        ("http://h:1/v1?key=x", "http://h:1/pause?key=x&mode=keep"),
+        ("http://h:1/inference/v1/generate", "http://h:1/pause?mode=keep"),
+        ("http://h:1/generate", "http://h:1/pause?mode=keep"),
+    ],
+)
+def test_an_engines_own_endpoints_are_beside_v1(url, own):
+    assert str(Address(url).endpoint("/pause?mode=keep")) == own

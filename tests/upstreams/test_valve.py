@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, Span, UpstreamError, ints
+from rookery.core.turns import covers
 from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig
 from rookery.upstreams.protocol import Delta
 from rookery.upstreams.valve import Valve
@@ -35,6 +36,7 @@ def truth(oracle: Oracle, request: ModelRequest, reply: ModelReply) -> list[int]
 
 def by_token(reply: ModelReply) -> list[int]:
     count = len(reply.sampled) // 4
+    assert not reply.spans or covers(reply.spans, count)
     spans = reply.spans or (Span(0, count, reply.version),)
     return [span.version for span in spans for _ in range(span.start, span.end)]
 
@@ -103,6 +105,28 @@ def test_an_answer_in_parts_is_the_answer_that_nobody_interrupted(
     assert valve.version == len(plan) + 1
     for later in oracle.requests[len(requests) :]:
         assert later.sampling.seed != 3 or later.tokens in [one.tokens for one in requests]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("piece", [1, 3])
+async def test_a_stop_text_is_found_wherever_the_parts_meet(streamed, piece):
+    free = ask(sampling={"max_tokens": 40})
+    text = (await Oracle(ending=10**9).complete(free, timeout=60)).message.text
+    for length in (2, 3, 5):
+        stop = text[20 : 20 + length]
+        request = ask(sampling={"max_tokens": 40, "stop": (stop,)})
+        whole = await Oracle(ending=10**9).complete(request, timeout=60)
+        assert whole.finish == "stop"
+        for after in range(1, whole.sampled_tokens + 1):
+            oracle, news = Oracle(ending=10**9, pieces=lambda _: piece), News()
+            valve = Valve(oracle)
+            call = await started(valve, oracle, request, after, news=news if streamed else None)
+            await valve.pause("abort")
+            await valve.resume(2)
+            reply = await call
+            same(reply, whole)
+            if streamed:
+                news.begins(reply)
 
 
 # ------------------------------------------------------------------------------------------------------- modes
@@ -207,6 +231,31 @@ async def test_aborted_calls_go_on_from_what_they_sampled(can, streamed):
     assert by_token(reply) == [1] * kept + [2] * (40 - kept)
 
 
+async def test_a_call_that_reached_the_engine_after_its_abort_does_not_hold_the_pause_up(oracle, monkeypatch):
+    monkeypatch.setattr("rookery.upstreams.pausing.QUIET_SECONDS", 0.02)
+    valve = Valve(oracle)
+    first = await started(valve, oracle, ask(5, sampling={"max_tokens": 40}))
+    second = await started(valve, oracle, ask(6, sampling={"max_tokens": 40}))
+    complete = oracle.complete
+
+    async def stuck(request: ModelRequest, **more: Any) -> ModelReply:
+        """It comes when the engine is paused, and waits there."""
+        await oracle.gate.wait()
+        return await complete(request, **more)
+
+    oracle.complete = stuck
+    oracle.gate.clear()
+    third = asyncio.create_task(valve.complete(ask(7, sampling={"max_tokens": 3}), timeout=60))
+    while valve.under_way < 3:
+        await asyncio.sleep(0)
+    await valve.pause("abort")
+    assert valve.under_way == 0
+    await valve.resume(2)
+    replies = await asyncio.gather(first, second, third)
+    assert [reply.sampled_tokens for reply in replies] == [40, 40, 3]
+    assert by_token(replies[2]) == [2, 2, 2]
+
+
 async def test_the_upstreams_own_sampling_counts_for_what_is_left():
     config = UpstreamConfig(sampling=Sampling(max_tokens=20, stop=("zz",)))
     oracle = Oracle(ending=10**9, config=config)
@@ -232,6 +281,41 @@ async def test_the_end_of_the_context_is_the_end_of_the_answer():
     oracle.abort()  # in the very moment in which it ended
     reply = await call
     assert (reply.sampled_tokens, reply.finish) == (7, "length")
+
+
+async def test_a_call_that_the_engine_drops_when_it_aborts_goes_on_as_well(oracle):
+    valve, news = Valve(oracle), News()
+    request = ask(sampling={"max_tokens": 40})
+    complete = oracle.complete
+
+    async def dropping(asked: ModelRequest, **more: Any) -> ModelReply:
+        reply = await complete(asked, **more)
+        if reply.finish == "abort":
+            raise UpstreamError("the connection ended", cause="upstream.cut")
+        return reply
+
+    oracle.complete = dropping
+    call = await started(valve, oracle, request, news=news)
+    await valve.pause("abort")
+    await valve.resume(2)
+    reply = await call
+    news.begins(reply)
+    same(reply, await Oracle(ending=10**9).complete(request, timeout=60))
+
+
+async def test_a_kept_call_that_waited_for_a_place_is_all_of_the_new_weights():
+    oracle = Oracle(ending=10**9, places=1)
+    valve = Valve(oracle)
+    first = await started(valve, oracle, ask(5, sampling={"max_tokens": 20}), news=News())
+    held: list[bool] = []
+    second = asyncio.create_task(valve.complete(ask(6, sampling={"max_tokens": 3}), timeout=60, held=held.append))
+    while held != [True]:
+        await asyncio.sleep(0)
+    await valve.pause("keep")
+    await valve.resume(2)
+    await first
+    assert (by_token(await second), valve.mixed) == ([2, 2, 2], 0)
+    assert held == [True, False]
 
 
 # ---------------------------------------------------------------------------- what cannot be continued from tokens

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from rookery.core import Message, Sampling, ToolCall, ToolSchema, floats, ints
 from rookery.upstreams.complaints import Complaint, complaint, context_full, refused_field
 from rookery.upstreams.format import About, WireError
 from rookery.upstreams.protocol import ModelRequest
-from rookery.upstreams.wire import decode_reply, encode_request
+from rookery.upstreams.wire import decode_reply, encode_request, understood
 from tests.servers import Answer
 
 text = st.text(max_size=30)
@@ -293,3 +294,29 @@ def test_a_refused_field_is_found():
     assert refused_field(complaint(data), data, {"logprobs"}) is None
     data = b"Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     assert refused_field(complaint(data), data, {"max_tokens"}) == "max_tokens"
+
+
+@given(messages)
+def test_a_message_that_is_json_is_written_as_it_stands_and_understood(message):
+    written = msgspec.json.encode(
+        sent(ModelRequest(model="m", messages=(message,)), reasoning=True)["messages"][0]
+    )
+    raw = msgspec.Raw(written)
+    body = encode_request(ModelRequest(model="m", messages=(raw,)), model="m", sampling=Sampling())
+    assert written in body
+    back = understood(raw)
+    assert (back.role, back.tool_calls, back.text) == (message.role, message.tool_calls, message.text)
+    assert (back.reasoning, back.tool_call_id, back.name) == (
+        message.reasoning,
+        message.tool_call_id,
+        message.name,
+    )
+    assert understood(message) is message
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"role": "king"}', b'{"role": "user", "content": 3}', b"\xff"]
+)
+def test_what_is_no_message_is_refused(raw):
+    with pytest.raises(ValueError, match="not a message"):
+        understood(msgspec.Raw(raw))

@@ -152,6 +152,7 @@ class _Telling:
             tool_choice=ask.tool_choice,
             sampling=sampling,
             top_logprobs=ask.top_logprobs,
+            logprobs=ask.logprobs,
             key=key,
             place=place,
         )

@@ -44,6 +44,8 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         affinity=session.attempt,
         stop_ids=role.rendering.rendering.stop if prompt and role.rendering is not None else (),
         top_logprobs=call.top_logprobs,
+        want_logprobs=call.logprobs,
+        memo=session.memo(role.name),
     )
     reading = _Reading(role, call, prompt, news)
     queued = await session.enter(role)

@@ -24,6 +24,7 @@ from rookery.core import (
 from rookery.gateway.credits import Credits
 from rookery.gateway.tools import NO_TOOLS, Tools, tools_of
 from rookery.trajectories import Place, Recorder
+from rookery.upstreams.ids import Memo
 from rookery.upstreams.protocol import News, Upstream
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | None = None
     sampling: Sampling = Sampling()
     top_logprobs: int = 0
+    logprobs: bool = False
+    """Whether whoever asks wants to see them; they are recorded in any case."""
     key: str = ""
     """Tells this request from others, where its client may send it again."""
     place: Place | None = None
@@ -132,6 +135,14 @@ class Session:
         self._seed = seed
         self._closed = False
         self._models: dict[str, Model] = {}
+        self._memos: dict[str, Memo] = {}
+
+    def memo(self, role: str) -> Memo:
+        """What a role's long prompts were, so that each is read and written once."""
+        found = self._memos.get(role)
+        if found is None:
+            found = self._memos[role] = Memo()
+        return found
 
     def model(self, role: str) -> "Model":
         """The handle for a role; a role nobody configured is an error in words."""

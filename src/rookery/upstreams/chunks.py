@@ -92,7 +92,9 @@ class Chunks(Gather):
         want = self.ask.request.want_tokens
         if want and chunk.prompt_token_ids is not _NULL and chunk.prompt_token_ids != _NULL:
             try:
-                self.prompt(ids_of(bytes(chunk.prompt_token_ids)))
+                memo = self.ask.request.memo
+                read = memo.read if memo is not None else ids_of
+                self.prompt(read(bytes(chunk.prompt_token_ids)))
             except ValueError as error:
                 raise WireError(f"the prompt's ids cannot be read: {error}") from None
         if not chunk.choices:

@@ -41,7 +41,13 @@ class Chat:
     def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
         request = ask.request
         return decode_reply(
-            data, want_tokens=request.want_tokens, prompt=request.tokens, seen=ask.seen, about=about
+            data,
+            want_tokens=request.want_tokens,
+            prompt=request.tokens,
+            seen=ask.seen,
+            named=request.top_logprobs > 0,
+            about=about,
+            memo=request.memo,
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)

@@ -24,6 +24,8 @@ log = logging.getLogger("rookery.upstreams")
 STRENGTH: Final[dict[PauseMode, int]] = {"keep": 0, "drain": 1, "abort": 2}
 ABORT_SECONDS: Final = 10.0
 """For the engine to abort, and for its answers to come back."""
+QUIET_SECONDS: Final = 1.0
+"""After an abort: when so long no call has ended, those that are left were not in the engine when it aborted."""
 THAW_SECONDS: Final = 30.0
 
 
@@ -168,7 +170,12 @@ class Pausing:
         for call in self._calls:
             call.wanted = True
         if await self.inner.freeze("abort", timeout=ABORT_SECONDS):
-            await self._until(pause, loop.time() + ABORT_SECONDS, lambda call: not call.queueing)
+            end = loop.time() + ABORT_SECONDS
+            left = len(self._calls) + 1
+            while len(self._calls) < left and loop.time() < end:
+                left = len(self._calls)
+                if await self._until(pause, min(end, loop.time() + QUIET_SECONDS), _sent):
+                    break
         if self._pause is not pause:
             return
         for call in list(self._calls):
@@ -318,3 +325,7 @@ class Pausing:
 
 def _any(_: Call) -> bool:
     return True
+
+
+def _sent(call: Call) -> bool:
+    return not call.queueing

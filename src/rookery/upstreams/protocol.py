@@ -12,11 +12,14 @@ Promises, of every upstream:
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from rookery.core import Extra, Finish, Message, Sampling, Span, ToolSchema
+
+if TYPE_CHECKING:
+    from rookery.upstreams.ids import Memo
 
 PauseMode: TypeAlias = Literal["keep", "drain", "abort"]
 """What becomes of calls under way at a pause: kept frozen in the engine, finished first, or aborted and continued
@@ -82,6 +85,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How many alternatives for each token the caller wants to see."""
     want_logprobs: bool = False
     """Whether the caller wants to see the logprobs as the server writes them; with `top_logprobs` it does."""
+    memo: "Memo | None" = None
+    """What its conversation's long prompts were, as ids and as JSON: they are read and written only once."""
     id: str = ""
     """Names the call at engines that can abort one by name; empty: the upstream makes one up."""
 

@@ -28,7 +28,7 @@ from rookery.upstreams.format import (
     packed,
     version_number,
 )
-from rookery.upstreams.ids import ids_json
+from rookery.upstreams.ids import written
 from rookery.upstreams.openai import Chat
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
@@ -165,7 +165,7 @@ class Generate:
             params["stop_token_ids"] = request.stop_ids
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
-        body: dict[str, Any] = {"input_ids": ids_json(request.tokens), "sampling_params": params}
+        body: dict[str, Any] = {"input_ids": written(request.tokens, request.memo), "sampling_params": params}
         for name, value in sampling.extra.items():
             (body if name in _OUTSIDE else params)[name] = value
         if request.want_tokens or ask.seen:

@@ -15,7 +15,7 @@ import msgspec
 from rookery.core import Message, ints
 from rookery.upstreams.complaints import complaint, head_of, text_of
 from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, finish_of, packed
-from rookery.upstreams.ids import ids_json
+from rookery.upstreams.ids import written
 from rookery.upstreams.openai import Chat
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
@@ -86,7 +86,7 @@ class Generate:
         if request.want_tokens or ask.seen:
             params["logprobs"] = request.top_logprobs
         body: dict[str, Any] = {"model": ask.model} if ask.model else {}
-        body["token_ids"] = ids_json(request.tokens)
+        body["token_ids"] = written(request.tokens, request.memo)
         body["sampling_params"] = params
         for name, value in sampling.extra.items():
             (body if name in _OUTSIDE else params)[name] = value

@@ -16,7 +16,7 @@ from rookery.core import Message, Sampling, ToolCall, ints
 from rookery.core.messages import Role
 from rookery.upstreams.complaints import head_of, text_of
 from rookery.upstreams.format import About, Tops, WireError, finish_of, packed, version_number
-from rookery.upstreams.ids import ids_json, without_prompt
+from rookery.upstreams.ids import Memo, without_prompt, written
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 
 RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "stream_options", "n"})
@@ -126,7 +126,12 @@ def encode_request(
     body: dict[str, Any] = {"model": model}
     chat = not request.tokens
     if chat:
-        body["messages"] = [outgoing(message, reasoning=reasoning) for message in request.messages]
+        # What came over HTTP is all JSON already: a long history costs no look at each message of it.
+        raw = type(request.messages[0]) is msgspec.Raw and type(request.messages[-1]) is msgspec.Raw
+        plain = raw and all(type(message) is msgspec.Raw for message in request.messages)
+        body["messages"] = (
+            request.messages if plain else [outgoing(message, reasoning=reasoning) for message in request.messages]
+        )
         if request.tools:
             body["tools"] = [
                 tool if type(tool) is msgspec.Raw else {"type": "function", "function": tool}
@@ -136,7 +141,7 @@ def encode_request(
                 named = choice not in ("auto", "none", "required")
                 body["tool_choice"] = {"type": "function", "function": {"name": choice}} if named else choice
     else:
-        body["prompt"] = ids_json(request.tokens)
+        body["prompt"] = written(request.tokens, request.memo)
     if sampling.temperature is not None:
         body["temperature"] = sampling.temperature
     if sampling.top_p is not None:
@@ -216,7 +221,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _ChoiceSeen(_Choice, frozen=True):
-    logprobs: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
+    logprobs: _LogprobsSeen | None = None  # type: ignore[assignment]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -246,10 +251,18 @@ _decode_tops = msgspec.json.Decoder(list[_LogprobTops] | None).decode
 
 
 def decode_reply(
-    data: bytes, *, want_tokens: bool = True, prompt: bytes = b"", seen: bool = False, about: About = _UNKNOWN
+    data: bytes,
+    *,
+    want_tokens: bool = True,
+    prompt: bytes = b"",
+    seen: bool = False,
+    named: bool = True,
+    about: About = _UNKNOWN,
+    memo: Memo | None = None,
 ) -> ModelReply:
-    """The answer in `data`. `prompt` are the ids that went in; `seen`: the caller looks at the logprobs itself."""
-    lean, prompt_ids = without_prompt(data) if want_tokens else (data, b"")
+    """The answer in `data`. `prompt` are the ids that went in; `seen`: the caller looks at the logprobs itself,
+    and at alternatives where `named`."""
+    lean, prompt_ids = without_prompt(data, memo) if want_tokens else (data, b"")
     try:
         answer = (_decode_seen if seen else _decode)(lean)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -272,7 +285,7 @@ def decode_reply(
     tops: tuple[Tops, ...] = ()
     values: list[float] | None = None
     if seen:
-        values, as_written, tops = read_logprobs(choice.logprobs)  # type: ignore[arg-type]
+        values, as_written, tops = seen_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
     elif choice.logprobs is not None:
         values = values_of(choice.logprobs)
     ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
@@ -340,12 +353,21 @@ def values_of(given: Logprobs) -> list[float] | None:
 def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
     """The values, the list as it was written (of a chat), and the alternatives where they are named by id."""
     try:
-        said = _decode_logprobs(given)
+        return seen_logprobs(_decode_logprobs(given))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
+
+
+def seen_logprobs(
+    said: _LogprobsSeen | None, *, named: bool = True
+) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
+    """As `read_logprobs`, of what was read so far. `named`: alternatives may be named by id, and are wanted."""
+    try:
         if said is None:
             return None, None, ()
-        if said.content != _NULL:
+        if said.content is not _NULL and said.content != _NULL:
             entries = _decode_content(said.content) or []
-            tops = () if _NAMED.encode() not in bytes(said.content) else _tops(said.content)
+            tops = _tops(said.content) if named and _NAMED.encode() in bytes(said.content) else ()
             return [entry.logprob for entry in entries], said.content, tops
         return said.token_logprobs, None, _listed(said.top_logprobs or [])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

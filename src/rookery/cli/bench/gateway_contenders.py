@@ -202,7 +202,7 @@ async def ours(words: Sequence[str]) -> AsyncIterator[Contender]:
 
 
 async def _registered(admin: aiohttp.ClientSession, origin: str, ids: list[str]) -> bytes:
-    wanted = {"id": f"bench-{secrets.token_hex(8)}", "model": MODEL, "sampling": {}, "limits": {}}
+    wanted = {"id": f"bench-{secrets.token_hex(8)}", "model": MODEL, "sampling": {}, "budgets": {}}
     async with admin.post(f"{origin}/rollouts", json=wanted) as answer:
         if answer.status not in (200, 201):
             raise NotServing(

@@ -231,10 +231,11 @@ class ChatAnswering:
         if ask.ids:
             more = b',"token_ids":' + _encode(_ids(delta.sampled))
         logprobs = b"null"
-        if ask.logprobs and delta.logprob_content is not None:
+        if ask.logprobs and delta.logprob_content is not None and self._spell is None:
             logprobs = _encode({"content": delta.logprob_content})
         elif ask.logprobs and delta.logprobs:
-            logprobs = _encode({"content": _entries(delta.sampled, delta.logprobs, (), 0, self._spell)})
+            entries = _entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
+            logprobs = _encode({"content": entries})
         tail = b""
         if self._prompt and delta.prompt:
             self._prompt = False
@@ -316,7 +317,7 @@ def _ids(tokens: bytes) -> list[int]:
 
 
 def _logprobs(ask: Ask, reply: Reply) -> dict[str, Any] | None:
-    if reply.logprob_content is not None:
+    if reply.logprob_content is not None and reply.spell is None:
         return {"content": reply.logprob_content}
     turn = reply.turn
     if not turn.logprobs:
