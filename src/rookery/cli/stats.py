@@ -104,6 +104,7 @@ class Stats:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.turns = 0
+        self.drifted = 0
         self.attempts = 0
         self.busy = Busy()
         self._levels: dict[float, Level] | None = {}
@@ -118,6 +119,7 @@ class Stats:
         self.prompt_tokens += record.usage.prompt_tokens
         self.sampled_tokens += record.usage.sampled_tokens
         self.turns += record.usage.turns
+        self.drifted += record.usage.drifted
         if isinstance(outcome, Failed):
             self.failed += 1
             self.failures.setdefault(outcome.cause, Failure(record, outcome)).count += 1

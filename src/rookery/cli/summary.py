@@ -83,6 +83,7 @@ class Summary(msgspec.Struct, kw_only=True):
             "solved": self.solved,
             "reward": stats.reward(),
             "turns": stats.turns,
+            "drifted": stats.drifted,
             "prompt_tokens": stats.prompt_tokens,
             "sampled_tokens": stats.sampled_tokens,
         }
@@ -144,6 +145,9 @@ def summary_lines(summary: Summary, session: Session | None = None) -> list[str]
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
+    if stats.drifted:
+        about = "turns whose prompt changed the tokens it continues: they train apart; --record tokens avoids it"
+        rows.append(["drifted", f"{stats.drifted:,}", about])
     rows += _speed(summary, session)
     rows += _outcomes(stats, columns() - _indent(rows))
     title = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}"

@@ -26,6 +26,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     sampled_tokens: int = 0
     tool_calls: int = 0
     others: dict[str, int] = {}
+    drifted: int = 0
+    """Turns whose prompt did not begin with the tokens that they continue: rendered anew, or without ids of theirs."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -83,6 +83,7 @@ class Executor:
     def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int) -> Role:
         calls = (config.concurrency or CONCURRENCY) * max(1, len(config.urls))
         state = ValveState(mode=pause, version=version, left=DEADLINE) if pause or version else None
+        config = replace(config, share=self.settings.share)
         valve = self.valves[name] = Valve(open_upstream(config), state=state)
         return Role(
             name=name,

@@ -385,7 +385,12 @@ class Live:
             metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
             info=ctx.info,
             usage=Usage(
-                session.turns, session.prompt_tokens, session.sampled_tokens, int(ctx.tool_calls), session.others
+                session.turns,
+                session.prompt_tokens,
+                session.sampled_tokens,
+                int(ctx.tool_calls),
+                session.others,
+                session.recorder.counts.drifted + session.promptless,
             ),
             timing=Timing(
                 queue=self.start.queued,

@@ -5,7 +5,8 @@ Promises:
   is the sampled ids with the new messages after them;
 - a history that was edited, or that a chat format cannot extend for sure, begins a sequence of its own;
 - a turn is recorded once, before its reply reaches the door, and only when the answer is complete;
-- what is told of an answer while it comes is the beginning of the message that is recorded.
+- what is told of an answer while it comes is the beginning of the message that is recorded;
+- ids without the ids of their prompt are not recorded: what they were sampled from is not known.
 """
 
 import time
@@ -56,6 +57,9 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         message, finish = await reading.read(reply)
     finally:
         role.credits.give()
+    if reply.sampled and not (reply.prompt or prompt):
+        session.promptless += 1
+        reply = msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
     turn = session.recorder.record(
         place,
         prompt=(reply.prompt or prompt) if added is None else None,

@@ -124,6 +124,8 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
+        self.promptless = 0
+        """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
         self.rerendered = 0
         """Turns whose prompt could not extend the one before."""
         self.roles = roles

@@ -192,7 +192,7 @@ def from_columns(one: dict[str, Any]) -> dict[str, Any]:
 def _schema(pa: Any, tokens: bool) -> Any:
     text, real, count = pa.string(), pa.float64(), pa.int64()
     stages = ("queue", "setup", "run", "score", "teardown", "model", "sandbox", "paused")
-    counts = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls")
+    counts = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls", "drifted")
     fields = {
         "id": text,
         "group": count,

@@ -172,7 +172,9 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     key_env: str = "ROOKERY_API_KEY"
     concurrency: int | None = None
-    """Calls under way at once, per replica and process; None: what the engine says it can take, or 256."""
+    """Calls under way at once, per replica; None: what the engine says it can take, or 256."""
+    share: int = 1
+    """Processes that divide it."""
     retries: int = 4
     sampling: Sampling = Sampling()
     resend_reasoning: bool = False

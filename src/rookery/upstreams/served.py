@@ -78,7 +78,8 @@ class HttpUpstream(Servers):
         self._check_extra(config.sampling)
         addresses = {address.shown: address for address in map(Address, config.urls)}
         key = _key(config, key)
-        replicas = [Replica(a, concurrency=config.concurrency or CONCURRENCY, key=key) for a in addresses.values()]
+        places = -(-(config.concurrency or CONCURRENCY) // max(1, config.share))
+        replicas = [Replica(a, concurrency=places, key=key) for a in addresses.values()]
         super().__init__(config, replicas)
         self.name = config.kind
         self.tokens_in = True

@@ -127,9 +127,12 @@ class Servers:
         except Failure as failure:
             log.debug("no size of %s: %s", replica.name, failure.error)
             return
-        if size is not None and size >= 1 and size != replica.limit:
+        if size is None or size < 1:
+            return
+        places = -(-size // max(1, self.config.share))
+        if places != replica.limit:
             log.info("%s takes %d calls at once", replica.name, size)
-            replica.places.resize(size)
+            replica.places.resize(places)
 
     def _abandon(self, replica: Replica, ask: Ask) -> None:
         """The call was given up: the engine learns it from the closed connection, or here."""
