@@ -27,7 +27,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: int = 0
     others: dict[str, int] = {}
     drifted: int = 0
-    """Turns whose prompt did not begin with the tokens that they continue: rendered anew, or without ids of theirs."""
+    """Turns whose prompt did not begin with the tokens that they continue, or was not told."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):

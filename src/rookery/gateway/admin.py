@@ -8,7 +8,7 @@ Promises:
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
@@ -30,10 +30,10 @@ class Pausing(Protocol):
     """The pause of all shards."""
 
     async def pause(
-        self, mode: str, timeout: float, deadline: float | None, request: Request | None = None
+        self, mode: str, timeout: float, deadline: float | None, request: Request
     ) -> dict[str, Any]: ...
 
-    async def resume(self, version: int | None, request: Request | None = None) -> dict[str, Any]: ...
+    async def resume(self, version: int | None, request: Request) -> dict[str, Any]: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -51,7 +51,7 @@ class PauseWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ResumeWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /resume`."""
 
-    version: int | None = None
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     """The policy version from now on; as before, where it is not said."""
 
 
@@ -172,7 +172,7 @@ class Admin:
         try:
             wish = msgspec.json.decode(request.body or b"{}", type=kind)
             state = await act(wish)
-        except (msgspec.DecodeError, UnicodeDecodeError, UsageError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UsageError) as error:
             _problem(out, "bad_request", str(error))
         except RookeryError as error:
             _problem(out, "unavailable", str(error))

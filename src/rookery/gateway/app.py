@@ -92,10 +92,11 @@ class App:
     def error(self, problem: Problem, message: str) -> tuple[int, bytes]:
         return DIALECTS[0].error(problem, message)
 
-    def _refused(self, problem: Problem, message: str) -> Refusal:
+    def _refused(self, problem: Problem, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Refusal:
         status, body = self.error(problem, message)
         self._metrics.count("requests", label="status", value=str(status))
-        headers = ((b"www-authenticate", b"Bearer"),) if problem == "unauthorized" else ()
+        if problem == "unauthorized":
+            headers = ((b"www-authenticate", b"Bearer"),)
         return Refusal(status, body, headers)
 
     # ---- finding the way
@@ -111,7 +112,7 @@ class App:
         return self._plain(request)
 
     def _plain(self, request: Request) -> Route:
-        method, path = request.method, request.path
+        path = request.path
         if path in ("/pause", "/resume", "/state"):
             self._check_key(request)
             _allowed(self, request, "GET" if path == "/state" else "POST")
@@ -119,11 +120,11 @@ class App:
         answers = {"/": self._about, "/healthz": self._admin.health, "/metrics": self._admin.metrics}
         answers["/openapi.json"] = self._admin.openapi
         if path in answers:
-            if method not in ("GET", "HEAD"):
-                raise self._refused("method", f"{path} is read with GET")
+            _allowed(self, request, "GET", "HEAD")
             return Route(answers[path], 0)
         if path in ("/v1/models", "/models"):
             self._check_key(request)
+            _allowed(self, request, "GET", "HEAD")
             return Route(self._list_models, 0)
         raise self._refused(
             "not_found", f"nothing is served at {path[:200]}; a rollout's base URL is /v1/rollouts/ID"
@@ -157,8 +158,7 @@ class App:
         path = rest[3:] if rest.startswith("/v1/") else rest
         path = path.rstrip("/") or "/"
         if path in ("/", "/models"):
-            if request.method not in ("GET", "HEAD"):
-                raise self._refused("method", f"{rest} is read with GET")
+            _allowed(self, request, "GET", "HEAD")
             return Route(self._about if path == "/" else self._list_models, 0)
         dialect = self._dialects.get(path)
         if dialect is None:
@@ -211,7 +211,8 @@ class App:
 
 def _allowed(app: App, request: Request, *methods: str) -> None:
     if request.method not in methods:
-        raise app._refused("method", f"{request.path[:200]} takes {' and '.join(methods)}")
+        allow = (b"allow", ", ".join(methods).encode())
+        raise app._refused("method", f"{request.path[:200]} takes {' and '.join(methods)}", (allow,))
 
 
 def _secret(request: Request) -> str:

@@ -10,17 +10,18 @@ Promises:
 
 import asyncio
 import time
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
-from rookery.core import RookeryError, Sampling, Truncation, Turn, UpstreamError
+from rookery.core import Message, RookeryError, Sampling, Truncation, Turn, UpstreamError
 from rookery.core.errors import behind
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Dialect, Problem
 from rookery.gateway.http import EVENTS, Answer, Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.registry import Registry, Seat
+from rookery.gateway.registry import Registry, Seat, choice_key
 from rookery.gateway.renderings.protocol import Unrenderable
 from rookery.gateway.session import Call, Reply, Role, Session
 from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in
@@ -108,6 +109,8 @@ class Calls:
                 return ("context" if error.reason == "context" else "truncated"), said, None
             case GoneError():
                 return "gone", str(error), None
+            case RookeryError() if seat.ended is not None:  # it ended while this was on its way
+                return "gone", f"rollout {seat.id} was {seat.ended}", None
             case UpstreamError():
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
                 return _PROBLEMS.get(error.code, "upstream"), str(error), None
@@ -138,12 +141,15 @@ class _Telling:
         tools = tools_in(bytes(ask.tools)) if ask.tools is not None else NO_TOOLS
         sampling = seat.sampling(role.name).over(ask.sampling.over(role.sampling))
         place = session.recorder.find(role.name, ask.messages, tools.scope)
+        _recordable(place.new)
         before = seat.key_of(place.turn.index) if place.turn is not None else ""
-        key = named or _key(before, ask, len(place.new), tools.scope, role.name, sampling)
-        if marked and (replies := await self._again(key)):
+        key = _key(named, before, ask, len(place.new), tools.scope, role.name, sampling)
+        if marked and (turns := await self._again(key)):
             self._metrics.count("replays")
-            await self._replay(replies)
+            await self._replay([self._recorded(turn, role) for turn in turns])
             return
+        if seat.ended is not None:  # while the retry waited
+            raise GoneError(f"rollout {seat.id} was {seat.ended}")
         if seat.truncated is not None and role.name == "policy":
             raise Truncation(seat.truncated, "its budget was spent before")
         call = Call(
@@ -168,7 +174,14 @@ class _Telling:
         if n == 1:
             return [await session.call(role, call, self._news(0))]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(session.call(role, call, self._news(choice))) for choice in range(n)]
+            tasks = [
+                group.create_task(
+                    session.call(
+                        role, msgspec.structs.replace(call, key=choice_key(call.key, choice)), self._news(choice)
+                    )
+                )
+                for choice in range(n)
+            ]
         return [task.result() for task in tasks]
 
     def _news(self, choice: int) -> News | None:
@@ -200,14 +213,27 @@ class _Telling:
 
     # ---- the same again
 
-    async def _again(self, key: str) -> list[Reply]:
-        """The answer that was recorded for this request, waiting for it where it is still under way."""
+    async def _again(self, key: str) -> list[Turn]:
+        """What was recorded for this request, choice by choice; waits where it is still under way."""
         seat = self._seat
         if (asking := seat.asking.get(key)) is not None:
-            async with asyncio.timeout(RETRY_SECONDS):
-                await asyncio.shield(asking)
-        turns = seat.keys.get(key, [])[-self._ask.n :]
-        return [_recorded(turn) for turn in turns] if len(turns) == self._ask.n else []
+            try:
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await asyncio.shield(asking)
+            except TimeoutError:
+                said = f"the call that this one repeats did not end within {RETRY_SECONDS:g} seconds"
+                raise UpstreamError(said, cause="upstream.timeout") from None
+        turns = seat.keys.get(key, {})
+        return [turns[choice] for choice in range(self._ask.n)] if len(turns) == self._ask.n else []
+
+    def _recorded(self, turn: Turn, role: Role) -> Reply:
+        return Reply(
+            message=turn.response,
+            finish=turn.finish,
+            turn=turn,
+            prompt=self._registry.prompt(self._seat, turn) if self._ask.ids else b"",
+            spell=role.rendering.rendering.spelled if role.rendering is not None else None,
+        )
 
     async def _replay(self, replies: list[Reply]) -> None:
         if self.answering is not None:
@@ -237,11 +263,18 @@ def whole(reply: Reply) -> Delta:
         ),
         sampled=reply.turn.sampled,
         logprobs=reply.turn.logprobs,
+        prompt=reply.prompt,
     )
 
 
-def _recorded(turn: Turn) -> Reply:
-    return Reply(message=turn.response, finish=turn.finish, turn=turn)
+def _recordable(messages: Iterable[Message]) -> None:
+    """What cannot be recorded is not sampled from: a part of a message may hold a number without end."""
+    try:
+        for message in messages:
+            if isinstance(message.content, tuple):
+                _encode(message)
+    except OverflowError:
+        raise MessageError("a number in a message's content is larger than 64 bits hold") from None
 
 
 def _role(session: Session, model: str) -> Role:
@@ -257,22 +290,22 @@ def _role(session: Session, model: str) -> Role:
     return policy
 
 
-def _key(before: str, ask: Ask, new: int, scope: bytes, role: str, sampling: Sampling) -> str:
-    """What tells a request from others: what it adds to the turn that it continues, and how it wants to sample.
+def _key(named: str, before: str, ask: Ask, new: int, scope: bytes, role: str, sampling: Sampling) -> str:
+    """What tells a request from others: its name, what it adds to the turn that it continues, and how it samples.
+
+    A name alone would not do: a client that gave it to two requests would get the answer to the other one.
 
     The whole body would do, but a conversation's hundredth request would cost a hundred times its second.
     """
     digest = blake2b(before.encode(), digest_size=16)
     for message in ask.messages[len(ask.messages) - new :]:
         digest.update(bytes(message) if isinstance(message, msgspec.Raw) else _encode(message))
-    digest.update(_encode((role, ask.n, scope, ask.tool_choice, ask.top_logprobs, sampling)))
+    digest.update(_encode((named, role, ask.n, scope, ask.tool_choice, ask.top_logprobs, sampling)))
     return digest.hexdigest()
 
 
 def _mark(request: Request) -> tuple[bool, str]:
     """Whether the client says that it sends this again, and the name that it gave the request, if any."""
     name = request.headers.get("idempotency-key", "")
-    if name:
-        return True, blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0, ""
+    count = request.headers.get("x-stainless-retry-count", "")
+    return bool(name) or (count.isdecimal() and bool(count.strip("0"))), name

@@ -6,6 +6,7 @@ Promises:
 - a request is handed over whole, its body bounded, or it is answered here and its connection closed;
 - a client that goes away cancels what works for it, at once;
 - a slow reader costs no more than one piece in memory, and one that does not read at all is left behind;
+- what a client sends ahead of its answers is bounded;
 - a client that does not finish its request, or keeps an idle connection, is left behind after a while;
 - requests of one connection are answered one after the other, in their order;
 - no exception of a handler ends anything but its own request, and its text does not reach the client.
@@ -31,6 +32,8 @@ MAX_HEAD: Final = 64 << 10
 MAX_HEADERS: Final = 200
 MAX_WAITING: Final = 16
 """Requests that one connection may send ahead of their answers."""
+MAX_AHEAD: Final = 1 << 20
+"""Bytes of their bodies, together."""
 READ_SECONDS: Final = 60.0
 """For a request to come in, from its first byte."""
 WRITE_SECONDS: Final = 60.0
@@ -118,7 +121,7 @@ class Answer:
         self._connection.write(head + (b"transfer-encoding: chunked\r\n\r\n" if self._chunked else b"\r\n"))
 
     async def write(self, data: bytes) -> None:
-        """Waits while the reader is behind; raises `ConnectionError` once it is given up."""
+        """Waits while the reader is behind; cancelled once it is given up."""
         if not data or self._head_only:
             return
         self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
@@ -147,6 +150,8 @@ class Answer:
         self._connection.abort()
 
     def _head(self, status: int, kind: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+        if self._connection.server.stopping:
+            self._keep = False
         parts = [REASONS[status], b"content-type: ", kind, b"\r\ndate: ", _date(), b"\r\n"]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")
@@ -170,6 +175,12 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[tuple[Request, Answer]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._reading = False
+        """Whether a request has begun and not ended."""
+        self._refusal: tuple[Refusal, bool] | None = None
+        """What the last request is answered, after those before it; whether without a body."""
+        self._left = 0
+        """Bytes that waited for the reader when it was last looked at."""
         self._fresh()
 
     def _fresh(self) -> None:
@@ -197,23 +208,23 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
-        if self.choked is not None and not self.choked.done():
-            self.choked.set_exception(ConnectionResetError("the client went away"))
-            self.choked.exception()  # nobody may be waiting for it
+        if self.choked is not None:
+            # Not an error: who streams would take it for one of the upstream that is just telling its news.
+            self.choked.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        if self._closing or self._refusal is not None:
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, b"this server speaks HTTP/1.1 only")
         except httptools.HttpParserCallbackError as error:
-            if not isinstance(error.__context__, Refusal):
-                raise
-            self._refuse(error.__context__.status, error.__context__.body, error.__context__.headers)
+            refusal = error.__context__
+            if not isinstance(refusal, Refusal):
+                log.error("the head of a request could not be dealt with", exc_info=refusal)
+                refusal = Refusal(500, self.server.failure)
+            self._refuse(refusal)
         except httptools.HttpParserError as error:
-            self._refuse(400, f"not HTTP: {error}".encode())
+            self._refuse(Refusal(400, f"not HTTP: {error}".encode()))
 
     def pause_writing(self) -> None:
         if self.choked is None:
@@ -226,6 +237,7 @@ class Connection(asyncio.Protocol):
             self.choked = None
 
     async def drained(self) -> None:
+        """Returns when the reader has caught up. The end of the connection cancels who waits."""
         choked = self.choked
         if choked is None:
             return
@@ -233,8 +245,9 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(WRITE_SECONDS):
                 await asyncio.shield(choked)
         except TimeoutError:
+            log.info("a client took nothing for %g seconds and is left behind", WRITE_SECONDS)
             self.abort()
-            raise ConnectionAbortedError(f"the client took nothing for {WRITE_SECONDS:g} seconds") from None
+            await asyncio.shield(choked)
 
     def write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -244,7 +257,9 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._fresh()
-        self.until = self._loop.time() + READ_SECONDS
+        self._reading = True
+        if self._task is None:  # else the answer under way has its time
+            self.until = self._loop.time() + READ_SECONDS
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -252,6 +267,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._weigh(len(name) + len(value))
+        if self._request is not None:
+            return  # a trailer: what was decided by the head stays so
         if len(self._headers) >= MAX_HEADERS:
             raise Refusal(431, b"too many headers")
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -269,6 +286,8 @@ class Connection(asyncio.Protocol):
             path = "/" + rest.partition("/")[2]
         method = parser.get_method().decode("latin-1")
         request = self._request = Request(method, path, query, headers, b"", self.bound)
+        if parser.should_upgrade():  # the parser would leave the body unread
+            raise Refusal(400, b"this server speaks HTTP/1.1 only, and upgrades to nothing else")
         self._limit = self.server.admit(request)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limit:
@@ -280,6 +299,8 @@ class Connection(asyncio.Protocol):
         self._size += len(body)
         if self._size > self._limit:
             raise Refusal(413, b"the body of the request is too large")
+        if self._task is not None and self._size + sum(len(one.body) for one, _ in self._waiting) > MAX_AHEAD:
+            raise Refusal(400, b"too much was sent ahead of the answers to requests before it")
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -287,9 +308,10 @@ class Connection(asyncio.Protocol):
         assert request is not None
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
+        self._reading = False
         answer = Answer(
             self,
-            keep=self._parser.should_keep_alive() and not self.server.stopping,
+            keep=self._parser.should_keep_alive(),
             chunked=self._parser.get_http_version() == "1.1",
             head_only=request.method == "HEAD",
         )
@@ -318,8 +340,6 @@ class Connection(asyncio.Protocol):
                 answer.abort()
             else:
                 answer.send(refusal.status, refusal.body, headers=refusal.headers)
-        except ConnectionError:
-            self.abort()
         except Exception:
             log.exception("%s %s could not be answered", request.method, request.path)
             if answer.begun:
@@ -334,41 +354,64 @@ class Connection(asyncio.Protocol):
             self._task = None
             if self._waiting and not self._closing:
                 self._start(*self._waiting.popleft())
+            elif self._refusal is not None and not self._closing:
+                self._say(*self._refusal)
 
     def answered(self, *, keep: bool) -> None:
+        now = self._loop.time()
         if not keep:
-            self._closing = True
             self._waiting.clear()
-            if self._transport is not None:
-                self._transport.close()
+            self.until = now + WRITE_SECONDS
+            self.close()
         elif not self._waiting:
-            self.until = self._loop.time() + IDLE_SECONDS
+            self.until = now + (READ_SECONDS if self._reading else IDLE_SECONDS)
 
-    def _refuse(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Ends a connection whose next request cannot be read; an answer under way goes before it."""
-        if self._task is not None:
-            self._closing = True
-            self.abort()
-            return
+    def _refuse(self, refusal: Refusal) -> None:
+        """Ends a connection whose next request is not read; answers under way go before it."""
+        head_only = self._request is not None and self._request.method == "HEAD"
+        self._refusal = refusal, head_only
+        if self._task is None:
+            self._say(refusal, head_only)
+
+    def _say(self, refusal: Refusal, head_only: bool) -> None:
+        body = refusal.body
         if not body.startswith(b"{"):
-            body = self.server.worded(status, body.decode("latin-1"))
+            body = self.server.worded(refusal.status, body.decode("latin-1"))
         # Closed at once, with something unread, the kernel would take the answer back from the client.
-        Answer(self, keep=True, chunked=True, head_only=False).send(
-            status, body, headers=(*headers, (b"connection", b"close"))
+        Answer(self, keep=True, chunked=True, head_only=head_only).send(
+            refusal.status, body, headers=(*refusal.headers, (b"connection", b"close"))
         )
         self._closing = True
         self.until = self._loop.time() + LINGER_SECONDS
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
+    def close(self) -> None:
+        """Reads no more, and goes when what was written is taken."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
     def abort(self) -> None:
         self._closing = True
         if self._transport is not None:
             self._transport.abort()
 
+    def overdue(self, now: float) -> bool:
+        """Whether its time is up; who still takes what was written gets more of it."""
+        if self.until >= now:
+            return False
+        left = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        moves = 0 < left != self._left
+        self._left = left
+        if moves:
+            self.until = now + WRITE_SECONDS
+        return not moves
+
     @property
-    def busy(self) -> bool:
-        return self._task is not None
+    def task(self) -> asyncio.Task[None] | None:
+        """What works on its answer."""
+        return self._task
 
     @property
     def gone(self) -> bool:
@@ -397,7 +440,8 @@ class Server:
         self.refused = 0
         self._most = most
         self._servers: list[asyncio.Server] = []
-        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._empty = asyncio.Event()
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._again)
 
     async def listen(self, sock: socket.socket, *, bound: str = "", backlog: int = 4096) -> asyncio.Server:
         """Serves this socket until it is closed; the socket is ours from now on."""
@@ -419,16 +463,23 @@ class Server:
             self.refused += 1
             return False
         self.connections.add(connection)
+        self._empty.clear()
         return True
 
     def left(self, connection: Connection) -> None:
         self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Leaves behind whose time is up."""
         now = self.loop.time()
-        for connection in [one for one in self.connections if one.until < now]:
+        for connection in [one for one in self.connections if one.overdue(now)]:
             connection.abort()
-        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def _again(self) -> None:
+        self.sweep()
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._again)
 
     async def close(self, grace: float = GRACE_SECONDS) -> None:
         """Accepts nobody any more; answers under way get a while to end."""
@@ -437,21 +488,26 @@ class Server:
         for server in self._servers:
             server.close()
         self._servers.clear()
-        for connection in [one for one in self.connections if not one.busy]:
-            connection.abort()
-        end = self.loop.time() + grace
-        while self.connections and self.loop.time() < end:
-            tasks = {task for one in self.connections if (task := one._task) is not None}
-            if not tasks:
-                break
-            await asyncio.wait(tasks, timeout=end - self.loop.time())
-            await asyncio.sleep(0)
-        for connection in list(self.connections):
-            connection.abort()
-        for _ in range(100):  # `connection_lost` comes with the next turn of the loop
-            if not self.connections:
-                break
-            await asyncio.sleep(0)
+        for connection in [one for one in self.connections if one.task is None]:
+            connection.close()
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            if self.connections:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace):
+                        await self._empty.wait()
+        finally:
+            tasks.update(task for one in self.connections if (task := one.task) is not None)
+            for connection in list(self.connections):
+                connection.abort()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
+            for task in late:
+                log.error("an answer does not end: %r", task)
+        if self.connections:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await self._empty.wait()
 
 
 _dated: tuple[int, bytes] = (0, b"")

@@ -6,7 +6,7 @@ import msgspec
 
 from rookery import __version__
 from rookery.gateway.admin import PauseWish, ResumeWish
-from rookery.gateway.registry import Registration
+from rookery.gateway.registry import ID, Registration
 
 
 def described() -> dict[str, Any]:
@@ -14,7 +14,9 @@ def described() -> dict[str, Any]:
     _, parts = msgspec.json.schema_components(
         [Registration, PauseWish, ResumeWish], ref_template="#/components/schemas/{name}"
     )
-    session = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    named = {"type": "string", "pattern": f"^{ID.pattern}$"}
+    parts["Registration"]["properties"]["id"] = {**named, "description": "Made up where it is left out."}
+    session = {"name": "id", "in": "path", "required": True, "schema": named}
     admin: list[dict[str, list[str]]] = [{"admin": []}]
     model: list[dict[str, list[str]]] = [{"secret": []}]
     paths: dict[str, Any] = {
@@ -23,12 +25,19 @@ def described() -> dict[str, Any]:
         "/metrics": {"get": _get("Figures for Prometheus.", kind="text/plain")},
         "/v1/models": {"get": _get("The models.", security=admin, failing=("401",))},
         "/state": {"get": _get("The pause and the version.", security=admin, failing=("401",))},
-        "/pause": {"post": _post("Holds model calls back.", "PauseWish", admin, failing=("400", "401", "503"))},
-        "/resume": {"post": _post("Lets them go on.", "ResumeWish", admin, failing=("400", "401", "503"))},
+        "/pause": {
+            "post": _post("Holds model calls back.", "PauseWish", admin, failing=("400", "401", "413", "503"))
+        },
+        "/resume": {"post": _post("Lets them go on.", "ResumeWish", admin, failing=("400", "401", "413", "503"))},
         "/rollouts": {
             "get": _get("The sessions.", security=admin, failing=("401",)),
             "post": _post(
-                "Registers a session.", "Registration", admin, good="201", failing=("400", "401", "409")
+                "Registers a session.",
+                "Registration",
+                admin,
+                good="201",
+                answer="Registered",
+                failing=("400", "401", "409", "413"),
             ),
         },
         "/rollouts/{id}": {
@@ -49,16 +58,19 @@ def described() -> dict[str, Any]:
     for inner in ("", "/v1"):
         base = f"/v1/rollouts/{{id}}{inner}"
         chat = _post(
-            "A chat completion, streamed where `stream` is true.", "ChatCompletion", model, failing=failing
+            "A chat completion, streamed where `stream` is true.",
+            "ChatCompletion",
+            model,
+            answer="ChatCompletionAnswer",
+            failing=failing,
         )
-        chat["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        chat["responses"]["200"]["content"]["text/event-stream"] = {}
         paths[f"{base}/chat/completions"] = {"parameters": [session], "post": chat}
         paths[f"{base}/models"] = {
             "parameters": [session],
             "get": _get("The models.", security=model, failing=("401", "404", "410")),
         }
-    parts["ChatCompletion"] = CHAT
-    parts["Error"] = ERROR
+    parts |= {"ChatCompletion": CHAT, "ChatCompletionAnswer": ANSWER, "Registered": REGISTERED, "Error": ERROR}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rookery gateway", "version": __version__},
@@ -90,13 +102,54 @@ ERROR: dict[str, Any] = {
     },
 }
 
-_COUNT = {"type": ["integer", "null"], "minimum": 1}
+REGISTERED: dict[str, Any] = {
+    "type": "object",
+    "required": ["id", "base_url", "secret"],
+    "properties": {
+        "id": {"type": "string"},
+        "base_url": {"type": "string", "description": "What a client's library is given."},
+        "secret": {"type": "string", "description": "Its key; told here and never again."},
+    },
+}
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "required": ["id", "object", "created", "model", "choices", "usage"],
+    "properties": {
+        "object": {"const": "chat.completion"},
+        "choices": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["index", "message", "finish_reason"],
+                "properties": {
+                    "message": {"type": "object", "required": ["role", "content"]},
+                    "finish_reason": {"enum": ["stop", "length", "tool_calls", "content_filter"]},
+                },
+            },
+        },
+        "usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
+    },
+}
+
+_COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
 CHAT: dict[str, Any] = {
     "type": "object",
     "required": ["messages"],
     "properties": {
         "model": {"type": "string"},
-        "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+                },
+            },
+        },
         "stream": {"type": ["boolean", "null"]},
         "stream_options": {
             "type": ["object", "null"],
@@ -110,7 +163,7 @@ CHAT: dict[str, Any] = {
         "max_tokens": _COUNT,
         "max_completion_tokens": _COUNT,
         "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
-        "seed": {"type": ["integer", "null"]},
+        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
         "logprobs": {"type": ["boolean", "null"]},
         "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
     },
@@ -129,19 +182,29 @@ def _get(
 
 
 def _post(
-    about: str, schema: str, security: list[dict[str, list[str]]], *, good: str = "200", failing: tuple[str, ...]
+    about: str,
+    schema: str,
+    security: list[dict[str, list[str]]],
+    *,
+    good: str = "200",
+    answer: str = "",
+    failing: tuple[str, ...],
 ) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     return {
         "summary": about,
         "security": security,
         "requestBody": {"required": schema == "ChatCompletion", "content": content},
-        "responses": _responses(good, failing, "application/json", body=True),
+        "responses": _responses(good, failing, "application/json", answer=answer),
     }
 
 
-def _responses(good: str, failing: tuple[str, ...], kind: str, *, body: bool) -> dict[str, Any]:
+def _responses(
+    good: str, failing: tuple[str, ...], kind: str, *, body: bool = True, answer: str = ""
+) -> dict[str, Any]:
     said: dict[str, Any] = {"type": "object"} if kind == "application/json" else {"type": "string"}
+    if answer:
+        said = {"$ref": f"#/components/schemas/{answer}"}
     responses: dict[str, Any] = {good: {"description": "As asked."}}
     if body:
         responses[good]["content"] = {kind: {"schema": said}}

@@ -13,11 +13,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, TypeAlias, cast, get_args
 
 import msgspec
 
 from rookery.core import UsageError
+from rookery.core.errors import behind
 from rookery.gateway.http import Request
 from rookery.gateway.registry import Registry
 from rookery.upstreams.protocol import PauseMode
@@ -26,6 +27,10 @@ from rookery.upstreams.valve import Valve, ValveState
 DEADLINE: Final = 1800.0
 """Seconds after which a pause that says none is over."""
 MAX_SECONDS: Final = 86_400.0
+Tell: TypeAlias = Callable[[Request, float], Awaitable[list[bytes]]]
+"""Asks the other shards for the same, within so many seconds."""
+TELL_SECONDS: Final = 30.0
+"""For the other shards to do as this one, beyond what a pause itself may take."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +69,11 @@ class Pausing:
     """Of one shard, which tells the others."""
 
     def __init__(
-        self, valve: Valve, registry: Registry, path: Path, tell: Callable[[Request], Awaitable[list[bytes]]]
+        self,
+        valve: Valve,
+        registry: Registry,
+        path: Path,
+        tell: Callable[[Request, float], Awaitable[list[bytes]]],
     ) -> None:
         self._valve = valve
         self._registry = registry
@@ -82,24 +91,33 @@ class Pausing:
         wanted = cast("PauseMode", mode)
         keep(self._path, Kept(version=self._valve.version, mode=wanted, until=time.time() + deadline))
         self._registry.hold()
-        await self._here_and_there(request, self._valve.pause(wanted, timeout=timeout, deadline=deadline))
+        await self._here_and_there(
+            request,
+            timeout + TELL_SECONDS,
+            lambda: self._valve.pause(wanted, timeout=timeout, deadline=deadline),
+        )
         return self.state()
 
     async def resume(self, version: int | None, request: Request | None = None) -> dict[str, Any]:
         version = self._valve.version if version is None else version
         keep(self._path, Kept(version=version))
-        await self._here_and_there(request, self._valve.resume(version))
+        await self._here_and_there(request, TELL_SECONDS, lambda: self._valve.resume(version))
         self._registry.release()
         return self.state()
 
-    async def _here_and_there(self, request: Request | None, here: Awaitable[None]) -> None:
+    async def _here_and_there(
+        self, request: Request | None, within: float, here: Callable[[], Awaitable[None]]
+    ) -> None:
         async def there() -> None:
             if request is not None:
-                await self._tell(request)
+                await self._tell(request, within)
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(there())
-            await here
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(there())
+                await here()
+        except BaseExceptionGroup as errors:
+            raise behind(errors) from None
 
     def state(self) -> dict[str, Any]:
         valve = self._valve

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -45,17 +45,18 @@ REPLAYED: Final = 64
 ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
 
 Ending: TypeAlias = Literal["cancelled", "deleted"]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a session may use up. None: no limit."""
 
-    max_turns: int | None = None
-    max_sequence_length: int | None = None
+    max_turns: _Count | None = None
+    max_sequence_length: _Count | None = None
     """Tokens of prompt and answer together."""
-    max_tokens: int | None = None
+    max_tokens: _Count | None = None
     """Tokens sampled, over all turns."""
-    deadline: float | None = None
+    deadline: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Seconds from the registration, without pauses and waiting for a place."""
 
     def limits(self) -> Limits:
@@ -79,7 +80,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     roles: dict[str, RoleWish] = {}
     sampling: Sampling = Sampling()
     budgets: Budgets = Budgets()
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -111,9 +112,10 @@ _decode = msgspec.msgpack.Decoder(Line).decode
 
 
 class _Whose(msgspec.Struct, frozen=True, gc=False):
-    """Of a turn, only whose it is."""
+    """Of a turn, only whose it is and which."""
 
     attempt: str
+    index: int
 
 
 _whose = msgspec.msgpack.Decoder(_Whose).decode
@@ -138,8 +140,8 @@ class Seat:
         self.extents: list[Extent] = []
         self.session: Session | None = None
         self.clock = clock
-        self.keys: dict[str, list[Turn]] = {}
-        """The latest requests that were answered: a retry gets the same again."""
+        self.keys: dict[str, dict[int, Turn]] = {}
+        """The latest requests that were answered, by choice: a retry gets the same again."""
         self.asking: dict[str, asyncio.Future[None]] = {}
         """Requests under way, by key: a retry of one waits for it."""
         self._turn_keys: dict[int, str] = {}
@@ -150,14 +152,16 @@ class Seat:
 
     def hold(self) -> None:
         self.clock.hold(time.monotonic())
-        for timeout in self._timeouts:
-            timeout.reschedule(None)
+        self._reschedule(None)
 
     def release(self) -> None:
         if self.clock.stopped and self.clock.release(time.monotonic()):
-            until = asyncio.get_running_loop().time() + self.remaining
-            for timeout in self._timeouts:
-                timeout.reschedule(until)
+            self._reschedule(asyncio.get_running_loop().time() + self.remaining)
+
+    def _reschedule(self, when: float | None) -> None:
+        for timeout in self._timeouts:
+            if not timeout.expired():  # one that just ran out cannot be moved any more
+                timeout.reschedule(when)
 
     def waiting(self, on: str, step: int) -> None:
         """Nobody asks."""
@@ -223,7 +227,8 @@ class Seat:
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
-        self.keys.setdefault(turn.key, []).append(turn)
+        key, _, choice = turn.key.partition(".")
+        self.keys.setdefault(key, {})[int(choice or 0)] = turn
         while len(self.keys) > REPLAYED:
             del self.keys[next(iter(self.keys))]
 
@@ -257,7 +262,7 @@ class Registry:
 
     def _restore(self, folder: Path) -> None:
         with TokenReader(folder / "sessions") as lines:
-            found = [_decode(payload) for file in lines.files() for _, payload in lines.scan(file)]
+            found = [_decode(payload) for file in _in_order(lines.files()) for _, payload in lines.scan(file)]
         opened = [line for line in found if isinstance(line, Opened) and self._mine(line.registration.id)]
         for line in sorted(opened, key=lambda one: one.at):
             self._sit(line)
@@ -268,11 +273,16 @@ class Registry:
                     self._forget(seat)
             elif isinstance(line, Stopped) and (seat := self.seats.get(line.id)) is not None:
                 seat.truncated = line.reason
+        turns: dict[str, dict[int, Extent]] = {session: {} for session in self.seats}
         with TokenReader(self._tokens) as reader:
-            for file in reader.files():
+            for file in _in_order(reader.files()):
                 for extent, payload in reader.scan(file):
-                    if (seat := self.seats.get(_whose(payload).attempt)) is not None:
-                        seat.extents.append(extent)
+                    whose = _whose(payload)
+                    if whose.attempt in turns:
+                        # Of two the later: the earlier could not be written when it was recorded, and was refused.
+                        turns[whose.attempt][whose.index] = extent
+        for session, extents in turns.items():
+            self.seats[session].extents = [extents[index] for index in sorted(extents)]
 
     def _sit(self, opened: Opened) -> Seat:
         budget = opened.registration.budgets.deadline
@@ -310,13 +320,17 @@ class Registry:
         check(registration, self.roles)
         secret = f"rk-{secrets.token_urlsafe(24)}"
         opened = Opened(registration, sha256(secret.encode()).digest(), time.time())
-        self._note(opened)
+        try:
+            self._note(opened)
+        except OverflowError:
+            raise UsageError("a number in the registration is larger than 64 bits hold") from None
         return self._sit(opened), secret
 
     def session(self, seat: Seat) -> Session:
         """The session of a seat, with what was recorded before."""
         if seat.session is None:
-            recorder = Recorder.restore(seat.id, self.turns(seat), self._sink(seat))
+            turns = self.turns(seat)
+            recorder = Recorder.restore(seat.id, turns, self._sink(seat))
             made = Session(
                 seat.id,
                 {name: _wished(role, seat.registration) for name, role in self.roles.items()},
@@ -325,8 +339,9 @@ class Registry:
                 seat,
                 seat.registration.seed,
             )
-            for turn in self.turns(seat):
+            for turn in turns:
                 made.count(turn)
+                made.draw_seed()  # the next one is not the first one's again
                 seat.answered(turn)
             made.truncated = seat.truncated
             seat.session = made
@@ -340,6 +355,16 @@ class Registry:
         """Turns from the disk, with files of its own: also from a thread."""
         with TokenReader(self._tokens) as reader:
             return [decode_turn(reader.read(extent)) for extent in extents]
+
+    def prompt(self, seat: Seat, turn: Turn) -> bytes:
+        """All ids that went into a turn; it stores only those that its parent does not have."""
+        parts = [turn.prompt]
+        if turn.prefix:
+            turns = {one.index: one for one in self.turns(seat)}
+            while turn.prefix and turn.parent is not None:
+                turn = turns[turn.parent]
+                parts += (turn.sampled, turn.prompt)
+        return b"".join(reversed(parts))
 
     def stopped(self, seat: Seat, reason: TruncatedReason) -> None:
         """A budget is spent: known also after a restart."""
@@ -372,16 +397,13 @@ class Registry:
         def sink(turn: Turn) -> None:
             if seat.ended is not None:
                 raise RookeryError(f"session {seat.id} is past: nothing is recorded any more")
-            extent = self._turns.append(encode_turn(turn))
-            self._turns.flush()
-            seat.extents.append(extent)
+            seat.extents.append(_written(self._turns, encode_turn(turn)))
             seat.answered(turn)
 
         return sink
 
     def _note(self, line: Line) -> None:
-        self._lines.append(_encode(line))
-        self._lines.flush()
+        _written(self._lines, _encode(line))
 
     def close(self) -> None:
         for seat in self.seats.values():
@@ -391,6 +413,25 @@ class Registry:
             self._lines.close()
         finally:
             self._turns.close()
+
+
+def _written(writer: TokenWriter, payload: bytes) -> Extent:
+    """Where it lies on the disk. What could not be written before goes first: a disk may be full for a while."""
+    if writer.pending:
+        writer.flush()
+    extent = writer.append(payload)
+    writer.flush()
+    return extent
+
+
+def _in_order(files: Iterable[str]) -> list[str]:
+    """As they were written: the tenth file of a writer comes after its second."""
+    return sorted(files, key=lambda name: (name.rpartition("-")[0], len(name), name))
+
+
+def choice_key(key: str, choice: int) -> str:
+    """The key of one choice of a request that wants several."""
+    return f"{key}.{choice}" if choice else key
 
 
 def owner(session: str, shards: int) -> int:

@@ -92,16 +92,16 @@ class Siblings:
             await out.write(chunk)
         out.end()
 
-    async def everywhere(self, request: Request) -> list[bytes]:
+    async def everywhere(self, request: Request, within: float = ASK_SECONDS) -> list[bytes]:
         """What all other shards answer; one that does not is left out. Nothing where another shard asks."""
         if PASSED_ON in request.headers:
             return []
-        answers = await asyncio.gather(*(self._ask(shard, request) for shard in self._clients))
+        answers = await asyncio.gather(*(self._ask(shard, request, within) for shard in self._clients))
         return [answer for answer in answers if answer is not None]
 
-    async def _ask(self, shard: int, request: Request) -> bytes | None:
+    async def _ask(self, shard: int, request: Request, within: float) -> bytes | None:
         try:
-            async with asyncio.timeout(ASK_SECONDS):
+            async with asyncio.timeout(within):
                 response = await self._send(shard, request)
                 try:
                     body = await response.read(MAX_PAGE)

@@ -1,7 +1,7 @@
 """Stop strings of answers that we read from token ids ourselves.
 
 Promises:
-- a text ends before the first stop string in it, and none of the string is ever told;
+- a text ends before the stop string that is complete first, and none of that string is ever told;
 - text is held back only as long as it may still become a stop string.
 """
 
@@ -41,8 +41,9 @@ class Stops:
         return msgspec.structs.replace(message, content=message.content[:at])
 
     def _found(self, text: str) -> int:
-        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(places) if places else -1
+        """Where the stop string begins that ends first: the same however the text is cut into pieces."""
+        places = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(places)[1] if places else -1
 
     def _open(self) -> int:
         """How many characters at the end may be the beginning of a stop string."""

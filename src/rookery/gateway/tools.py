@@ -8,7 +8,7 @@ Promises:
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -40,7 +40,7 @@ class _Function(msgspec.Struct, frozen=True):
 
 class _Tool(msgspec.Struct, frozen=True):
     type: str = "function"
-    function: _Function | None = None
+    function: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class ToolsError(ValueError):
@@ -49,6 +49,9 @@ class ToolsError(ValueError):
 
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _tool = msgspec.json.Decoder(_Tool).decode
+_function = msgspec.json.Decoder(_Function | None).decode
+MAX_KEPT: Final = 1 << 20
+"""Bytes of tools that are worth remembering."""
 _order = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -66,9 +69,12 @@ def tools_of(schemas: tuple[ToolSchema, ...]) -> Tools:
 _recent: dict[tuple[int, ...], Tools] = {}
 
 
-@lru_cache(maxsize=64)
 def tools_in(raw: bytes) -> Tools:
     """Of a client's JSON array."""
+    return _remembered(raw) if len(raw) <= MAX_KEPT else _read(raw)
+
+
+def _read(raw: bytes) -> Tools:
     try:
         items = _items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -78,18 +84,21 @@ def tools_in(raw: bytes) -> Tools:
     for at, item in enumerate(items):
         try:
             tool = _tool(item)
+            if tool.type != "function":
+                continue  # clients offer kinds that only their own provider runs
+            function = _function(tool.function)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ToolsError(f"tool {at}: {error}") from None
-        if tool.type != "function":
-            continue  # clients offer kinds that only their own provider runs
-        if tool.function is None or not tool.function.name:
+        if function is None or not function.name:
             raise ToolsError(f"tool {at} has no function with a name")
-        function = tool.function
         kept.append(item.copy())
         schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
     if not schemas:
         return NO_TOOLS
     return Tools(tuple(schemas), tuple(kept), _scope(schemas))
+
+
+_remembered = lru_cache(maxsize=64)(_read)
 
 
 def _scope(schemas: Sequence[ToolSchema]) -> bytes:

@@ -258,11 +258,13 @@ class TokenReader:
             return []
 
     def _unbegun(self, name: str) -> bool:
-        """A writer killed between making a file and its first write leaves an empty one."""
+        """A writer killed in its first write leaves an empty file, or less than its header."""
         if not _NAME.fullmatch(name):
             return False
+        path = self.folder / name
         try:
-            return (self.folder / name).lstat().st_size == 0
+            size = path.lstat().st_size
+            return size == 0 or (size < len(FILE_HEADER) and FILE_HEADER.startswith(path.read_bytes()))
         except OSError:
             return False
 

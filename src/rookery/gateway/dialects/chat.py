@@ -40,7 +40,7 @@ PROBLEMS: Final[dict[Problem, tuple[int, str, str | None]]] = {
 }
 """Status, type and code. A spent budget is a 400: OpenAI's library tries 408, 409, 429 and 5xx again."""
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
@@ -62,13 +62,13 @@ class _Request(msgspec.Struct, frozen=True):
     model: str = ""
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
-    tools: Raw | None = None
+    tools: Raw | UnsetType = UNSET  # with None instead, msgspec would take nothing but null
     functions: Raw | UnsetType = UNSET
     tool_choice: str | _Choice | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     stop: str | list[str] | None = None
@@ -136,7 +136,7 @@ class ChatDialect:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         stop = request.stop
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
-        tools = request.tools if request.tools is not None and bytes(request.tools) != _NULL else None
+        tools = request.tools if request.tools is not UNSET and bytes(request.tools) != _NULL else None
         return Ask(
             messages=tuple(request.messages),
             model=request.model,
@@ -147,7 +147,7 @@ class ChatDialect:
                 top_p=request.top_p,
                 top_k=request.top_k,
                 max_tokens=min(limits) if limits else None,
-                stop=() if not stop else (stop,) if isinstance(stop, str) else tuple(stop),
+                stop=tuple(text for text in ((stop,) if isinstance(stop, str) else stop or ()) if text),
                 seed=request.seed,
                 extra={
                     name: value.copy()
@@ -275,6 +275,8 @@ def finish_of(finish: Finish) -> str:
 
 
 def _tool_choice(choice: str | _Choice | None) -> str | None:
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise BadRequestError("tool_choice is none, auto, required or names a function", "tool_choice")
     if choice is None or isinstance(choice, str):
         return choice
     if choice.function is None:

@@ -1,0 +1,336 @@
+"""The gateway's addresses: who may ask for what, where, and what becomes of those who may not."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from rookery.gateway.app import MAX_BODY
+from tests.gateway.kit import KEY, Gateway, Registered, Wire, request, served
+from tests.gateway.scripted import Scripted
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+# What each address answers to: the admin key, the session's own secret, another session's, none at all.
+# A wrong method comes after the question who asks.
+ADMIN, OPEN, MODEL = "admin", "open", "model"
+TABLE = [
+    ("GET", "/", OPEN, 200),
+    ("HEAD", "/", OPEN, 200),
+    ("POST", "/", OPEN, 405),
+    ("GET", "/healthz", OPEN, 200),
+    ("HEAD", "/healthz", OPEN, 200),
+    ("DELETE", "/healthz", OPEN, 405),
+    ("GET", "/metrics", OPEN, 200),
+    ("PUT", "/metrics", OPEN, 405),
+    ("GET", "/openapi.json", OPEN, 200),
+    ("POST", "/openapi.json", OPEN, 405),
+    ("GET", "/nowhere", OPEN, 404),
+    ("POST", "/chat/completions", OPEN, 404),
+    ("POST", "/v1/chat/completions", OPEN, 404),
+    ("GET", "/rollouts/one/else", OPEN, 404),
+    ("GET", "/v1/models", ADMIN, 200),
+    ("HEAD", "/v1/models", ADMIN, 200),
+    ("POST", "/v1/models", ADMIN, 405),
+    ("GET", "/models", ADMIN, 200),
+    ("GET", "/state", ADMIN, 200),
+    ("POST", "/state", ADMIN, 405),
+    ("POST", "/pause", ADMIN, 200),
+    ("GET", "/pause", ADMIN, 405),
+    ("POST", "/resume", ADMIN, 200),
+    ("GET", "/resume", ADMIN, 405),
+    ("GET", "/rollouts", ADMIN, 200),
+    ("GET", "/rollouts/", ADMIN, 200),
+    ("POST", "/rollouts", ADMIN, 201),
+    ("DELETE", "/rollouts", ADMIN, 405),
+    ("GET", "/rollouts/one", ADMIN, 200),
+    ("PUT", "/rollouts/one", ADMIN, 405),
+    ("GET", "/rollouts/nobody", ADMIN, 404),
+    ("GET", "/rollouts/one/trajectory", ADMIN, 200),
+    ("POST", "/rollouts/one/trajectory", ADMIN, 405),
+    ("GET", "/rollouts/nobody/trajectory", ADMIN, 404),
+    ("GET", "/rollouts/one/cancel", ADMIN, 405),
+    ("POST", "/rollouts/nobody/cancel", ADMIN, 404),
+    ("DELETE", "/rollouts/nobody", ADMIN, 404),
+    ("GET", "/v1/rollouts/one", MODEL, 200),
+    ("HEAD", "/v1/rollouts/one/", MODEL, 200),
+    ("GET", "/v1/rollouts/one/v1/", MODEL, 200),
+    ("POST", "/v1/rollouts/one", MODEL, 405),
+    ("GET", "/v1/rollouts/one/models", MODEL, 200),
+    ("GET", "/v1/rollouts/one/v1/models", MODEL, 200),
+    ("POST", "/v1/rollouts/one/models", MODEL, 405),
+    ("POST", "/v1/rollouts/one/chat/completions", MODEL, 200),
+    ("POST", "/v1/rollouts/one/v1/chat/completions", MODEL, 200),
+    ("POST", "/v1/rollouts/one/chat/completions/", MODEL, 200),
+    ("GET", "/v1/rollouts/one/chat/completions", MODEL, 405),
+    ("POST", "/v1/rollouts/one/completions", MODEL, 404),
+    ("POST", "/v1/rollouts/one/v1/v1/chat/completions", MODEL, 404),
+    ("GET", "/v1/rollouts/one/trajectory", MODEL, 404),
+    ("POST", "/v1/rollouts/one/cancel", MODEL, 404),
+    ("GET", "/v1/rollouts/one/../two", MODEL, 404),
+]
+
+
+@pytest.mark.parametrize("style", ["bearer", "x-api-key"])
+async def test_the_admin_key_opens_the_admins_addresses_only_and_a_secret_its_session_only(
+    tmp_path: Path, style: str
+) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        one, two = await gateway.register(id="one"), await gateway.register(id="two")
+        keys = {"admin": KEY, "own": one.secret, "other": two.secret, "none": None, "empty": "", "odd": "\xe9"}
+        opens = {ADMIN: {"admin"}, OPEN: set(keys), MODEL: {"own"}}
+        wrong = []
+        for method, path, who, status in TABLE:
+            for name, key in keys.items():
+                status_now = status if name in opens[who] else 401
+                headers = {} if key is None or style == "bearer" else {"x-api-key": key}
+                body = CHAT if "chat" in path else None
+                answer = await gateway.ask(method, path, body, key=key if style == "bearer" else None, **headers)
+                if answer.status != status_now:
+                    wrong.append((method, path, name, status_now, answer.status, answer.body))
+                elif answer.status >= 400 and method != "HEAD":
+                    assert answer.error["message"]
+                if answer.status == 401:
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                if answer.status == 405:
+                    assert method not in answer.headers["allow"].split(", ")
+                assert key is None or not key or key.encode() not in answer.body, "a key is told"
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/models", "/v1/models", "/chat/completions", "/v1/chat/completions", "/nothing"]
+)
+async def test_an_unknown_session_is_404_a_wrong_secret_401_and_a_past_one_410(tmp_path: Path, path: str) -> None:
+    method = "POST" if "chat" in path else "GET"
+    async with served(tmp_path, Scripted()) as gateway:
+        live = await gateway.register(id="live")
+        cancelled, deleted = await gateway.register(id="cancelled"), await gateway.register(id="deleted")
+        assert (await gateway.ask("POST", "/rollouts/cancelled/cancel")).status == 200
+        assert (await gateway.ask("DELETE", "/rollouts/deleted")).status == 200
+
+        async def status(session: str, secret: str | None) -> int:
+            return (await gateway.ask(method, f"/v1/rollouts/{session}{path}", CHAT, key=secret)).status
+
+        for secret in (live.secret, KEY, None):
+            assert await status("nobody", secret) == 404
+        for session in (live, cancelled, deleted):
+            for secret in (KEY, None, "", "rk-", session.secret[:-1], session.secret + "x"):
+                assert await status(session.id, secret) == 401
+        assert await status("cancelled", live.secret) == await status("live", cancelled.secret) == 401
+        assert await status("cancelled", cancelled.secret) == await status("deleted", deleted.secret) == 410
+    async with served(tmp_path, Scripted()) as gateway:
+        assert await status("cancelled", cancelled.secret) == await status("deleted", deleted.secret) == 410
+        assert await status("deleted", live.secret) == 401
+
+
+async def test_who_may_not_ask_is_answered_before_the_body_is_read(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        session = await gateway.register()
+        past = await gateway.register(id="past")
+        await gateway.ask("DELETE", "/rollouts/past")
+        half = b"x" * 100
+        for path, key, status in (
+            ("/rollouts", None, 401),
+            ("/rollouts", session.secret, 401),
+            (f"{session.path}/chat/completions", KEY, 401),
+            ("/v1/rollouts/past/chat/completions", past.secret, 410),
+            ("/v1/rollouts/nobody/chat/completions", session.secret, 404),
+            (f"{session.path}/nothing", session.secret, 404),
+        ):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            async with await gateway.wire() as wire:
+                wire.send(request("POST", path, b"x" * 10_000, **headers)[:-9_900])
+                answer = await wire.answer()
+                assert (answer.status, answer.headers["connection"]) == (status, "close")
+            async with await gateway.wire() as wire:
+                wire.send(request("POST", path, Transfer_Encoding="chunked", **headers), b"2710\r\n", half)
+                assert (await wire.answer()).status == status
+
+
+async def test_a_body_above_what_an_address_takes_is_refused_by_its_head(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        session = await gateway.register()
+        for path, key, size in (
+            (f"{session.path}/chat/completions", session.secret, MAX_BODY + 1),
+            ("/rollouts", KEY, (1 << 20) + 1),
+            ("/v1/models", KEY, 1),
+        ):
+            async with await gateway.wire() as wire:
+                method = "GET" if "models" in path else "POST"
+                wire.send(request(method, path, Authorization=f"Bearer {key}", Content_Length=str(size)))
+                answer = await wire.answer()
+                assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+
+
+async def bound_to(gateway: Gateway, session: str) -> int:
+    sock = socket.create_server(("127.0.0.1", 0))
+    port: int = sock.getsockname()[1]
+    assert gateway.shard.server is not None
+    await gateway.shard.server.listen(sock, bound=session)
+    return port
+
+
+async def test_a_listener_that_belongs_to_a_session_serves_it_and_nothing_else(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        one, two = await gateway.register(id="one"), await gateway.register(id="two")
+        port = await bound_to(gateway, "one")
+
+        async def at(method: str, path: str, key: str | None = None) -> int:
+            headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+            async with await Wire.to(port) as wire:
+                body = b'{"messages":[{"role":"user","content":"hi"}]}' if method == "POST" else None
+                wire.send(request(method, path, body, Connection="close", **headers))
+                return (await wire.answer(head_only=method == "HEAD")).status
+
+        chats = ["/chat/completions", "/v1/chat/completions", "/v1/rollouts/one/chat/completions"]
+        chats += ["/v1/rollouts/one/v1/chat/completions", "/v1/rollouts/%6fne/chat/completions"]
+        for path in chats:
+            for key in (None, "whatever", one.secret, KEY):
+                assert await at("POST", path, key) == 200
+        for path in ("/", "/models", "/v1/models", "/v1/rollouts/one", "/v1/rollouts/one/models"):
+            assert await at("GET", path) == await at("HEAD", path) == 200
+        for path in ("/rollouts", "/rollouts/one/trajectory", "/state", "/healthz", "/metrics", "/openapi.json"):
+            assert await at("GET", path, KEY) == 404
+        for path in ("/rollouts", "/rollouts/one/cancel", "/pause", "/resume"):
+            assert await at("POST", path, KEY) == 404
+        for secret in (two.secret, KEY, None):
+            assert await at("POST", "/v1/rollouts/two/chat/completions", secret) == 404
+        assert len(await gateway.turns(one)) == 4 * len(chats)
+        assert await gateway.turns(two) == []
+        await gateway.ask("POST", "/rollouts/one/cancel")
+        assert await at("POST", "/chat/completions") == 410
+        await gateway.ask("DELETE", "/rollouts/one")
+        assert await at("POST", "/chat/completions") == 410
+        assert await at("GET", "/") == 410
+
+
+async def test_the_base_url_is_where_the_client_asked_and_both_forms_of_it_are_served(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        answer = await gateway.ask("POST", "/rollouts", {"id": "a.b:c@d+e=f-g"})
+        assert answer.headers["cache-control"] == "no-store"
+        session = Registered(**answer.json)
+        assert session.base_url == "http://gateway.test/v1/rollouts/a.b:c@d+e=f-g"
+        for path in (session.path, session.path.replace("@", "%40").replace(":", "%3A")):
+            for inner in ("", "/v1"):
+                found = await gateway.ask("POST", f"{path}{inner}/chat/completions", CHAT, key=session.secret)
+                assert found.status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[]", "Expected `object`"),
+        (b"{", "no registration"),
+        (b"\xff", "no registration"),
+        (b"[" * 100_000, "no registration"),
+        (b'{"model": 5}', "Expected `str`"),
+        (b'{"unknown": 1}', "unknown"),
+        (b'{"id": "a/b"}', "cannot be a session's id"),
+        (b'{"id": "' + b"x" * 201 + b'"}', "cannot be a session's id"),
+        (b'{"id": ".."}', "cannot be a session's id"),
+        (b'{"roles": {"critic": {}}}', "there is: policy"),
+        (b'{"budgets": {"max_turns": 0}}', "max_turns"),
+        (b'{"budgets": {"deadline": -1}}', "deadline"),
+        (b'{"budgets": {"max_turns": 1000000000000000000000000}}', ""),
+        (b'{"seed": 1000000000000000000000000}', ""),
+        (b'{"sampling": {"max_tokens": 1000000000000000000000000}}', "64 bits"),
+    ],
+)
+async def test_what_is_no_registration_is_refused_in_words(tmp_path: Path, body: bytes, says: str) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        answer = await gateway.ask("POST", "/rollouts", body)
+        assert answer.status == 400
+        assert says in answer.error["message"]
+        assert (await gateway.ask("GET", "/rollouts")).json == {"rollouts": []}
+
+
+async def test_an_id_is_given_once_also_after_its_session_ended(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        first = await gateway.register(id="x")
+        for end in (None, "cancel", "delete"):
+            if end == "cancel":
+                await gateway.ask("POST", "/rollouts/x/cancel")
+            elif end == "delete":
+                await gateway.ask("DELETE", "/rollouts/x")
+            answer = await gateway.ask("POST", "/rollouts", {"id": "x"})
+            assert (answer.status, answer.error["code"]) == (409, "conflict")
+            assert first.secret.encode() not in answer.body
+    async with served(tmp_path, Scripted()) as gateway:
+        assert (await gateway.ask("POST", "/rollouts", {"id": "x"})).status == 409
+
+
+async def test_reading_a_record_changes_nothing_and_ending_twice_is_fine(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        session = await gateway.register(id="x")
+        await gateway.chat(session)
+        files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        first = await gateway.trajectory(session)
+        for _ in range(2):
+            again = await gateway.trajectory(session)
+            assert {**again, "now": 0} == {**first, "now": 0}
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+        assert first["turns"][0]["sampled"] == [ord("o"), ord("k"), 3]
+        assert [part["mask"].count(1) for part in first["segments"]] == [3]
+        binary = await gateway.ask("GET", "/rollouts/x/trajectory", Accept="application/msgpack")
+        assert binary.headers["content-type"] == "application/msgpack"
+        for _ in range(2):
+            assert (await gateway.ask("POST", "/rollouts/x/cancel")).json["status"] == "cancelled"
+        assert (await gateway.trajectory(session))["turns"] == first["turns"]
+        for _ in range(2):
+            assert (await gateway.ask("DELETE", "/rollouts/x")).json == {"id": "x", "status": "deleted"}
+        assert (await gateway.ask("GET", "/rollouts/x/trajectory")).status == 410
+        assert (await gateway.ask("POST", "/rollouts/x/cancel")).status == 410
+
+
+async def test_a_spent_secret_appears_in_no_file_and_no_other_answer(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        session = await gateway.register(id="x")
+        await gateway.chat(session)
+        for path in ("/rollouts", "/rollouts/x", "/rollouts/x/trajectory", "/metrics"):
+            assert session.secret.encode() not in (await gateway.ask("GET", path)).body
+    assert all(session.secret.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/pause", {"mode": "nothing"}),
+        ("/pause", {"timeout": 0}),
+        ("/pause", {"timeout": 1e9}),
+        ("/pause", {"deadline": 0}),
+        ("/pause", {"deadline": b"1e999"}),
+        ("/pause", {"more": 1}),
+        ("/pause", b"nonsense"),
+        ("/resume", {"version": "x"}),
+        ("/resume", {"version": -1}),
+        ("/resume", {"version": 10**30}),
+        ("/resume", b"[" * 100_000),
+    ],
+)
+async def test_what_is_no_pause_is_refused_in_words(tmp_path: Path, path: str, body: object) -> None:
+    if isinstance(body, dict) and isinstance(body.get("deadline"), bytes):
+        body = b'{"deadline": %b}' % body["deadline"]
+    async with served(tmp_path, Scripted()) as gateway:
+        answer = await gateway.ask("POST", path, body)
+        assert answer.status == 400
+        assert answer.error["message"]
+        assert (await gateway.ask("GET", "/state")).json["paused"] is False
+
+
+async def test_health_says_why_calls_are_not_answered(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        assert (await gateway.ask("GET", "/healthz", key=None)).json == {"status": "ok"}
+        gateway.shard._late = 3.0
+        answer = await gateway.ask("GET", "/healthz", key=None)
+        assert (answer.status, answer.json["status"]) == (503, "the event loop is late by 3.0 seconds")
+
+
+async def test_a_shard_that_is_closed_leaves_no_task(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    upstream = Scripted()
+    async with served(tmp_path, upstream) as gateway:
+        await gateway.chat(await gateway.register())
+    assert upstream.closed
+    assert asyncio.all_tasks() == before

@@ -1,0 +1,296 @@
+"""OpenAI chat completions, as bytes in and bytes out."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from rookery.core import Finish, Message, Sampling, ToolCall, Turn, floats
+from rookery.gateway.dialects.chat import PROBLEMS, ChatDialect, finish_of
+from rookery.gateway.dialects.protocol import Ask, BadRequestError
+from rookery.gateway.session import Reply
+from rookery.upstreams.protocol import CallDelta, Delta
+from tests.gateway.scripted import ANY_SPEED, letters, pieces_of
+
+DIALECT = ChatDialect()
+HELLO = {"role": "user", "content": "hello"}
+
+
+def ask(**fields: Any) -> Ask:
+    return DIALECT.ask(msgspec.json.encode({"messages": [HELLO], **fields}))
+
+
+def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **more: Any) -> Reply:
+    n = len(sampled) // 4
+    turn = Turn(
+        attempt="x",
+        index=0,
+        response=message,
+        sampled=sampled,
+        logprobs=floats([-0.5] * n),
+        finish=finish,
+        prompt_tokens=3,
+        sampled_tokens=n,
+    )
+    return Reply(message=message, finish=finish, turn=turn, **more)
+
+
+# ---- what is asked
+
+
+def test_a_request_is_read_with_its_messages_and_tools_as_they_came() -> None:
+    body = b'{"messages": [{ "role":"user",  "content": "x", "odd": 1}], "tools": [ {"type": "function"} ]}'
+    found = DIALECT.ask(body)
+    assert [bytes(one) for one in found.messages if isinstance(one, msgspec.Raw)] == [
+        b'{ "role":"user",  "content": "x", "odd": 1}'
+    ]
+    assert found.tools is not None
+    assert bytes(found.tools) == b'[ {"type": "function"} ]'
+    assert ask().tools is ask(tools=None).tools is None
+
+
+def test_null_means_what_is_not_said() -> None:
+    names = [
+        "stream", "stream_options", "tools", "functions", "tool_choice", "n", "temperature", "top_p", "top_k",
+        "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs", "top_logprobs", "return_token_ids",
+        "frequency_penalty", "logit_bias", "response_format",
+    ]  # fmt: skip
+    assert ask(**dict.fromkeys(names)) == ask()
+
+
+@settings(ANY_SPEED, max_examples=60)
+@given(
+    st.dictionaries(
+        st.text("abc_", min_size=1, max_size=6).filter(lambda name: name not in SCHEMA),
+        st.sampled_from([None, True, 5, "x", [], [1, [2]], {"a": {}}]),
+        max_size=5,
+    )
+)
+def test_fields_that_we_do_not_know_are_tolerated(fields: dict[str, Any]) -> None:
+    assert ask(**fields) == ask()
+
+
+SCHEMA = {"messages", "model", "stream", "stream_options", "tools", "functions", "tool_choice", "n", "temperature",
+          "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs", "top_logprobs",
+          "return_token_ids"}  # fmt: skip
+
+
+def test_what_sampling_engines_know_goes_on_as_it_is() -> None:
+    asked = (
+        b'{"messages": [{}], "frequency_penalty": 0.50, "logit_bias": { "5": 1 }, "response_format": {"a": [1]}}'
+    )
+    extra = DIALECT.ask(asked).sampling.extra
+    assert {name: bytes(value) for name, value in extra.items()} == {
+        "frequency_penalty": b"0.50",
+        "logit_bias": b'{ "5": 1 }',
+        "response_format": b'{"a": [1]}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 5}, Sampling(max_tokens=5)),
+        ({"max_tokens": 5, "max_completion_tokens": 3}, Sampling(max_tokens=3)),
+        ({"stop": "x"}, Sampling(stop=("x",))),
+        ({"stop": ["x", "", "y"]}, Sampling(stop=("x", "y"))),
+        ({"stop": ""}, Sampling()),
+        (
+            {"temperature": 0, "top_p": 1, "top_k": -1, "seed": -5},
+            Sampling(temperature=0, top_p=1, top_k=-1, seed=-5),
+        ),
+    ],
+)
+def test_how_to_sample(fields: dict[str, Any], expected: Sampling) -> None:
+    assert ask(**fields).sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "function": {"name": "look"}}, "look"),
+    ],
+)
+def test_how_tools_are_chosen(choice: Any, expected: str) -> None:
+    assert ask(tool_choice=choice).tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b"", None),
+        (b"nonsense", None),
+        (b"[]", None),
+        (b"\xff\xfe", None),
+        (b'{"messages": "x"}', "messages"),
+        (b'{"messages": []}', "messages"),
+        (b"{}", None),
+        (b'{"messages": [{}], "n": 0}', "n"),
+        (b'{"messages": [{}], "n": 65}', "n"),
+        (b'{"messages": [{}], "temperature": -1}', "temperature"),
+        (b'{"messages": [{}], "temperature": "hot"}', "temperature"),
+        (b'{"messages": [{}], "top_p": 0}', "top_p"),
+        (b'{"messages": [{}], "max_tokens": 0}', "max_tokens"),
+        (b'{"messages": [{}], "max_tokens": 10000000000000000000000000}', "max_tokens"),
+        (b'{"messages": [{}], "top_k": 10000000000000000000000000}', "top_k"),
+        (b'{"messages": [{}], "seed": 10000000000000000000000000}', "seed"),
+        (b'{"messages": [{}], "stop": [5]}', "stop[0]"),
+        (b'{"messages": [{}], "stream": "yes"}', "stream"),
+        (b'{"messages": [{}], "top_logprobs": 2}', "top_logprobs"),
+        (b'{"messages": [{}], "logprobs": true, "top_logprobs": 21}', "top_logprobs"),
+        (b'{"messages": [{}], "functions": [{"name": "f"}]}', "functions"),
+        (b'{"messages": [{}], "tool_choice": "look"}', "tool_choice"),
+        (b'{"messages": [{}], "tool_choice": {"type": "function"}}', "tool_choice"),
+        (b'{"messages": [{}], "unknown": ' + b"[" * 100_000, None),
+        (b'{"model": "\\ud800", "messages": [{}]}', None),
+    ],
+)
+def test_what_it_knows_and_cannot_read_is_an_error_in_words(body: bytes, where: str | None) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        DIALECT.ask(body)
+    assert caught.value.where == where
+    assert str(caught.value)
+
+
+values = st.recursive(
+    st.sampled_from([None, 0, -1, 2.5, "", "x", True]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(SCHEMA)), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(ANY_SPEED, max_examples=200)
+@given(st.binary(max_size=40) | values.map(msgspec.json.encode))
+def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(body: bytes) -> None:
+    found: Ask | str
+    try:
+        found = DIALECT.ask(body)
+    except BadRequestError as error:
+        found = str(error)
+    assert found
+
+
+# ---- what is answered
+
+words = st.text('ab"\\\n\u2028é😀{}', max_size=6)
+some = words.filter(bool)
+calls = st.lists(st.builds(ToolCall, some, some, words), max_size=3).map(tuple)
+messages = st.builds(Message, st.just("assistant"), words, calls, reasoning=st.none() | some)
+finishes: st.SearchStrategy[Finish] = st.sampled_from(["stop", "length", "tool_calls", "content_filter"])
+
+
+@settings(ANY_SPEED)
+@given(st.lists(st.tuples(messages, finishes), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_a_whole_answer_is_read_by_openais_own_library_as_from_openai(
+    choices: list[tuple[Message, Finish]], logprobs: bool, ids: bool
+) -> None:
+    wish = ask(model="m", logprobs=logprobs, n=len(choices), return_token_ids=ids)
+    said = DIALECT.whole(
+        wish, [reply(message, finish, letters("ab"), prompt=letters("p")) for message, finish in choices]
+    )
+    found = ChatCompletion.model_validate_json(said, strict=True)
+    assert (found.model, len(found.choices)) == ("m", len(choices))
+    for choice, (message, finish) in zip(found.choices, choices, strict=True):
+        assert choice.finish_reason == finish
+        assert (choice.message.content or "") == message.text
+        assert [
+            (call.id, call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls or ()
+            if call.type == "function"
+        ] == [(call.id, call.name, call.arguments) for call in message.tool_calls]
+        assert getattr(choice.message, "reasoning_content", None) == message.reasoning
+        assert (choice.logprobs is not None) == logprobs
+    assert found.usage is not None
+    assert found.usage.total_tokens == 3 + 2 * len(choices)
+    assert (msgspec.json.decode(said).get("prompt_token_ids") == [ord("p")]) == ids
+
+
+def read(data: bytes) -> list[ChatCompletionChunk]:
+    parts = data.split(b"\n\n")
+    assert parts.pop() == b""
+    assert parts[-1] == b"data: [DONE]"
+    return [
+        ChatCompletionChunk.model_validate_json(part.removeprefix(b"data: "), strict=True) for part in parts[:-1]
+    ]
+
+
+@settings(ANY_SPEED)
+@given(st.lists(words, max_size=6), calls, finishes, st.booleans(), st.booleans())
+def test_a_stream_is_read_by_openais_own_library_as_from_openai(
+    texts: list[str], calls: tuple[ToolCall, ...], finish: Finish, logprobs: bool, usage: bool
+) -> None:
+    wish = ask(stream=True, logprobs=logprobs, stream_options={"include_usage": usage})
+    answering = DIALECT.answering(wish)
+    deltas = [piece for text in texts for piece in pieces_of(text, 3)]
+    for at, call in enumerate(calls):
+        deltas.append(Delta(tool_calls=(CallDelta(at, call.id, call.name),)))
+        deltas += [Delta(tool_calls=(CallDelta(at, arguments=part),)) for part in call.arguments]
+    done = reply(Message("assistant", "".join(texts), calls), finish, letters("".join(texts)))
+    data = b"".join(answering.piece(0, delta) for delta in deltas)
+    data += answering.end(0, done) + answering.done([done])
+    chunks = read(data)
+    assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
+    if usage:
+        last = chunks.pop()
+        assert (last.choices, last.usage is not None) == ([], True)
+    assert all(chunk.usage is None for chunk in chunks)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    assert "".join(choice.delta.content or "" for choice in choices) == "".join(texts)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [finish]
+    found: dict[int, list[str]] = {}
+    for choice in choices:
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            kept = found.setdefault(call.index, ["", "", ""])
+            kept[0] += call.id or ""
+            kept[1] += call.function.name or ""
+            kept[2] += call.function.arguments or ""
+    assert [tuple(found[at]) for at in sorted(found)] == [(call.id, call.name, call.arguments) for call in calls]
+    told = [entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert told == ([-0.5] * len("".join(texts)) if logprobs else [])
+
+
+def test_a_choice_that_said_nothing_still_begins() -> None:
+    answering = DIALECT.answering(ask(stream=True))
+    done = reply(Message("assistant", ""))
+    (first, last) = read(answering.end(0, done) + answering.done([done]))
+    assert (first.choices[0].delta.role, last.choices[0].finish_reason) == ("assistant", "stop")
+
+
+def test_no_event_is_a_comment_or_empty() -> None:
+    answering = DIALECT.answering(ask(stream=True))
+    assert answering.piece(0, Delta()).startswith(b"data: {")
+    assert answering.piece(0, Delta()) == b"", "nothing to tell is nothing written"
+    assert answering.piece(0, Delta(sampled=letters("x"))) == b""
+
+
+def test_an_aborted_answer_ends_like_one_that_was_cut() -> None:
+    assert [finish_of(one) for one in ("stop", "length", "abort", "tool_calls")] == [
+        "stop", "length", "length", "tool_calls",
+    ]  # fmt: skip
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("problem", sorted(PROBLEMS))
+def test_an_error_has_openais_shape_and_only_what_a_retry_can_mend_a_status_that_is_retried(problem: Any) -> None:
+    status, body = DIALECT.error(problem, "said so", "messages")
+    error = msgspec.json.decode(body)["error"]
+    assert (error["message"], error["param"]) == ("said so", "messages")
+    assert set(error) == {"message", "type", "param", "code"}
+    retried = status in (408, 409, 429) or status >= 500
+    assert retried == (problem in ("unavailable", "timeout", "upstream", "internal", "conflict"))
+    answering = DIALECT.answering(ask(stream=True))
+    event = answering.broken(problem, "said so")
+    assert msgspec.json.decode(event.removeprefix(b"data: "))["error"]["message"] == "said so"
+    assert event.endswith(b"\n\n")

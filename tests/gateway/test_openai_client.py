@@ -1,0 +1,295 @@
+"""The openai library, unmodified: synchronous and not, streaming and not, given only a base URL and a key."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from rookery.core import ToolCall, UpstreamError
+from tests.gateway.kit import KEY, Gateway, Registered, served
+from tests.gateway.scripted import Play, Scripted
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    for name in ("look", "stop")
+]
+CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop", "{}"))
+
+
+@pytest.fixture
+async def upstream() -> Scripted:
+    return Scripted("the answer")
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
+    async with served(tmp_path, upstream) as found:
+        yield found
+
+
+@pytest.fixture
+async def session(gateway: Gateway) -> Registered:
+    return await gateway.register(id="0.0-1")
+
+
+def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{gateway.url}{session.path}{form}", api_key=session.secret, **more)
+
+
+async def synchronous(gateway: Gateway, session: Registered, play: Callable[[OpenAI], Any], **more: Any) -> Any:
+    """The synchronous client, in a thread of its own: the shard serves on this one."""
+
+    def played() -> Any:
+        with OpenAI(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more) as own:
+            return play(own)
+
+    return await asyncio.to_thread(played)
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("form", ["", "/", "/v1", "/v1/"])
+async def test_both_forms_of_the_base_url_serve(
+    gateway: Gateway, session: Registered, upstream: Scripted, form: str
+) -> None:
+    async with client(gateway, session, form) as own:
+        answer = await own.chat.completions.create(model="m", messages=HELLO)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("the answer", "stop")
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len("the answer") + 1
+        assert [model.id async for model in await own.models.list()] == ["m"]
+    assert len(await gateway.turns(session)) == 1
+
+
+async def test_the_synchronous_client_streaming_and_not(gateway: Gateway, session: Registered) -> None:
+    def play(own: OpenAI) -> tuple[str | None, str, list[str]]:
+        whole = own.chat.completions.create(model="m", messages=HELLO)
+        with own.chat.completions.create(model="m", messages=HELLO, stream=True) as stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        return whole.choices[0].message.content, text, [model.id for model in own.models.list()]
+
+    assert await synchronous(gateway, session, play) == ("the answer", "the answer", ["m"])
+    assert len(await gateway.turns(session)) == 2
+
+
+async def test_a_stream_with_its_usage(gateway: Gateway, session: Registered) -> None:
+    async with client(gateway, session) as own:
+        stream = await own.chat.completions.create(
+            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "the answer"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 11
+
+
+async def test_parallel_tool_calls_and_their_results(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("", calls=CALLS), Play("", calls=CALLS), Play("done"))
+    async with client(gateway, session) as own:
+        choices: Any = {"type": "function", "function": {"name": "look"}}
+        answer = await own.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice=choices)
+        message = answer.choices[0].message
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert [call.model_dump() for call in message.tool_calls or ()] == [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in CALLS
+        ]
+        async with own.chat.completions.stream(model="m", messages=HELLO, tools=TOOLS) as stream:
+            final = await stream.get_final_completion()
+        assert [call.function.arguments for call in final.choices[0].message.tool_calls or ()] == [
+            call.arguments for call in CALLS
+        ]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "seen"} for call in CALLS]
+        history: Any = [*HELLO, message.model_dump(exclude_none=True), *results]
+        last = await own.chat.completions.create(model="m", messages=history, tools=TOOLS, tool_choice="none")
+        assert last.choices[0].message.content == "done"
+    assert [asked.request.tool_choice for asked in upstream.calls] == ["look", None, "none"]
+    assert len(await gateway.turns(session)) == 3
+
+
+async def test_stop_n_logprobs_and_the_rest_of_what_sampling_is(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(*(Play(text) for text in ("a", "b", "c")))
+    async with client(gateway, session) as own:
+        answer = await own.chat.completions.create(
+            model="m", messages=HELLO, n=3, stop=["x", "y"], logprobs=True, top_logprobs=2, temperature=0.5,
+            seed=1, max_completion_tokens=9, frequency_penalty=0.5, user="me", metadata={"a": "b"}, store=False,
+            extra_body={"min_p": 0.25, "unheard_of": {"x": 1}},
+        )  # fmt: skip
+    assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert [(entry.logprob, len(entry.top_logprobs)) for entry in content] == [(-0.5, 2)] * 2
+    sampling = upstream.calls[0].request.sampling
+    assert (sampling.stop, sampling.temperature, sampling.seed, sampling.max_tokens) == (("x", "y"), 0.5, 1, 9)
+    assert {name: bytes(value) for name, value in sampling.extra.items()} == {
+        "frequency_penalty": b"0.5",
+        "min_p": b"0.25",
+    }
+
+
+async def test_raw_and_streaming_responses(gateway: Gateway, session: Registered) -> None:
+    async with client(gateway, session) as own:
+        raw = await own.chat.completions.with_raw_response.create(model="m", messages=HELLO)
+        assert raw.parse().choices[0].message.content == "the answer"
+        async with own.chat.completions.with_streaming_response.create(
+            model="m", messages=HELLO, stream=True
+        ) as response:
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            lines = [line async for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
+
+
+async def test_a_client_that_closes_its_stream_ends_the_call(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("abc", held=True))
+    async with client(gateway, session) as own:
+        asking = asyncio.create_task(own.chat.completions.create(model="m", messages=HELLO, stream=True))
+        asked = await upstream.called()
+        asked.go(2)
+        stream = await asking
+        assert (await anext(aiter(stream))).choices[0].delta.content == "a"
+        await stream.close()
+        await asked.ended()
+        assert asked.cancelled
+    await gateway.settled()
+    assert await gateway.turns(session) == []
+
+
+# ---- errors
+
+
+async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+    past = await gateway.register(id="past")
+    await gateway.ask("POST", "/rollouts/past/cancel")
+    nobody = Registered("nobody", "", session.secret)
+    wrong = Registered(session.id, "", KEY)
+    spent = await gateway.register(id="spent", budgets={"max_turns": 1})
+    long = await gateway.register(id="long", budgets={"max_sequence_length": 1})
+
+    async def raised(who: Registered, **fields: Any) -> Any:
+        async with client(gateway, who, max_retries=0) as own:
+            with pytest.raises(openai.APIError) as caught:
+                await own.chat.completions.create(**({"model": "m", "messages": HELLO} | fields))
+            return caught.value
+
+    async with client(gateway, spent) as own:
+        await own.chat.completions.create(model="m", messages=HELLO)
+    for error, kind, status, code in [
+        (await raised(wrong), openai.AuthenticationError, 401, "invalid_api_key"),
+        (await raised(nobody), openai.NotFoundError, 404, "not_found"),
+        (await raised(past), openai.APIStatusError, 410, "rollout_gone"),
+        (await raised(session, messages=[]), openai.BadRequestError, 400, None),
+        (await raised(session, n=1000), openai.BadRequestError, 400, None),
+        (await raised(spent), openai.BadRequestError, 400, "rollout_truncated"),
+        (await raised(long), openai.BadRequestError, 400, "context_length_exceeded"),
+    ]:
+        assert isinstance(error, kind)
+        assert (error.status_code, error.code) == (status, code)
+        assert error.message
+        assert error.type
+    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    error = await raised(session)
+    assert isinstance(error, openai.InternalServerError)
+    assert (error.status_code, error.code) == (503, "upstream_unavailable")
+    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    async with client(gateway, session) as own:
+        stream = await own.chat.completions.create(model="m", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="down"):
+            _ = [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize(
+    "budgets", [{"max_turns": 1}, {"max_tokens": 1}, {"max_sequence_length": 1}, {"deadline": 0.001}]
+)
+async def test_a_spent_budget_is_not_tried_again(
+    gateway: Gateway, upstream: Scripted, budgets: dict[str, Any]
+) -> None:
+    session = await gateway.register(budgets=budgets)
+    upstream.default = Play("", held="deadline" in budgets)
+    async with client(gateway, session, max_retries=3) as own:
+        if "max_turns" in budgets or "max_tokens" in budgets:
+            await own.chat.completions.create(model="m", messages=HELLO)
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await own.chat.completions.create(model="m", messages=HELLO)
+            assert caught.value.code in ("rollout_truncated", "context_length_exceeded")
+    counted = gateway.shard.metrics.counters
+    asked = counted["requests", "status", "400"] + counted.get(("requests", "status", "200"), 0)
+    assert asked == (3 if "max_turns" in budgets or "max_tokens" in budgets else 2), "somebody tried again"
+
+
+# ---- its own retries
+
+
+@asynccontextmanager
+async def losing(port: int, count: int) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A way to the gateway that loses the first answers, whole; and what was asked over it."""
+    heads: list[bytes] = []
+
+    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner, outer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            heads.append(head)
+            lost = len(heads) <= count
+            size = int(head.lower().partition(b"content-length:")[2].split()[0])
+            outer.write(
+                head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + await reader.readexactly(size)
+            )
+            answer = await inner.read()
+            if not lost:
+                writer.write(answer)
+                await writer.drain()
+        finally:
+            outer.close()
+            writer.close()
+
+    server = await asyncio.start_server(passed, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], heads
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
+    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+) -> None:
+    upstream.then(Play("the first", calls=CALLS))
+    async with losing(gateway.port, 1) as (port, heads):
+        base = f"http://127.0.0.1:{port}{session.path}"
+        async with AsyncOpenAI(base_url=base, api_key=session.secret, max_retries=2) as own:
+            if stream:
+                async with own.chat.completions.stream(model="m", messages=HELLO, tools=TOOLS) as events:
+                    answer: Any = await events.get_final_completion()
+            else:
+                answer = await own.chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
+    assert answer.choices[0].message.content == "the first"
+    assert [call.id for call in answer.choices[0].message.tool_calls] == [call.id for call in CALLS]
+    assert [b"x-stainless-retry-count: 1" in head.lower() for head in heads] == [False, True]
+    assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
+
+
+async def test_the_synchronous_librarys_retry_of_an_unavailable_upstream_asks_again(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play(error=UpstreamError("busy", cause="upstream.overloaded"), after=0))
+
+    def play(own: OpenAI) -> Any:
+        return own.chat.completions.create(model="m", messages=HELLO).choices[0].message.content
+
+    assert await synchronous(gateway, session, play, max_retries=1) == "the answer"
+    assert (len(upstream.calls), len(await gateway.turns(session))) == (2, 1)

@@ -1,0 +1,139 @@
+"""The gateway against its own OpenAPI description: whatever is sent, what comes back is described there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+
+from rookery.gateway.openapi import described
+from tests.gateway.kit import KEY, Gateway, served_beside
+from tests.gateway.scripted import Scripted
+
+load_all_checks()
+EXAMPLES = 25
+"""Of each operation, each way."""
+BOUNDED = settings(
+    deadline=None,
+    max_examples=EXAMPLES,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    derandomize=True,  # so few examples are the same ones every time
+)
+SCHEMA = schemathesis.openapi.from_dict(described())
+OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with served_beside(tmp_path_factory.mktemp("gateway"), Scripted) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def secret(gateway: Gateway) -> str:
+    answer = requests.post(f"{gateway.url}/rollouts", json={"id": "one"}, headers=bearer(KEY), timeout=20)
+    return str(answer.json()["secret"])
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def checks(*names: str) -> list[Any]:
+    return [CHECKS.get_one(name) for name in names]
+
+
+CONFORMS = checks(
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+)
+
+
+WAYS = [
+    (operation, mode)
+    for operation in OPERATIONS
+    for mode in GenerationMode
+    if mode is GenerationMode.POSITIVE or operation.definition.raw["security"]  # else nothing can be wrong with it
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"), WAYS, ids=[f"{operation.label} {mode.name.lower()}" for operation, mode in WAYS]
+)
+def test_whatever_is_sent_the_answer_is_as_described(
+    gateway: Gateway, secret: str, operation: Any, mode: GenerationMode
+) -> None:
+    statuses: set[int] = set()
+
+    @BOUNDED
+    @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["one", None]))
+    def play(case: Case, session: str | None) -> None:
+        keys = bearer(secret if "/v1/rollouts" in operation.path else KEY)
+        if session is not None and "{id}" in operation.path and "DELETE" not in operation.label.upper():
+            if "cancel" in operation.path:
+                return
+            case.path_parameters = {"id": session}
+        answer = case.call_and_validate(base_url=gateway.url, headers=keys, checks=CONFORMS, timeout=20)
+        statuses.add(answer.status_code)
+
+    play()
+    right = mode is GenerationMode.POSITIVE and operation.label != "POST /rollouts/{id}/cancel"
+    if right and operation.label != "DELETE /rollouts/{id}":
+        assert statuses & {200, 201}, f"nothing that was sent was right: {statuses}"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.label)
+def test_who_has_no_right_gets_401_whatever_is_sent(gateway: Gateway, secret: str, operation: Any) -> None:
+    needs = operation.definition.raw.get("security")
+
+    @BOUNDED
+    @given(operation.as_strategy(), st.sampled_from([{}, bearer("wrong"), bearer("other")]))
+    def play(case: Case, headers: dict[str, str]) -> None:
+        if "{id}" in operation.path:
+            case.path_parameters = {"id": "one"}
+        if headers == bearer("other"):
+            headers = bearer(KEY if "/v1/rollouts" in operation.path else secret)
+        answer = case.call(base_url=gateway.url, headers=headers, timeout=20)
+        assert (answer.status_code == 401) == bool(needs)
+
+    play()
+
+
+def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp_path: Path) -> None:
+    served = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
+    assert served == msgspec.json.decode(msgspec.json.encode(described()))
+    below = [f"/v1/rollouts/{{id}}{inner}" for inner in ("", "/v1")]
+    assert {operation.label for operation in OPERATIONS} == {
+        *("GET /", "HEAD /", "GET /healthz", "GET /metrics", "GET /v1/models"),
+        *("GET /state", "POST /pause", "POST /resume"),
+        *("GET /rollouts", "POST /rollouts", "GET /rollouts/{id}", "DELETE /rollouts/{id}"),
+        *("GET /rollouts/{id}/trajectory", "POST /rollouts/{id}/cancel"),
+        *(f"POST {base}/chat/completions" for base in below),
+        *(f"GET {base}/models" for base in below),
+    }
+
+
+@pytest.mark.parametrize("path", sorted(described()["paths"]))
+def test_a_method_that_is_not_described_is_refused_and_the_right_ones_named(
+    gateway: Gateway, secret: str, path: str
+) -> None:
+    right = {method.upper() for method in described()["paths"][path]} - {"PARAMETERS"}
+    key = secret if path.startswith("/v1/rollouts") else KEY
+    url = gateway.url + path.replace("{id}", "one")
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - right:
+        answer = requests.request(method, url, headers=bearer(key), timeout=20)
+        assert answer.status_code == 405, (method, path)
+        assert right <= set(answer.headers["allow"].split(", "))
+        assert answer.json()["error"]["code"] == "method_not_allowed"

@@ -1,0 +1,61 @@
+"""Stop strings: what is told is the text before the first of them, however the text is cut into pieces."""
+
+from itertools import pairwise
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import Message
+from rookery.gateway.stops import Stops
+from tests.gateway.scripted import ANY_SPEED
+
+texts = st.text("ab c", max_size=14)
+stops = st.lists(st.text("abc", max_size=4), max_size=4).map(tuple)
+
+
+def expected(text: str, stops: tuple[str, ...]) -> str:
+    """Letter by letter: as soon as the text ends with a stop string, it is over."""
+    for end in range(1, len(text) + 1):
+        ends = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if ends:
+            return text[: end - len(max(ends, key=len))]
+    return text
+
+
+@settings(ANY_SPEED, max_examples=400)
+@given(texts, stops, st.lists(st.integers(0, 14), max_size=6))
+@example("abc", ("abc", "b"), [1, 2])
+@example("ab", ("ab", "b"), [1])
+@example("aab", ("ab",), [1, 2])
+def test_a_text_ends_before_the_stop_string_that_is_complete_first_and_none_of_it_is_ever_told(
+    text: str, stops: tuple[str, ...], cuts: list[int]
+) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    reading = Stops(stops)
+    told = "".join(reading.feed(piece) for piece in pieces[:-1])
+    told += reading.end(pieces[-1])
+    assert told == expected(text, stops)
+    assert Stops(stops).cut(Message("assistant", text)).content == told
+    assert reading.feed("more") == "" or not any(stop in text for stop in stops if stop)
+
+
+@settings(ANY_SPEED)
+@given(texts, stops)
+def test_text_is_held_back_only_as_long_as_it_may_still_become_a_stop_string(
+    text: str, stops: tuple[str, ...]
+) -> None:
+    reading, told, so_far = Stops(stops), "", ""
+    for letter in text:
+        told += reading.feed(letter)
+        so_far += letter
+        if expected(so_far, stops) != so_far:
+            return
+        held = so_far[len(told) :]
+        assert so_far.startswith(told)
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_messages_without_text_are_left_alone() -> None:
+    for message in (Message("assistant"), Message("assistant", ({"type": "text", "text": "ab"},))):
+        assert Stops(("a",)).cut(message) is message
