@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from rookery.gateway.http import Answer, Connection, Refusal, Request, Server
+from rookery.gateway.http import Answer, Refusal, Request
+from rookery.gateway.server import Connection, Server
 from tests.gateway.kit import Wire, request
 from tests.gateway.scripted import WAIT
 

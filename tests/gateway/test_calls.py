@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rookery.core import Message, Sampling, ToolCall, Truncation, UpstreamError
-from rookery.gateway import http
-from rookery.gateway.http import Connection
+from rookery.gateway import server
+from rookery.gateway.server import Connection
 from rookery.journal.tokens import TokenWriter
 from rookery.upstreams.protocol import Delta
 from tests.gateway.kit import Gateway, busy, on_both_loops, said, served
@@ -196,7 +196,7 @@ async def test_a_client_that_goes_away_takes_its_call_with_it_up_to_the_engine(
 async def test_a_reader_that_does_not_read_slows_the_upstream_and_is_left_behind(
     gateway: Gateway, upstream: Scripted, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    monkeypatch.setattr(http, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.05)
     piece = "x" * 50_000
     upstream.default = Play(pieces=(Delta(content=piece),) * 2_000)  # 100 MB
     session = await gateway.register()

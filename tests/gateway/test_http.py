@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookery.gateway import http
-from rookery.gateway.http import Answer, Connection, Request, Server
+from rookery.gateway.http import Answer, Request
+from rookery.gateway.server import MAX_AHEAD, MAX_WAITING, Connection, Server
 from tests.gateway.http_kit import PLAIN, Gate, made
 from tests.gateway.kit import request
 from tests.gateway.scripted import ANY_SPEED
@@ -284,7 +284,7 @@ def test_requests_before_a_broken_one_are_answered_and_those_after_it_are_not(br
 
 def test_what_a_client_sends_ahead_of_its_answers_is_bounded() -> None:
     seen, written = fed(PLAIN * 40)
-    assert 1 < len(seen) <= http.MAX_WAITING + 1
+    assert 1 < len(seen) <= MAX_WAITING + 1
     assert b"HTTP/1.1 400 " in written
 
     async def play() -> None:
@@ -294,8 +294,8 @@ def test_what_a_client_sends_ahead_of_its_answers_is_bounded() -> None:
         connection.connection_made(pipe)
         connection.data_received(PLAIN)
         for _ in range(3):
-            connection.data_received(request("POST", "/", b"x" * (http.MAX_AHEAD // 2 + 1)))
-        assert sum(len(one.body) for one, _ in connection._waiting) <= http.MAX_AHEAD
+            connection.data_received(request("POST", "/", b"x" * (MAX_AHEAD // 2 + 1)))
+        assert sum(len(one.body) for one, _ in connection._waiting) <= MAX_AHEAD
         gate.go.set()
         while connection.task is not None:
             await asyncio.sleep(0)

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from rookery.gateway import http
-from rookery.gateway.http import Answer, Refusal, Request
+from rookery.gateway import server
+from rookery.gateway.http import EVENTS, Answer, Refusal, Request
 from tests.gateway.http_kit import PLAIN, Door, Gate, door, echo, made, within
 from tests.gateway.kit import Wire, on_both_loops, request
 from tests.gateway.scripted import WAIT
@@ -31,7 +31,7 @@ async def test_keep_alive_serves_request_after_request_and_connection_close_ends
 @on_both_loops
 async def test_http_1_0_gets_a_body_that_ends_with_the_connection() -> None:
     async def streams(request: Request, out: Answer) -> None:
-        out.begin(200, http.EVENTS)
+        out.begin(200, EVENTS)
         await out.write(b"one")
         out.end(b"two")
 
@@ -48,7 +48,7 @@ async def test_http_1_0_gets_a_body_that_ends_with_the_connection() -> None:
 async def test_head_gets_the_head_only_and_the_connection_goes_on() -> None:
     async def both(request: Request, out: Answer) -> None:
         if request.path == "/stream":
-            out.begin(200, http.EVENTS)
+            out.begin(200, EVENTS)
             await out.write(b"one")
             out.end(b"two")
         else:
@@ -112,7 +112,7 @@ async def test_a_client_that_goes_away_while_it_is_behind_cancels_its_handler() 
     ended = asyncio.Event()
 
     async def floods(request: Request, out: Answer) -> None:
-        out.begin(200, http.EVENTS)
+        out.begin(200, EVENTS)
         try:
             while True:
                 await out.write(b"x" * 10_000)
@@ -146,13 +146,13 @@ async def slow_reader(house: Door) -> socket.socket:
 async def test_a_slow_reader_costs_no_more_than_one_piece_and_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.05)
     piece, sent, most = b"x" * 50_000, 0, 0
     over = asyncio.Event()
 
     async def floods(request: Request, out: Answer) -> None:
         nonlocal sent, most
-        out.begin(200, http.EVENTS)
+        out.begin(200, EVENTS)
         try:
             while True:
                 await out.write(piece)
@@ -184,7 +184,7 @@ async def test_one_that_does_not_take_a_whole_answer_is_left_behind(
     close: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WRITE_SECONDS", "IDLE_SECONDS"):
-        monkeypatch.setattr(http, name, -1.0)
+        monkeypatch.setattr(server, name, -1.0)
 
     async def large(request: Request, out: Answer) -> None:
         out.send(200, b"x" * (16 << 20))
@@ -203,7 +203,7 @@ async def test_one_that_does_not_take_a_whole_answer_is_left_behind(
 @on_both_loops
 async def test_one_that_still_takes_a_large_answer_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WRITE_SECONDS", "IDLE_SECONDS"):
-        monkeypatch.setattr(http, name, -1.0)
+        monkeypatch.setattr(server, name, -1.0)
     size = 16 << 20
 
     async def large(request: Request, out: Answer) -> None:
@@ -231,7 +231,7 @@ async def test_one_that_still_takes_a_large_answer_is_not_left_behind(monkeypatc
 async def test_who_does_not_finish_its_request_or_stays_idle_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "READ_SECONDS", -1.0)
+    monkeypatch.setattr(server, "READ_SECONDS", -1.0)
     gate = Gate()
     async with door(gate) as house:
         for begun in (b"", b"GET / HT", request("POST", "/", b"x" * 10)[:-3]):
@@ -250,7 +250,7 @@ async def test_who_does_not_finish_its_request_or_stays_idle_is_left_behind(
         await within(gate.begun)
         house.server.sweep()
         assert len(house.server.connections) == 1
-        monkeypatch.setattr(http, "IDLE_SECONDS", -1.0)
+        monkeypatch.setattr(server, "IDLE_SECONDS", -1.0)
         gate.go.set()
         assert (await wire.answer()).status == 200
         house.server.sweep()
@@ -276,7 +276,7 @@ async def test_an_exception_of_a_handler_ends_only_its_own_request_and_its_text_
 ) -> None:
     async def fails(request: Request, out: Answer) -> None:
         if request.path == "/late":
-            out.begin(200, http.EVENTS)
+            out.begin(200, EVENTS)
             await out.write(b"half")
         if request.path == "/refused":
             raise Refusal(404, b'{"not":"here"}')

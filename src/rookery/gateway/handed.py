@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from rookery.core import RookeryError
-from rookery.gateway.http import Server
+from rookery.gateway.server import Server
 
 log = logging.getLogger("rookery.gateway")
 _MAX: Final = 4096

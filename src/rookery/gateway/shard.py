@@ -27,12 +27,13 @@ from rookery.gateway.app import App
 from rookery.gateway.config import GatewayConfig, ShardSettings
 from rookery.gateway.credits import Credits
 from rookery.gateway.handed import Handed
-from rookery.gateway.http import Request, Server
+from rookery.gateway.http import Request
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.pausing import Pausing, kept
 from rookery.gateway.registry import Registry
 from rookery.gateway.renderings import open_offloop
 from rookery.gateway.renderings.offloop import Offloop
+from rookery.gateway.server import Server
 from rookery.gateway.session import Role
 from rookery.gateway.siblings import Siblings, socket_of
 from rookery.upstreams import open_upstream
