@@ -18,7 +18,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     def over(self, below: "Sampling") -> "Sampling":
         """This sampling where it says something, `below` elsewhere."""
+        if self == NOTHING:
+            return below
+        if below == NOTHING:
+            return self
         said = {
             name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, (), {})
         }
         return msgspec.structs.replace(below, **said) if said else below
+
+
+NOTHING = Sampling()
