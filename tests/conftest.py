@@ -56,7 +56,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def _ours() -> set[tuple[int, str]]:
-    """Processes of sandboxes and runners, by pid and start time."""
+    """Processes of sandboxes, runners and shards, by pid and start time."""
     found = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -67,7 +67,8 @@ def _ours() -> set[tuple[int, str]]:
             started = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[19]
         except OSError:
             continue
-        ours = b"ROOKERY_SANDBOX=" in environ or b"rookery.engine.runner" in command
+        modules = (b"rookery.engine.runner", b"rookery.gateway.shard")
+        ours = b"ROOKERY_SANDBOX=" in environ or any(module in command for module in modules)
         if ours and _parent(int(name)) in (1, os.getpid()):  # another session's have a parent of their own
             found.add((int(name), started))
     return found

@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from rookery import Context, Environment, Limits, Score
-from rookery.core import SandboxError, TaskError, Truncation
+from rookery.core import Message, SandboxError, TaskError, Truncation
 from rookery.sandboxes.protocol import Command
+from rookery.upstreams.protocol import Delta
 
 FOREVER = 3600.0
 
@@ -205,3 +206,23 @@ class Judged(Environment):
 
     async def score(self, ctx: Context) -> float:
         return float((await ctx.model("judge").chat("right?")).text == "yes")
+
+
+class Talking(Environment):
+    """A conversation of some turns, told piece by piece where its task says so."""
+
+    name = "talking"
+    limits = Limits(run=60.0)
+
+    async def run(self, ctx: Context) -> None:
+        messages = list(ctx.task.prompt)
+        for _ in range(int(ctx.task.data.get("turns", 3))):
+            reply = await ctx.policy.chat(messages, news=_nobody if ctx.task.data.get("streams") else None)
+            messages += [reply.message, Message("user", "more")]
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+async def _nobody(_: Delta) -> None:
+    """Takes news."""

@@ -96,6 +96,7 @@ def _writable(folder: Path) -> bool:
 def _values(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Value]:
+    from rookery.upstreams import kind_of
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
@@ -104,8 +105,10 @@ def _values(
         Value("environment", values["env"], origin(ctx, "env"), config.environment),
         Value("tasks", values["tasks"] or "the environment's own", origin(ctx, "tasks")),
         Value("policy", [redact(url) for url in policy.urls] or None, origin(ctx, "policy")),
-        Value("upstream-kind", policy.kind, origin(ctx, "upstream_kind")),
+        _kind(ctx, kind_of(policy)),
         Value("record", config.recording, origin(ctx, "record")),
+        Value("tokenizer", config.rendering.get("tokenizer"), origin(ctx, "tokenizer")),
+        Value("renderer", _renderer(config, kind_of(policy)), origin(ctx, "renderer")),
         Value("model", policy.model or "the server's only one", origin(ctx, "model")),
         Value("key", key_origin(policy.key_env), "environment"),
         Value("num-tasks", values["num_tasks"] or "all", origin(ctx, "num_tasks")),
@@ -128,6 +131,19 @@ def _values(
                 Value(f"roles.{role}", urls, _file(ctx), f"{upstream.model}, key {key_origin(upstream.key_env)}")
             )
     return rows
+
+
+def _kind(ctx: click.Context, kind: str) -> Value:
+    said = origin(ctx, "upstream_kind")
+    if ctx.params["upstream_kind"] != kind and ctx.params["policy"] and kind != "openai":
+        said = origin(ctx, "policy")
+    return Value("upstream-kind", kind, said)
+
+
+def _renderer(config: "EngineConfig", kind: str) -> str | None:
+    if config.recording != "tokens":
+        return None
+    return str(config.rendering.get("name") or ("embedded" if kind == "embedded" else "auto"))
 
 
 def _sandbox(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:

@@ -118,7 +118,8 @@ def gateway(
     }
     said = {name: value for name, value in rendering.items() if value is not None}
     if said and record != "tokens":
-        raise UsageError(f"--{next(iter(said)).replace('_', '-')} is for --record tokens")
+        option = next(iter(said)).replace("_", "-").replace("name", "renderer")
+        raise UsageError(f"--{option} is for --record tokens")
     policy = UpstreamConfig(kind=kind, urls=tuple(map(settled, upstreams)), model=model)
     if concurrency is not None:
         policy = msgspec.structs.replace(policy, concurrency=concurrency)

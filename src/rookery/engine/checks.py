@@ -28,12 +28,21 @@ def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
         raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
 
 
-async def checked_upstreams(upstreams: Mapping[str, UpstreamConfig]) -> dict[str, UpstreamConfig]:
-    """Asks each server whether it is there; where it serves one model only, that is the model."""
+async def checked_upstreams(
+    upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False
+) -> dict[str, UpstreamConfig]:
+    """Asks each server whether it is there; where it serves one model only, that is the model.
+
+    `tokens`: the policy's prompts will be token ids.
+    """
     checked: dict[str, UpstreamConfig] = {}
     for role, config in upstreams.items():
         upstream = open_upstream(config)
         try:
+            if tokens and role == "policy" and not upstream.tokens_in:
+                raise UsageError(
+                    f"{upstream.name} takes no token ids: record messages or plain, or use another kind"
+                )
             info = await upstream.check()
         finally:
             await upstream.close()

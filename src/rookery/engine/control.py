@@ -123,8 +123,9 @@ class _Client:
             self.wire.limit = HELLO_BYTES
         self._gone = gone
         self._streams: dict[str, GroupStream] = {}
-        self._pauses = 0
-        """Pauses that this process holds."""
+        self._name = secrets.token_hex(8)
+        self._pauses: list[str] = []
+        """The holders of this process's pauses."""
         self._work: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -150,13 +151,13 @@ class _Client:
         await asyncio.gather(*self._work, return_exceptions=True)
         try:
             async with AsyncExitStack() as held:  # each of them, whatever another of them raises
-                for _ in range(self._pauses):
-                    held.push_async_callback(self._engine.upstream.resume)
+                for holder in self._pauses:
+                    held.push_async_callback(self._engine.supervisor.fleet.pauses.resume, holder=holder)
                 for stream in self._streams.values():
                     held.push_async_callback(stream.aclose)
         finally:
             self._streams.clear()
-            self._pauses = 0
+            self._pauses.clear()
             self.wire.close()
             self._gone(self)
 
@@ -197,15 +198,15 @@ class _Client:
                     await stream.aclose()
                 return None
             case "pause":
-                await engine.upstream.pause(**args)
-                self._pauses += 1
+                holder = f"{self._name}.{args.pop('holder', '')}"  # nobody ends the pause of another
+                await engine.upstream.hold(**args, holder=holder)
+                self._pauses.append(holder)
                 return None
             case "resume":
-                version = args.get("version")
-                if self._pauses or version is not None:
-                    self._pauses = max(0, self._pauses - 1)
-                    await engine.upstream.resume(version)
-                return None
+                holder = f"{self._name}.{args.get('holder', '')}"
+                if holder in self._pauses:
+                    self._pauses.remove(holder)
+                return await engine.supervisor.fleet.pauses.resume(args.get("version"), holder)
             case "state_dict":
                 return engine.state_dict()
             case "load_state_dict":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from rookery.engine.supervisor import Supervisor
 from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import NOT_ISOLATED, RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
+from rookery.gateway.config import settled_format
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import settle
 from rookery.tasks import tasks_from
@@ -102,6 +104,8 @@ class Engine:
                 "give the policy's URL (--policy http://host:port/v1, or --policy embedded for the small one "
                 "that comes along), others in `roles`"
             )
+        rendering = settled_format(config.recording, config.rendering, config.upstreams["policy"])
+        self.config = msgspec.structs.replace(config, rendering=rendering)
         self.folder: Path | None = None
         self._out = Path(out)
         self._resume = False
@@ -150,7 +154,7 @@ class Engine:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; make another one for another run")
         self.check_sandbox()
-        upstreams = await checked_upstreams(self.config.upstreams)
+        upstreams = await checked_upstreams(self.config.upstreams, tokens=self.config.recording == "tokens")
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         ref = self._reference()
         if self.folder is None:
@@ -378,12 +382,12 @@ class Engine:
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
         """Inside, nothing is admitted and no model call is under way; resumes on every path."""
-        pauses = self.supervisor.fleet.pauses
-        await pauses.pause("drain", timeout=timeout, deadline=None)
+        pauses, holder = self.supervisor.fleet.pauses, secrets.token_hex(8)
+        await pauses.pause("drain", timeout=timeout, deadline=None, holder=holder)
         try:
             yield
         finally:
-            await pauses.resume()
+            await pauses.resume(holder=holder)
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""

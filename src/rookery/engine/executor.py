@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -27,7 +27,6 @@ from rookery.core import (
 from rookery.core.errors import describe
 from rookery.engine.keeping import home_of
 from rookery.engine.live import Live
-from rookery.engine.upstream import DEADLINE
 from rookery.engine.wire import NOT_ISOLATED, Done, Note, Pause, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Role
@@ -38,6 +37,9 @@ from rookery.sandboxes.protocol import Command, Provider, Sandbox
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import CONCURRENCY, PauseMode, UpstreamConfig
 from rookery.upstreams.valve import Valve, ValveState
+
+NEVER: Final = 10 * 365 * 86_400.0
+"""A pause's deadline is the supervisor's, which tells us: calls that wait here must not fail a moment before."""
 
 
 class Executor:
@@ -50,7 +52,7 @@ class Executor:
         writer: str,
         send: Callable[[Any], None],
         pause: PauseMode | None = None,
-        version: int = 0,
+        version: int | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
@@ -71,7 +73,7 @@ class Executor:
         self.valves: dict[str, Valve] = {}
         self._rendering = open_offloop(settings.rendering) if settings.record == "tokens" else None
         self.roles = {
-            name: self._role(name, config, pause, version if name == "policy" else 0)
+            name: self._role(name, config, pause, version if name == "policy" else None)
             for name, config in settings.upstreams.items()
         }
         self._providers: dict[str, Provider] = {}
@@ -80,9 +82,9 @@ class Executor:
         self.paused = pause is not None
         self._broken = False
 
-    def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int) -> Role:
+    def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> Role:
         calls = (config.concurrency or CONCURRENCY) * max(1, len(config.urls))
-        state = ValveState(mode=pause, version=version, left=DEADLINE) if pause or version else None
+        state = ValveState(mode=pause, version=version, left=NEVER)
         config = replace(config, share=self.settings.share)
         valve = self.valves[name] = Valve(open_upstream(config), state=state)
         return Role(
@@ -132,17 +134,22 @@ class Executor:
         self.adopt(self._hold(pause))
 
     async def _hold(self, pause: Pause) -> None:
-        async with asyncio.TaskGroup() as group:
-            for valve in self.valves.values():
-                group.create_task(
-                    valve.pause(pause.mode, timeout=pause.timeout, deadline=pause.deadline or DEADLINE)
-                )
+        trouble = ""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for valve in self.valves.values():
+                    group.create_task(valve.pause(pause.mode, timeout=pause.timeout, deadline=NEVER))
+        except* RookeryError as errors:
+            trouble = describe(errors.exceptions[0])
         if self._pause == pause.number:
-            self.send(Paused(pause.number))
+            self.send(Paused(pause.number, trouble))
 
     def resume(self, version: int | None = None) -> None:
         """Lets them go on; the policy with this version."""
         self._pause = 0
+        policy = self.valves["policy"]
+        if version is not None and not policy.paused:  # at once: what starts next may come in the same breath
+            policy.version = version
         self.adopt(self._let_go(version))
         if self.paused:
             self.paused = False
@@ -214,6 +221,8 @@ class Executor:
                 await close()
             except (RookeryError, OSError) as error:
                 self.send(Note("close.failed", {"detail": describe(error)}))
+        if self._rendering is not None:
+            await self._rendering.close()
         try:
             self.writer.close()
         except JournalError:

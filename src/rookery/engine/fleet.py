@@ -104,7 +104,7 @@ class Fleet:
         link.spare = spare
         self.links.append(link)
         try:
-            await link.open(pause=self.pauses.mode, version=self.pauses.version)
+            await link.open(self.pauses)
         except OSError as error:
             self.links.remove(link)
             self.owner.stop(Stopped(f"a runner process cannot be started: {describe(error)}"))
@@ -199,12 +199,14 @@ class Fleet:
                 self.owner.event(kind, {"runner": link.name, **payload})
             case wire.Ready():
                 link.ready = True
+                if link.born:
+                    self.pauses.heard(link, link.born)
                 self._ready.set()
                 self.owner.pump()
             case wire.Unfit(detail, _, disk):
                 self.owner.stop(JournalError(detail) if disk else UsageError(detail))
-            case wire.Paused(number):
-                self.pauses.heard(link, number)
+            case wire.Paused(number, trouble):
+                self.pauses.heard(link, number, trouble)
             case wire.Blocked(seconds, attempt, stack):
                 self._on_blocked(link, seconds, attempt, stack)
 

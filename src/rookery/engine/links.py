@@ -39,6 +39,14 @@ class Handler(Protocol):
     def on_death(self, link: "Link", death: Death, detail: str) -> None: ...
 
 
+class State(Protocol):
+    """What a runner has to know that is born during a pause, or after a version was named."""
+
+    mode: PauseMode | None
+    named: int | None
+    number: int
+
+
 class Link:
     """One runner as the supervisor sees it."""
 
@@ -55,6 +63,8 @@ class Link:
         self.stopping = False
         self.spare = False
         """Made for suspects only."""
+        self.born = 0
+        """The number of the pause that it was born in; 0 where there was none."""
         self.last_heard = 0.0
         self.blamed: str | None = None
         """The attempt that the watchdog saw blocking the loop."""
@@ -133,8 +143,9 @@ class ProcessLink(Link):
         self._dead: asyncio.Event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._lost = False
+        self._greeted = False
 
-    async def open(self, *, pause: PauseMode | None, version: int) -> None:
+    async def open(self, state: State) -> None:
         """Starts the process; it says `Ready` when its environment is loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         alarm, alarm_in = os.pipe()
@@ -172,12 +183,16 @@ class ProcessLink(Link):
         self.last_heard = self._loop.time()
         ours.setblocking(False)
         await self._loop.create_unix_connection(lambda: self._wire, sock=ours)
-        self._wire.send(wire.Hello(self.settings, self.name, pause, version))
+        self.born = state.number if state.mode is not None else 0
+        self._wire.send(wire.Hello(self.settings, self.name, state.mode, state.named))
+        self._greeted = True
 
     def pids(self) -> list[int]:
         return [self.process.pid] if self.process is not None and not self._dead.is_set() else []
 
     def send(self, message: wire.ToRunner) -> None:
+        if not self._greeted and isinstance(message, wire.Pause | wire.Resume):
+            return  # its `Hello` will say it
         self._wire.send(message)
 
     def _on_message(self, message: wire.FromRunner) -> None:

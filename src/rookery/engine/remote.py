@@ -7,6 +7,7 @@ Promises:
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -119,25 +120,30 @@ class RemoteEngine:
         """As `Engine.upstream`; also a lost connection resumes."""
         return EngineUpstream(lambda: self)
 
-    async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None) -> None:
+    async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
         """What `upstream.pause` asks of the engine."""
-        await self._call("pause", mode=mode, timeout=timeout, deadline=deadline)
+        await self._call("pause", mode=mode, timeout=timeout, deadline=deadline, holder=holder)
 
-    async def resume(self, version: int | None) -> None:
+    async def resume(self, version: int | None = None, holder: str = "") -> bool:
         """What `upstream.resume` asks of the engine."""
+        if self._lost:
+            if version is not None:
+                raise RookeryError(f"version {version} of the policy could not be named: {self._lost}")
+            return True
+        had = bool(await self._call("resume", version=version, holder=holder))
         if version is not None:
             self.version = version
-        if not self._lost:
-            await self._call("resume", version=version)
+        return had
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
         """As `Engine.paused`; also a lost connection resumes."""
-        await self.pause("drain", timeout=timeout, deadline=None)
+        holder = secrets.token_hex(8)
+        await self.pause("drain", timeout=timeout, deadline=None, holder=holder)
         try:
             yield
         finally:
-            await self.resume(None)
+            await self.resume(holder=holder)
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._call("status")

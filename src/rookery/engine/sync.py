@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -128,17 +129,20 @@ class SyncEngine:
         deadline: float | None = DEADLINE,
     ) -> Iterator[None]:
         """As `Engine.upstream.sync`; `load` is called in the caller's own thread."""
-        upstream = self._engine.upstream
-        self._do(lambda: upstream.pause(mode, timeout=timeout, deadline=deadline))
-        done: int | None = None
+        sync = self._engine.upstream.sync(version, mode=mode, timeout=timeout, deadline=deadline)
+        self._do(sync.__aenter__)
         try:
             if load is not None:
                 load()
             yield
-            done = version
-        finally:
+        except BaseException as error:
             if self._loop is not None:
-                self._do(lambda: upstream.resume(done))
+                leave = partial(sync.__aexit__, type(error), error, None)
+                self._do(leave)
+            raise
+        else:
+            if self._loop is not None:
+                self._do(lambda: sync.__aexit__(None, None, None))
 
     def status(self) -> dict[str, Any]:
         """As `Engine.status`."""

@@ -6,15 +6,18 @@
 Promises:
 - `sync` resumes on every path: with the new version where the load went well, else with the one before;
 - callers of the model see nothing but latency; no consumer of groups ends because of a pause;
-- every wait is bounded; asking twice is fine.
+- every wait is bounded; asking twice is fine; nobody ends the pause of another;
+- a `sync` whose pause ended at its deadline says so: what was sampled since then may be of either weights.
 """
 
-import inspect
+import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from rookery.core import UsageError
+from rookery.core import RookeryError, UsageError
+from rookery.upstreams.pausing import loaded
 from rookery.upstreams.protocol import PauseMode
 
 DEADLINE = 1800.0
@@ -24,11 +27,16 @@ DEADLINE = 1800.0
 class Holding(Protocol):
     """Who holds model calls back."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
-    async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None) -> None: ...
+    async def pause(
+        self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = ""
+    ) -> None: ...
 
-    async def resume(self, version: int | None) -> None: ...
+    async def resume(self, version: int | None = None, holder: str = "") -> bool:
+        """Whether the holder still had a pause."""
+        ...
 
 
 class EngineUpstream:
@@ -51,11 +59,15 @@ class EngineUpstream:
         seconds aborted (`drain`), or aborted and, after the resume, continued from what they have (`abort`). Each
         pause wants its `resume`; without one, work goes on at the `deadline`, with an event that says so.
         """
+        await self.hold(mode, timeout, deadline, "")
+
+    async def hold(self, mode: PauseMode, timeout: float, deadline: float | None, holder: str) -> None:
+        """A pause that only this holder ends."""
         if mode not in ("keep", "drain", "abort"):
             raise UsageError(f"there is no pause mode {mode!r}; there is keep, drain and abort")
         if not timeout > 0 or (deadline is not None and not deadline > 0):
             raise UsageError("the timeout and the deadline of a pause are above 0 seconds")
-        await self._holding().pause(mode, timeout=timeout, deadline=deadline)
+        await self._holding().pause(mode, timeout=timeout, deadline=deadline, holder=holder)
 
     async def resume(self, version: int | None = None) -> None:
         """Ends one pause. From then on the policy's turns carry `version`, where one is given."""
@@ -71,15 +83,29 @@ class EngineUpstream:
         timeout: float = 60.0,
         deadline: float | None = DEADLINE,
     ) -> AsyncIterator[None]:
-        """A weight sync: pauses, calls `load` (plain or async), and resumes with `version` after the block."""
-        await self.pause(mode, timeout=timeout, deadline=deadline)
+        """A weight sync: pauses, calls `load`, and resumes with `version` after the block.
+
+        A `load` that is no coroutine function runs in a thread. One that is not done at the pause's deadline is
+        given up."""
+        holder = secrets.token_hex(8)
+        until = None if deadline is None else asyncio.get_running_loop().time() + deadline
+        await self.hold(mode, timeout, deadline, holder)
         done: int | None = None
+        held = False
         try:
             if load is not None:
-                loading = load()
-                if inspect.isawaitable(loading):
-                    await loading
+                await loaded(load, until, "the policy")
             yield
             done = version
         finally:
-            await self.resume(done)
+            held = await self._holding().resume(done, holder)
+        if not held:
+            raise overdue(deadline)
+
+
+def overdue(deadline: float | None) -> RookeryError:
+    """What a weight sync says that took too long."""
+    return RookeryError(
+        f"the pause for the weight sync ended at its deadline of {deadline or DEADLINE:g} seconds, before it was "
+        "resumed: calls since then may have been answered by either weights; give it a longer deadline"
+    )

@@ -52,8 +52,8 @@ class Hello(msgspec.Struct, frozen=True, tag=0, array_like=True):
     writer: str
     pause: PauseMode | None = None
     """Held back from the start: there is a pause."""
-    version: int = 0
-    """Of the policy, as of the last weight sync."""
+    version: int | None = None
+    """Of the policy, as of the last weight sync; None: as the upstream says."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):
@@ -75,8 +75,6 @@ class Pause(msgspec.Struct, frozen=True, tag=3, array_like=True):
     mode: PauseMode = "drain"
     timeout: float = 60.0
     """Seconds for calls under way to end, before they are aborted."""
-    deadline: float | None = None
-    """Seconds after which a missing resume is an error."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=4, array_like=True):
@@ -145,9 +143,10 @@ class Beat(msgspec.Struct, frozen=True, tag=4, array_like=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=5, array_like=True):
-    """No model call is under way any more."""
+    """No model call is under way any more, or why that cannot be."""
 
     number: int
+    trouble: str = ""
 
 
 class Blocked(msgspec.Struct, frozen=True, tag=6, array_like=True):

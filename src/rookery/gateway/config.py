@@ -1,13 +1,26 @@
-"""What a gateway is made of, as plain data: given to each shard when it starts."""
+"""What a gateway is made of, as plain data: given to each shard when it starts.
+
+Promises:
+- a way of recording that cannot work with the policy's upstream or chat format is said in words before anything
+  starts;
+- what was settled here opens the same in every process: its tokenizer is a folder, its template a text.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from rookery.core import UsageError
 from rookery.gateway.session import Record
+from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
+
+WRONG: Final = b"wrong: "
+"""What a shard that cannot start says before its reason, instead of `ready`."""
+BYE: Final = b"bye"
+"""What a shard is told before its standard input ends; without it, who started it was killed."""
+EMBEDDED = "embedded"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,8 +37,48 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:
             raise UsageError("a gateway needs an upstream for the policy")
+        if self.public and not self.public.startswith(("http://", "https://")):
+            raise UsageError(f"the public URL {self.public!r} does not begin with http:// or https://")
         if not 1 <= self.shards <= 256:
             raise UsageError(f"a gateway has 1 to 256 shards, not {self.shards}")
+
+
+def format_of(record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig) -> dict[str, Any]:
+    """The chat format for a policy: what was said, or the embedded policy's own; nothing where none is needed.
+
+    Raises `UsageError` where what was said cannot work together; opens nothing.
+    """
+    if record != "tokens":
+        if rendering:
+            raise UsageError(
+                f"a tokenizer or chat format is for recording tokens: leave it out to record {record}, or record "
+                "tokens (--record tokens)"
+            )
+        return {}
+    own = kind_of(policy) == EMBEDDED
+    if not rendering:
+        if own:
+            return {"name": EMBEDDED}
+        raise UsageError(
+            "recording tokens needs the policy's chat format, since we render its prompts: give its tokenizer, a "
+            "folder or a hub name (--tokenizer), or record messages (--record messages), where the server renders"
+        )
+    if own and rendering != {"name": EMBEDDED}:
+        raise UsageError("the embedded policy has its own tokenizer and chat format: name no other")
+    return rendering
+
+
+def settled_format(record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig) -> dict[str, Any]:
+    """As `format_of`, tried and ready to travel. Takes a second, and longer where a tokenizer must be fetched."""
+    chosen = format_of(record, rendering, policy)
+    if not chosen:
+        return {}
+    from rookery.gateway.renderings import config_of, open_config, settle
+
+    config = settle(config_of(chosen))
+    open_config(config)
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return plain or {"name": config.name}
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):

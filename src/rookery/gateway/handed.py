@@ -65,6 +65,8 @@ class Handed:
         self._loop = asyncio.get_running_loop()
         self._door: socket.socket | None = None
         self._givers: dict[socket.socket, dict[str, asyncio.Server]] = {}
+        self._turns: dict[socket.socket, asyncio.Lock] = {}
+        """One word of a giver after the other: a listener that is taken back was served before."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -83,6 +85,7 @@ class Handed:
             return
         giver.setblocking(False)
         self._givers[giver] = {}
+        self._turns[giver] = asyncio.Lock()
         self._loop.add_reader(giver, self._heard, giver)
 
     def _heard(self, giver: socket.socket) -> None:
@@ -97,20 +100,24 @@ class Handed:
                 os.close(fd)
             self._left(giver)
             return
-        listener = socket.socket(fileno=fds[0]) if fds else None
-        if isinstance(word, Hand) and listener is not None:
-            self._adopt(self._serve(giver, word.session, listener))
-        else:
-            self._adopt(self._take(giver, word.session))
+        self._adopt(self._do(giver, self._turns[giver], word, fds))
+
+    async def _do(self, giver: socket.socket, turn: asyncio.Lock, word: Word, fds: list[int]) -> None:
+        listeners = [socket.socket(fileno=fd) for fd in fds]
+        async with turn:
+            await self._take(giver, word.session)
+            if isinstance(word, Hand) and listeners and giver in self._givers:
+                await self._serve(giver, word.session, listeners.pop())
+        for listener in listeners:
+            listener.close()
 
     async def _serve(self, giver: socket.socket, session: str, listener: socket.socket) -> None:
-        await self._take(giver, session)
         wrong = ""
         try:
             server = await self._server.listen(listener, bound=session)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             listener.close()
-            wrong = str(error.strerror or error)
+            wrong = str((error.strerror if isinstance(error, OSError) else None) or error)
         else:
             if giver not in self._givers:
                 await self._server.unlisten(server, session)
@@ -131,6 +138,7 @@ class Handed:
 
     def _left(self, giver: socket.socket) -> None:
         self._loop.remove_reader(giver)
+        self._turns.pop(giver, None)
         for session, server in self._givers.pop(giver, {}).items():
             self._adopt(self._server.unlisten(server, session))
         giver.close()
@@ -163,6 +171,8 @@ class Giver:
 
     async def give(self, session: str, listener: socket.socket, *, timeout: float = 30.0) -> None:
         """Returns when the shard serves it. The listener is ours from now on, and stays open until `take`."""
+        if (before := self._listeners.pop(session, None)) is not None:
+            before.close()
         self._listeners[session] = listener
         waiting = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:

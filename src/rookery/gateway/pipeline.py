@@ -4,6 +4,7 @@ Promises:
 - what trains is what was sampled: ids are copied from what the engine returned, and in tokens mode the next prompt
   is the sampled ids with the new messages after them;
 - a history that was edited, or that a chat format cannot extend for sure, begins a sequence of its own;
+- in plain mode no ids are kept;
 - a turn is recorded once, before its reply reaches the door, and only when the answer is complete;
 - what is told of an answer while it comes is the beginning of the message that is recorded;
 - ids without the ids of their prompt are not recorded: what they were sampled from is not known.
@@ -57,9 +58,11 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         message, finish = await reading.read(reply)
     finally:
         role.credits.give()
-    if reply.sampled and not (reply.prompt or prompt):
+    if role.record == "plain":  # also where the engine tells ids unasked
+        prompt, reply = b"", _untold(msgspec.structs.replace(reply, prompt=b""))
+    elif reply.sampled and not (reply.prompt or prompt):
         session.promptless += 1
-        reply = msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
+        reply = _untold(reply)
     turn = session.recorder.record(
         place,
         prompt=(reply.prompt or prompt) if added is None else None,
@@ -70,7 +73,7 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         version=reply.version,
         spans=reply.spans,
         finish=finish,
-        prompt_tokens=reply.prompt_tokens or len(prompt) // 4,
+        prompt_tokens=reply.prompt_tokens or len(request.tokens) // 4,
         sampled_tokens=reply.sampled_tokens,
         started=started,
         seconds=time.monotonic() - at,
@@ -89,6 +92,11 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         logprob_content=reply.logprob_content,
         spell=role.rendering.rendering.spelled if role.rendering is not None else None,
     )
+
+
+def _untold(reply: ModelReply) -> ModelReply:
+    """The answer without its ids."""
+    return msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
 
 
 async def _prompt(session: Session, role: Role, place: Place, call: Call) -> tuple[bytes, bytes | None]:

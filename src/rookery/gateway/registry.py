@@ -89,6 +89,8 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     registration: Registration
     digest: bytes
     at: float
+    stood: float = 0.0
+    """Seconds of the gateway's pauses before it: those after it are no time of its own."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -244,9 +246,11 @@ class Registry:
         mine: Callable[[str], bool],
         *,
         held: bool = False,
+        stood: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.roles = roles
         self._held = held
+        self._stood = stood
         self.seats: dict[str, Seat] = {}
         self.past: dict[str, bytes] = {}
         """Ended and deleted: the digests of their secrets."""
@@ -264,8 +268,9 @@ class Registry:
         with TokenReader(folder / "sessions") as lines:
             found = [_decode(payload) for file in _in_order(lines.files()) for _, payload in lines.scan(file)]
         opened = [line for line in found if isinstance(line, Opened) and self._mine(line.registration.id)]
+        stood = self._stood()
         for line in sorted(opened, key=lambda one: one.at):
-            self._sit(line)
+            self._sit(line, stood)
         for line in found:
             if isinstance(line, Ended) and (seat := self.seats.get(line.id)) is not None:
                 seat.ended = line.why
@@ -280,14 +285,15 @@ class Registry:
                     whose = _whose(payload)
                     if whose.attempt in turns:
                         # Of two the later: the earlier could not be written when it was recorded, and was refused.
+                        # With another number of shards, a session's turns are in files of several.
                         turns[whose.attempt][whose.index] = extent
         for session, extents in turns.items():
             self.seats[session].extents = [extents[index] for index in sorted(extents)]
 
-    def _sit(self, opened: Opened) -> Seat:
+    def _sit(self, opened: Opened, stood: float) -> Seat:
         budget = opened.registration.budgets.deadline
         now = time.monotonic()
-        gone = max(0.0, time.time() - opened.at)
+        gone = max(0.0, time.time() - opened.at - max(0.0, stood - opened.stood))
         seat = Seat(opened, StageClock(now - gone, budget if budget is not None else float("inf")))
         if self._held:
             seat.hold()
@@ -319,12 +325,13 @@ class Registry:
             raise UsageError(f"{MAX_SESSIONS} sessions are open here: delete those that are over")
         check(registration, self.roles)
         secret = f"rk-{secrets.token_urlsafe(24)}"
-        opened = Opened(registration, sha256(secret.encode()).digest(), time.time())
+        stood = self._stood()
+        opened = Opened(registration, sha256(secret.encode()).digest(), time.time(), stood)
         try:
             self._note(opened)
         except OverflowError:
             raise UsageError("a number in the registration is larger than 64 bits hold") from None
-        return self._sit(opened), secret
+        return self._sit(opened, stood), secret
 
     def session(self, seat: Seat) -> Session:
         """The session of a seat, with what was recorded before."""

@@ -2,18 +2,23 @@
 
 Promises:
 - it serves the door that all shards share, its own Unix socket, and listeners that sandboxes' owners hand over;
-- it ends when its standard input does: it never outlives who started it;
+- it ends when its standard input does: it never outlives who started it, and the last one clears up after it;
+- what it cannot start with is one line on its standard output;
 - what it is told, keys included, comes over its standard input: nothing of it is in its arguments or environment.
 """
 
 import asyncio
+import fcntl
 import gc
 import logging
 import os
+import resource
+import shutil
 import signal
 import socket
 import struct
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -24,12 +29,12 @@ from rookery.core import RookeryError
 from rookery.core.errors import describe
 from rookery.gateway.admin import Admin
 from rookery.gateway.app import App
-from rookery.gateway.config import GatewayConfig, ShardSettings
+from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, format_of
 from rookery.gateway.credits import Credits
 from rookery.gateway.handed import Handed
 from rookery.gateway.http import Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.pausing import Pausing, kept
+from rookery.gateway.pausing import Pausing, kept, read
 from rookery.gateway.registry import Registry
 from rookery.gateway.renderings import open_offloop
 from rookery.gateway.renderings.offloop import Offloop
@@ -44,6 +49,8 @@ log = logging.getLogger("rookery.gateway")
 
 LATE_SECONDS: Final = 1.0
 """A loop that is later than this does not answer in time."""
+CLEAR_SECONDS: Final = 1.0
+"""For siblings that are being killed to be gone. One that still answers somebody clears up itself."""
 
 
 class Shard:
@@ -64,8 +71,11 @@ class Shard:
             roles,
             self.siblings.mine,
             held=state.mode is not None,
+            stood=lambda: read(settings.state).stood_at(time.time()),
         )
-        self.pausing = Pausing(self.valves["policy"], self.registry, settings.state, self.siblings.everywhere)
+        self.valves["policy"].opened = self.registry.release
+        self.valves["policy"].arm()
+        self.pausing = Pausing(self.valves["policy"], self.registry, settings.state, self.siblings.told)
         admin = Admin(
             self.registry,
             self.metrics,
@@ -115,6 +125,8 @@ class Shard:
             await self.server.listen(socket.socket(fileno=self.settings.listener))
         self.handed = Handed(Path(self.settings.sockets), self.settings.index, self.server)
         self.handed.start()
+        # Whoever paused or resumed while we could not be reached yet has written it down before.
+        await self.pausing.follow()
 
     async def close(self) -> None:
         """Ends calls under way, after a grace."""
@@ -164,11 +176,19 @@ class Shard:
 def _rendering(config: GatewayConfig) -> Offloop | None:
     if config.record != "tokens":
         return None
-    return open_offloop(config.rendering or {})
+    return open_offloop(format_of(config.record, config.rendering, config.upstreams["policy"]))
 
 
-async def _served(settings: ShardSettings) -> None:
-    shard = Shard(settings)
+async def _served(settings: ShardSettings) -> bool:
+    """Whether it ended because who started it was gone without a word."""
+    try:
+        shard = Shard(settings)
+        await shard.start()
+    except (RookeryError, OSError) as error:
+        said = str(error) if isinstance(error, RookeryError) else describe(error)
+        sys.stdout.buffer.write(WRONG + " ".join(said.split()).encode() + b"\n")
+        sys.stdout.flush()
+        return False
     # What is here now stays. Answers come as hundreds of small objects that die together: the default thresholds
     # collect after every other one.
     gc.freeze()
@@ -177,8 +197,8 @@ async def _served(settings: ShardSettings) -> None:
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
-    await shard.start()
-    reader = await _stdin(over)
+    starter = _Starter(over)
+    reader, _ = await loop.connect_read_pipe(lambda: starter, sys.stdin)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     watch = loop.create_task(shard.watch())
@@ -188,36 +208,73 @@ async def _served(settings: ShardSettings) -> None:
         watch.cancel()
         reader.close()
         await shard.close()
+    return starter.lost
 
 
-async def _stdin(over: asyncio.Event) -> asyncio.ReadTransport:
-    """Tells when nobody holds the other end any more."""
+class _Starter(asyncio.Protocol):
+    """Who holds the other end of our standard input."""
 
-    class Until(asyncio.Protocol):
-        def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
-            over.set()
+    def __init__(self, over: asyncio.Event) -> None:
+        self._over = over
+        self._told = False
+        self.lost = False
 
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(Until, sys.stdin)
-    return transport
+    def data_received(self, data: bytes) -> None:
+        self._told = data == BYE
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        if not self._over.is_set():  # else it was us who closed it
+            self.lost = not self._told
+            self._over.set()
 
 
 def main() -> None:
     """Reads its settings and serves until its standard input ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    (size,) = struct.unpack("<I", os.read(0, 4))
+    head = os.read(0, 4)
+    if len(head) < 4:
+        return
+    (size,) = struct.unpack("<I", head)
     data = b""
     while len(data) < size:
         if not (more := os.read(0, size - len(data))):
             return
         data += more
     settings = msgspec.msgpack.decode(data, type=ShardSettings)
+    _widen()
+    held = os.open(settings.sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(held, fcntl.LOCK_SH)
     with suppress(KeyboardInterrupt):
         try:
             import uvloop
 
-            uvloop.run(_served(settings))
+            lost = uvloop.run(_served(settings))
         except ImportError:
-            asyncio.run(_served(settings))
+            lost = asyncio.run(_served(settings))
+        if lost:
+            _clear_up(held, settings.sockets)
+
+
+def _widen() -> None:
+    """Every stream has two descriptors, its client's and its engine's: as many as we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
+    with suppress(ValueError, OSError):  # then it is as it was
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _clear_up(held: int, folder: str) -> None:
+    """Who started us was killed: the last of its shards removes what it would have removed."""
+    end = time.monotonic() + CLEAR_SECONDS
+    while True:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # asking has given up our own hold, so that another can be the last
+            if time.monotonic() > end:
+                return
+            time.sleep(0.02)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

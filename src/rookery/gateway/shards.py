@@ -27,7 +27,8 @@ from typing import Any, Final, Self
 import msgspec
 
 from rookery.core import RookeryError, UsageError
-from rookery.gateway.config import GatewayConfig, ShardSettings
+from rookery.core.errors import behind
+from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settled_format
 from rookery.gateway.handed import Giver
 from rookery.gateway.registry import owner
 from rookery.upstreams.http import Client, HttpFailure, header_lines
@@ -59,7 +60,8 @@ class Gateway:
         keys: dict[str, str] | None = None,
         logs: Path | None = None,
     ) -> None:
-        self.config = config
+        rendering = settled_format(config.record, config.rendering, config.upstreams["policy"])
+        self.config = msgspec.structs.replace(config, rendering=rendering or None)
         self.key = key or secrets.token_urlsafe(24)
         self.restarts = 0
         self.url = ""
@@ -90,7 +92,10 @@ class Gateway:
     async def _start(self) -> None:
         self._own = Path(tempfile.mkdtemp(prefix="rookery-gateway-"))  # sockets have short names only
         folder = self._folder or self._own / "kept"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"nothing can be kept in {folder}: {error.strerror or error}") from error
         self._listener = bound(self._host, self._port)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -98,9 +103,12 @@ class Gateway:
         self._shards = [
             _Process(self, self._settings(folder, index), self._listener) for index in range(self.config.shards)
         ]
-        async with asyncio.TaskGroup() as group:
-            for shard in self._shards:
-                group.create_task(shard.start())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for shard in self._shards:
+                    group.create_task(shard.start())
+        except BaseExceptionGroup as several:
+            raise behind(several) from None  # one shard's reason is all shards'
 
     def _settings(self, folder: Path, index: int) -> ShardSettings:
         assert self._listener is not None
@@ -236,6 +244,8 @@ class _Process:
             raise
         if ready != b"ready\n":
             await self._kill()
+            if ready.startswith(WRONG):
+                raise RookeryError(ready.removeprefix(WRONG).decode("utf-8", "replace").strip())
             raise RookeryError(f"shard {settings.index} of the gateway did not start; its error is in its log")
 
     async def _watch(self) -> None:
@@ -248,8 +258,7 @@ class _Process:
             if self._stopping:
                 return
             wait = HURRY if loop.time() - began > LONG_LIFE else min(MAX_WAIT, 2 * wait)
-            how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            log.error("shard %d of the gateway died (%s); it starts again", self._settings.index, how)
+            log.error("shard %d of the gateway died (%s); it starts again", self._settings.index, _how(code))
             while not self._stopping:
                 await asyncio.sleep(wait)
                 try:
@@ -264,6 +273,8 @@ class _Process:
         self._stopping = True
         process = self._process
         if process is not None and process.stdin is not None:
+            if process.returncode is None and not process.stdin.is_closing():
+                process.stdin.write(BYE)
             process.stdin.close()
             try:
                 async with asyncio.timeout(STOP_SECONDS):
@@ -280,6 +291,13 @@ class _Process:
             return
         process.kill()
         await process.wait()
+
+
+def _how(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"code {code}"
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -3,7 +3,8 @@
 Promises:
 - a request is passed on as it came and its answer as it comes, byte for byte, no more than one piece in memory;
 - a client that goes away takes the passed-on request with it;
-- a shard that is being restarted is a retryable error, at once.
+- a shard that is being restarted is a retryable error, at once;
+- what all shards are told is done by all that live, or it is an error.
 """
 
 import asyncio
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+import msgspec
+
+from rookery.core import RookeryError
 from rookery.gateway.app import PASSED_ON
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.http import Answer, Request
@@ -20,6 +24,9 @@ from rookery.upstreams.http import Client, HttpFailure, Response, header_lines
 ASK_SECONDS: Final = 10.0
 """For what all shards are asked for one page."""
 MAX_PAGE: Final = 64 << 20
+MAX_WHOLE: Final = 256 << 10
+"""Answers up to this are passed on in one piece."""
+_PASSED_BACK: Final = ("cache-control", "www-authenticate", "retry-after")
 _LEFT_OUT: Final = frozenset(
     {
         "host",
@@ -84,10 +91,16 @@ class Siblings:
 
     async def _pass(self, response: Response, out: Answer) -> None:
         kind = (response.headers.get("content-type") or "application/json").encode("latin-1")
-        if response.headers.get("content-length") is not None:
-            out.send(response.status, await response.read(MAX_PAGE), kind)
+        more = tuple(
+            (name.encode(), value.encode("latin-1"))
+            for name in _PASSED_BACK
+            if (value := response.headers.get(name)) is not None
+        )
+        length = response.headers.get("content-length")
+        if length is not None and int(length) <= MAX_WHOLE:
+            out.send(response.status, await response.read(MAX_WHOLE), kind, more)
             return
-        out.begin(response.status, kind, ((b"cache-control", b"no-cache"),))
+        out.begin(response.status, kind, more)
         while chunk := await response.chunk():
             await out.write(chunk)
         out.end()
@@ -110,6 +123,31 @@ class Siblings:
         except (TimeoutError, HttpFailure):
             return None
         return body if response.status == 200 else None
+
+    async def told(self, request: Request, seconds: float) -> None:
+        """Has every other shard do the same; raises where one that lives does not.
+
+        One that is not there reads what it must do when it starts. Nothing where another shard asks."""
+        if PASSED_ON in request.headers:
+            return
+        async with asyncio.TaskGroup() as group:
+            for shard in self._clients:
+                group.create_task(self._tell(shard, request, seconds))
+
+    async def _tell(self, shard: int, request: Request, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._send(shard, request)
+                try:
+                    body = await response.read(MAX_PAGE)
+                finally:
+                    response.close()
+        except HttpFailure:
+            return  # it ended: the next reads what was written down
+        except TimeoutError:
+            raise RookeryError(f"shard {shard} did not do it within {seconds:g} seconds") from None
+        if response.status != 200:
+            raise RookeryError(f"shard {shard}: {msgspec.json.decode(body)['error']['message']}")
 
     async def close(self) -> None:
         for client in self._clients.values():

@@ -22,6 +22,7 @@ __all__ = [
     "Upstream",
     "UpstreamConfig",
     "UpstreamInfo",
+    "kind_of",
     "kinds",
     "open_upstream",
     "settled",
@@ -43,7 +44,7 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
     """The upstream that `config` describes; connects to nothing. A key given here goes over `key_env`."""
     from importlib.metadata import entry_points
 
-    kind = _kind(config)
+    kind = kind_of(config)
     found = tuple(entry_points(group=_GROUP, name=kind))
     if not found:
         known = ", ".join(kinds()) or "none: is rookery installed?"
@@ -55,7 +56,7 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
     return build(config, key=key)
 
 
-def _kind(config: UpstreamConfig) -> str:
+def kind_of(config: UpstreamConfig) -> str:
     """The kind that is named, or the one that the first address begins with, as in `embedded:weights/`."""
     first = config.urls[0] if config.urls else ""
     head = first.partition(":")[0]

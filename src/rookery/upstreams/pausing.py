@@ -34,7 +34,8 @@ class ValveState(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: PauseMode | None = None
     """None: open."""
-    version: int = 0
+    version: int | None = None
+    """None: as the upstream says."""
     left: float = 0.0
     """Seconds until the pause's deadline."""
 
@@ -68,8 +69,11 @@ class Pausing:
         self._moved = asyncio.Event()
         """Set whenever a call ends."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.opened: Callable[[], None] | None = None
+        """Called when a pause is over, in whatever way."""
         if state is not None:
-            inner.version = state.version
+            if state.version is not None:
+                inner.version = state.version
             if state.mode is not None:
                 self._pause = _Pause(state.mode, state.left)
                 self._pause.reached = STRENGTH[state.mode]
@@ -223,6 +227,8 @@ class Pausing:
         pause.expired = expired
         pause.over.set()
         self._moved.set()
+        if self.opened is not None:
+            self.opened()
 
     def _go_on(self) -> None:
         for call in self._calls:
@@ -257,6 +263,11 @@ class Pausing:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # it was logged, and raised to who waited for it
+
+    def arm(self) -> None:
+        """Sets the deadline of a pause that it was born with; without this the first call that waits does."""
+        if self._pause is not None:
+            self._arm(self._pause)
 
     def _arm(self, pause: _Pause, deadline: float | None = None) -> None:
         """Sets the pause's deadline; a later one replaces it."""
@@ -304,23 +315,25 @@ class Pausing:
         now = None
         try:
             if load is not None and pause is not None and pause.until is not None:
-                await self._load(load, pause.until)
+                await loaded(load, pause.until, self.name)
             yield
             now = version
         finally:
             await self.resume(now)
 
-    async def _load(self, load: Callable[[], Awaitable[object] | object], until: float) -> None:
-        try:
-            async with asyncio.timeout_at(until) as limit:
-                result = load() if inspect.iscoroutinefunction(load) else await asyncio.to_thread(load)
-                if inspect.isawaitable(result):
-                    await result
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            what = f"{self.name}: the weights were not loaded before the pause's deadline"
-            raise UpstreamError(what, cause="upstream.paused") from error
+
+async def loaded(load: Callable[[], Awaitable[object] | object], until: float | None, name: str) -> None:
+    """Calls it, in a thread where it is no coroutine; given up at the loop's time `until`."""
+    try:
+        async with asyncio.timeout_at(until) as limit:
+            result = load() if inspect.iscoroutinefunction(load) else await asyncio.to_thread(load)
+            if inspect.isawaitable(result):
+                await result
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        what = f"{name}: the weights were not loaded before the pause's deadline"
+        raise UpstreamError(what, cause="upstream.paused") from error
 
 
 def _any(_: Call) -> bool:

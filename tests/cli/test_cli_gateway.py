@@ -1,0 +1,265 @@
+"""`rookery gateway`: the command in a process of its own, with real signals, and its words about wrong input."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+import openai
+import pytest
+
+from rookery.cli.gateway import KEY_ENV
+from rookery.cli.gateway import gateway as command
+from tests.cli.helpers import ended, rookery, started
+from tests.servers import Answer, ModelServer
+
+ROOT = Path(__file__).parents[2]
+HI: Any = [{"role": "user", "content": "hi"}]
+OWN_KEY = "an-admin-key-of-our-own"
+
+
+@asynccontextmanager
+async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tuple[Any, str, str]]:
+    """The command, where it serves, and the admin key that it made up, if it did."""
+    temp = cwd / "temp"
+    temp.mkdir(exist_ok=True)
+    async with started("gateway", *args, "--port", "0", cwd=cwd, TMPDIR=str(temp), **env) as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+            found = re.fullmatch(
+                r"serving at (http://127\.0\.0\.1:\d+)(?: with \d+ shards)?, recording \w+\n", line
+            )
+            assert found, line
+            key = ""
+            if KEY_ENV not in env:
+                line = (await process.stdout.readline()).decode()
+                told = re.fullmatch(rf"admin key: (\S{{32}}) \(give one in {KEY_ENV} to choose it\)\n", line)
+                assert told, line
+                key = told[1]
+        yield process, found[1], key
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def registered(url: str, key: str, **wish: Any) -> dict[str, str]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/rollouts", json=wish, headers={"Authorization": f"Bearer {key}"}) as answer,
+    ):
+        assert answer.status == 201, await answer.text()
+        found: dict[str, str] = await answer.json()
+        return found
+
+
+def api_of(seat: dict[str, str]) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=seat["base_url"], api_key=seat["secret"], max_retries=0)
+
+
+# --------------------------------------------------------------------------------------------------- serving
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_left(
+    number: signal.Signals, server: ModelServer, tmp_path: Path
+) -> None:
+    args = ("--upstream", server.url, "--model", "m", "--record", "plain", "--shards", "2")
+    async with serving(*args, cwd=tmp_path) as (process, url, key):
+        seat = await registered(url, key, id="a")
+        async with api_of(seat) as api:
+            answer = await api.chat.completions.create(model="m", messages=HI)
+            assert answer.choices[0].message.content == "42"
+        shards = children(process.pid)
+        assert len(shards) == 2
+        for pid in shards:  # neither arguments nor environment say what only the admin may know
+            assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        process.send_signal(number)
+        done = await ended(process)
+        assert (done.code, done.out, done.err) == (0, "", "")
+        assert not any(map(alive, shards))
+    assert list((tmp_path / "temp").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["temp"]
+
+
+async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    server.default = Answer(hold=asyncio.Event())
+    async with serving("--upstream", server.url, "--record", "plain", cwd=tmp_path) as (process, url, key):
+        async with api_of(await registered(url, key)) as api:
+            call = asyncio.create_task(api.chat.completions.create(model="m", messages=HI, stream=True))
+            await server.requested(1)
+            began = asyncio.get_running_loop().time()
+            process.send_signal(signal.SIGTERM)
+            done = await ended(process)
+            with pytest.raises(openai.APIError):
+                await call
+        assert asyncio.get_running_loop().time() - began < 30
+        assert (done.code, done.out) == (0, "")
+        assert "Traceback" not in done.err
+    await server.disconnected(1)
+
+
+async def test_a_key_from_the_environment_is_used_and_printed_nowhere(server: ModelServer, tmp_path: Path) -> None:
+    args = ("--upstream", server.url, "--record", "plain")
+    async with serving(*args, cwd=tmp_path, ROOKERY_GATEWAY_KEY=OWN_KEY) as (process, url, _):
+        seat = await registered(url, OWN_KEY)
+        async with aiohttp.ClientSession() as http:
+            for key in ("", "wrong", seat["secret"]):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.get(f"{url}/rollouts", headers=headers) as answer:
+                    assert answer.status == 401
+                    assert OWN_KEY not in await answer.text()
+        process.send_signal(signal.SIGTERM)
+        done = await ended(process)
+    assert (done.code, done.out) == (0, "")
+    assert OWN_KEY not in done.err
+
+
+async def test_what_is_kept_in_a_folder_is_there_at_the_next_start(server: ModelServer, tmp_path: Path) -> None:
+    args = ("--upstream", server.url, "--record", "plain", "--folder", tmp_path / "kept")
+    seat: dict[str, str] = {}
+    for life in range(2):
+        more = ("--shards", str(1 + life))
+        async with serving(*args, *more, cwd=tmp_path, ROOKERY_GATEWAY_KEY=OWN_KEY) as (process, url, _):
+            seat = seat or await registered(url, OWN_KEY, id="a")
+            async with api_of(seat | {"base_url": f"{url}/v1/rollouts/a"}) as api:
+                await api.chat.completions.create(model="m", messages=HI)
+            headers = {"Authorization": f"Bearer {OWN_KEY}"}
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/rollouts/a", headers=headers) as answer:
+                assert (await answer.json())["turns_recorded"] == life + 1
+            process.send_signal(signal.SIGTERM)
+            assert (await ended(process)).code == 0
+
+
+async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(tmp_path: Path) -> None:
+    args = (
+        "--upstream",
+        "embedded",
+        "--record",
+        "tokens",
+        "--renderer",
+        "embedded",
+        "--public-url",
+        "http://there/",
+    )
+    async with serving(*args, cwd=tmp_path) as (process, url, key):
+        seat = await registered(url, key, id="a")
+        assert seat["base_url"] == "http://there/v1/rollouts/a"
+        async with api_of(seat | {"base_url": f"{url}/v1/rollouts/a"}) as api:
+            await api.chat.completions.create(model="policy", messages=HI, max_tokens=4)
+        headers = {"Authorization": f"Bearer {key}"}
+        where = f"{url}/rollouts/a/trajectory"
+        async with aiohttp.ClientSession() as http, http.get(where, headers=headers) as answer:
+            (turn,) = (await answer.json())["turns"]
+        assert len(turn["sampled"]) == len(turn["logprobs"]) > 0
+        assert turn["prompt"]
+        process.send_signal(signal.SIGINT)
+        assert (await ended(process)).code == 0
+
+
+async def test_another_role_is_another_model(server: ModelServer, tmp_path: Path) -> None:
+    async with ModelServer("I judge") as judge:
+        args = ("--upstream", server.url, "--record", "plain", "--role", f"judge={judge.url}")
+        async with serving(*args, cwd=tmp_path) as (process, url, key):
+            async with api_of(await registered(url, key)) as api:
+                for model, text in (("judge", "I judge"), ("policy", "42")):
+                    answer = await api.chat.completions.create(model=model, messages=HI)
+                    assert answer.choices[0].message.content == text
+            process.send_signal(signal.SIGINT)
+            assert (await ended(process)).code == 0
+
+
+# ------------------------------------------------------------------------------------------------ wrong input
+
+URL = ("--upstream", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "missing option '--upstream'"),
+        ((*URL, "--kind", "tgi"), "'tgi' is not one of"),
+        (("--upstream", "localhost:8000"), "does not begin with http:// or https://"),
+        (("--upstream", "ftp://x"), "does not begin with http:// or https://"),
+        (("--upstream", "embedded", "--kind", "vllm"), "does not begin with http:// or https://"),
+        (("--upstream", "embedded:nowhere"), "cannot be read"),
+        ((*URL, "--port", "70000"), "it must be at least 0 and at most 65535"),
+        ((*URL, "--shards", "0"), "it must be at least 1 and at most 256"),
+        ((*URL, "--shards", "many"), "'many' is not a whole number"),
+        ((*URL, "--concurrency", "0"), "it must be at least 1"),
+        ((*URL, "--host", "no such host"), "cannot serve at no such host"),
+        ((*URL, "--record", "all"), "'all' is not one of"),
+        ((*URL, "--record", "tokens"), "recording tokens needs the policy's chat format"),
+        ((*URL, "--record", "tokens", "--renderer", "nope"), "there is no rendering 'nope'; known: "),
+        ((*URL, "--record", "tokens", "--renderer", "qwen3"), "no tokenizer is named"),
+        ((*URL, "--record", "tokens", "--tokenizer", "nowhere"), "there is no tokenizer at 'nowhere'"),
+        ((*URL, "--record", "tokens", "--tool-parser", "hermes"), "no tokenizer is named"),
+        ((*URL, "--tokenizer", "x"), "--tokenizer is for --record tokens"),
+        ((*URL, "--renderer", "embedded"), "--renderer is for --record tokens"),
+        ((*URL, "--tool-parser", "hermes"), "--tool-parser is for --record tokens"),
+        ((*URL, "--reasoning-parser", "x"), "--reasoning-parser is for --record tokens"),
+        ((*URL, "--role", "judge"), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "=http://x"), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "judge="), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "policy=http://x"), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "a=http://x", "--role", "a=http://y"), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "judge=x"), "does not begin with http:// or https://"),
+        ((*URL, "--public-url", "there"), "does not begin with http:// or https://"),
+        ((*URL, "extra"), "unexpected extra argument"),
+    ],
+)
+async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
+    args: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    port = () if "--port" in args else ("--port", "0")
+    done = await rookery("gateway", *args, *port, cwd=tmp_path, TMPDIR=str(tmp_path))
+    done.refused(words)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_port_in_use_and_a_folder_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = await rookery("gateway", *URL, "--port", port, cwd=tmp_path, TMPDIR=str(tmp_path))
+        done.refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
+    (tmp_path / "file").touch()
+    done = await rookery("gateway", *URL, "--port", "0", "--folder", "file", cwd=tmp_path, TMPDIR=str(tmp_path))
+    done.refused("nothing can be kept in file")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# ----------------------------------------------------------------------------------------------- what is told
+
+
+async def test_the_help_names_every_option_and_the_environment_that_is_read(tmp_path: Path) -> None:
+    done = await rookery("gateway", "--help", cwd=tmp_path)
+    for parameter in command.params:
+        assert isinstance(parameter, click.Option)
+        assert parameter.opts[0] in done.out
+        assert parameter.help, parameter.opts
+    for name in (KEY_ENV, "ROOKERY_API_KEY", "OPENAI_API_KEY", "POST /rollouts"):
+        assert name in done.out
+
+
+def test_the_docs_have_a_row_for_every_option_of_this_command() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    (section,) = re.findall(r"^## rookery gateway\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    rows = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    told = set(re.findall(r"`(--[a-z-]+)", rows))
+    assert told == {option for parameter in command.params for option in parameter.opts}
+    assert f"`{KEY_ENV}`" in section
