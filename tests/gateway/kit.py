@@ -341,10 +341,12 @@ def served_beside(folder: Path, upstream: Callable[[], Upstream]) -> Iterator[Ga
         thread.join(WAIT)
 
 
-def registry_over(folder: Path, upstream: Upstream, mine: Callable[[str], bool] = lambda _: True) -> Registry:
+def registry_over(
+    folder: Path, upstream: Upstream, mine: Callable[[str], bool] = lambda _: True, **more: Any
+) -> Registry:
     """The sessions of a shard alone."""
     role = Role(name="policy", upstream=upstream, model="m", credits=Credits(100))
-    return Registry(folder, "shard0", {"policy": role}, mine)
+    return Registry(folder, "shard0", {"policy": role}, mine, **more)
 
 
 def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -13,17 +13,9 @@ import msgspec
 import pytest
 
 from rookery.core import JournalError, Message, StageClock, Truncation, Turn, UsageError
-from rookery.gateway.registry import (
-    MAX_PAST,
-    REPLAYED,
-    Opened,
-    Registration,
-    Registry,
-    Seat,
-    check,
-    choice_key,
-    owner,
-)
+from rookery.gateway.registration import Opened, Registration, check
+from rookery.gateway.registry import MAX_PAST, Registry, owner
+from rookery.gateway.seat import REPLAYED, Seat, choice_key
 from rookery.gateway.session import Call, Role
 from rookery.journal.tokens import TokenWriter, encode_turn
 from tests.gateway.kit import registry_over, served
@@ -386,3 +378,45 @@ def test_roles_are_those_of_the_shard(tmp_path: Path) -> None:
         registry.close()
 
     asyncio.run(play())
+
+
+# ---- what is let go of
+
+
+async def test_a_session_that_rests_goes_on_from_the_disk(tmp_path: Path) -> None:
+    registry = registry_over(tmp_path, Scripted())
+    seat, _ = registry.open(Registration(id="a"))
+    over, _ = registry.open(Registration(id="b"))
+    first = await asked(registry, seat, message("user", "x"), key="k")
+    await asked(registry, over, message("user", "x"))
+    registry.end(over, "cancelled")
+    registry.rest(3600.0)
+    assert (seat.session is None, over.session is None) == (False, True), "who is over needs no time to rest"
+    before = seat.figures()
+    registry.rest(0.0)
+    assert (seat.session, seat.keys, seat.figures()) == (None, {}, before)
+    answer = msgspec.json.encode({"role": "assistant", "content": first.response.content})
+    second = await asked(registry, seat, message("user", "x"), msgspec.Raw(answer), message("user", "y"))
+    assert (second.index, second.parent) == (1, 0)
+    assert list(seat.keys) == ["k"], "also a retry of what came before is known again"
+    assert seat.session is not None
+    assert (seat.session.turns, seat.news_of(seat.session)) == (2, {})
+
+
+async def test_what_was_deleted_is_freed_on_disk_file_by_file(tmp_path: Path) -> None:
+    registry = registry_over(tmp_path, Scripted(), max_bytes=64)
+    seats = [registry.open(Registration(id=name))[0] for name in ("a", "b", "c")]
+    for seat in seats:
+        await asked(registry, seat, message("user", "x"))
+    there = {path.name for path in (tmp_path / "tokens").iterdir()}
+    assert len(there) == 3, "each turn has a file of its own"
+    registry.end(seats[0], "deleted")
+    left = {path.name for path in (tmp_path / "tokens").iterdir()}
+    assert there - left == {seats[0].extents[0].file}
+    registry.end(seats[2], "deleted")
+    assert {path.name for path in (tmp_path / "tokens").iterdir()} == left, "the file that is written to stays"
+    assert registry.turns(seats[1])
+    registry.close()
+    back = registry_over(tmp_path, Scripted())
+    assert sorted(back.seats) == ["b"]
+    assert len(back.turns(back.seats["b"])) == 1

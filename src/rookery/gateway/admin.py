@@ -17,7 +17,9 @@ from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import Problem
 from rookery.gateway.http import JSON, Answer, Request
 from rookery.gateway.metrics import Metrics, merged
-from rookery.gateway.registry import ConflictError, Registration, Registry, Seat
+from rookery.gateway.registration import Registration
+from rookery.gateway.registry import ConflictError, Registry
+from rookery.gateway.seat import Seat
 from rookery.trajectories import segments
 
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -206,28 +208,15 @@ def _problem(out: Answer, problem: Problem, message: str) -> None:
 
 
 def _shown(seat: Seat) -> dict[str, Any]:
-    session = seat.session
-    shown: dict[str, Any] = {
+    return {
         "id": seat.id,
         "status": seat.ended or "open",
         "truncated": seat.truncated,
         "began": seat.began,
         "turns_recorded": len(seat.extents),
-        "calls_under_way": 0,
-        "usage": None,
-        "fidelity": None,
+        "calls_under_way": seat.session.under_way if seat.session is not None else 0,
+        **(seat.figures() or {"usage": None, "fidelity": None}),
     }
-    if session is not None:  # else it was not used since this shard started
-        shown["calls_under_way"] = session.under_way
-        shown["usage"] = {
-            "turns": session.turns,
-            "prompt_tokens": session.prompt_tokens,
-            "sampled_tokens": session.sampled_tokens,
-            "others": session.others,
-        }
-        counts = msgspec.structs.asdict(session.recorder.counts)
-        shown["fidelity"] = {**counts, "rerendered": session.rerendered}
-    return shown
 
 
 def shown_turn(turn: Turn) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import Dialect, Problem
 from rookery.gateway.http import JSON, Answer, Refusal, Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.registry import Registry, Seat
+from rookery.gateway.registry import Registry
+from rookery.gateway.seat import Seat
 
 MAX_BODY: Final = 64 << 20
 MAX_ADMIN_BODY: Final = 1 << 20

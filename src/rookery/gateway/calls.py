@@ -21,8 +21,9 @@ from rookery.core.errors import behind
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Dialect, Problem
 from rookery.gateway.http import EVENTS, Answer, Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.registry import Registry, Seat, choice_key
+from rookery.gateway.registry import Registry
 from rookery.gateway.renderings.protocol import Unrenderable
+from rookery.gateway.seat import Seat, choice_key
 from rookery.gateway.session import Call, Reply, Role, Session
 from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in
 from rookery.trajectories import MessageError

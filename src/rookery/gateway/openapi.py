@@ -6,7 +6,7 @@ import msgspec
 
 from rookery import __version__
 from rookery.gateway.admin import PauseWish, ResumeWish
-from rookery.gateway.registry import ID, Registration
+from rookery.gateway.registration import ID, Registration
 
 
 def described() -> dict[str, Any]:

@@ -5,92 +5,40 @@ Promises:
 - a turn is written before its client is told its end: a SIGKILL takes back nothing that was told;
 - a secret opens its own session and nothing else, and lies nowhere but with the client: a digest of it is kept;
 - an ended session is past for good: it takes no more calls, and its record stays until it is deleted;
-- fetching a record never changes it.
+- fetching a record never changes it;
+- a session that rests holds no memory but its place: it goes on from the disk;
+- what was deleted is freed on disk, file by file.
 """
 
-import asyncio
 import hmac
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 from zlib import crc32
 
 import msgspec
 
 from rookery.core import (
     Extent,
-    Limits,
     RookeryError,
-    Sampling,
     StageClock,
     TruncatedReason,
-    Truncation,
     Turn,
     UsageError,
 )
+from rookery.gateway.registration import Opened, Registration, RoleWish, check
+from rookery.gateway.seat import Ending, Seat
 from rookery.gateway.session import Role, Session
-from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
+from rookery.journal.tokens import MAX_BYTES, TokenReader, TokenWriter, decode_turn, encode_turn
 from rookery.trajectories import Recorder
 
 MAX_SESSIONS: Final = 200_000
 MAX_PAST: Final = 200_000
 """Ended sessions that are remembered: those before them are not told from ones that never were."""
-REPLAYED: Final = 64
-"""Requests of a session whose retry is known."""
-ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
-
-Ending: TypeAlias = Literal["cancelled", "deleted"]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-
-
-class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a session may use up. None: no limit."""
-
-    max_turns: _Count | None = None
-    max_sequence_length: _Count | None = None
-    """Tokens of prompt and answer together."""
-    max_tokens: _Count | None = None
-    """Tokens sampled, over all turns."""
-    deadline: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds from the registration, without pauses and waiting for a place."""
-
-    def limits(self) -> Limits:
-        return Limits(
-            turns=self.max_turns, context=self.max_sequence_length, tokens=self.max_tokens, run=self.deadline
-        )
-
-
-class RoleWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a session wants one of its roles."""
-
-    model: str = ""
-    sampling: Sampling = Sampling()
-
-
-class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a session is. Its sampling goes over what a client asks for."""
-
-    id: str = ""
-    model: str = ""
-    roles: dict[str, RoleWish] = {}
-    sampling: Sampling = Sampling()
-    budgets: Budgets = Budgets()
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
-
-
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """On disk: a session began."""
-
-    registration: Registration
-    digest: bytes
-    at: float
-    stood: float = 0.0
-    """Seconds of the gateway's pauses before it: those after it are no time of its own."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -129,112 +77,6 @@ class ConflictError(RookeryError):
     cause = "upstream.rejected"
 
 
-class Seat:
-    """One session of a shard. The session itself is made when it is first used."""
-
-    def __init__(self, opened: Opened, clock: StageClock) -> None:
-        self.registration = opened.registration
-        self.id = opened.registration.id
-        self.digest = opened.digest
-        self.began = opened.at
-        self.ended: Ending | None = None
-        self.truncated: TruncatedReason | None = None
-        self.extents: list[Extent] = []
-        self.session: Session | None = None
-        self.clock = clock
-        self.keys: dict[str, dict[int, Turn]] = {}
-        """The latest requests that were answered, by choice: a retry gets the same again."""
-        self.asking: dict[str, asyncio.Future[None]] = {}
-        """Requests under way, by key: a retry of one waits for it."""
-        self._turn_keys: dict[int, str] = {}
-        self._told: dict[str, int] = {}
-        self._timeouts: set[asyncio.Timeout] = set()
-
-    # ---- Watch
-
-    def hold(self) -> None:
-        self.clock.hold(time.monotonic())
-        self._reschedule(None)
-
-    def release(self) -> None:
-        if self.clock.stopped and self.clock.release(time.monotonic()):
-            self._reschedule(asyncio.get_running_loop().time() + self.remaining)
-
-    def _reschedule(self, when: float | None) -> None:
-        for timeout in self._timeouts:
-            if not timeout.expired():  # one that just ran out cannot be moved any more
-                timeout.reschedule(when)
-
-    def waiting(self, on: str, step: int) -> None:
-        """Nobody asks."""
-
-    @property
-    def remaining(self) -> float:
-        return self.clock.remaining(time.monotonic())
-
-    @asynccontextmanager
-    async def within(self) -> AsyncIterator[None]:
-        """For as long as the session's deadline allows."""
-        budget = self.clock.budget
-        if budget == float("inf"):
-            yield
-            return
-        said = f"its deadline of {budget:g} seconds has passed"
-        left = self.remaining
-        if left <= 0:
-            raise Truncation("time", said)
-        timeout = asyncio.timeout(None if self.clock.stopped else left)
-        try:
-            async with timeout:
-                self._timeouts.add(timeout)
-                try:
-                    yield
-                finally:
-                    self._timeouts.discard(timeout)
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise Truncation("time", said) from None
-
-    @contextmanager
-    def asks(self, key: str) -> Iterator[None]:
-        """A request is under way: its retry can wait for it."""
-        if key in self.asking:  # an equal one, not a retry: it is the first that a retry would mean
-            yield
-            return
-        over = self.asking[key] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self.asking[key]
-            over.set_result(None)
-
-    def news_of(self, session: Session) -> dict[str, int]:
-        """What was counted about its turns since this was asked last."""
-        counts = session.recorder.counts
-        now = {"drifted": counts.drifted, "forks": counts.forks, "rerendered": session.rerendered}
-        new = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
-        self._told = now
-        return new
-
-    def key_of(self, turn: int) -> str:
-        return self._turn_keys.get(turn, "")
-
-    def sampling(self, role: str) -> Sampling:
-        """What goes over whatever a client asks for."""
-        wished = self.registration.roles.get(role, RoleWish()).sampling
-        return wished.over(self.registration.sampling) if role == "policy" else wished
-
-    def answered(self, turn: Turn) -> None:
-        if not turn.key:
-            return
-        self._turn_keys[turn.index] = turn.key
-        key, _, choice = turn.key.partition(".")
-        self.keys.setdefault(key, {})[int(choice or 0)] = turn
-        while len(self.keys) > REPLAYED:
-            del self.keys[next(iter(self.keys))]
-
-
 class Registry:
     """The sessions that one shard owns."""
 
@@ -247,6 +89,7 @@ class Registry:
         *,
         held: bool = False,
         stood: Callable[[], float] = lambda: 0.0,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self.roles = roles
         self._held = held
@@ -259,7 +102,9 @@ class Registry:
             (folder / part).mkdir(parents=True, exist_ok=True)
         self._tokens = folder / "tokens"
         self._lines = TokenWriter(folder / "sessions", writer)
-        self._turns = TokenWriter(folder / "tokens", writer)
+        self._turns = TokenWriter(folder / "tokens", writer, max_bytes=max_bytes)
+        self._kept: Counter[str] = Counter()
+        """Turns of sessions that are not deleted, by the files that this process wrote."""
         self._restore(folder)
 
     # ---- what was there before
@@ -335,6 +180,7 @@ class Registry:
 
     def session(self, seat: Seat) -> Session:
         """The session of a seat, with what was recorded before."""
+        seat.used = time.monotonic()
         if seat.session is None:
             turns = self.turns(seat)
             recorder = Recorder.restore(seat.id, turns, self._sink(seat))
@@ -352,7 +198,17 @@ class Registry:
                 seat.answered(turn)
             made.truncated = seat.truncated
             seat.session = made
+            seat.news_of(made)  # what was counted before is no news
         return seat.session
+
+    def rest(self, seconds: float) -> None:
+        """Sessions that were not used for so long, and those that are over, let go of their memory."""
+        before = time.monotonic() - seconds
+        for seat in self.seats.values():
+            session = seat.session
+            idle = session is not None and not session.under_way and not seat.asking
+            if idle and (seat.ended is not None or seat.used < before):
+                seat.rest()
 
     def turns(self, seat: Seat) -> list[Turn]:
         """What was recorded, read back from the disk."""
@@ -392,6 +248,10 @@ class Registry:
     def _forget(self, seat: Seat) -> None:
         self.seats.pop(seat.id, None)
         self.past[seat.id] = seat.digest
+        for extent in seat.extents:
+            self._kept[extent.file] -= 1
+            if self._kept[extent.file] == 0 and extent.file != self._turns.name:
+                (self._tokens / extent.file).unlink(missing_ok=True)
         while len(self.past) > MAX_PAST:
             del self.past[next(iter(self.past))]
 
@@ -404,7 +264,9 @@ class Registry:
         def sink(turn: Turn) -> None:
             if seat.ended is not None:
                 raise RookeryError(f"session {seat.id} is past: nothing is recorded any more")
-            seat.extents.append(_written(self._turns, encode_turn(turn)))
+            extent = _written(self._turns, encode_turn(turn))
+            self._kept[extent.file] += 1
+            seat.extents.append(extent)
             seat.answered(turn)
 
         return sink
@@ -436,28 +298,9 @@ def _in_order(files: Iterable[str]) -> list[str]:
     return sorted(files, key=lambda name: (name.rpartition("-")[0], len(name), name))
 
 
-def choice_key(key: str, choice: int) -> str:
-    """The key of one choice of a request that wants several."""
-    return f"{key}.{choice}" if choice else key
-
-
 def owner(session: str, shards: int) -> int:
     """The shard that a session belongs to, the same in every process."""
     return crc32(session.encode("utf-8", "replace")) % shards
-
-
-def check(registration: Registration, roles: Iterable[str]) -> None:
-    """Raises `UsageError` in words for what cannot be."""
-    if not ID.fullmatch(registration.id):
-        raise UsageError(f"{registration.id[:80]!r} cannot be a session's id: it is part of an address")
-    known = sorted(roles)
-    for name in registration.roles:
-        if name not in known:
-            raise UsageError(f"no model serves the role {name!r} here; there is: {', '.join(known)}")
-    try:
-        registration.budgets.limits()
-    except ValueError as error:
-        raise UsageError(f"budgets: {error}") from None
 
 
 def _wished(role: Role, registration: Registration) -> Role:

@@ -47,6 +47,8 @@ from rookery.upstreams.valve import Valve, ValveState
 
 log = logging.getLogger("rookery.gateway")
 
+REST_SECONDS: Final = 600.0
+"""After which a session that nobody used lets go of its memory."""
 LATE_SECONDS: Final = 1.0
 """A loop that is later than this does not answer in time."""
 CLEAR_SECONDS: Final = 1.0
@@ -165,12 +167,16 @@ class Shard:
         return ""
 
     async def watch(self) -> None:
-        """Notices how late the loop is."""
+        """Notices how late the loop is, and lets sessions rest that nobody uses."""
         loop = asyncio.get_running_loop()
+        rested = loop.time()
         while True:
             due = loop.time() + 0.5
             await asyncio.sleep(0.5)
             self._late = loop.time() - due
+            if due - rested > REST_SECONDS / 10:
+                rested = due
+                self.registry.rest(REST_SECONDS)
 
 
 def _rendering(config: GatewayConfig) -> Offloop | None:

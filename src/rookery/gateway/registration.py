@@ -1,0 +1,71 @@
+"""What a session is registered as: plain data, as it comes over HTTP and lies on disk."""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from rookery.core import Limits, Sampling, UsageError
+
+ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a session may use up. None: no limit."""
+
+    max_turns: _Count | None = None
+    max_sequence_length: _Count | None = None
+    """Tokens of prompt and answer together."""
+    max_tokens: _Count | None = None
+    """Tokens sampled, over all turns."""
+    deadline: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Seconds from the registration, without pauses and waiting for a place."""
+
+    def limits(self) -> Limits:
+        return Limits(
+            turns=self.max_turns, context=self.max_sequence_length, tokens=self.max_tokens, run=self.deadline
+        )
+
+
+class RoleWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How a session wants one of its roles."""
+
+    model: str = ""
+    sampling: Sampling = Sampling()
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a session is. Its sampling goes over what a client asks for."""
+
+    id: str = ""
+    model: str = ""
+    roles: dict[str, RoleWish] = {}
+    sampling: Sampling = Sampling()
+    budgets: Budgets = Budgets()
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """On disk: a session began."""
+
+    registration: Registration
+    digest: bytes
+    at: float
+    stood: float = 0.0
+    """Seconds of the gateway's pauses before it: those after it are no time of its own."""
+
+
+def check(registration: Registration, roles: Iterable[str]) -> None:
+    """Raises `UsageError` in words for what cannot be."""
+    if not ID.fullmatch(registration.id):
+        raise UsageError(f"{registration.id[:80]!r} cannot be a session's id: it is part of an address")
+    known = sorted(roles)
+    for name in registration.roles:
+        if name not in known:
+            raise UsageError(f"no model serves the role {name!r} here; there is: {', '.join(known)}")
+    try:
+        registration.budgets.limits()
+    except ValueError as error:
+        raise UsageError(f"budgets: {error}") from None

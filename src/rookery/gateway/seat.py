@@ -1,0 +1,158 @@
+"""One session of a shard: its clock, its requests under way, and the latest that were answered.
+
+Promises:
+- the clock of a session excludes pauses and the waiting for a place, and its deadline ends its calls;
+- a retry of a request finds the one under way, or the answer that was recorded for it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn
+from rookery.gateway.registration import Opened, RoleWish
+from rookery.gateway.session import Session
+
+REPLAYED: Final = 64
+"""Requests of a session whose retry is known."""
+Ending: TypeAlias = Literal["cancelled", "deleted"]
+
+
+class Seat:
+    """One session of a shard. The session itself is made when it is first used."""
+
+    def __init__(self, opened: Opened, clock: StageClock) -> None:
+        self.registration = opened.registration
+        self.id = opened.registration.id
+        self.digest = opened.digest
+        self.began = opened.at
+        self.ended: Ending | None = None
+        self.truncated: TruncatedReason | None = None
+        self.extents: list[Extent] = []
+        self.session: Session | None = None
+        self.used = time.monotonic()
+        self.clock = clock
+        self.keys: dict[str, dict[int, Turn]] = {}
+        """The latest requests that were answered, by choice: a retry gets the same again."""
+        self.asking: dict[str, asyncio.Future[None]] = {}
+        """Requests under way, by key: a retry of one waits for it."""
+        self._turn_keys: dict[int, str] = {}
+        self._told: dict[str, int] = {}
+        self._figures: dict[str, Any] | None = None
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    # ---- Watch
+
+    def hold(self) -> None:
+        self.clock.hold(time.monotonic())
+        self._reschedule(None)
+
+    def release(self) -> None:
+        if self.clock.stopped and self.clock.release(time.monotonic()):
+            self._reschedule(asyncio.get_running_loop().time() + self.remaining)
+
+    def _reschedule(self, when: float | None) -> None:
+        for timeout in self._timeouts:
+            if not timeout.expired():  # one that just ran out cannot be moved any more
+                timeout.reschedule(when)
+
+    def waiting(self, on: str, step: int) -> None:
+        """Nobody asks."""
+
+    @property
+    def remaining(self) -> float:
+        return self.clock.remaining(time.monotonic())
+
+    @asynccontextmanager
+    async def within(self) -> AsyncIterator[None]:
+        """For as long as the session's deadline allows."""
+        budget = self.clock.budget
+        if budget == float("inf"):
+            yield
+            return
+        said = f"its deadline of {budget:g} seconds has passed"
+        left = self.remaining
+        if left <= 0:
+            raise Truncation("time", said)
+        timeout = asyncio.timeout(None if self.clock.stopped else left)
+        try:
+            async with timeout:
+                self._timeouts.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._timeouts.discard(timeout)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise Truncation("time", said) from None
+
+    @contextmanager
+    def asks(self, key: str) -> Iterator[None]:
+        """A request is under way: its retry can wait for it."""
+        if key in self.asking:  # an equal one, not a retry: it is the first that a retry would mean
+            yield
+            return
+        over = self.asking[key] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self.asking[key]
+            over.set_result(None)
+
+    def news_of(self, session: Session) -> dict[str, int]:
+        """What was counted about its turns since this was asked last."""
+        counts = session.recorder.counts
+        now = {"drifted": counts.drifted, "forks": counts.forks, "rerendered": session.rerendered}
+        new = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
+        self._told = now
+        return new
+
+    def figures(self) -> dict[str, Any] | None:
+        """Usage and fidelity; None where it was not used since this shard started."""
+        session = self.session
+        if session is None:
+            return self._figures
+        counts = msgspec.structs.asdict(session.recorder.counts)
+        return {
+            "usage": {
+                "turns": session.turns,
+                "prompt_tokens": session.prompt_tokens,
+                "sampled_tokens": session.sampled_tokens,
+                "others": session.others,
+            },
+            "fidelity": {**counts, "rerendered": session.rerendered, "promptless": session.promptless},
+        }
+
+    def rest(self) -> None:
+        """Lets go of what can be read from the disk again."""
+        self._figures = self.figures()
+        self.session = None
+        self.keys.clear()
+        self._turn_keys.clear()
+
+    def key_of(self, turn: int) -> str:
+        return self._turn_keys.get(turn, "")
+
+    def sampling(self, role: str) -> Sampling:
+        """What goes over whatever a client asks for."""
+        wished = self.registration.roles.get(role, RoleWish()).sampling
+        return wished.over(self.registration.sampling) if role == "policy" else wished
+
+    def answered(self, turn: Turn) -> None:
+        if not turn.key:
+            return
+        self._turn_keys[turn.index] = turn.key
+        key, _, choice = turn.key.partition(".")
+        self.keys.setdefault(key, {})[int(choice or 0)] = turn
+        while len(self.keys) > REPLAYED:
+            del self.keys[next(iter(self.keys))]
+
+
+def choice_key(key: str, choice: int) -> str:
+    """The key of one choice of a request that wants several."""
+    return f"{key}.{choice}" if choice else key
