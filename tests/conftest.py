@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,11 @@ def _can_mount() -> bool:
         libc.umount2(folder.encode(), 2)
     return True
 
+
+# Under nohup, or behind a shell, these are ignored, and commands would inherit and rightly obey that.
+for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 TOKENIZERS = Path(__file__).resolve().parent.parent / ".peers" / "tokenizers"
 """What `make tokenizers` makes."""

@@ -1,7 +1,6 @@
 """A folder with an environment and tasks, a scripted model server, real small disks."""
 
 import json
-import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -9,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.servers import ModelServer
-
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: commands would inherit and obey it
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ENVIRONMENT = '''
 import rookery

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +256,15 @@ async def test_a_session_survives_a_restart_of_the_whole_gateway_with_any_number
                     await served.register({"id": names[0]})
 
 
-async def test_without_a_folder_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def shallow() -> Iterator[Path]:
+    """A temporary folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+async def test_without_a_folder_nothing_is_left_behind(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(shallow))
     before = len(os.listdir("/proc/self/fd"))
     async with ModelServer() as server:
         async with gateway(server.url, shards=2) as served:
@@ -264,10 +272,10 @@ async def test_without_a_folder_nothing_is_left_behind(tmp_path: Path, monkeypat
             async with client(await served.register({"id": "a"})) as api:
                 await said(api, HI, stream=False)
             await served.hand("a", bound("127.0.0.1", 0))
-            assert list(tmp_path.iterdir())
+            assert list(shallow.iterdir())
             assert all(map(alive, pids))
         await served.close()  # twice is fine
-        assert list(tmp_path.iterdir()) == []
+        assert list(shallow.iterdir()) == []
         assert not any(map(alive, pids))
     assert len(os.listdir("/proc/self/fd")) <= before + 3
 
@@ -287,14 +295,14 @@ async def test_calls_under_way_do_not_keep_a_gateway_from_closing() -> None:
 
 
 async def test_a_shard_that_cannot_start_is_an_error_in_words_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(shallow))
     wrong = config("http://127.0.0.1:1", shards=2, record="tokens", rendering={"name": "qwen3"})
     with pytest.raises(RookeryError, match="no tokenizer is named"):
         async with Gateway(wrong, key=KEY):
             pytest.fail("it was served")
-    assert list(tmp_path.iterdir()) == []
+    assert list(shallow.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="nothing can be kept in"):
         async with Gateway(config("http://127.0.0.1:1"), tmp_path / "file" / "below", key=KEY):
@@ -317,12 +325,13 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "kept"])
-async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(kept: bool, tmp_path: Path) -> None:
+async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
+    kept: bool, tmp_path: Path, shallow: Path
+) -> None:
     from tests.cli.helpers import started
 
     folder = tmp_path / "kept"
-    temp = tmp_path / "temp"
-    temp.mkdir()
+    temp = shallow
     more = ("--folder", folder) if kept else ()
     command = ("gateway", "--upstream", "http://127.0.0.1:1", "--port", "0", "--shards", "3", *more)
     async with started(*command, cwd=tmp_path, TMPDIR=str(temp)) as process:

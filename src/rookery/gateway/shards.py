@@ -41,6 +41,8 @@ LONG_LIFE: Final = 30.0
 """A shard that lived so long did not die of its start."""
 MAX_WAIT: Final = 10.0
 HURRY: Final = 0.05
+MAX_PATH: Final = 72
+"""Of the temporary folder, so that the sockets in it can be bound."""
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": "134217728", "MALLOC_TOP_PAD_": "16777216"}
 """Without them the C library gives the memory of each answer back to the kernel and takes it again for the next:
 a dozen page faults for each call."""
@@ -90,7 +92,7 @@ class Gateway:
         await self.close()
 
     async def _start(self) -> None:
-        self._own = Path(tempfile.mkdtemp(prefix="rookery-gateway-"))  # sockets have short names only
+        self._own = Path(tempfile.mkdtemp(prefix="rookery-gw-", dir=_short()))  # sockets have short names only
         folder = self._folder or self._own / "kept"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -298,6 +300,11 @@ def _how(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"code {code}"
+
+
+def _short() -> str | None:
+    """Where a folder for sockets can be: their paths hold 107 bytes, and a temporary folder may be far down."""
+    return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)
 
 
 def bound(host: str, port: int) -> socket.socket:
