@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from rookery.core import RookeryError, UsageError
-from rookery.gateway.shards import Gateway, bound
+from rookery.gateway.shards import Gateway
+from rookery.upstreams.listening import bound
 from tests.gateway.shard_kit import (
     HI,
     KEY,

@@ -32,6 +32,7 @@ from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, set
 from rookery.gateway.handed import Giver
 from rookery.gateway.registry import owner
 from rookery.upstreams.http import Client, HttpFailure, header_lines
+from rookery.upstreams.listening import bound
 
 log = logging.getLogger("rookery.gateway")
 
@@ -98,7 +99,7 @@ class Gateway:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"nothing can be kept in {folder}: {error.strerror or error}") from error
-        self._listener = bound(self._host, self._port)
+        self._listener = bound(self._host, self._port, backlog=4096)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._client = Client(host, port)
@@ -305,21 +306,3 @@ def _how(code: int) -> str:
 def _short() -> str | None:
     """Where a folder for sockets can be: their paths hold 107 bytes, and a temporary folder may be far down."""
     return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket for all shards to listen at; raises `UsageError` in words where it cannot be had."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(*found[:3])
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(found[4])
-            sock.listen(4096)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(f"cannot serve at {host} port {port}: {why[:1].lower()}{why[1:]}") from error
-    return sock

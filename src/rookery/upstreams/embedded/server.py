@@ -36,7 +36,6 @@ from rookery.upstreams.embedded.openai_requests import (
 )
 from rookery.upstreams.embedded.serving import (
     MAX_BODY,
-    bound,
     is_here,
     json_answer,
     listening,
@@ -47,7 +46,7 @@ from rookery.upstreams.embedded.serving import (
 )
 from rookery.upstreams.embedded.upstream import Asked, EmbeddedUpstream
 
-__all__ = ["EmbeddedServer", "bound", "listening"]
+__all__ = ["EmbeddedServer", "listening"]
 
 log = logging.getLogger("rookery.upstreams")
 

@@ -7,7 +7,6 @@ Promises:
 
 import asyncio
 import logging
-import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from rookery.core import UsageError
 from rookery.upstreams.embedded.openai_answers import encode
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.weights import CONFIG, TENSORS, Weights
+from rookery.upstreams.listening import bound
 
 MAX_BODY: Final = 8 << 20
 MAX_WEIGHTS: Final = 1 << 30
@@ -83,26 +83,6 @@ def load_weights(where: str) -> Weights:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"the weights {where:.200} cannot be read: {said}") from None
     return Weights.load(path)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; raises `UsageError` in words where it cannot."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(1024)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(f"cannot serve at {host} port {port}: {why[:1].lower()}{why[1:]}") from error
-    return sock
 
 
 class Served(Protocol):
