@@ -172,6 +172,7 @@ noise = st.lists(
 )
 @example([(b"Content-Length", b"3"), (b"Transfer-Encoding", b"chunked")], b"\r\n", b"0\r\n\r\n")
 @example([(b"Content-Length", b"3"), (b"Content-Length", b"0")], b"\r\n", b"abc")
+@example([(b"Name", b"\tvalue \t")], b"\r\n", b"")
 def test_what_another_parser_also_takes_means_the_same_to_both(
     headers: list[tuple[bytes, bytes]], end: bytes, body: bytes
 ) -> None:

@@ -156,7 +156,8 @@ class Connection(asyncio.Protocol):
             return  # a trailer: what was decided by the head stays so
         if len(self._headers) >= MAX_HEADERS:
             raise Refusal(431, b"too many headers")
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        # the parser leaves a tab at the end of a value, which is space around it and not a part of it
+        self._headers[name.decode("latin-1").lower()] = value.strip(b" \t").decode("latin-1")
 
     def _weigh(self, size: int) -> None:
         self._head += size
