@@ -90,8 +90,13 @@ class Channel:
             self.changed()
 
     @property
+    def ending(self) -> bool:
+        """Nothing more will be finished."""
+        return self.closed or (self.schedule.done and not self.pending)
+
+    @property
     def done(self) -> bool:
-        return self.closed or (self.schedule.done and not self.pending and not self.queue)
+        return self.ending and (self.closed or not self.queue)
 
     def group(self, group: OpenGroup) -> Group:
         records = tuple(member.record for member in group.members if member.record is not None)

@@ -19,8 +19,10 @@ from rookery.engine.checks import check_sandbox, checked_upstreams, upstream_of
 from rookery.engine.config import EngineConfig
 from rookery.engine.control import Control
 from rookery.engine.flights import Policy
+from rookery.engine.pacing import Pace
 from rookery.engine.schedule import Stream
 from rookery.engine.state import StreamState, dump_state, load_state
+from rookery.engine.steps import StepStream
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
 from rookery.engine.upstream import EngineUpstream
@@ -299,6 +301,7 @@ class Engine:
         buffer: int = 64,
         name: str = MAIN,
         load_tokens: bool = True,
+        pace: Pace | None = None,
     ) -> GroupStream:
         """Groups of k rollouts, each handed out when its last member ends.
 
@@ -324,7 +327,9 @@ class Engine:
                 self.register(chosen)
             source = sourced(chosen, epochs, self._number, state)
         try:
-            schedule = Stream(k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer)
+            schedule = Stream(
+                k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer, pace=pace
+            )
         except ValueError as error:
             raise UsageError(str(error)) from error
         number = state.round if state else self._rounds.get(name, -1) + 1
@@ -339,6 +344,30 @@ class Engine:
         supervisor.open_channel(channel)
         assert self.folder is not None
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
+
+    def steps(
+        self,
+        tasks: Iterable[Task | dict[str, Any] | str] | None = None,
+        k: int = 8,
+        *,
+        groups: int,
+        lag: int = 1,
+        keep: GroupFilter | str | None = None,
+        epochs: int | None = 1,
+        name: str = MAIN,
+    ) -> StepStream:
+        """Groups, `groups` at a time, none of which has tokens that are older than `lag` versions of the policy.
+
+        Rollouts go on while the consumer trains: `lag` steps ahead, with 0 not at all. A version is one
+        `upstream.sync`. The last step has what is left. Other arguments are those of `groups`.
+        """
+        try:
+            pace = Pace(groups, lag)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        ahead = (lag + 1) * groups
+        stream = self.groups(tasks, k, keep=keep, epochs=epochs, buffer=ahead, name=name, pace=pace)
+        return StepStream(stream, pace, self.upstream)
 
     def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
         chosen = self.environment.tasks() if tasks is None else tasks

@@ -7,7 +7,8 @@ Promises:
 - a slow consumer slows admission: no group opens while the buffer of finished groups is full;
 - with `want` and a filter, dropped groups are replaced; the groups handed out are the first `want` kept ones in
   order of *admission*, never of speed, so over-sampling does not prefer short rollouts;
-- over-sampling means more groups, never more members.
+- over-sampling means more groups, never more members;
+- a stream with a pace runs ahead of its consumer as far as that allows.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rookery.core import Attempt, CancelledReason, Rollout, Task
+from rookery.engine.pacing import Pace
 from rookery.engine.retry import Ended
 
 GroupState: TypeAlias = Literal["open", "kept", "dropped", "handed"]
@@ -71,13 +73,22 @@ class Pick(msgspec.Struct, frozen=True):
 class Stream:
     """The schedule of one call of `engine.groups`."""
 
-    def __init__(self, *, k: int, want: int | None = None, oversample: int = 0, buffer: int = 64) -> None:
+    def __init__(
+        self,
+        *,
+        k: int,
+        want: int | None = None,
+        oversample: int = 0,
+        buffer: int = 64,
+        pace: Pace | None = None,
+    ) -> None:
         if k < 1 or buffer < 1 or oversample < 0 or (want is not None and want < 0):
             raise ValueError("k and buffer must be at least 1, want and oversample at least 0")
         self.k = k
         self.want = want
         self.oversample = oversample
         self.buffer = buffer
+        self.pace = pace
         self.exhausted = False
         """No more tasks."""
         self.handed = 0
@@ -106,6 +117,8 @@ class Stream:
         """Whether a new group may be admitted now."""
         if self.exhausted or self.buffered >= self.buffer:
             return False
+        if self.pace is not None and self.handed + len(self.groups) >= self.pace.quota:
+            return False
         if self.want is None:
             return True
         return self.handed < self.want and self.handed + len(self.groups) < self.want + self.oversample
@@ -116,6 +129,8 @@ class Stream:
         group = OpenGroup(self.positions, index, task, members, self.k)
         self.positions += 1
         self.groups[group.position] = group
+        if self.pace is not None:
+            self.pace.admitted(index)
         for number, member in enumerate(members):
             if finished and number in finished:
                 member.record = finished[number]
@@ -200,6 +215,8 @@ class Stream:
         group.state = "kept" if kept else "dropped"
         if not kept:
             del self.groups[group.position]
+            if self.pace is not None:
+                self.pace.gone(group.index)
         ready: list[OpenGroup] = []
         if self.want is None or self.oversample == 0:
             if kept:

@@ -16,6 +16,7 @@ import msgspec
 from rookery.core import Group, UsageError
 from rookery.core.errors import describe
 from rookery.engine.channel import Channel
+from rookery.engine.pacing import oldest
 from rookery.engine.streams import with_segments
 from rookery.journal import TokenReader
 
@@ -47,6 +48,8 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
             channel.queue.append(group)
             channel.schedule.buffered += 1
             channel.schedule.handed += 1
+            if channel.schedule.pace is not None:
+                channel.schedule.pace.admitted(group.index, oldest(group))
 
 
 class _EngineState(msgspec.Struct, kw_only=True):

@@ -8,10 +8,11 @@ Promises:
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 
@@ -23,6 +24,14 @@ from rookery.trajectories import segments
 if TYPE_CHECKING:
     from rookery.engine.state import StreamState
     from rookery.engine.supervisor import Supervisor
+
+
+Choose: TypeAlias = Callable[[deque[Group], bool], list[Group]]
+"""Which of the finished groups to take, none to wait; with whether no others will come."""
+
+
+def _first(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG001
+    return [ready[0]] if ready else []
 
 
 class GroupStream(AsyncIterator[Group]):
@@ -38,26 +47,57 @@ class GroupStream(AsyncIterator[Group]):
         weakref.finalize(self, _abandoned, loop, supervisor, channel, self._reader).atexit = False
 
     async def __anext__(self) -> Group:
+        groups = await self.take(_first)
+        if not groups:
+            raise StopAsyncIteration
+        self.count(groups)
+        return groups[0]
+
+    async def take(self, choose: Choose) -> list[Group]:
+        """Finished groups, chosen when there are any and whenever that changes; none at the end of the stream.
+
+        They are the caller's to `count`, or to `put_back`."""
         channel = self._channel
-        while not channel.queue:
+        while not (chosen := choose(channel.queue, channel.ending)):
             if channel.error is not None:
                 raise channel.error
             if channel.done:
                 await self._close_reader()
-                raise StopAsyncIteration
+                return []
             if self._supervisor.closing:
                 raise UsageError("the engine was closed before this stream of groups had ended")
             await channel.wait()
-        group = channel.queue.popleft()
+        for group in chosen:
+            channel.queue.remove(group)
         try:
-            loaded = await self._loaded(group)
+            return [await self._loaded(group) for group in chosen]
         except BaseException:
-            if not channel.closed:
-                channel.queue.appendleft(group)
-                channel.changed()
+            self.put_back(chosen)
             raise
-        self._supervisor.taken(channel, group.index)
-        return loaded
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Nobody has them after all."""
+        if groups and not self._channel.closed:
+            self._channel.queue.extendleft(reversed(groups))
+            self._channel.changed()
+
+    @property
+    def taken(self) -> int:
+        """How many groups were taken, before a restart too."""
+        schedule = self._channel.schedule
+        return schedule.handed - schedule.buffered
+
+    def pump(self) -> None:
+        """What may be admitted has changed."""
+        self._supervisor.pump()
+
+    def event(self, kind: str, payload: dict[str, Any]) -> None:
+        self._supervisor.event(kind, payload)
+
+    def count(self, groups: Iterable[Group]) -> None:
+        """The consumer has them."""
+        for group in groups:
+            self._supervisor.taken(self._channel, group.index)
 
     async def _loaded(self, group: Group) -> Group:
         if self._reader is None:

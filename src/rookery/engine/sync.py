@@ -13,16 +13,24 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from rookery.core import Group, UsageError
 from rookery.engine.engine import Engine
 from rookery.engine.processes import new_event_loop
+from rookery.engine.steps import Step, StepStream
 from rookery.engine.streams import GroupStream
 from rookery.engine.upstream import DEADLINE
 from rookery.upstreams.protocol import PauseMode
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Stream(Protocol[T_co]):
+    async def __anext__(self) -> T_co: ...
+
+    async def aclose(self) -> None: ...
 
 
 class SyncEngine:
@@ -95,14 +103,22 @@ class SyncEngine:
 
         return self._iterate(self._do(open_stream))
 
-    def _iterate(self, stream: GroupStream) -> Iterator[Group]:
+    def steps(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
+        """As `Engine.steps`; leaving the loop early cancels what is still under way."""
+
+        async def open_stream() -> StepStream:
+            return self._engine.steps(*args, **kwargs)
+
+        return self._iterate(self._do(open_stream))
+
+    def _iterate(self, stream: _Stream[T]) -> Iterator[T]:
         try:
             while True:
                 try:
-                    group = self._do(stream.__anext__)
+                    one = self._do(stream.__anext__)
                 except StopAsyncIteration:
                     return
-                yield group
+                yield one
         finally:
             if self._loop is not None:  # else leaving the `with` block has closed it already
                 self._do(stream.aclose)

@@ -13,15 +13,8 @@ from rookery.core import ints
 from rookery.upstreams.complaints import complaint, head_of
 from rookery.upstreams.format import Complained, Gather, WireError, finish_of, version_number
 from rookery.upstreams.ids import ids_of
-from rookery.upstreams.wire import (
-    Id,
-    Logprobs,
-    SampledFunction,
-    Usage,
-    arguments_of,
-    read_logprobs,
-    values_of,
-)
+from rookery.upstreams.logprobs import Logprobs, read_logprobs, values_of
+from rookery.upstreams.wire import Id, SampledFunction, Usage, arguments_of
 
 
 class _CallPiece(msgspec.Struct, frozen=True):

@@ -16,12 +16,13 @@ from rookery.core import Message, ints
 from rookery.upstreams.complaints import complaint, head_of, text_of
 from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, finish_of, packed
 from rookery.upstreams.ids import written
+from rookery.upstreams.logprobs import Logprobs, read_logprobs, values_of
 from rookery.upstreams.openai import Chat
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.served import HttpUpstream
 from rookery.upstreams.servers import SIZE_SECONDS
-from rookery.upstreams.wire import RESERVED, Id, Logprobs, read_logprobs, values_of
+from rookery.upstreams.wire import RESERVED, Id
 
 _OUTSIDE: Final = frozenset({"priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "features"})
 """Fields of `sampling.extra` that are the request's own and not the sampling's."""

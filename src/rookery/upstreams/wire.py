@@ -17,14 +17,13 @@ from rookery.core.messages import Role
 from rookery.upstreams.complaints import head_of, text_of
 from rookery.upstreams.format import About, Tops, WireError, finish_of, packed, version_number
 from rookery.upstreams.ids import Memo, without_prompt, written
+from rookery.upstreams.logprobs import Apart, Logprobs, LogprobsSeen, apart, seen_logprobs, values_of
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 
 RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "stream_options", "n"})
 """What `sampling.extra` may not set: another answer shape than the one that is read."""
 
 _USAGE: Final = {"include_usage": True}
-_NAMED: Final = "token_id:"
-"""How a token is written that is named by its id."""
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -177,30 +176,6 @@ def encode_request(
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    logprob: float
-
-
-class _Top(msgspec.Struct, frozen=True, gc=False):
-    logprob: float
-    token: str = ""
-
-
-class _LogprobTops(msgspec.Struct, frozen=True):
-    top_logprobs: list[_Top] = []
-
-
-class Logprobs(msgspec.Struct, frozen=True):
-    content: list[Logprob] | None = None
-    token_logprobs: list[float] | None = None
-
-
-class _LogprobsSeen(msgspec.Struct, frozen=True):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-    token_logprobs: list[float] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
 class _Incoming(msgspec.Struct, frozen=True):
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[SampledCall] | None = None
@@ -221,7 +196,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _ChoiceSeen(_Choice, frozen=True):
-    logprobs: _LogprobsSeen | None = None  # type: ignore[assignment]
+    logprobs: LogprobsSeen | None = None  # type: ignore[assignment]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -245,9 +220,6 @@ class _AnswerSeen(_Answer, frozen=True):
 _UNKNOWN: Final = About()
 _decode = msgspec.json.Decoder(_Answer).decode
 _decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
-_decode_logprobs = msgspec.json.Decoder(_LogprobsSeen | None).decode
-_decode_content = msgspec.json.Decoder(list[Logprob] | None).decode
-_decode_tops = msgspec.json.Decoder(list[_LogprobTops] | None).decode
 
 
 def decode_reply(
@@ -264,7 +236,7 @@ def decode_reply(
     and at alternatives where `named`."""
     lean, prompt_ids = without_prompt(data, memo) if want_tokens else (data, b"")
     try:
-        answer = (_decode_seen if seen else _decode)(lean)
+        answer, pieces = _read(lean, seen=seen, named=named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a chat completion: {error}; it begins {head_of(data)}") from None
     if not answer.choices:
@@ -284,7 +256,9 @@ def decode_reply(
     as_written: msgspec.Raw | None = None
     tops: tuple[Tops, ...] = ()
     values: list[float] | None = None
-    if seen:
+    if pieces is not None:
+        values, as_written = pieces.values, pieces.content if seen else None
+    elif seen:
         values, as_written, tops = seen_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
     elif choice.logprobs is not None:
         values = values_of(choice.logprobs)
@@ -316,6 +290,18 @@ def decode_reply(
     )
 
 
+def _read(data: bytes, *, seen: bool, named: bool) -> tuple[_Answer, Apart | None]:
+    """The answer, and its logprobs where they were read already."""
+    if not (seen and named) and (pieces := apart(data)) is not None:
+        try:
+            answer = _decode_seen(pieces.rest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return (_decode_seen if seen else _decode)(data), None  # it says what is wrong, and where
+        if pieces.belongs([choice.logprobs for choice in answer.choices or ()]):
+            return answer, pieces
+    return (_decode_seen if seen else _decode)(data), None
+
+
 def _message(said: _Incoming) -> Message:
     calls: tuple[ToolCall, ...] = ()
     if said.tool_calls:
@@ -342,61 +328,6 @@ def arguments_of(function: SampledFunction) -> str | None:
     """Arguments as text, also where a server gives them as an object."""
     said = function.arguments
     return said if said is None or isinstance(said, str) else _encode(said).decode()
-
-
-def values_of(given: Logprobs) -> list[float] | None:
-    if given.content is not None:
-        return [entry.logprob for entry in given.content]
-    return given.token_logprobs
-
-
-def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
-    """The values, the list as it was written (of a chat), and the alternatives where they are named by id."""
-    try:
-        return seen_logprobs(_decode_logprobs(given))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
-
-
-def seen_logprobs(
-    said: _LogprobsSeen | None, *, named: bool = True
-) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
-    """As `read_logprobs`, of what was read so far. `named`: alternatives may be named by id, and are wanted."""
-    try:
-        if said is None:
-            return None, None, ()
-        if said.content is not _NULL and said.content != _NULL:
-            entries = _decode_content(said.content) or []
-            tops = _tops(said.content) if named and _NAMED.encode() in bytes(said.content) else ()
-            return [entry.logprob for entry in entries], said.content, tops
-        return said.token_logprobs, None, _listed(said.top_logprobs or [])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
-
-
-_NULL: Final = msgspec.Raw(b"null")
-
-
-def _tops(content: msgspec.Raw) -> tuple[Tops, ...]:
-    entries = _decode_tops(content) or []
-    return tuple(
-        tuple((int(top.token[len(_NAMED) :]), top.logprob) for top in entry.top_logprobs if is_named(top.token))
-        for entry in entries
-    )
-
-
-def _listed(listed: list[dict[str, float] | None]) -> tuple[Tops, ...]:
-    if not any(map(is_named, (name for entry in listed[:1] for name in entry or ()))):
-        return ()
-    return tuple(
-        tuple((int(name[len(_NAMED) :]), value) for name, value in (entry or {}).items() if is_named(name))
-        for entry in listed
-    )
-
-
-def is_named(token: str) -> bool:
-    """Whether a token is named by its id."""
-    return token.startswith(_NAMED) and token[len(_NAMED) :].isdecimal()
 
 
 def version_of(said: object, metadata: object, fallback: int) -> int:
