@@ -14,7 +14,7 @@ from tests.trajectories.sessions import answers, played, questions
 from tests.trajectories.spelling import Said, spelling
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_the_recorder_agrees_with_the_reference_and_with_the_one_that_restarted(data: st.DataObject) -> None:
     world = played(data)

@@ -93,14 +93,14 @@ def fewest(calls: Sequence[tuple[Turn, list[int]]]) -> int:
     return sum(map(len, all_ids)) - saved(0, 0)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=120)
 @given(trees())
 def test_no_other_segments_have_fewer_tokens(calls: list[tuple[Turn, list[int]]]) -> None:
     made = segments([turn for turn, _ in calls])
     assert sum(len(segment) for segment in made) == fewest(calls)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(trees(12), st.randoms(use_true_random=False))
 def test_every_array_describes_what_was_sampled_and_the_order_of_turns_changes_nothing(
     calls: list[tuple[Turn, list[int]]], random: Random

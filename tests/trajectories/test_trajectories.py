@@ -97,7 +97,7 @@ def view(segment: Segment) -> tuple[list[int], list[float]]:
     return np.frombuffer(segment.tokens, "<i4").tolist(), np.frombuffer(segment.logprobs, "<f4").tolist()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(histories())
 def test_every_sampled_token_of_the_role_is_trained_exactly_once(calls: list[Call]) -> None:
     turns = recorded(calls)
@@ -110,7 +110,7 @@ def test_every_sampled_token_of_the_role_is_trained_exactly_once(calls: list[Cal
         )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(histories())
 def test_what_trains_is_what_was_sampled_after_the_prompt_it_was_sampled_from(calls: list[Call]) -> None:
     for segment in segments(recorded(calls)):
@@ -134,7 +134,7 @@ def test_what_trains_is_what_was_sampled_after_the_prompt_it_was_sampled_from(ca
         assert all(value == 0.0 for value, on in zip(logprobs, covered, strict=True) if not on)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(histories())
 def test_a_turn_extends_another_only_where_its_prompt_begins_with_the_others_ids(calls: list[Call]) -> None:
     turns = recorded(calls)

@@ -13,7 +13,6 @@ import struct
 from typing import Final
 
 import msgspec
-import numpy as np
 import orjson
 
 _LONG: Final = 64 << 10
@@ -34,6 +33,8 @@ def ids_json(ids: bytes) -> msgspec.Raw:
     """int32 bytes as a JSON list."""
     if len(ids) <= 4 * _FEW:
         return msgspec.Raw(msgspec.json.encode(struct.unpack(f"<{len(ids) // 4}i", ids)))
+    import numpy as np  # an eighth of a second, which processes that have no long prompts are spared
+
     return msgspec.Raw(orjson.dumps(np.frombuffer(ids, "<i4"), option=orjson.OPT_SERIALIZE_NUMPY))
 
 
@@ -59,6 +60,8 @@ def ids_bytes(ids: list[int]) -> bytes:
 def ids_of(text: bytes) -> bytes:
     """The ids of a JSON list, as int32."""
     if len(text) > _MANY and text[:1] == b"[" and text[-1:] == b"]":
+        import numpy as np
+
         # Digits with single commas between them, each with a blank behind it or none, are nothing but a list of
         # numbers; all else takes the plain way.
         letters = np.frombuffer(text, np.uint8)
