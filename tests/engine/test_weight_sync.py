@@ -28,6 +28,7 @@ from tests.standins import StandinServer, small_weights, standin
 from tests.upstreams.embedded_reference import logprobs
 
 TALKING = "tests.engine.envs:Talking"
+LONG = Sampling(max_tokens=400, extra={"ignore_eos": True})
 NEW = 7
 """The version of the second weights. The first have none: the server does not say."""
 
@@ -416,7 +417,8 @@ async def test_a_pause_that_cannot_be_is_refused(options: dict[str, Any], words:
 async def test_the_run_clock_excludes_a_pause_with_calls_under_way(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, limits=Limits(run=2.0)) as made,
+        # Long enough that no answer is whole before the first pause is there.
+        engine(server, tmp_path, limits=Limits(run=2.0), sampling=LONG) as made,
         taken(made, server, talks(2, turns=1, streams=True), 10) as groups,
     ):
         assert (await server.running())[0] > 0
