@@ -25,6 +25,7 @@ from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.steps import StepStream
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
+from rookery.engine.taskbook import REGISTERED, TaskBook
 from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import NOT_ISOLATED, RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
-REGISTERED = 200_000
-"""Tasks of a list are written into the journal when its stream opens, up to so many; others as they are begun."""
 
 
 class Engine:
@@ -117,7 +116,7 @@ class Engine:
         self._states: dict[str, StreamState] = {}
         self._rounds: dict[str, int] = {}
         """How many streams of a name went before the present one."""
-        self._numbers: dict[str, int] = {}
+        self._book: TaskBook | None = None
         self._resumed: list[Sourced] = []
         self._control: Control | None = None
         self.on_record: Callable[[Rollout], None] | None = None
@@ -325,7 +324,7 @@ class Engine:
             chosen = self._tasks(tasks)
             if isinstance(chosen, Sequence) and len(chosen) <= REGISTERED:
                 self.register(chosen)
-            source = sourced(chosen, epochs, self._number, state)
+            source = sourced(chosen, epochs, self._tasks_known().number, state)
         try:
             schedule = Stream(
                 k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer, pace=pace
@@ -375,28 +374,21 @@ class Engine:
             return tasks_from(chosen, self.environment.title)
         return (task for row in chosen for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row")))
 
-    def _number(self, task: Task) -> int:
-        """The task's number in the journal; written there at its first use."""
-        number = self._numbers.get(task.id)
-        if number is None:
-            number = self._numbers[task.id] = len(self._numbers)
-            assert self._journal is not None
-            self._journal.add_tasks([task], start=number)
-        return number
-
     def register(self, tasks: Sequence[Task]) -> None:
         """Writes all tasks into the journal at once, so that a resume knows those not yet begun."""
-        assert self._journal is not None
-        fresh = [task for task in tasks if task.id not in self._numbers]
-        start = len(self._numbers)
-        self._numbers.update((task.id, start + at) for at, task in enumerate(fresh))
-        self._journal.add_tasks(fresh, start=start)
+        self._tasks_known().register(tasks)
+
+    def _tasks_known(self) -> TaskBook:
+        if self._book is None:
+            assert self._journal is not None
+            self._book = TaskBook(self._journal)
+        return self._book
 
     def _read_back(self) -> None:
         assert self.folder is not None
         assert self._journal is not None
         back = resumed(self.folder, self._journal)
-        self._resumed, self._numbers = back.sources, back.numbers
+        self._resumed, self._book = back.sources, TaskBook(self._journal, back.numbers)
         self.supervisor.next_group = back.next_group
         for task, detail in back.quarantined.items():
             self.supervisor.ledger.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
