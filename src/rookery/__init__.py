@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from rookery.core import Group, Limits, Message, Rollout, Sampling, SandboxSpec, Segment, Task, Taskset
     from rookery.engine import Engine, SyncEngine
     from rookery.environments import Context, Environment, Score, ToolEnvironment, environment, tool
+    from rookery.training import Batch, BatchConfig, make_batch
 
 _HOME = {
+    "Batch": "training",
+    "BatchConfig": "training",
     "Context": "environments",
     "Engine": "engine",
     "Environment": "environments",
@@ -27,10 +30,13 @@ _HOME = {
     "Taskset": "core",
     "ToolEnvironment": "environments",
     "environment": "environments",
+    "make_batch": "training",
     "tool": "environments",
 }
 
 __all__ = [
+    "Batch",
+    "BatchConfig",
     "Context",
     "Engine",
     "Environment",
@@ -47,6 +53,7 @@ __all__ = [
     "Taskset",
     "ToolEnvironment",
     "environment",
+    "make_batch",
     "tool",
 ]
 

@@ -107,17 +107,20 @@ async def test_with_a_lag_of_none_nothing_is_sampled_while_the_trainer_trains(tm
 async def test_where_versions_are_jumped_over_what_is_too_old_is_stale_and_others_take_its_place(
     tmp_path: Path,
 ) -> None:
-    async with stepping(tmp_path) as (made, _):
-        async with asyncio.timeout(60), made.steps(questions(8), groups=2, lag=1) as steps:
-            await anext(steps)
-            while (await made.status())["streams"]["main"]["waiting"] < 2:
-                await asyncio.sleep(0.001)
-            await synced(made, 9)
-            step = await anext(steps)
-            assert step.version == 9
-            assert len(step.stale) == 2
-            assert [oldest(group) for group in step.groups] == [9, 9]
-            assert len(asked(step)) == 2
+    async with (
+        stepping(tmp_path) as (made, _),
+        asyncio.timeout(60),
+        made.steps(questions(8), groups=2, lag=1) as steps,
+    ):
+        await anext(steps)
+        while (await made.status())["streams"]["main"]["waiting"] < 2:
+            await asyncio.sleep(0.001)
+        await synced(made, 9)
+        step = await anext(steps)
+        assert step.version == 9
+        assert len(step.stale) == 2
+        assert [oldest(group) for group in step.groups] == [9, 9]
+        assert len(asked(step)) == 2
     assert [event["version"] for event in events(tmp_path, "groups.stale")] == [9]
 
 

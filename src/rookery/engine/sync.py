@@ -160,6 +160,10 @@ class SyncEngine:
             if self._loop is not None:
                 self._do(lambda: sync.__aexit__(None, None, None))
 
+    def resume(self, version: int | None = None) -> None:
+        """As `Engine.upstream.resume`: without a pause of ours it only says which version the policy is now."""
+        self._do(lambda: self._engine.upstream.resume(version))
+
     def status(self) -> dict[str, Any]:
         """As `Engine.status`."""
         return self._do(self._engine.status)

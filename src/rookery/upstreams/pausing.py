@@ -219,9 +219,10 @@ class Pausing:
         assert pause is not None
         if pause.timer is not None:
             pause.timer.cancel()
-        if version is not None and version != self.version:
-            self.version = version
-            for call in self._calls:
+        if version is not None:
+            crossed = version != self.version
+            self.version = version  # also the same again: it may be said of weights that wait to be taken up
+            for call in self._calls if crossed else ():
                 call.cross(version)
         self._go_on()
         pause.expired = expired

@@ -9,7 +9,7 @@ Promises:
 - weights can be swapped at run time; a sequence is drawn by one version from its first token to its last.
 """
 
-from rookery.upstreams.embedded.upstream import EmbeddedUpstream
+from rookery.upstreams.embedded.upstream import EmbeddedUpstream, builtin
 from rookery.upstreams.embedded.weights import LlamaShape, Weights
 
-__all__ = ["EmbeddedUpstream", "LlamaShape", "Weights"]
+__all__ = ["EmbeddedUpstream", "LlamaShape", "Weights", "builtin"]

@@ -1,0 +1,140 @@
+"""From the bytes of segments to arrays, one copy each.
+
+Promises:
+- extras have one layout throughout a batch, or are refused: no zeros are filled in that would pass for data;
+- a trained token has the version of its span.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rookery.core import Extra, Segment
+from rookery.training.advantages import Float64
+from rookery.training.columns import CONTEXT, Array, Bool, Float32, Int32, Int64
+from rookery.training.errors import BatchError
+
+MAX_LOGPROB = 1e-3
+"""A little above 0 is rounding; more is not the logarithm of a probability."""
+_MAX_VERSION = 2**31 - 1
+Digests: TypeAlias = npt.NDArray[np.uint32]
+
+
+def starts(lengths: Int64) -> Int64:
+    """Where stretches of these lengths begin, and where the last one ends."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
+def ranges(first: Int64, lengths: Int64) -> Int64:
+    """The numbers from each `first` on, as many as `lengths` says, one stretch after another."""
+    places = np.arange(int(lengths.sum()), dtype=np.int64)
+    return places + np.repeat(first - starts(lengths)[:-1], lengths)
+
+
+def usable(logprobs: Float32) -> Bool:
+    """Where a logprob is one: finite, and of a probability."""
+    return np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
+
+
+def joined(parts: Sequence[bytes], dtype: Any) -> Array:
+    # One copy, into memory that can be written: a bytearray joins like bytes do.
+    data = bytearray().join(parts)
+    return np.frombuffer(data, dtype=dtype) if data else np.zeros(0, dtype=dtype)
+
+
+def versions(segments: Sequence[Segment], mask: Bool) -> Int32:
+    """The version of each trained token: spans cover these exactly and in order, as a segment promises."""
+    spans = [span for segment in segments for span in segment.versions]
+    named: Int64 = np.array([span.version for span in spans], dtype=np.int64)
+    if len(named) and not (named.min() >= 0 and named.max() <= _MAX_VERSION):
+        raise BatchError(
+            f"policy versions are numbers from 0 to {_MAX_VERSION}, not {named.min()} to {named.max()}"
+        )
+    lengths = np.array([span.end - span.start for span in spans], dtype=np.int64)
+    found = np.full(len(mask), CONTEXT, dtype=np.int32)
+    found[mask] = np.repeat(named.astype(np.int32), lengths)
+    return found
+
+
+def extras(segments: Sequence[Segment], ids: Sequence[str], wanted: tuple[str, ...] | None) -> dict[str, Array]:
+    """Extras of one layout throughout; one that a segment lacks or has otherwise is refused, never filled up."""
+    if not segments:
+        return {}
+    names = tuple(segments[0].extras) if wanted is None else wanted
+    found: dict[str, Array] = {}
+    for segment, rollout in zip(segments, ids, strict=True):
+        if wanted is None and segment.extras.keys() != set(names):
+            raise BatchError(
+                f"a segment of rollout {rollout} has the extras {sorted(segment.extras)}, the first one "
+                f"of the batch has {sorted(names)}: name those to carry along in BatchConfig(extras=(…))"
+            )
+    for name in names:
+        layout: Extra | None = None
+        for segment, rollout in zip(segments, ids, strict=True):
+            extra = segment.extras.get(name)
+            if extra is None:
+                raise BatchError(f"a segment of rollout {rollout} has no extra {name!r}")
+            layout = layout or extra
+            if (extra.dtype, extra.width) != (layout.dtype, layout.width):
+                raise BatchError(
+                    f"extra {name!r} of rollout {rollout} is {extra.dtype} of {extra.width} bytes a token, "
+                    f"in other segments {layout.dtype} of {layout.width}"
+                )
+        assert layout is not None
+        dtype, tokens = _dtype(name, layout), sum(len(segment) for segment in segments)
+        parts = [segment.extras[name].data for segment in segments]
+        found[name] = joined(parts, dtype).reshape(tokens, layout.width // dtype.itemsize)
+    return found
+
+
+def _dtype(name: str, extra: Extra) -> "np.dtype[Any]":
+    try:
+        dtype = np.dtype(extra.dtype).newbyteorder("<")
+    except TypeError:
+        raise BatchError(
+            f"extra {name!r} is of {extra.dtype!r}, which NumPy does not know: "
+            "leave it out with BatchConfig(extras=(…))"
+        ) from None
+    if dtype.hasobject or not dtype.itemsize or extra.width % dtype.itemsize:
+        raise BatchError(f"extra {name!r}: {extra.width} bytes a token are no whole number of {extra.dtype}")
+    return dtype
+
+
+def spread(values: Float64, lengths: Int64, mask: Bool) -> Float32:
+    """A value of each segment on its trained tokens, 0 on the others."""
+    found: Float32 = np.repeat(values.astype(np.float32), lengths)
+    found *= mask
+    found += 0.0  # no minus zero
+    return found
+
+
+def trained_by_segment(mask: Bool, offsets: Int64) -> Int64:
+    """How many tokens of each segment train."""
+    if len(offsets) == 1:
+        return np.zeros(0, dtype=np.int64)
+    return np.add.reduceat(mask, offsets[:-1], dtype=np.int64)
+
+
+def _bytes(column: Array) -> memoryview:
+    return np.ascontiguousarray(column).view(np.uint8).data
+
+
+def digests(tokens: Int32, mask: Bool, logprobs: Float32, versions: Int32, offsets: Int64) -> Digests:
+    """A CRC of each segment, over what was recorded of it."""
+    found = np.zeros(len(offsets) - 1, dtype=np.uint32)
+    if not len(tokens):
+        return found
+    bounds = offsets.tolist()
+    columns = [_bytes(one) for one in (tokens, mask, logprobs, versions)]
+    sizes = [column.nbytes // len(tokens) for column in columns]
+    for at in range(len(found)):
+        crc = 0
+        for column, size in zip(columns, sizes, strict=True):
+            crc = zlib.crc32(column[size * bounds[at] : size * bounds[at + 1]], crc)
+        found[at] = crc
+    return found

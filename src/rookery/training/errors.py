@@ -1,0 +1,7 @@
+"""The room's own error."""
+
+from rookery.core import RookeryError
+
+
+class BatchError(RookeryError):
+    """What is there cannot be trained on as it stands: nothing of it may reach an optimiser."""

@@ -1,0 +1,179 @@
+"""Advantages: by hand, by property, and the bias that each way to treat missing rollouts brings."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import UsageError
+from rookery.training import BatchError, advantages, informative
+
+rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100), max_size=9)
+
+
+@pytest.mark.parametrize(
+    ("given_rewards", "options", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 1.0], {}, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        ([1.0, None, 0.0, None, 0.5], {}, [0.75, 0, -0.75, 0, 0]),
+        ([1.0, None, 0.0, None, 0.5], {"baseline": "mean"}, [0.5, 0, -0.5, 0, 0]),
+        ([1.0, None, 0.0, None, 0.5], {"baseline": "none"}, [1, 0, 0, 0, 0.5]),
+        ([1.0, 0.0, None], {"baseline": "mean", "scale": "std"}, [math.sqrt(0.5), -math.sqrt(0.5), 0]),
+        ([1.0, 0.0, None], {"scale": "std"}, [math.sqrt(2), -math.sqrt(2), 0]),
+        ([3.0, None, None], {"baseline": "none"}, [0, 0, 0]),
+        ([None, None], {}, [0, 0]),
+        ([0.7, 0.7, 0.7], {"scale": "std"}, [0, 0, 0]),
+        ([0.7, 0.7, 0.7], {"baseline": "none", "scale": "std"}, [0, 0, 0]),
+        ([0.1 + 0.2, 0.3], {"scale": "std"}, [0, 0]),
+        ([0.0, 5e-324], {"scale": "std"}, [0, 0]),
+        ([0.0, 1e-200], {"scale": "std"}, [-math.sqrt(2), math.sqrt(2)]),
+        ([0.0, 1e200], {"scale": "std"}, [-math.sqrt(2), math.sqrt(2)]),
+        ([], {}, []),
+    ],
+)
+def test_cases_by_hand(given_rewards: list[float | None], options: dict[str, str], expected: list[float]) -> None:
+    found = advantages(given_rewards, **options)  # type: ignore[arg-type]
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, atol=1e-15)
+
+
+@given(rewards, st.sampled_from(["leave_one_out", "mean"]), st.sampled_from(["none", "std"]))
+def test_only_valid_rollouts_count(given_rewards: list[float | None], baseline: str, scale: str) -> None:
+    found = advantages(given_rewards, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    there = [at for at, reward in enumerate(given_rewards) if reward is not None]
+    alone = advantages([given_rewards[at] for at in there], baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    assert (found[there] == alone).all()
+    assert not found[[at for at, reward in enumerate(given_rewards) if reward is None]].any()
+    assert abs(found.sum()) <= 1e-9 * max(1.0, np.abs(found).sum())
+    assert found.any() == informative(given_rewards)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
+def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float]) -> None:
+    found = advantages(values)
+    if informative(values):
+        expected = [
+            value - np.mean([other for place, other in enumerate(values) if place != at])
+            for at, value in enumerate(values)
+        ]
+        np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_a_finite_number_is_refused(bad: float) -> None:
+    with pytest.raises(BatchError, match="member 1"):
+        advantages([0.0, bad])
+
+
+def test_rewards_too_far_apart_are_refused_and_not_trained_as_infinity() -> None:
+    with pytest.raises(BatchError, match="too far apart"):
+        advantages([1.7e308, -1.7e308])
+
+
+@pytest.mark.parametrize("options", [{"baseline": "median"}, {"scale": "max"}])
+def test_an_unknown_word_is_refused(options: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="must be one of"):
+        advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
+
+
+# The toy of the bias figures. A policy that answers right with probability P = sigmoid(theta), reward 1 if right:
+# the gradient of the expected reward is P (1 - P) = 0.09. A rollout fails with probability FAILS, right or not.
+# The estimate is the mean of advantage times (answer - P) over the rollouts that train.
+P, K, FAILS = 0.9, 8, 0.1
+TRUE = P * (1 - P)
+GROUPS = 200_000
+
+
+def table(baseline: str, scale: str = "none") -> np.ndarray:
+    """Our advantages of a [wrong, right] answer, by how many of the group are valid and how many of them right."""
+    found = np.zeros((K + 1, K + 1, 2))
+    for n, right in product(range(K + 1), range(K + 1)):
+        if right <= n:
+            scores = advantages([1.0] * right + [0.0] * (n - right), baseline=baseline, scale=scale)  # type: ignore[arg-type]
+            found[n, right] = (scores[-1] if right < n else 0.0, scores[0] if right else 0.0)
+    return found
+
+
+class Toy:
+    """Many groups at once: who answered right, and who did not fail."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(20261115)
+        self.right = rng.random((GROUPS, K)) < P
+        self.valid = rng.random((GROUPS, K)) >= FAILS
+        self.slope = self.right - P
+        self.all = np.ones((GROUPS, K), dtype=bool)
+
+    def scores(self, baseline: str, seen: np.ndarray, reward: np.ndarray, scale: str = "none") -> np.ndarray:
+        """Our advantages, when rollouts `seen` count, with rewards that may be filled in."""
+        known = table(baseline, scale)
+        return known[seen.sum(1)[:, None], (reward & seen).sum(1)[:, None], reward.astype(int)]
+
+    def estimate(self, scores: np.ndarray, train: np.ndarray) -> tuple[float, float]:
+        """The gradient, and its standard error: groups are independent, members of a group are not."""
+        sums, counts = (scores * self.slope * train).sum(1), train.sum(1)
+        value = sums.sum() / counts.sum()
+        return value, float(np.std(sums - value * counts) / counts.mean() / math.sqrt(GROUPS))
+
+
+def test_the_bias_of_each_way_to_treat_failed_members() -> None:
+    toy = Toy()
+    filled = toy.right & toy.valid  # a failure as if it were a wrong answer
+    mean_valid = K * (1 - FAILS)
+    cases = {
+        # A baseline of the others does not depend on the answer: unbiased, whatever is missing.
+        "leave-one-out over valid": (toy.scores("leave_one_out", toy.valid, toy.right), toy.valid, TRUE, 0.0901),
+        # One's own answer is in the baseline: short by 1/n, and n is smaller where members are missing.
+        "mean over valid": (
+            toy.scores("mean", toy.valid, toy.right),
+            toy.valid,
+            TRUE * (1 - 1 / mean_valid),
+            0.0774,
+        ),
+        "no failures": (toy.scores("mean", toy.all, toy.right), toy.all, TRUE * (1 - 1 / K), 0.0787),
+        # The baseline is wrong, and by chance shrinks by 1/K again.
+        "zero-filled, masked": (toy.scores("mean", toy.all, filled), toy.valid, TRUE * (1 - 1 / K), 0.0788),
+        # A failure teaches that the answer was wrong, right or not.
+        "zero-filled, trained": (
+            toy.scores("mean", toy.all, filled),
+            toy.all,
+            (1 - FAILS) * TRUE * (1 - 1 / K),
+            0.0709,
+        ),
+    }
+    for name, (scores, train, exact, told) in cases.items():
+        value, error = toy.estimate(scores, train)
+        assert error < 3e-4, name
+        assert abs(value - exact) < 4 * error, (name, value, exact, error)
+        assert abs(exact - told) < 1.5e-4, (name, exact, told)
+
+
+def test_zeros_filled_in_shrink_what_is_divided_by_their_spread() -> None:
+    toy = Toy()
+    filled = toy.right & toy.valid
+    reference, error = toy.estimate(toy.scores("mean", toy.all, toy.right, "std"), toy.all)
+    value, other = toy.estimate(toy.scores("mean", toy.all, filled, "std"), toy.valid)
+    off = 1 - value / reference
+    assert abs(off - 0.09) < 4 * (error + other) / reference  # the facts round it to a tenth
+
+
+def test_filled_in_zeros_make_uniform_groups_look_informative_and_whole_groups_are_few() -> None:
+    toy = Toy()
+    right = (toy.right & toy.valid).sum(1)
+    valid = toy.valid.sum(1)
+    uniform = (right == 0) | (right == valid)
+    looks = uniform & (right > 0) & (right < K)  # some zeros are filled in beside some ones
+    error = math.sqrt(0.25 / GROUPS)
+    # All valid ones right and at least one missing: (F + (1 - F) P)^8 - ((1 - F) P)^8. Nobody right is rare.
+    exact = (FAILS + (1 - FAILS) * P) ** K - ((1 - FAILS) * P) ** K
+    assert abs(looks.mean() - exact) < 4 * error
+    assert abs(exact - 0.28) < 0.01  # of all groups; of the uniform ones it is 0.60
+    assert abs(looks.sum() / uniform.sum() - 0.605) < 0.01
+    ours = table("leave_one_out")
+    assert not ours[valid[looks], right[looks]].any(), "to us they are uniform"
+    kept = (valid == K).mean()
+    assert abs(kept - (1 - FAILS) ** K) < 4 * error
+    assert abs((1 - FAILS) ** K - 0.43) < 0.001

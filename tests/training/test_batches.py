@@ -1,0 +1,279 @@
+"""Batches: against a reference that goes token by token, and the cases that go wrong elsewhere."""
+
+import math
+import pickle
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.core import Extra, Failed, Group, Truncated, Usage, UsageError, ints
+from rookery.training import Batch, BatchConfig, BatchError, check, make_batch, rollout_weights
+from tests.training.kit import configs, group, many_groups, of_rewards, reference, rollout, same, segment
+
+COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
+
+
+@settings(max_examples=60, deadline=None)
+@given(many_groups(prompted=False, missing=True), configs)
+def test_a_batch_is_what_the_reference_makes_of_the_groups(groups: list[Group], config: BatchConfig) -> None:
+    batch = make_batch(groups, config)
+    check(batch, groups)
+    expected = reference(groups, config)
+    rows = np.repeat(batch.segments.rollout, batch.lengths)
+    found = np.array([rows, *(getattr(batch, name) for name in COLUMNS)], dtype=np.float64).T
+    same(found, np.array(expected["columns"], dtype=np.float64).reshape(-1, 7))
+    assert dict(zip(batch.rollouts.id, batch.rollouts.trained.tolist(), strict=True)) == expected["trained"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(many_groups(missing=True), configs)
+def test_which_segments_are_in_the_batch_changes_no_denominator(groups: list[Group], config: BatchConfig) -> None:
+    made = [
+        make_batch(groups, msgspec.structs.replace(config, segments=which))
+        for which in ("all", "trained", "nonzero")
+    ]
+    for batch in made:
+        assert (batch.rollouts.weight == made[0].rollouts.weight).all()
+        assert batch.denominator == made[0].denominator
+        # Any loss: here one that differs for each token id. What is left out has an advantage of zero.
+        loss = (batch.weights * batch.advantages * np.sin(batch.tokens)).sum(dtype=np.float64)
+        first = (made[0].weights * made[0].advantages * np.sin(made[0].tokens)).sum(dtype=np.float64)
+        assert abs(loss - first) < 1e-6
+    assert len(made[0]) >= len(made[1]) >= len(made[2])
+    assert all(batch.segments.trained.all() for batch in made[1:])
+    assert made[2].advantages[made[2].mask].all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(many_groups(), st.sampled_from(["token-mean", "seq-mean-token-mean", "prompt-mean"]))
+def test_the_means_weigh_in_all_to_one(groups: list[Group], normalise: Any) -> None:
+    batch = make_batch(groups, BatchConfig(normalise=normalise))
+    total = batch.weights.sum(dtype=np.float64)
+    assert abs(total - 1) < 1e-5 or (total == 0 and not batch.mask.any())
+
+
+def test_a_rollout_of_five_segments_weighs_as_one_rollout() -> None:
+    five = [segment([0, 1, 1], first=10 * n, turns=(n,)) for n in range(5)]
+    groups = [group(0, rollout(0, 0, 1.0, five), rollout(0, 1, 0.0, [segment([0, 1])]), rollout(0, 2, 0.0, []))]
+    batch = make_batch(groups, BatchConfig(normalise="seq-mean-token-mean"))
+    check(batch, groups)
+    assert batch.rollouts.advantage.tolist() == [1.0, -0.5, -0.5]  # three rollouts, not six segments
+    of = np.repeat(batch.segments.rollout, batch.lengths)
+    assert batch.weights[of == 0].sum() == pytest.approx(0.5)
+    assert batch.weights[of == 1].sum() == pytest.approx(0.5)
+    assert batch.denominator == 2.0  # the third has no token that trains
+    assert batch.segments.number.tolist() == [0, 1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("normalise", "length", "expected", "count"),
+    [
+        ("token-mean", None, [1 / 9, 1 / 9, 0, 1 / 9], 9),
+        ("seq-mean-token-mean", None, [1 / 6, 1 / 12, 0, 1 / 9], 3),
+        ("seq-mean-token-sum", None, [1 / 3, 1 / 3, 0, 1 / 3], 3),
+        ("seq-mean-token-sum-norm", 100, [1 / 300, 1 / 300, 0, 1 / 300], 3),
+        ("prompt-mean", None, [1 / 12, 1 / 12, 0, 1 / 6], 2),
+    ],
+)
+def test_normalisations_by_hand(normalise: Any, length: int | None, expected: list[float], count: float) -> None:
+    trained, groups = np.array([2, 4, 0, 3]), np.array([0, 0, 1, 2])
+    weights, counted = rollout_weights(trained, groups, normalise, length=length)
+    np.testing.assert_allclose(weights, expected)
+    assert counted == count
+
+
+def test_a_group_of_one_valid_member_and_an_all_failed_group_teach_nothing() -> None:
+    groups = [
+        of_rewards(0, 1.0, None, None),
+        of_rewards(1, None, None),
+        of_rewards(2, 1.0, 1.0),
+        of_rewards(3, 0.0, 1.0),
+    ]
+    batch = make_batch(groups)
+    check(batch, groups)
+    assert batch.groups.kind == ("short", "failed", "uniform", "informative")
+    assert batch.groups.valid.tolist() == [1, 0, 2, 2]
+    assert batch.rollouts.advantage.tolist() == [0, 0, 0, 0, 0, 0, 0, -1, 1]
+    assert batch.rollouts.use == ("train", "missing", "missing", "missing", "missing", *["train"] * 4)
+    assert np.isnan(batch.rollouts.reward).tolist() == [False, True, True, True, True, *[False] * 4]
+    assert batch.denominator == 10.0  # zero advantages count
+    left = make_batch(groups, BatchConfig(uninformative="leave_out"))
+    check(left, groups)
+    assert left.denominator == 4.0
+    assert left.counts.left_out_tokens == 6
+    assert left.rollouts.use[0] == "leave_out"
+    nothing = make_batch([of_rewards(1, None, None)])
+    check(nothing)
+    assert len(nothing) == 0
+    assert nothing.denominator == 0.0
+
+
+def test_truncated_rollouts_follow_their_rule_by_reason() -> None:
+    def made(**config: Any) -> Batch:
+        groups = [
+            group(
+                0,
+                rollout(0, 0, 1.0),
+                rollout(0, 1, 0.0, outcome=Truncated("time")),
+                rollout(0, 2, 0.0, outcome=Truncated("tokens")),
+            )
+        ]
+        batch = make_batch(groups, BatchConfig(**config))
+        check(batch, groups)
+        return batch
+
+    assert made().rollouts.advantage.tolist() == [1.0, -0.5, -0.5]
+    masked = made(truncated="mask", truncated_by={"tokens": "leave_out"})
+    assert masked.rollouts.advantage.tolist() == [1.0, -1.0, 0.0]
+    assert masked.rollouts.use == ("train", "mask", "leave_out")
+    assert masked.rollouts.truncated == ("", "time", "tokens")
+    assert masked.counts.masked_tokens == 2
+    assert masked.counts.left_out_tokens == 2
+    assert masked.denominator == 2.0  # tokens that train
+    assert masked.segments.rollout.tolist() == [0]
+    assert made(truncated="mask", segments="all").segments.trained.tolist() == [2, 0, 0]
+
+
+def test_a_token_without_a_logprob_is_never_silently_trained() -> None:
+    groups = [group(0, rollout(0, 0, 1.0, [segment([0, 1, 1, 1], logprob=math.nan)]), rollout(0, 1, 0.0))]
+    with pytest.raises(BatchError, match=r"3 sampled tokens have no usable logprob.*rollout 0\.0"):
+        make_batch(groups)
+    masked = make_batch(groups, BatchConfig(without_logprob="mask"))
+    assert masked.counts.without_logprob == 3
+    assert masked.segments.rollout.tolist() == [1]
+    assert np.isfinite(masked.logprobs).all()
+    trained = make_batch(groups, BatchConfig(without_logprob="train"))
+    assert trained.counts.trained_without_logprob == 3
+    assert np.isnan(trained.logprobs[trained.mask]).sum() == 3
+    check(trained, groups)
+
+
+def test_the_first_token_of_a_segment_has_no_logit_and_does_not_train() -> None:
+    batch = make_batch([group(0, rollout(0, 0, 1.0, [segment([1, 1, 1])]), rollout(0, 1, 0.0))])
+    assert batch.mask.tolist() == [False, True, True, False, False, True, True]
+    assert batch.counts.unpredicted == 1
+    check(batch)
+
+
+def test_extras_are_carried_along_in_one_layout_or_refused() -> None:
+    def made(*extras: dict[str, Extra], **config: Any) -> Batch:
+        parts = [segment([0, 1, 1], turns=(n,), extras=one) for n, one in enumerate(extras)]
+        return make_batch([group(0, rollout(0, 0, 1.0, parts))], BatchConfig(**config))
+
+    def experts(*values: int) -> Extra:
+        return Extra("int32", 8, ints(values))
+
+    first, second = experts(1, 2, 3, 4, 5, 6), experts(7, 8, 9, 10, 11, 12)
+    batch = made({"experts": first}, {"experts": second})
+    assert batch.extras["experts"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11, 12]]
+    check(batch)
+    with pytest.raises(BatchError, match="has the extras"):
+        made({"experts": first}, {})
+    with pytest.raises(BatchError, match="has no extra 'experts'"):
+        made({"experts": first}, {}, extras=("experts",))
+    with pytest.raises(BatchError, match="int32 of 8"):
+        made({"experts": first}, {"experts": Extra("int16", 8, second.data)})
+    with pytest.raises(BatchError, match="NumPy does not know"):
+        made({"kept": Extra("bfloat16", 2, bytes(6))})
+    with pytest.raises(BatchError, match="no whole number"):
+        made({"kept": Extra("int64", 4, bytes(12))})
+    assert made({"experts": first}, {}, extras=()).extras == {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([of_rewards(0, 1.0, 0.0), of_rewards(0, 1.0, 0.0)], "is there twice"),
+        ([group(0, rollout(0, 0, 1.0), rollout(0, 0, 1.0))], "a member twice"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1]), segment([0, 1])]))], "turn 0 in two places"),
+        ([group(0, rollout(0, 0, 1.0, usage=Usage(turns=1, sampled_tokens=1)))], "some train twice"),
+        ([group(0, rollout(0, 0, 1.0, [], usage=Usage(turns=1, sampled_tokens=9)))], "load_tokens=True"),
+        ([of_rewards(0, 1.0, math.nan)], "group 0 .task t0.: the reward of member 1"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=-1)]))], "policy versions"),
+        ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=2**31)]))], "policy versions"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(groups: list[Group], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        make_batch(groups)
+
+
+def test_a_mask_that_is_shifted_against_the_logprobs_is_refused_when_the_batch_is_made() -> None:
+    right, wrong = segment([0, 1, 1, 0]), segment([0, 0, 1, 1])
+    moved = msgspec.structs.replace(right, mask=wrong.mask, versions=wrong.versions)
+    for which in ("trained", "nonzero"):
+        with pytest.raises(BatchError, match=r"token 1 .* rollout 0\.0 was not sampled and has a logprob"):
+            make_batch([group(0, rollout(0, 0, 1.0, [moved]))], BatchConfig(segments=which))  # type: ignore[arg-type]
+
+
+def test_groups_of_two_engines_may_have_the_same_number() -> None:
+    other = msgspec.structs.replace(of_rewards(0, 0.0, 1.0), task=of_rewards(7).task)
+    assert len(make_batch([of_rewards(0, 1.0, 0.0), other]).groups) == 2
+
+
+def test_a_batch_travels_between_processes() -> None:
+    groups = [of_rewards(0, 1.0, 0.0)]
+    batch = pickle.loads(pickle.dumps(make_batch(groups)))
+    check(batch, groups)
+    assert batch.tokens.flags.writeable  # as torch.from_numpy wants it
+
+
+def test_tokens_without_ids_are_counted() -> None:
+    batch = make_batch([group(0, rollout(0, 0, 1.0, usage=Usage(turns=2, sampled_tokens=7)))])
+    assert batch.counts.without_ids == 5
+    lone = rollout(1, 1, 0.0, [], usage=Usage(turns=1, sampled_tokens=4))  # the engine gave no ids for it
+    assert make_batch([group(1, rollout(1, 0, 1.0), lone)]).counts.without_ids == 4
+    assert batch.rollouts.turns.tolist() == [2]
+
+
+def test_a_failed_rollout_brings_nothing_into_the_batch_but_its_row() -> None:
+    lost = rollout(0, 1, None, outcome=Failed("infra", "upstream.cut", "x"))
+    batch = make_batch([group(0, rollout(0, 0, 1.0), lost, rollout(0, 2, 0.0))])
+    assert batch.rollouts.outcome == ("completed", "upstream.cut", "completed")
+    assert batch.rollouts.advantage.tolist() == [1.0, 0.0, -1.0]
+    assert 1 not in batch.segments.rollout
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"baseline": "median"},
+        {"scale": "range"},
+        {"normalise": "sum"},
+        {"normalise": "seq-mean-token-sum-norm"},
+        {"normalise": "seq-mean-token-sum-norm", "length": 0},
+        {"length": 5},
+        {"truncated": "drop"},
+        {"truncated_by": {"weather": "mask"}},
+        {"truncated_by": {"time": "drop"}},
+        {"without_logprob": "zero"},
+        {"uninformative": "drop"},
+        {"segments": "some"},
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_when_it_is_built(config: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        BatchConfig(**config)
+
+
+@settings(max_examples=30, deadline=None)
+@given(many_groups(), st.randoms(use_true_random=False))
+def test_the_losses_of_parts_add_up_to_the_loss_of_the_whole(groups: list[Group], random: Any) -> None:
+    batch = make_batch(groups)
+    order = list(range(len(batch.segments)))
+    random.shuffle(order)
+    cut = random.randint(0, len(order))
+    parts = [batch.select(order[:cut]), batch.select(order[cut:])]
+    for part in parts:
+        check(part, groups)
+    total = sum((part.weights * part.logprobs).sum(dtype=np.float64) for part in parts)
+    assert abs(total - (batch.weights * batch.logprobs).sum(dtype=np.float64)) < 1e-6
+    if order:
+        with pytest.raises(BatchError, match="selected twice"):
+            batch.select([0, 0])
+        with pytest.raises(IndexError):
+            batch.select([len(order)])

@@ -1,0 +1,148 @@
+"""A batch that was damaged on its way is found out, whatever the damage is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import Group
+from rookery.training import Batch, BatchConfig, BatchError, check, make_batch
+from tests.training.kit import group, many_groups, of_rewards, rollout, segment
+
+RECORDED = ("tokens", "mask", "logprobs", "versions")
+
+
+def batch_of_two() -> Batch:
+    return make_batch([of_rewards(0, 1.0, 0.0)])
+
+
+def moved(batch: Batch, *names: str, by: int = 1) -> Batch:
+    return batch.changed(**{name: np.roll(getattr(batch, name), by) for name in names})
+
+
+def without(batch: Batch, place: int) -> dict[str, Any]:
+    """All columns without one token."""
+    return batch.each(lambda _, column: np.delete(column, place, axis=0))
+
+
+DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
+    "a shifted mask": (lambda batch: moved(batch, "mask"), "without a version"),
+    "a mask shifted the other way": (lambda batch: moved(batch, "mask", by=-1), "without a version"),
+    "shifted logprobs": (lambda batch: moved(batch, "logprobs", by=-1), "does not train and has logprobs"),
+    "everything shifted but the tokens": (
+        lambda batch: moved(batch, "mask", "logprobs", "versions", "advantages", "weights", by=-1),
+        "not as recorded",
+    ),
+    "shifted tokens": (lambda batch: moved(batch, "tokens"), "not as recorded"),
+    "a dropped version": (
+        lambda batch: batch.changed(
+            versions=np.where(np.arange(len(batch)) == 2, -1, batch.versions).astype(np.int32)
+        ),
+        "without a version",
+    ),
+    "all versions the same": (
+        lambda batch: batch.changed(versions=np.where(batch.mask, 9, -1).astype(np.int32)),
+        "not as recorded",
+    ),
+    "a lost token": (lambda batch: batch.changed(**without(batch, 2)), "offsets do not cut"),
+    "a lost token, offsets corrected": (
+        lambda batch: batch.changed(**without(batch, 2), offsets=np.array([0, 3, 7])),
+        "more or fewer trained tokens",
+    ),
+    "a doubled token": (
+        lambda batch: batch.changed(
+            **batch.each(lambda _, column: np.insert(column, 2, column[2], axis=0)), offsets=np.array([0, 5, 9])
+        ),
+        "more or fewer trained tokens",
+    ),
+    "a doubled segment": (
+        lambda batch: msgspec.structs.replace(
+            batch,
+            **batch.each(lambda _, column: np.concatenate([column[:4], column])),
+            offsets=np.array([0, 4, 8, 12]),
+            segments=batch.segments.take(np.array([0, 0, 1])),
+        ),
+        "twice",
+    ),
+    "a column of the wrong length": (lambda batch: batch.changed(weights=batch.weights[:-1]), "weights"),
+    "a column of the wrong type": (
+        lambda batch: batch.changed(logprobs=batch.logprobs.astype(np.float64)),
+        "logprobs",
+    ),
+    "a logprob that became NaN": (
+        lambda batch: batch.changed(logprobs=np.where(batch.mask, np.nan, 0).astype(np.float32)),
+        "without a usable logprob",
+    ),
+    "weights of a mean taken anew": (
+        lambda batch: batch.changed(weights=batch.weights * 2),
+        "weights that are not",
+    ),
+    "another rollout's advantages": (
+        lambda batch: batch.changed(advantages=-batch.advantages),
+        "advantages that are not",
+    ),
+    "the first token trains": (
+        lambda batch: batch.changed(
+            mask=np.ones(len(batch), dtype=bool), versions=np.full(len(batch), 3, dtype=np.int32)
+        ),
+        "nothing before it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_named(name: str) -> None:
+    damage, message = DAMAGE[name]
+    batch = batch_of_two()
+    check(batch)
+    with pytest.raises(BatchError, match=message):
+        check(damage(batch))
+
+
+@settings(max_examples=50, deadline=None)
+@given(many_groups(missing=True), st.sampled_from(RECORDED), st.integers(-3, 3), st.data())
+def test_any_change_of_what_was_recorded_is_found(
+    groups: list[Group], name: str, by: int, data: st.DataObject
+) -> None:
+    batch = make_batch(groups, BatchConfig(without_logprob="mask"))
+    check(batch, groups)
+    column = getattr(batch, name)
+    assume(len(column))
+    if by:
+        changed = np.roll(column, by)
+    else:  # one value becomes its neighbour's
+        place = data.draw(st.integers(0, len(column) - 1))
+        changed = column.copy()
+        changed[place] = column[place - 1]
+    assume(changed.tobytes() != column.tobytes())
+    with pytest.raises(BatchError):
+        check(batch.changed(**{name: changed}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(many_groups(), st.integers(1, 3))
+def test_everything_shifted_together_is_found(groups: list[Group], by: int) -> None:
+    """Columns that agree with each other and not with the tokens: no rule about columns sees it."""
+    batch = make_batch(groups)
+    names = ("mask", "logprobs", "versions", "advantages", "weights")
+    damaged = moved(batch, *names, by=-by)
+    assume(any(getattr(batch, name).tobytes() != getattr(damaged, name).tobytes() for name in RECORDED))
+    with pytest.raises(BatchError):
+        check(damaged)
+
+
+def test_a_batch_is_compared_with_the_groups_themselves() -> None:
+    groups = [of_rewards(0, 1.0, 0.0)]
+    batch = make_batch(groups)
+    check(batch, groups)
+    for mask, first in (([0, 1, 1, 1], 100), ([0, 0, 1, 1], 101)):
+        others = [group(0, rollout(0, 0, 1.0, [segment(mask, first=first)]), rollout(0, 1, 0.0))]
+        made = make_batch(others)
+        with pytest.raises(BatchError, match=r"rollout 0\.0"):
+            check(made, groups)
+    with pytest.raises(BatchError, match="not made of these groups"):
+        check(batch, [of_rewards(1, 1.0, 0.0)])

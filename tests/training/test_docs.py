@@ -1,0 +1,36 @@
+"""What docs/training.md shows runs as it stands, and what is imported stays light."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rookery.training import BatchConfig
+from tests.core.test_imports import imported
+from tests.docs.test_docs import ROOT, blocks
+
+PAGE = ROOT / "docs" / "training.md"
+
+
+def test_the_trainer_of_ones_own_trains_and_agrees_with_the_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = [block for block in blocks(PAGE, "python") if "own_trainer.py" in block]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 30
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, str(PAGE), "exec"), {"__name__": "own_trainer"})
+    said = capsys.readouterr().out
+    steps = re.findall(r"^step (\d): .* off by (\S+)$", said, re.MULTILINE)
+    assert {step for step, _ in steps} == {"1", "2"}
+    assert all(float(off) < 1e-4 for step, off in steps if step == "1"), said
+
+
+def test_every_setting_of_a_batch_is_documented() -> None:
+    page = PAGE.read_text()
+    for name in BatchConfig.__struct_fields__:
+        assert re.search(rf"`{name}\b", page), name
+
+
+def test_nothing_is_imported_that_is_heavier_than_numpy() -> None:
+    heavy = {"torch", "transformers", "trl", "aiohttp", "asyncio", "rich", "click", "sqlite3", "rookery.engine"}
+    assert imported("import rookery.training") & heavy == set()

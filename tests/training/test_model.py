@@ -1,0 +1,176 @@
+"""Packed and unpacked log-probabilities of a real small model agree, and so do their gradients.
+
+Nothing may attend across documents. transformers sees packed documents in `position_ids` only where it is given no
+`attention_mask` at all; with a mask of ones it attends across them, and nothing says so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rookery.core import Segment, Span, floats, ints
+from rookery.training import Batch, BatchConfig, Row, attention, make_batch, pack, padded, split, targets
+from tests.training.kit import group, rollout
+
+torch = pytest.importorskip("torch", reason="[probed] this machine has no torch")
+transformers = pytest.importorskip("transformers", reason="[probed] this machine has no transformers")
+
+ROW = 64
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attn_implementation=request.param,
+    )
+    made = transformers.LlamaForCausalLM(config).eval()
+    return made.double() if request.param == "sdpa" else made  # eager computes its weights in float32 at any rate
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    rng = np.random.default_rng(3)
+
+    def part(turn: int) -> Segment:
+        mask, spans = [], []
+        for _ in range(int(rng.integers(1, 3))):
+            mask += [0] * int(rng.integers(1, 9))
+            start = len(mask)
+            mask += [1] * int(rng.integers(1, 12))
+            spans.append(Span(start, len(mask), 1))
+        n = len(mask)
+        return Segment(
+            tokens=ints(rng.integers(0, 97, n).tolist()),
+            mask=bytes(mask),
+            logprobs=floats((-rng.random(n) * np.array(mask)).tolist()),
+            versions=tuple(spans),
+            turns=(turn,),
+        )
+
+    groups = [
+        group(g, *(rollout(g, m, float(rng.integers(2)), [part(n) for n in range(1 + m % 2)]) for m in range(4)))
+        for g in range(3)
+    ]
+    return make_batch(groups, BatchConfig(normalise="seq-mean-token-mean", segments="all"))
+
+
+def logprobs(logits: Any, form: Any) -> Any:
+    """Of each place's target; 0 where there is none."""
+    aim = targets(form)
+    labels = torch.from_numpy(aim.labels).clamp(min=0)
+    found = torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
+    return found * torch.from_numpy(aim.mask)
+
+
+def tensor(array: Any) -> Any:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def of_padded(model: Any, batch: Batch, side: Any = "right") -> Any:
+    """The trained tokens' log-probabilities, in the batch's order."""
+    form = padded(batch, side=side)
+    logits = model(
+        input_ids=tensor(form.tokens).long(),
+        attention_mask=tensor(form.attention_mask).long(),
+        position_ids=tensor(form.position_ids),
+        use_cache=False,
+    ).logits
+    return logprobs(logits, form)[tensor(targets(form).mask)]
+
+
+def positions_alone(row: Row) -> dict[str, Any]:
+    return {"position_ids": tensor(row.position_ids)[None]}
+
+
+def explicit_mask(row: Row) -> dict[str, Any]:
+    """Added to the scores, which every implementation understands: eager attention would add a True as 1."""
+    seen = tensor(attention(row.seq_idx))[None, None]
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return {"position_ids": tensor(row.position_ids)[None], "attention_mask": bias}
+
+
+def of_packed(model: Any, batch: Batch, how: Callable[[Row], dict[str, Any]], pad: int | None) -> Any:
+    packed = pack(batch, ROW, pad=pad)
+    assert len(packed) > 1
+    assert max(len(row.segments) for row in packed) > 1
+    found: dict[int, Any] = {}
+    for row in packed:
+        given = {"input_ids": tensor(row.tokens).long()[None], "use_cache": False, **how(row)}
+        if given.get("attention_mask") is not None and given["attention_mask"].is_floating_point():
+            given["attention_mask"] = given["attention_mask"].to(model.dtype)
+        values = logprobs(model(**given).logits[0], row)
+        mask = tensor(targets(row).mask)
+        for document, one in enumerate(row.segments.tolist()):
+            place = slice(int(row.cu_seqlens[document]), int(row.cu_seqlens[document + 1]))
+            found[one] = values[place][mask[place]]
+    return torch.cat([found[one] for one in sorted(found)])
+
+
+@pytest.mark.parametrize("how", [positions_alone, explicit_mask])
+@pytest.mark.parametrize("pad", [None, 0])
+def test_packed_and_unpacked_log_probabilities_agree(model: Any, batch: Batch, how: Any, pad: int | None) -> None:
+    with torch.no_grad():
+        expected = of_padded(model, batch)
+        found = of_packed(model, batch, how, pad)
+    assert len(expected) == batch.mask.sum()
+    close(found, expected)
+
+
+def test_the_side_of_the_padding_does_not_matter(model: Any, batch: Batch) -> None:
+    with torch.no_grad():
+        close(of_padded(model, batch, "left"), of_padded(model, batch))
+
+
+def a_mask_of_ones(row: Row) -> dict[str, Any]:
+    return positions_alone(row) | {"attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+
+
+def a_cache(row: Row) -> dict[str, Any]:
+    return positions_alone(row) | {"use_cache": True}
+
+
+@pytest.mark.parametrize("how", [a_mask_of_ones, a_cache])
+def test_what_the_documentation_warns_of_lets_documents_see_each_other(model: Any, batch: Batch, how: Any) -> None:
+    """The day this fails, docs/training.md can say less."""
+    with torch.no_grad():
+        off = (of_packed(model, batch, how, None) - of_padded(model, batch)).abs().max()
+    assert off > 1e-3
+
+
+def test_the_gradient_is_the_same_packed_padded_and_over_ranks(model: Any, batch: Batch) -> None:
+    def gradient(forms: list[Any]) -> Any:
+        model.zero_grad()
+        for form in forms:
+            aim = targets(form)
+            one = form.tokens.ndim == 1
+            given = {"input_ids": tensor(form.tokens).long(), "position_ids": tensor(form.position_ids)}
+            given = {name: value[None] if one else value for name, value in given.items()}
+            if not one:
+                given["attention_mask"] = tensor(form.attention_mask).long()
+            logits = model(**given, use_cache=False).logits
+            values = logprobs(logits[0] if one else logits, form)
+            loss = -(tensor(aim.weights) * tensor(aim.advantages) * values).sum()
+            loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    expected = gradient([padded(batch)])
+    assert expected.abs().max() > 1e-4
+    rows = list(pack(batch, ROW))
+    by_rank = [row for part in pack(batch, ROW, pad=0).split(2) for row in part]
+    alone = [row for part in split(batch, 3) for row in pack(part, ROW)]
+    for forms in (rows, by_rank, alone):
+        close(gradient(forms), expected)

@@ -1,0 +1,615 @@
+"""TRL on a CPU: a tiny Llama made on the spot, served by the embedded upstream, trained through real rollouts."""
+
+import asyncio
+import json
+import math
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rookery import Group, Limits, Rollout, Sampling, Segment, SyncEngine, Task
+from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
+from rookery.engine.retry import RetryPolicy
+from rookery.training.advantages import advantages
+from rookery.training.trl import (
+    RolloutFunc,
+    RolloutWorker,
+    dataset,
+    embedded_tokenizer,
+    push_weights,
+    rollout_func,
+)
+from rookery.training.trl.prompts import rows, task_of
+from rookery.training.trl.samples import samples_of
+from rookery.upstreams import UpstreamConfig
+from rookery.upstreams.embedded import Weights, chat
+from tests.standins import standin
+from tests.training.trl_envs import Bytes, Forks, Stubborn
+from tests.training.trl_kit import CPU, CpuAttention, Watched, bare, distance, tiny, trainer
+
+ONCE = RetryPolicy(attempts=1)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    tiny(tmp_path / "policy.safetensors")
+    return tmp_path / "policy.safetensors"
+
+
+def opened(env: Any, policy: Path, **options: Any) -> RolloutFunc:
+    settings = {"runners": 0, "retry": ONCE, "sandbox": "subprocess", "out": policy.parent / "runs", **options}
+    return rollout_func(env, policy=f"embedded:{policy}", **settings)
+
+
+def model_of(policy: Path) -> Any:
+    return Weights.load(policy).to_model()
+
+
+def test_nothing_of_trl_is_imported_until_it_is_used() -> None:
+    code = "import sys, rookery.training.trl as t; t.rollout_func; t.RolloutWorker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy = {"trl", "torch", "transformers", "datasets", "accelerate", "tokenizers", "pandas"}
+    assert set(done.stdout.split()) & heavy == set()
+
+
+# ------------------------------------------------------------------------------------------ GRPO, for real
+
+
+def test_a_policy_learns_and_what_trains_is_what_was_sampled(tmp_path: Path, policy: Path) -> None:
+    first = model_of(policy)
+    model = model_of(policy)
+    with opened(Bytes(), policy) as rollouts:
+        watched = Watched(rollouts)
+        made = trainer(
+            watched,
+            model,
+            tmp_path,
+            max_steps=6,
+            num_generations_eval=1,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            learning_rate=0.01,
+        )
+        made.train()
+        measured = made.evaluate(watched.dataset())
+    # TRL asks with each prompt as often as its group has members, one after the other.
+    assert [len(prompts) for prompts in watched.prompts] == [16] * 6 + [8]
+    assert all(prompts[n] == prompts[n - n % 8] for prompts in watched.prompts[:6] for n in range(16))
+    scores = [one["reward"] for one in watched.answers.pop()["rollout"]]
+    assert measured["eval_rookery/reward"] == pytest.approx(np.mean(scores))
+    assert measured["eval_reward"] == pytest.approx(np.mean(scores))
+    # The engine's logprobs are those of the trainer's own weights, at every step; those of the first are not.
+    assert max(watched.errors) < 1e-4
+    assert distance(first, watched.answers[-1]) > 0.1
+    for step, answer in enumerate(watched.answers):
+        assert {tuple(one["versions"]) for one in answer["rollout"]} == {(step,)}
+    means = [np.mean([one["reward"] for one in answer["rollout"]]) for answer in watched.answers]
+    assert means[-1] > means[0] + 0.1, means
+    history = [entry for entry in made.state.log_history if "loss" in entry]
+    assert all(math.isfinite(entry["loss"]) and 0 < entry["grad_norm"] < 100 for entry in history)
+    assert [entry["rookery/missing"] for entry in history] == [0.0] * 6
+    assert [entry["reward"] for entry in history] == pytest.approx(means, abs=1e-5)
+    _the_mask_is_right(watched.answers[0])
+
+
+def _the_mask_is_right(answer: dict[str, Any]) -> None:
+    """What the program printed, and all that stands around it, is in the completion and does not train."""
+    for ids, mask, about in zip(answer["completion_ids"], answer["env_mask"], answer["rollout"], strict=True):
+        spoken = [token for token, own in zip(ids, mask, strict=True) if own]
+        given_back = [token for token, own in zip(ids, mask, strict=True) if not own]
+        count = int(about["info"]["saw"]) if "saw" in about["info"] else 0
+        assert mask[0] == 1
+        assert mask[:count] == [1] * count
+        around = [chat.USER, *f"{count}\n".encode(), chat.END, chat.ASSISTANT]
+        assert given_back == ([] if spoken[count - 1] == chat.END else [chat.END]) + around
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: Path, loss: str) -> None:
+    import torch
+
+    tasks = [
+        {"id": "one", "prompt": "a", "fail": [1]},
+        {"id": "all", "prompt": "b", "fail": [0, 1, 2, 3]},
+        {"id": "none", "prompt": "c"},
+        {"id": "lone", "prompt": "d", "fail": [0, 1, 2]},
+    ]
+    model, before = model_of(policy), model_of(policy)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
+    with opened(Bytes(), policy, tasks=tasks) as rollouts:
+        watched = Watched(rollouts)
+        trainer(
+            watched,
+            model,
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=16,
+            num_generations=4,
+            loss_type=loss,
+            max_grad_norm=0.0,
+            optimizers=(sgd, constant),
+        ).train()
+    (answer,) = watched.answers
+    rewards = [one["reward"] for one in answer["rollout"]]
+    assert [n for n, reward in enumerate(rewards) if reward is None] == [1, 4, 5, 6, 7, 12, 13, 14]
+    assert {one["outcome"] for one in answer["rollout"] if one["reward"] is None} == {"sandbox.lost"}
+    assert [answer["env_mask"][n] for n in (1, 4, 12)] == [[0]] * 3
+    # By hand: each valid member against the mean of the other valid ones; nothing else is counted anywhere.
+    total = torch.zeros(())
+    valid = [n for n, reward in enumerate(rewards) if reward is not None]
+    trained = sum(sum(answer["env_mask"][n]) for n in valid)
+    for n in valid:
+        others = [rewards[m] for m in range(n - n % 4, n - n % 4 + 4) if m != n and rewards[m] is not None]
+        gain = rewards[n] - sum(others) / len(others) if others else 0.0
+        prompt, completion = answer["prompt_ids"][n], answer["completion_ids"][n]
+        logits = before(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        chances = torch.log_softmax(logits, -1)[torch.arange(len(completion)), completion]
+        spoken = (chances * torch.tensor(answer["env_mask"][n])).sum()
+        weight = {"dapo": trained, "grpo": len(valid) * sum(answer["env_mask"][n]), "dr_grpo": len(valid) * 10}
+        total = total - gain * spoken / weight[loss]
+    total.backward()
+    for (name, now), then in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert torch.allclose(then - now, then.grad, atol=1e-6), name
+        assert then.grad.abs().max() > 0
+
+
+def test_the_example_of_the_docs_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("training*.md"))]
+    (section,) = [page.partition("## TRL\n")[2] for page in pages if "## TRL\n" in page]
+    (example, *_) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, "docs", "exec"), space)
+    history = [entry for entry in space["trainer"].state.log_history if "loss" in entry]
+    assert history
+    for entry in history:
+        assert entry["rookery/missing"] == 0.0
+        assert entry["rookery/tool_calls"] > 0.5
+        assert math.isfinite(entry["loss"])
+
+
+def updated_between_two_calls(rollouts: RolloutFunc, model: Any, folder: Path) -> None:
+    """Each call is answered by the weights that the trainer has then, and says their version."""
+    import torch
+
+    with rollouts:
+        made = trainer(rollouts, model, folder, per_device_train_batch_size=2, num_generations=2)
+        asked = [rollouts.dataset()[0]["prompt"]] * 2
+        made.model.train()
+        was = rollouts(asked, made)
+        assert distance(model, was) < 1e-4
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        made.state.global_step = 5
+        now = rollouts(asked, made)
+    assert distance(model, was) > 0.01
+    assert distance(model, now) < 1e-4
+    assert [one["versions"] for one in (*was["rollout"], *now["rollout"])] == [[0], [0], [5], [5]]
+
+
+ONE = [{"id": "t", "prompt": "x", "conversations": 1}]
+
+
+def test_weights_reach_runners_in_other_processes(tmp_path: Path, policy: Path) -> None:
+    rollouts = opened("tests.training.trl_envs:Forks", policy, tasks=ONE, runners=1)
+    updated_between_two_calls(rollouts, model_of(policy), tmp_path)
+
+
+async def test_weights_are_pushed_to_a_server_by_a_function_of_ones_own(tmp_path: Path, policy: Path) -> None:
+    async with standin("vllm", weights=policy) as server:
+
+        def push(tensors: Mapping[str, Any], version: int) -> None:
+            path = tmp_path / f"version-{version}.safetensors"
+            shutil.copy(policy, path)
+            push_weights(path)(tensors, version)
+            body = json.dumps({"update_info": {"path": str(path)}}).encode()
+            request = urllib.request.Request(
+                f"{server.root}/update_weights", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.status == 200
+
+        rollouts = rollout_func(
+            Forks(),
+            policy=UpstreamConfig(kind="vllm", urls=(server.root,)),
+            tasks=ONE,
+            push=push,
+            runners=0,
+            record="tokens",
+            rendering={"name": "embedded"},
+            out=tmp_path / "runs",
+        )
+        await asyncio.to_thread(updated_between_two_calls, rollouts, model_of(policy), tmp_path)
+
+
+# ------------------------------------------------------------------------------------- a call, and its ends
+
+
+def test_of_several_segments_the_one_that_trains_most_is_the_row_and_the_rest_is_counted(
+    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
+    with opened(Forks(), policy, tasks=tasks) as rollouts:
+        made = trainer(rollouts, model_of(policy), tmp_path, per_device_train_batch_size=2, num_generations=2)
+        made.model.train()
+        answer = rollouts([rollouts.dataset()[0]["prompt"]] * 2, made)
+        assert distance(made.model, answer) < 1e-4
+    for mask, about in zip(answer["env_mask"], answer["rollout"], strict=True):
+        assert about["segments"] == 5
+        assert 0 < about["tokens_left_out"] <= 4 * sum(mask)
+    assert sum("left out" in record.message for record in caplog.records) == 1
+    strict = opened(Forks(), policy, tasks=tasks, segments="error")
+    with strict, pytest.raises(UsageError, match=r"has 5 segments.*RolloutWorker"):
+        strict([strict.dataset()[0]["prompt"]] * 2, made)
+
+
+def test_what_cannot_be_right_is_refused_before_anything_is_sampled(tmp_path: Path, policy: Path) -> None:
+    tasks = [{"id": "t", "prompt": "x"}]
+    made = trainer(
+        opened(Stubborn(), policy, tasks=tasks), model_of(policy), tmp_path, per_device_train_batch_size=8
+    )
+    out = tmp_path / "refused"
+
+    def refused(words: str, prompt: Any = None, **options: Any) -> None:
+        settings = {"policy": f"embedded:{policy}", "tasks": tasks, "out": out, **options}
+        with rollout_func(Stubborn(), **settings) as rollouts, pytest.raises(UsageError, match=words):
+            rollouts([prompt or rows(rollouts.tasks)[0]["prompt"]], made)
+
+    refused("nothing brings the trainer's weights", policy="embedded")
+    refused("temperature 0.5.*computes at 1", sampling=Sampling(temperature=0.5))
+    refused(
+        "'other', which the rollout function does not have", [{"role": "user", "content": "x", "task": "other"}]
+    )
+    refused("is no task: .*empty", [{"role": "user", "content": ""}])
+    made.tools = [print]
+    refused("tools belong to the Rookery environment")
+    for options, words in (({"baseline": "median"}, "no baseline"), ({"segments": "all"}, "'most' or 'error'")):
+        with pytest.raises(UsageError, match=words):
+            opened(Stubborn(), policy, tasks=tasks, **options)
+    assert not out.exists()
+
+
+def test_an_interrupt_or_an_error_leaves_the_rollout_function_usable(tmp_path: Path, policy: Path) -> None:
+    tasks = [{"id": "calm", "prompt": "x"}, {"id": "interrupt", "prompt": "y", "deed": "interrupt"}]
+    pushed: list[int] = []
+
+    def push(_: Any, version: int) -> None:
+        pushed.append(version)
+        if len(pushed) == 1:
+            raise OSError("the disk is full")
+
+    with opened(Stubborn(), policy, tasks=tasks, push=push) as rollouts:
+        made = trainer(rollouts, model_of(policy), tmp_path, per_device_train_batch_size=2, num_generations=2)
+        made.model.train()
+        calm, bad = (row["prompt"] for row in rollouts.dataset())
+        with pytest.raises(OSError, match="the disk is full"):
+            rollouts([calm] * 2, made)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts([bad] * 2, made)
+        answer = rollouts([calm] * 2, made)
+        assert rollouts.engine is not None
+        assert rollouts.engine.status()["in_flight"] == 0
+    assert pushed == [0, 0]  # again after it failed, once after it went well
+    assert [one["reward"] is None for one in answer["rollout"]] == [False, False]
+    assert rollouts.engine is None
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path: Path, policy: Path) -> None:
+    code = f"""
+from rookery.training.trl import rollout_func
+from tests.training.trl_kit import bare
+rollouts = rollout_func("tests.training.trl_envs:Stubborn", tasks=[{{"id": "t", "prompt": "x"}}], push=False,
+                        policy="embedded:{policy}", runners=1, out={str(tmp_path / "runs")!r})
+rollouts([[{{"role": "user", "content": "x", "task": "t"}}]] * 2, bare())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list((tmp_path / "runs" / "latest").glob("*-wal"))  # its journal was closed
+
+
+def test_a_rollout_function_that_nobody_has_any_more_closes_its_engine(policy: Path) -> None:
+    rollouts = opened(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], push=False)
+    rollouts([[{"role": "user", "content": "x", "task": "t"}]] * 2, bare())
+    assert workers()
+    del rollouts
+    for thread in workers():
+        thread.join(60)
+    assert workers() == []
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+def test_every_row_of_a_dataset_leads_back_to_its_own_task() -> None:
+    tasks = [
+        Task(id="a", prompt=(), data={"n": 1}),
+        *SAME,
+        Task(id="broken", invalid="it is none"),
+    ]
+    made = dataset(tasks)
+    assert made["task"] == ["a", "b", "c"]
+    known = {task.id: task for task in tasks}
+    assert [task_of(row["prompt"], known) for row in made] == tasks[:3]
+    bare = [task_of(prompt, known) for prompt in ("hello", "hello", [{"role": "user", "content": "hello"}])]
+    assert bare[0] == bare[1]
+    assert [task.text for task in bare] == ["hello"] * 3
+
+
+SAME = [
+    Task(id=name, prompt=tuple(task_of("the same words", {}).prompt), data={"answer": name}) for name in ("b", "c")
+]
+
+
+def test_the_embedded_policys_tokenizer_has_its_ids() -> None:
+    tokenizer = embedded_tokenizer()
+    assert len(tokenizer) == chat.VOCAB
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (chat.END, chat.PAD)
+    text = "".join(map(chr, range(1, 0x300))) + "é漢\n"
+    assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert {tokenizer.convert_ids_to_tokens(number) for number in chat.NAMES} == set(chat.NAMES.values())
+
+
+# ----------------------------------------------------------------------------------------------- the worker
+
+
+def working(env: Any, policy: Path, **options: Any) -> RolloutWorker:
+    settings = {
+        "runners": 0,
+        "retry": ONCE,
+        "sandbox": "subprocess",
+        "out": policy.parent / "runs",
+        "k": 4,
+        **options,
+    }
+    settings.setdefault("sampling", Sampling(temperature=1.0, max_tokens=10))
+    return RolloutWorker(env, policy=f"embedded:{policy}", **settings)
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rookery")]
+
+
+def test_the_async_trainer_trains_on_samples_of_the_worker(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps TRL from a CPU is its attention kernel, and a look at the GPU's name; the rest is real."""
+    import torch
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: CpuAttention)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    folder = tmp_path / "policy"
+    before = tiny(folder)
+    tasks = [{"id": f"t{n}", "prompt": f"say {n}", "fail": [n % 4]} for n in range(8)]
+    worker = working(Bytes(), folder, tasks=tasks, queue_size=6, concurrency=8)
+    made = AsyncGRPOTrainer(
+        model=str(folder),
+        processing_class=embedded_tokenizer(),
+        train_dataset=worker.dataset(),
+        rollout_worker=worker,
+        weight_transfer=worker.weight_transfer,
+        args=AsyncGRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            **CPU,
+            max_steps=4,
+            per_device_train_batch_size=6,
+            num_generations=4,
+            learning_rate=0.01,
+            token_budget=-1,
+            max_staleness=4,
+        ),
+    )
+    made.train()
+    assert workers() == []
+    history = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(history) == 4
+    # Nothing was updated before the first step: the sampler's probabilities are the trainer's, token by token.
+    assert history[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert all(math.isfinite(entry["loss"]) and 0 < entry["grad_norm"] < 100 for entry in history)
+    assert all(entry["rookery/missing"] == 0.25 for entry in history if "rookery/missing" in entry)
+    assert max(entry["sample/staleness_max"] for entry in history) >= 1.0
+    assert (made.model_version, worker.version) == (5, 5)
+    served = Weights.load(folder)
+    assert served.version == 5
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, torch.from_numpy(served.tensors[name])), name
+    assert not np.array_equal(served.tensors["lm_head.weight"], before.tensors["lm_head.weight"])
+
+
+def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy: Path) -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import (
+        DataCollatorForRollout,
+        FixedCountBatcher,
+        RolloutQueueDataset,
+    )
+
+    tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
+    options = {"runners": 0, "out": policy.parent / "runs", "sampling": Sampling(max_tokens=6)}
+    with SyncEngine(Forks(), policy=f"embedded:{policy}", **options) as engine:
+        (group,) = engine.groups(tasks, k=4)
+    # One member failed, and two versions sampled another.
+    lost = msgspec.structs.replace(
+        group.rollouts[0], outcome=Failed("infra", "sandbox.lost", ""), reward=None, segments=[]
+    )
+    old = group.rollouts[1].segments[0]
+    spans = tuple(Span(span.start, span.end, 2) for span in old.versions)
+    newer = [
+        msgspec.structs.replace(one, versions=(Span(*_ends(one), 7),)) for one in group.rollouts[1].segments[1:]
+    ]
+    mixed = msgspec.structs.replace(
+        group.rollouts[1], segments=[msgspec.structs.replace(old, versions=spans), *newer]
+    )
+    rest = [
+        msgspec.structs.replace(
+            one,
+            segments=[msgspec.structs.replace(part, versions=(Span(*_ends(part), 7),)) for part in one.segments],
+        )
+        for one in group.rollouts[2:]
+    ]
+    group = msgspec.structs.replace(group, rollouts=(lost, mixed, *rest))
+    samples, figures = samples_of(group)
+    assert len(samples) == 15  # a sample for each segment of the three that are valid
+    assert figures == {"rookery/missing": (1.0, 4.0), "rookery/missing/sandbox.lost_total": 1.0}
+    assert {sample.model_version for sample in samples} == {2}  # the oldest of the group
+    gains = advantages([None, 1.0, 0.0, 1.0]).tolist()
+    assert [sample.advantage for sample in samples] == [gain for gain in gains[1:] for _ in range(5)]
+    wanted = [segment for rollout in group.rollouts for segment in rollout.segments]
+    for sample, segment in zip(samples, wanted, strict=True):
+        assert ints(sample.input_ids.tolist()) == segment.tokens
+        assert bytes(sample.completion_mask.tolist()) == segment.mask
+        assert floats(sample.old_log_probs.tolist()) == segment.logprobs
+    # TRL's own way from the queue to the loss: a term for each trained token, with that logprob and advantage.
+    waiting: queue.Queue[Any] = queue.Queue()
+    for sample in samples:
+        waiting.put(sample)
+    source = RolloutQueueDataset(waiting, lambda: 4, lambda _: None, 1.0, defaultdict(list), max_staleness=2)
+    batch = DataCollatorForRollout(pad_token_id=chat.PAD)([next(iter(FixedCountBatcher(source, 1, 15)))])
+    terms = sorted(zip(batch["old_log_probs"][0].tolist(), batch["advantages"][0].tolist(), strict=True))
+    by_hand = sorted(
+        (float(chance), sample.advantage)
+        for sample in samples
+        for chance, own in zip(sample.old_log_probs, sample.completion_mask, strict=True)
+        if own
+    )
+    assert np.allclose(terms, by_hand)
+    # A group is too old as a whole.
+    for sample in samples:
+        waiting.put(sample)
+    stale: dict[str, list[float]] = defaultdict(list)
+    late = RolloutQueueDataset(waiting, lambda: 5, _ended, 1.0, stale, max_staleness=2, poll_interval_s=0.01)
+    with pytest.raises(RookeryError, match="the queue is empty"):
+        next(iter(late))
+    assert len(stale["sample/dropped_stale_total"]) == 15
+
+
+def _ends(segment: Segment) -> tuple[int, int]:
+    return segment.versions[0].start, segment.versions[-1].end
+
+
+def _ended(_: float) -> None:
+    raise RookeryError("the queue is empty")
+
+
+def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> None:
+    some = Segment(
+        tokens=ints([1, 2, 3]), mask=b"\0\1\1", logprobs=floats([0.0, math.nan, -1.0]), versions=(Span(1, 3, 0),)
+    )
+    rollouts = tuple(
+        Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=float(n), segments=[some])
+        for n in range(2)
+    )
+    samples, figures = samples_of(Group(index=0, task=Task(id="t"), rollouts=rollouts))
+    assert [sample.completion_mask.tolist() for sample in samples] == [[0, 0, 1]] * 2
+    assert np.isfinite([sample.old_log_probs for sample in samples]).all()
+    assert figures["rookery/tokens_without_logprob_total"] == 2.0
+
+
+def test_the_queue_is_bounded_and_stopping_ends_everything(policy: Path) -> None:
+    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4)
+    worker.start()
+    try:
+        first = worker.rollout_buffer.get(timeout=60)
+        while not worker.rollout_buffer.full():
+            worker.check_health(60.0)
+        worker.check_health(1e-9)  # it waits for the trainer, not the trainer for it
+        assert worker.rollout_buffer.qsize() == 3
+        worker.update_model_version(9)
+        while worker.rollout_buffer.get(timeout=60).model_version != 9:
+            worker.check_health(60.0)
+        assert first.model_version == 0
+        assert first.group_id == 0
+    finally:
+        worker.stop()
+    assert workers() == []
+    worker.stop()
+
+
+def unhealthy(worker: RolloutWorker, stale_after_s: float) -> None:
+    """Asks until it raises; the test's own limit is the bound."""
+    while True:
+        worker.check_health(stale_after_s)
+
+
+def test_health_is_that_something_moves(policy: Path, tmp_path: Path) -> None:
+    tasks = [{"id": "t", "prompt": "x", "deed": "hang"}]
+    worker = working(Stubborn(), policy, tasks=tasks, limits=Limits(run=3600))
+    with pytest.raises(RookeryError, match="not started"):
+        worker.check_health(1.0)
+    worker.start()
+    try:
+        worker.check_health(60.0)
+        with pytest.raises(RookeryError, match=r"nothing was sampled, scored or queued for .* look at the run in"):
+            unhealthy(worker, 0.05)  # its thread is well all the time
+        worker.pause()
+        worker.resume(3)
+        worker.check_health(60.0)
+    finally:
+        worker.stop()
+    with pytest.raises(UsageError, match="cannot be read"):
+        working(Stubborn(), tmp_path / "nowhere.safetensors", tasks=tasks).start()
+    failing = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x", "deed": "lose"}])
+    failing.start()
+    try:
+        with pytest.raises(RookeryError, match=r"worker failed: Stopped: .*sandbox\.lost"):
+            unhealthy(failing, 60.0)
+        with pytest.raises(RookeryError, match="worker failed"):
+            failing.pause()
+    finally:
+        failing.stop()
+    assert workers() == []
+
+
+def test_weights_that_cannot_be_pushed_leave_the_worker_going_on_as_before(policy: Path) -> None:
+    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1)
+    transfer = worker.weight_transfer
+    assert transfer is not None
+    worker.start()
+    try:
+        transfer.pause()
+        with pytest.raises(UsageError, match="have no tensor"):
+            transfer.send_weights(iter([]))
+        assert worker.version == 0
+        assert worker.rollout_buffer.get(timeout=60).model_version == 0
+        for _ in range(4):  # it was let go on
+            worker.rollout_buffer.get(timeout=60)
+    finally:
+        worker.stop()
+        transfer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"k": 1}, "at least 2 members"), ({"queue_size": 0}, "at least 1"), ({"baseline": "none"}, "no baseline")],
+)
+def test_a_worker_that_cannot_be_right_is_refused(policy: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)
