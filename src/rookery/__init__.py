@@ -9,17 +9,23 @@ if TYPE_CHECKING:
     from rookery.core import Group, Limits, Message, Rollout, Sampling, SandboxSpec, Segment, Task, Taskset
     from rookery.engine import Engine, SyncEngine
     from rookery.environments import Context, Environment, Score, ToolEnvironment, environment, tool
+    from rookery.scoring.programs import Case, Program, ProgramLimits, ProgramResult
+    from rookery.scoring.service import run_code, run_code_sync, stream_code
     from rookery.training import Batch, BatchConfig, make_batch
 
 _HOME = {
     "Batch": "training",
     "BatchConfig": "training",
+    "Case": "scoring.programs",
     "Context": "environments",
     "Engine": "engine",
     "Environment": "environments",
     "Group": "core",
     "Limits": "core",
     "Message": "core",
+    "Program": "scoring.programs",
+    "ProgramLimits": "scoring.programs",
+    "ProgramResult": "scoring.programs",
     "Rollout": "core",
     "Sampling": "core",
     "SandboxSpec": "core",
@@ -31,18 +37,25 @@ _HOME = {
     "ToolEnvironment": "environments",
     "environment": "environments",
     "make_batch": "training",
+    "run_code": "scoring.service",
+    "run_code_sync": "scoring.service",
+    "stream_code": "scoring.service",
     "tool": "environments",
 }
 
 __all__ = [
     "Batch",
     "BatchConfig",
+    "Case",
     "Context",
     "Engine",
     "Environment",
     "Group",
     "Limits",
     "Message",
+    "Program",
+    "ProgramLimits",
+    "ProgramResult",
     "Rollout",
     "Sampling",
     "SandboxSpec",
@@ -54,6 +67,9 @@ __all__ = [
     "ToolEnvironment",
     "environment",
     "make_batch",
+    "run_code",
+    "run_code_sync",
+    "stream_code",
     "tool",
 ]
 

@@ -22,6 +22,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": ("rookery.cli.doctor:doctor", "Say what this machine can isolate, and what is missing."),
     "reap": ("rookery.cli.reap:reap", "End sandboxes whose owner is gone."),
     "gateway": ("rookery.cli.gateway:gateway", "Serve a door that records model calls."),
+    "serve-code": ("rookery.cli.serve_code:serve_code", "Run programs for others, over HTTP."),
     "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
     "bench": ("rookery.cli.bench_command:bench", "Measure what Rookery costs, beside others."),
 }

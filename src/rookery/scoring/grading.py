@@ -1,0 +1,287 @@
+"""Grades submissions: unit tests, inputs and outputs, or a function of the user's; each in fresh sandboxes.
+
+Promises:
+- a submission sees neither tests nor expected outputs, and holds no channel that a verdict comes over; where the
+  tests must share its process, the grade says that it is weaker and why;
+- which form is used is the task's affair: no submission can bring about the weaker one;
+- every case's verdict is in the grade; the reward is all or nothing, or with `partial` the share that passed;
+- a grader's failure is the submission's, the task's or the machine's as `judging` decides: the minimum reward,
+  `TaskError` or `SandboxError`, and never a guess.
+"""
+
+import asyncio
+import inspect
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import SandboxError, SandboxSpec, TaskError
+from rookery.scoring.boxes import Gate, OpenBox, closed, limited
+from rookery.scoring.code_tasks import CodeTask
+from rookery.scoring.forms import Form, Uses, uses_of
+from rookery.scoring.judging import Judge
+from rookery.scoring.programs import (
+    DEFAULT_PROGRAM_LIMITS,
+    NO_PROGRAM_LIMITS,
+    Program,
+    ProgramLimits,
+    Verdict,
+)
+from rookery.scoring.rewards import Score, checked
+from rookery.scoring.running import Programs, run_program
+from rookery.scoring.testing import GraderEnd, TestReport, TestResult, run_tests
+
+GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
+"""`async def grade(submission, task, sandbox) -> float`, or a plain one, which runs in a thread; or returns a
+`Score`."""
+REMEMBERED: Final = 10_000
+"""Tasks whose form is kept."""
+VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong_answer", "time", "memory", "output", "crash")
+
+
+class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a submission is worth, and why."""
+
+    reward: float
+    tests: tuple[TestResult, ...] = ()
+    """Every test or case with its verdict."""
+    form: Form = "separate"
+    weaker: str = ""
+    """Why the verdict is easier to forge than it should be; empty where it is not."""
+    detail: str = ""
+    printed: str = ""
+    runs: int = 1
+    """Times that the grader ran with the submission."""
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.tests) and all(test.verdict == "passed" for test in self.tests)
+
+    @property
+    def share(self) -> float:
+        return sum(test.verdict == "passed" for test in self.tests) / len(self.tests) if self.tests else 0.0
+
+    @property
+    def score(self) -> Score:
+        """As an environment returns it."""
+        counts = {
+            f"verdict/{name}": float(sum(t.verdict == name for t in self.tests))
+            for name in VERDICTS
+            if any(t.verdict == name for t in self.tests)
+        }
+        return Score(self.reward, {"share": self.share}, {**counts, "weaker": float(bool(self.weaker))})
+
+
+class Forms:
+    """In which form each task's tests are run, once that is known; for graders of the same tasks to share."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[Form, str]] = OrderedDict()
+
+    def get(self, key: bytes) -> tuple[Form, str] | None:
+        return self._known.get(key)
+
+    def remember(self, key: bytes, form: Form, why: str) -> None:
+        self._known[key] = (form, why)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+
+class Grader:
+    """Grades submissions of many tasks. `open_box`, `spec` and `gate`: where sandboxes come from, and how many at
+    once.
+
+    `isolated`: whether the provider keeps programs apart; if not, every grade is labelled weaker.
+    """
+
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        open_box: OpenBox,
+        gate: Gate,
+        *,
+        isolated: bool = True,
+        limits: ProgramLimits = NO_PROGRAM_LIMITS,
+        partial: bool = False,
+        low: float = 0.0,
+        high: float = 1.0,
+        forms: Forms | None = None,
+    ) -> None:
+        self._spec = spec
+        self._open_box = open_box
+        self._gate = gate
+        self._isolated = isolated
+        self._limits = limits.over(DEFAULT_PROGRAM_LIMITS)
+        self._partial = partial
+        self._low, self._high = low, high
+        self._forms = forms or Forms()
+
+    @classmethod
+    def of(cls, programs: Programs, **settings: Any) -> "Grader":
+        """In the sandboxes of an open `Programs`."""
+        from rookery.sandboxes import is_isolated
+
+        isolated = is_isolated(programs.spec.provider)
+        return cls(programs.spec, programs.create, programs.gate, isolated=isolated, **settings)
+
+    async def grade(self, task: CodeTask, submission: str) -> Grade:
+        """`TaskError`: the task is at fault; `SandboxError`: the machine is."""
+        grade = await (self._by_cases(task, submission) if task.cases else self._by_tests(task, submission))
+        return self._labelled(grade)
+
+    async def grade_by(self, function: GradeFunction, task: CodeTask, submission: str, *, wall: float) -> Score:
+        """By a function of the user's, in a fresh sandbox, with its own limits; twice too long is the minimum.
+
+        What it raises passes; what it returns is checked as every reward is.
+        """
+        limits = task.limits.over(self._limits)
+        for _ in range(2):
+            async with self._gate:
+                box = await self._open_box(limited(self._spec, limits))
+                try:
+                    async with asyncio.timeout(wall):
+                        if inspect.iscoroutinefunction(function):
+                            value = await function(submission, task, box)
+                        else:
+                            value = await asyncio.to_thread(function, submission, task, box)
+                    return checked(value, self._low, self._high)
+                except TimeoutError:
+                    continue
+                finally:
+                    await closed(box)
+        return Score(self._low, {}, {"grader_time": 1.0})
+
+    # ---- inputs and outputs
+
+    async def _by_cases(self, task: CodeTask, submission: str) -> Grade:
+        if not submission.strip():
+            return self._nothing(len(task.cases))
+        program = Program(
+            source=submission,
+            language=task.language,
+            cases=task.cases,
+            tolerance=task.tolerance,
+            limits=task.limits,
+        )
+        result = await run_program(program, self._limits, self._spec, self._open_box, self._gate)
+        tests = []
+        for at, one in enumerate(result.cases):
+            if one.verdict is None:
+                raise SandboxError(f"case {at} could not be run: {one.detail}", cause=one.cause or None)
+            tests.append(TestResult(name=f"case {at}", verdict=one.verdict, detail=one.detail))
+        return self._grade(
+            Grade(reward=self._low, tests=tuple(tests), detail=result.detail, printed=result.stderr)
+        )
+
+    def _nothing(self, count: int) -> Grade:
+        tests = tuple(TestResult(name=f"case {at}", verdict="crash", detail="it is empty") for at in range(count))
+        return Grade(reward=self._low, tests=tests, detail="the submission is empty")
+
+    # ---- tests
+
+    async def _by_tests(self, task: CodeTask, submission: str) -> Grade:
+        uses = uses_of(task.tests, task.entry_point)
+        key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
+        form, why = self._forms.get(key) or (("shared", uses.why_shared) if uses.why_shared else ("separate", ""))
+        grade, end = await self._judged(task, uses, submission, form)
+        if end == "inseparable":
+            # What the tests hand over told so, and no submission can make them: still, its own solution is asked.
+            if task.solution and (await self._run(task, uses, task.solution, form)).end != "inseparable":
+                return msgspec.structs.replace(grade, reward=self._low, form=form)
+            form, why = "shared", "the tests hand over what is no plain data"
+            self._forms.remember(key, form, why)
+            grade, _ = await self._judged(task, uses, submission, form)
+        elif form == "separate" and not grade.passed and task.solution and self._forms.get(key) is None:
+            form, why = await self._confirmed(task, uses)
+            self._forms.remember(key, form, why)
+            if form == "shared":
+                grade, _ = await self._judged(task, uses, submission, form)
+        return msgspec.structs.replace(grade, form=form, weaker=why)
+
+    async def _confirmed(self, task: CodeTask, uses: Uses) -> tuple[Form, str]:
+        """The form in which the task's own solution passes: tried once, after the first submission that did
+        not."""
+        report = await self._run(task, uses, task.solution, "separate")
+        if report.end == "ended" and _passed(report):
+            return "separate", ""
+        report = await self._run(task, uses, task.solution, "shared")
+        if report.end == "ended" and _passed(report):
+            return "shared", "the task's own solution passes only in the tests' own process"
+        raise TaskError(f"task {task.id!r}: its own solution does not pass its tests: {_why(report)}")
+
+    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> tuple[Grade, GraderEnd]:
+        judge = Judge(has_solution=bool(task.solution))
+        runs = 0
+        while True:
+            report = await self._tried(task, uses, submission, form)
+            runs += 1
+            step = judge.submission(report.end)
+            while step == "solution":
+                told = await self._tried(task, uses, task.solution, form)
+                step = judge.solution(told.end)
+            match step:
+                case "again":
+                    continue
+                case "infra":
+                    raise SandboxError(f"the sandboxes of a grader were lost: {report.detail}")
+                case "task":
+                    what = "there is no test in its tests" if report.end == "no_tests" else _why(report)
+                    raise TaskError(
+                        f"task {task.id!r}: its grader cannot be used: {what}", cause="scoring.missing"
+                    )
+            grade = Grade(
+                reward=self._low,
+                tests=report.tests,
+                form=form,
+                detail=report.detail,
+                printed=report.printed,
+                runs=runs,
+            )
+            return (self._grade(grade) if step == "score" else grade), report.end
+
+    async def _tried(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> TestReport:
+        try:
+            return await self._run(task, uses, submission, form)
+        except SandboxError as error:
+            if error.fault != "infra" or error.code == "sandbox.refused":
+                raise
+            return TestReport(form=form, end="lost", detail=str(error))
+
+    async def _run(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> TestReport:
+        return await run_tests(
+            task.tests,
+            submission,
+            uses,
+            form=form,
+            entry_point=task.entry_point,
+            limits=task.limits.over(self._limits),
+            spec=self._spec,
+            open_box=self._open_box,
+            gate=self._gate,
+        )
+
+    # ---- rewards
+
+    def _grade(self, grade: Grade) -> Grade:
+        share = grade.share if self._partial else float(grade.passed)
+        reward = self._low + share * (self._high - self._low)
+        return msgspec.structs.replace(grade, reward=checked(reward, self._low, self._high).reward)
+
+    def _labelled(self, grade: Grade) -> Grade:
+        if self._isolated:
+            return grade
+        return msgspec.structs.replace(
+            grade, weaker="; ".join(filter(None, (grade.weaker, "the sandboxes do not isolate")))
+        )
+
+
+def _passed(report: TestReport) -> bool:
+    return bool(report.tests) and all(test.verdict == "passed" for test in report.tests)
+
+
+def _why(report: TestReport) -> str:
+    first = next((test for test in report.tests if test.verdict != "passed"), None)
+    said = f"{first.name}: {first.verdict} {first.detail}".rstrip() if first is not None else report.end
+    return f"{said} {report.detail if first is None or report.detail != first.detail else ''}".rstrip()[:1000]

@@ -1,0 +1,87 @@
+"""What tests use of pytest: the real one may be missing, and would take no tests from us."""
+
+from __future__ import annotations
+
+import sys
+
+from rookery.scoring.inside.far import Remote
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def stand_in() -> None:
+    """Puts it where an import finds it."""
+    module = type(sys)("pytest")
+
+    class Raises:
+        def __init__(self, kinds: Any, match: str | None = None) -> None:
+            self._kinds, self._match, self.value = kinds, match, None
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+            if kind is None:
+                raise AssertionError("nothing was raised")
+            if not issubclass(kind, self._kinds):
+                return False
+            self.value = error
+            if self._match is not None:
+                import re
+
+                assert re.search(self._match, str(error)), f"{self._match!r} is not in {str(error)!r}"
+            return True
+
+    def raises(kinds: Any, *args: Any, match: str | None = None, **named: Any) -> Any:
+        if not args:
+            return Raises(kinds, match)
+        with Raises(kinds, match) as caught:
+            args[0](*args[1:], **named)
+        return caught
+
+    def parametrize(names: Any, values: Any, **_: Any) -> Any:
+        keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+        def dressed(function: Any) -> Any:
+            old = getattr(function, "rookery_cases", None) or [("", {})]
+            function.rookery_cases = [
+                (f"{label}[{at}]", {**named, **dict(zip(keys, one if len(keys) > 1 else [one]))})
+                for label, named in old
+                for at, one in enumerate(values)
+            ]
+            return function
+
+        return dressed
+
+    class Approx:
+        def __init__(self, expected: Any, rel: float = 1e-6, abs: float = 1e-12) -> None:  # noqa: A002
+            self._expected, self._rel, self._abs = expected, rel, abs
+
+        def __eq__(self, other: object) -> bool:
+            return self._near(self._expected, other)
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __repr__(self) -> str:
+            return f"approx({self._expected!r})"
+
+        def _near(self, a: Any, b: Any) -> bool:
+            if type(b) is Remote:
+                return False
+            if isinstance(a, dict):
+                return isinstance(b, dict) and a.keys() == b.keys() and all(self._near(a[k], b[k]) for k in a)
+            if isinstance(a, (list, tuple)):
+                same = isinstance(b, (list, tuple)) and len(a) == len(b)
+                return same and all(map(self._near, a, b))
+            if not isinstance(a, (int, float, complex)) or not isinstance(b, (int, float, complex)):
+                return bool(a == b)
+            return a == b or abs(a - b) <= max(self._abs, self._rel * abs(a))
+
+    def fail(reason: str = "") -> None:
+        raise AssertionError(reason)
+
+    module.raises, module.approx, module.fail = raises, Approx, fail  # type: ignore[attr-defined]
+    module.mark = type("Mark", (), {"parametrize": staticmethod(parametrize)})()  # type: ignore[attr-defined]
+    sys.modules["pytest"] = module

@@ -1,0 +1,177 @@
+"""`rookery serve-code`: the command in a process of its own, with real clients and real signals."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rookery.cli.serve_code import KEY_ENV
+from rookery.sandboxes import procs
+from tests.cli.helpers import ended, rookery, started
+
+SLEEPS = {"source": "import time; time.sleep(60)"}
+
+
+@asynccontextmanager
+async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any, str]]:
+    """The command, and where it serves."""
+    temp = cwd / "temp"
+    temp.mkdir(exist_ok=True)
+    async with started("serve-code", "--port", "0", *args, cwd=cwd, TMPDIR=str(temp), **env) as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+        found = re.fullmatch(r"serving at (http://127\.0\.0\.1:\d+) \(local sandboxes, \d+ at once\)\n", line)
+        assert found, (line, await process.stderr.read() if not line else "")
+        yield process, found[1]
+
+
+async def until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Health, once no program is under way any more."""
+    async with asyncio.timeout(30):
+        while True:
+            async with http.get(f"{url}/healthz") as answer:
+                said: dict[str, Any] = await answer.json()
+            if said["programs"] == 0:
+                return said
+            await asyncio.sleep(0.01)  # there is nothing to wait on: the other side is another process
+
+
+async def test_it_answers_in_order_with_fields_named_and_ends_cleanly(tmp_path: Path) -> None:
+    async with serving("--concurrency", "2", "--queue", "8", cwd=tmp_path) as (process, url):
+        async with aiohttp.ClientSession() as http:
+            programs = [
+                {"id": "a", "source": "import time; time.sleep(0.2); print(input())", "stdin": "é"},
+                {"id": "b", "source": "echo b", "language": "bash"},
+                {"id": "c", "source": "print(input())", "cases": [{"stdin": "1", "stdout": "1"}, {"stdout": "x"}]},
+                {"id": "d", "source": {"base64": "cHJpbnQoNSk="}, "limits": {"wall": 5}},
+            ]
+            async with http.post(f"{url}/run_code", json={"programs": programs, "limits": {"wall": 9}}) as answer:
+                assert (answer.status, answer.content_type) == (200, "application/x-ndjson")
+                results = [json.loads(line) async for line in answer.content]
+            assert [result["id"] for result in results] == ["a", "b", "c", "d"]
+            assert [result["stdout"] for result in results[:2]] == ["é\n", "b\n"]
+            assert [case["verdict"] for case in results[2]["cases"]] == ["passed", "crash"]
+            assert (results[2]["passed"], results[3]["stdout"]) == (False, "5\n")
+            whole = {"Accept": "application/json"}
+            async with http.post(f"{url}/run_code", json={"programs": programs[1:2]}, headers=whole) as answer:
+                assert [one["stdout"] for one in (await answer.json())["results"]] == ["b\n"]
+            for body, status, word in [
+                (b"{", 400, "no JSON"),
+                (b"[]", 422, "must be an object"),
+                (b'{"programs": [{"source": 1}]}', 422, "programs[0].source"),
+                (b'{"programs": [{"source": "x", "limits": {"wall": "a"}}]}', 422, "programs[0].limits.wall"),
+                (b'{"programs": [], "limits": {"wall": 9999}}', 422, "limits.wall is 9999"),
+                (b'{"programs": [], "more": 1}', 422, "more is not known"),
+                (json.dumps({"programs": [{"source": "x"}] * 9}).encode(), 422, "at most 8"),
+            ]:
+                async with http.post(f"{url}/run_code", data=body) as answer:
+                    assert answer.status == status, (body, await answer.text())
+                    assert word in (await answer.json())["error"]["message"]
+            async with http.get(f"{url}/run_code") as answer:
+                assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+            async with http.get(f"{url}/metrics") as answer:
+                text = await answer.text()
+            assert 'rookery_code_programs_total{status="exited"} 5' in text
+        process.send_signal(signal.SIGTERM)
+        done = await ended(process)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+async def test_a_client_that_goes_takes_its_programs_and_a_full_queue_says_when_to_come_again(
+    tmp_path: Path,
+) -> None:
+    async with (
+        serving("--concurrency", "2", "--queue", "4", cwd=tmp_path) as (process, url),
+        aiohttp.ClientSession() as http,
+    ):
+        quick = {"source": "print(1)"}
+        async with http.post(f"{url}/run_code", json={"programs": [quick, *[SLEEPS] * 3]}) as mine:
+            assert json.loads(await mine.content.readline())["stdout"] == "1\n"
+            async with http.post(f"{url}/run_code", json={"programs": [quick] * 2}) as answer:
+                assert answer.status == 429
+                assert int(answer.headers["Retry-After"]) >= 1
+            async with http.post(f"{url}/run_code", json={"programs": [quick]}) as answer:
+                assert answer.status == 200
+                mine.close()  # both places are taken: the other one's program runs once these are gone
+                assert json.loads(await answer.content.readline())["stdout"] == "1\n"
+        assert (await until_idle(http, url))["status"] == "ok"
+        await until_only_spare(process.pid)
+
+
+async def until_only_spare(pid: int) -> None:
+    """No process of a program is left below the server."""
+    async with asyncio.timeout(30):
+        while any("time.sleep" in words for words in _commands(pid)):
+            await asyncio.sleep(0.01)
+
+
+def _commands(top: int) -> list[str]:
+    found, todo = [], [top]
+    while todo:
+        pid = todo.pop()
+        todo += procs.children_of(pid)
+        try:
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace"))
+        except OSError:
+            continue
+    return found
+
+
+async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(tmp_path: Path) -> None:
+    waits = {"source": "import os\nprint('begun', flush=True)\nwhile not os.path.exists('/tmp/never'): pass"}
+    async with (
+        serving("--drain", "1", "--concurrency", "2", cwd=tmp_path) as (process, url),
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.post(f"{url}/run_code", json={"programs": [{"source": "print(1)"}, waits]}) as answer:
+            assert json.loads(await answer.content.readline())["stdout"] == "1\n"
+            below = list(procs.children_of(process.pid))
+            assert below
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientPayloadError):  # cut off, and seen to be
+                await answer.content.readline()
+        done = await ended(process)
+    assert (done.code, done.err) == (0, "")
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+async def test_with_a_key_nobody_runs_anything_without_it_and_it_is_in_no_output(tmp_path: Path) -> None:
+    key = "a-key-that-nobody-may-see"
+    async with serving(cwd=tmp_path, **{KEY_ENV: key}) as (process, url), aiohttp.ClientSession() as http:
+        body = {"programs": [{"source": "import os; print(os.environ)"}]}
+        for headers, status in [
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": f"Bearer {key}"}, 200),
+            ({"X-Api-Key": key}, 200),
+        ]:
+            async with http.post(f"{url}/run_code", json=body, headers=headers) as answer:
+                assert answer.status == status
+                assert key not in await answer.text()
+        async with http.get(f"{url}/metrics") as answer:
+            assert answer.status == 401
+        async with http.get(f"{url}/healthz") as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        done = await ended(process)
+    assert (done.code, key in done.out + done.err) == (0, False)
+
+
+async def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
+    (await rookery("serve-code", "--host", "0.0.0.0", cwd=tmp_path)).refused(KEY_ENV)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        (await rookery("serve-code", "--port", port, cwd=tmp_path)).refused("cannot serve", port)

@@ -1,0 +1,308 @@
+"""`run_code`: many programs, each alone, results in order, and nothing left."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rookery
+from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.scoring.outputs import same_output
+from rookery.scoring.programs import Case, Program, ProgramLimits, limits_of, program_of
+from rookery.scoring.running import Programs, run_program
+from rookery.scoring.service import run_code, run_code_sync, stream_code
+
+COMPILER = shutil.which("gcc") is not None and shutil.which("g++") is not None
+ADD_C = '#include <stdio.h>\nint main(){int a,b;scanf("%d %d",&a,&b);printf("%d\\n",a+b);return 0;}\n'
+ADD_CPP = "#include <iostream>\nint main(){int a,b;std::cin>>a>>b;std::cout<<a+b<<std::endl;}\n"
+ENDINGS = [
+    ("print(input())", {"stdin": "hé"}, ("exited", 0, "hé\n")),
+    ("import sys; sys.exit(3)", {}, ("exited", 3, "")),
+    ("import os; os.kill(os.getpid(), 9)", {}, ("signaled", None, "")),
+    ("while True: pass", {"limits": ProgramLimits(wall=0.2)}, ("time_limit", None, "")),
+    ("x = 'a' * (1 << 30)", {"limits": ProgramLimits(memory=64 << 20)}, ("memory_limit", None, "")),
+    ("while True: print('x' * 65536)", {"limits": ProgramLimits(output=1024)}, ("output_limit", None, None)),
+    ("import u; print(u.f())", {"files": {"u.py": "def f(): return 7"}}, ("exited", 0, "7\n")),
+    (
+        "import sys; print(sys.argv, __name__)",
+        {"argv": ("x", "é")},
+        ("exited", 0, "['main.py', 'x', 'é'] __main__\n"),
+    ),
+    ("import os; print(os.environ['A'])", {"env": {"A": "b c"}}, ("exited", 0, "b c\n")),
+    ("echo $((6 * 7)) $1; exit 4", {"language": "bash", "argv": ("z",)}, ("exited", 4, "42 z\n")),
+]
+
+
+async def test_each_program_ends_as_it_would_alone_and_results_are_in_order() -> None:
+    programs = [Program(source=source, id=str(at), **more) for at, (source, more, _) in enumerate(ENDINGS)]
+    told: list[int] = []
+    results = await run_code(programs, sandbox="local", on_result=lambda at, _: told.append(at))
+    assert told == list(range(len(programs)))
+    for result, (source, _, (status, code, stdout)) in zip(results, ENDINGS, strict=True):
+        assert (result.status, result.exit_code) == (status, code), (source, result)
+        if stdout is not None:
+            assert result.stdout == stdout, (source, result)
+    assert [result.id for result in results] == [program.id for program in programs]
+
+
+async def test_no_case_sees_what_another_one_left() -> None:
+    leaves = (
+        "import os, pathlib\nplaces = ('/work/mark', '/tmp/mark', '/dev/shm/mark')\n"
+        "seen = [p for p in places if os.path.exists(p)]\nfor p in places: pathlib.Path(p).touch()\n"
+        "pathlib.Path('main.py').write_text('print(1)')\nprint(len(seen), input())\n"
+    )
+    cases = tuple(Case(stdin=f"{n}\n", stdout=f"0 {n}") for n in range(4))
+    (result,) = await run_code([Program(source=leaves, cases=cases)], sandbox="local", concurrency=1)
+    assert result.passed, result
+    assert result.share == 1.0
+
+
+async def test_every_case_has_its_own_verdict_and_limits() -> None:
+    source = (
+        "n = input()\nif n == '1': print('1  ')\nif n == '2': print(3)\nif n == '3': 1 / 0\n"
+        "if n == '4':\n    while True: pass\nif n == '5': x = 'a' * (1 << 30)\nif n == '6': print('x' * 5000)\n"
+        "if n == '7': print('1.0000001 end')\n"
+    )
+    cases = (
+        *(Case(stdin="1", stdout="1"), Case(stdin="2", stdout="2"), Case(stdin="3", stdout="")),
+        Case(stdin="4", stdout="", limits=ProgramLimits(wall=0.2)),
+        Case(stdin="5", stdout="", limits=ProgramLimits(memory=64 << 20)),
+        Case(stdin="6", stdout="", limits=ProgramLimits(output=1000)),
+        *(Case(stdin="7", stdout="1 end"), Case(stdin="8")),
+    )
+    (result,) = await run_code([Program(source=source, cases=cases, tolerance=1e-3)], sandbox="local")
+    verdicts = [case.verdict for case in result.cases]
+    assert verdicts == ["passed", "wrong_answer", "crash", "time", "memory", "output", "passed", "passed"]
+    assert not result.passed
+    assert (result.stdout, result.share) == ("3\n", 3 / 8)
+    (again,) = await run_code(
+        [Program(source=source, cases=cases[:2])], sandbox="local", check=lambda out, case: out == "3\n"
+    )
+    assert [case.verdict for case in again.cases] == ["wrong_answer", "passed"]
+
+
+@pytest.mark.skipif(not COMPILER, reason="[probed] this machine has no gcc and g++")
+async def test_c_and_cpp_are_compiled_once_and_run_for_each_case() -> None:
+    cases = (Case(stdin="1 2", stdout="3"), Case(stdin="2 2", stdout="5"))
+    programs = [
+        Program(source=ADD_C, language="c", cases=cases),
+        Program(source=ADD_CPP, language="c++", cases=cases[:1]),
+        Program(source="int main({", language="c", cases=cases),
+    ]
+    c, cpp, broken = await run_code(programs, sandbox="local")
+    assert [case.verdict for case in c.cases] == ["passed", "wrong_answer"], c
+    assert c.compile is not None
+    assert c.compile.ok
+    assert cpp.passed, cpp
+    assert [case.verdict for case in broken.cases] == ["crash", "crash"]
+    assert broken.compile is not None
+    assert "error" in broken.compile.output
+
+
+async def test_where_there_is_no_compiler_that_is_said_and_is_not_the_programs_fault(tmp_path: Path) -> None:
+    async with Programs("subprocess") as programs:
+        spec = SandboxSpec(provider="subprocess", env={"PATH": str(tmp_path)})
+        program = Program(source=ADD_C, language="c")
+        result = await run_program(program, ProgramLimits(), spec, programs.create, asyncio.Semaphore(1))
+    assert (result.status, result.cause) == ("failed", "sandbox.refused")
+    assert "gcc" in result.detail
+
+
+async def test_a_failing_sandbox_is_replaced_and_then_told_as_infra() -> None:
+    async with Programs("local", concurrency=2) as programs:
+        made = 0
+
+        async def failing(spec: SandboxSpec) -> Any:
+            nonlocal made
+            made += 1
+            if made == 1:
+                raise SandboxError("no room", cause="sandbox.create")
+            box = await programs.create(spec)
+            if made <= lost:
+                await box.close()
+            return box
+
+        program = Program(source="print(1)")
+        lost = 2
+        result = await run_program(program, ProgramLimits(), programs.spec, failing, programs.gate)
+        assert (result.stdout, result.attempts) == ("1\n", 3), result
+        made, lost = 0, 100
+        result = await run_program(program, ProgramLimits(), programs.spec, failing, programs.gate)
+        assert (result.status, result.cause, made) == ("failed", "sandbox.lost", 3), result
+        assert not result.ok
+
+
+async def test_a_stream_takes_a_bounded_number_ahead_and_frees_all_when_left() -> None:
+    taken = 0
+
+    def endless() -> Iterator[Program]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Program(source=f"print({taken})")
+
+    async def later() -> AsyncIterator[Program]:
+        for program in endless():
+            yield program
+
+    for source in (endless(), later()):
+        taken = 0
+        stream = stream_code(source, sandbox="local", concurrency=2)
+        assert [(await anext(stream)).stdout for _ in range(3)] == ["1\n", "2\n", "3\n"]
+        assert taken <= 3 + 2 * 2
+        await stream.aclose()
+    await nothing_open()
+
+
+async def nothing_open() -> None:
+    """The thread's providers hold no sandbox."""
+    from rookery.scoring import service
+
+    thread = service._service()
+    assert thread.providers is not None
+    for provider in thread.providers._open.values():
+        assert not provider._open  # type: ignore[attr-defined]
+
+
+async def test_cancelling_ends_the_programs_before_it_returns() -> None:
+    started = asyncio.Event()
+    programs = [Program(source="pass"), *(Program(source="import time; time.sleep(60)") for _ in range(5))]
+    task = asyncio.create_task(run_code(programs, sandbox="local", on_result=lambda at, _: started.set()))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await nothing_open()
+
+
+async def test_the_synchronous_one_works_inside_of_a_running_loop_and_beside_others() -> None:
+    assert run_code_sync([Program(source="print(1)")], sandbox="local")[0].stdout == "1\n"
+    found: list[str] = []
+
+    def beside(text: str) -> None:
+        found.append(run_code_sync([Program(source=f"print({text!r})")], sandbox="local")[0].stdout)
+
+    threads = [threading.Thread(target=beside, args=(str(n),)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    mine = await rookery.run_code([rookery.Program(source="print(9)")], sandbox="local")
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert (sorted(found), mine[0].stdout) == (["0\n", "1\n", "2\n"], "9\n")
+    with pytest.raises(UsageError, match="must be Program"):
+        run_code_sync(["print(1)"])  # type: ignore[list-item]
+
+
+_SCRIPT = """
+import os, sys
+from rookery import Program, run_code_sync
+if __name__ == "__main__":
+    print(run_code_sync([Program(source="print(1)")], sandbox="local")[0].stdout, end="", flush=True)
+    pid = os.fork()
+    if pid == 0:
+        ok = run_code_sync([Program(source="print(2)")], sandbox="local")[0].stdout == "2\\n"
+        sys.exit(0 if ok else 1)
+    print("child", os.waitpid(pid, 0)[1], flush=True)
+    print(run_code_sync([Program(source="print(3)")], sandbox="local")[0].stdout, end="", flush=True)
+"""
+
+
+def test_a_plain_script_and_its_forked_child_end_cleanly_and_leave_nothing(tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\nchild 0\n3\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rookery.scoring import boxes
+
+    monkeypatch.setattr(boxes, "settle", lambda spec: (spec, "no sandbox that isolates can be had here"))
+    with pytest.raises(SandboxError, match="isolates"):
+        async with Programs():
+            raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({}, "source is empty"),
+        ({"source": 5}, "source must be"),
+        ({"source": "x", "language": "cobol"}, "language"),
+        ({"source": "x", "files": {"../up": "y"}}, "files"),
+        ({"source": "x", "files": {"/etc/passwd": "y"}}, "files"),
+        ({"source": "x", "files": {"main.py": "y"}}, "both given"),
+        ({"source": "x", "argv": ["a", 1]}, "argv"),
+        ({"source": "x", "env": {"A=B": "c"}}, "env"),
+        ({"source": "x", "limits": {"wall": 0}}, r"limits\.wall"),
+        ({"source": "x", "limits": {"memory": 1.5}}, r"limits\.memory"),
+        ({"source": "x", "limits": {"wall": True}}, r"limits\.wall"),
+        ({"source": "x", "limits": {"walls": 1}}, r"limits\.walls"),
+        ({"source": "x", "cases": [{"stdin": "1"}, {"stdout": 1}]}, r"cases\[1\]\.stdout"),
+        ({"source": "x", "cases": [{"limits": {"cpu": "a"}}]}, r"cases\[0\]\.limits\.cpu"),
+        ({"source": "x", "tolerance": -1}, "tolerance"),
+        ({"source": {"base64": "?"}}, r"source\.base64"),
+        ({"source": "x", "surprise": 1}, "surprise"),
+        ([], "must be an object"),
+    ],
+)
+def test_a_program_that_cannot_be_names_the_field(wrong: Any, word: str) -> None:
+    with pytest.raises(UsageError, match=f"^program.*{word}"):
+        program_of(wrong)
+
+
+@settings(max_examples=50)
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_whatever_is_read_is_a_program_or_a_usage_error(plain: Any) -> None:
+    for wrong in (plain, {"source": "x", "limits": plain}, {"source": "x", "cases": plain, "files": plain}):
+        try:
+            program_of(wrong)
+        except UsageError:
+            continue
+
+
+def test_limits_go_over_others_where_they_say_something() -> None:
+    assert ProgramLimits(wall=1).over(ProgramLimits(wall=2, memory=3)) == ProgramLimits(wall=1, memory=3)
+    assert limits_of({"wall": 2}) == ProgramLimits(wall=2)
+
+
+lines = st.lists(st.text(st.characters(exclude_characters="\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")), max_size=5)
+
+
+@given(lines, st.integers(0, 3))
+def test_space_at_the_end_never_decides(words: list[str], more: int) -> None:
+    text = "\n".join(words)
+    assert same_output(text, "\n".join(line + " " * more for line in words) + "\n" * more)
+    assert same_output(text, text + "x") is False
+
+
+@given(st.floats(-1e6, 1e6), st.floats(0, 1))
+def test_with_a_tolerance_only_numbers_may_differ(number: float, tolerance: float) -> None:
+    assert same_output(f"a {number}", f"a {number + 0.9 * tolerance}", tolerance + 1e-9)
+    assert not same_output(f"a {number}", f"b {number}", tolerance)
+    assert not same_output(f"{number}", f"{number} {number}", tolerance)
+    assert not same_output(f"{number}", "nan", tolerance)
+
+
+def test_nothing_of_ours_is_left_in_the_temp_folder_by_a_programs_that_was_closed() -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+
+    async def main() -> None:
+        async with Programs("local") as programs:
+            assert (await programs.run(Program(source="print(1)"))).ok
+
+    asyncio.run(main())
+    mine = {path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if f"{os.getpid()}" in path.name}
+    assert not mine
