@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No test depends on the machine's speed: a case that is slow, for whatever reason, is no failure.
+hypothesis.settings.register_profile("any-speed", deadline=None)
+hypothesis.settings.load_profile("any-speed")
 
 NO_SKIP = bool(os.environ.get("ROOKERY_NO_SKIP"))
 
