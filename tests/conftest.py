@@ -12,7 +12,9 @@ import hypothesis
 import pytest
 
 # No test depends on the machine's speed: a case that is slow, for whatever reason, is no failure.
-hypothesis.settings.register_profile("any-speed", deadline=None)
+hypothesis.settings.register_profile(
+    "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any-speed")
 
 NO_SKIP = bool(os.environ.get("ROOKERY_NO_SKIP"))
