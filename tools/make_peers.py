@@ -51,6 +51,12 @@ PEERS = (
         "import aiohttp, httptools, orjson, starlette, uvicorn, uvloop",
     ),
     Peer(
+        "ipykernel",
+        ("ipykernel==7.1.0", "jupyter_client==8.6.3"),
+        ((3, 11), (3, 14)),
+        "import ipykernel, jupyter_client",
+    ),
+    Peer(
         "litellm",
         ("litellm[proxy]==1.106.2",),
         ((3, 11), (3, 13)),

@@ -102,7 +102,9 @@ def test_classes_made_of_built_in_ones_come_back_as_those() -> None:
     assert back == [(1, 2), 1, {1: [2]}, {"a": 2}, {"a": 1}, 7, range(3), bytearray(b"x")]
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 1, iter([]), sys, ValueError("x")], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 1, iter([]), sys, ValueError("x")], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_plain_data_does_not_cross(value: Any) -> None:
     with pytest.raises(NotPlain):
         encode([value], refuse)

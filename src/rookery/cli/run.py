@@ -89,10 +89,10 @@ def chosen_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
     from rookery.tasks import load_tasks, tasks_from
 
     if values["tasks"]:
-        return load_tasks(values["tasks"], limit=values["num_tasks"])
+        return load_tasks(values["tasks"], limit=values["num_tasks"], own_limits=environment.own_limits)
     try:
         own = environment.tasks()
-        return tasks_from(own, environment.title, limit=values["num_tasks"])
+        return tasks_from(own, environment.title, limit=values["num_tasks"], own_limits=environment.own_limits)
     except RookeryError:
         raise
     except Exception as error:  # whatever the user's own code raises

@@ -371,8 +371,13 @@ class Engine:
     def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
         chosen = self.environment.tasks() if tasks is None else tasks
         if isinstance(chosen, Sequence):
-            return tasks_from(chosen, self.environment.title)
-        return (task for row in chosen for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row")))
+            return tasks_from(chosen, self.environment.title, own_limits=self.environment.own_limits)
+        own = self.environment.own_limits
+        return (
+            task
+            for row in chosen
+            for task in ((row,) if isinstance(row, Task) else tasks_from([row], "row", own_limits=own))
+        )
 
     def register(self, tasks: Sequence[Task]) -> None:
         """Writes all tasks into the journal at once, so that a resume knows those not yet begun."""

@@ -28,6 +28,9 @@ class Environment:
     roles: ClassVar[tuple[str, ...]] = ()
     """Model roles it needs besides the policy (judge, simulated user); checked before anything starts."""
 
+    own_limits: ClassVar[frozenset[str]] = frozenset()
+    """Names in a task's `limits` that are not every rollout's: they come as `task.data["limits"]`."""
+
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

@@ -12,6 +12,8 @@ from rookery.gateway import Model, Session, Watch
 from rookery.sandboxes.protocol import Sandbox
 
 T = TypeVar("T")
+LOST = ("sandbox.lost", "worker.unrecoverable")
+"""What a policy could do to its own sandbox for a free try."""
 
 
 class Log:
@@ -119,7 +121,7 @@ class Context:
         try:
             return await awaitable
         except SandboxError as error:
-            if error.code == "sandbox.lost" and on == "tool":
+            if error.code in LOST and on == "tool":
                 self.lost_in_command = True
             raise
         finally:

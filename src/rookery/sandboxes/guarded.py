@@ -85,6 +85,10 @@ class GuardedSandbox:
             return ANYONE
         raise SandboxError(f"the {self.provider} provider cannot run as {user!r}", cause="sandbox.refused")
 
+    def struck(self) -> tuple[int, int]:
+        """How many processes were ended for want of memory so far, and how many were refused."""
+        return 0, 0
+
     def made(self, job: Job) -> Job:
         """The last word about a job before it starts."""
         return job

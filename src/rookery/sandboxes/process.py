@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from rookery.core import ExecResult, SandboxError
-from rookery.sandboxes.capture import Feeder, first_of
+from rookery.sandboxes.capture import Feeder
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.protocol import Stream
 
@@ -69,7 +69,7 @@ class GuardedProcess:
             if self._job.promise.done():
                 self.settle()  # what it left running may hold the pipes: its own end counts
                 continue
-            await first_of(self._news.wait(), self._job.promise)
+            await self._news.wait()  # its end is news too: `settle` is called then
 
     async def send(self, data: bytes, *, eof: bool = False) -> None:
         """Raises BrokenPipeError when the program reads no more."""

@@ -194,6 +194,18 @@ class Reaching(Protocol):
     def egress(self) -> Sequence[Egress]: ...
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """A sandbox that tells how often its limits struck, so that who was refused something knows by what."""
+
+    held_together: bool
+    """Whether the spec's memory holds for all processes together."""
+
+    def struck(self) -> tuple[int, int]:
+        """How many processes were ended for want of memory so far, and how many refused; 0 where not known."""
+        ...
+
+
 class Home(msgspec.Struct, frozen=True, kw_only=True):
     """Where a provider may write: below `folder` and nowhere else; `run` names the owner of its leases."""
 

@@ -28,8 +28,12 @@ _BOM: Final = b"\xef\xbb\xbf"
 _decode = msgspec.json.Decoder().decode
 
 
-def load_tasks(source: str | Path, *, limit: int | None = None) -> Taskset:
-    """The tasks of a file: `.jsonl`, or `.json` with a list, each also as `.gz`. At most `limit`, the first."""
+def load_tasks(
+    source: str | Path, *, limit: int | None = None, own_limits: frozenset[str] = frozenset()
+) -> Taskset:
+    """The tasks of a file: `.jsonl`, or `.json` with a list, each also as `.gz`. At most `limit`, the first.
+
+    `own_limits`: as the environment has them."""
     _check_limit(limit)
     if "\0" in str(source):
         raise UsageError(f"the tasks file {str(source)!r} cannot exist: its name holds a NUL")
@@ -49,9 +53,9 @@ def load_tasks(source: str | Path, *, limit: int | None = None) -> Taskset:
             packed = path.name.endswith(".gz")
             file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
             if suffix == ".json":
-                tasks = _collect(_json_rows(file, path), limit, Rows("item", f"{path.name}, item"))
+                tasks = _collect(_json_rows(file, path), limit, Rows("item", f"{path.name}, item", own_limits))
             else:
-                tasks = _collect(_lines(file, path), limit, Rows("line", f"{path.name}, line"))
+                tasks = _collect(_lines(file, path), limit, Rows("line", f"{path.name}, line", own_limits))
     except FileNotFoundError:
         raise UsageError(f"the tasks file {path} does not exist") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -63,7 +67,13 @@ def load_tasks(source: str | Path, *, limit: int | None = None) -> Taskset:
     return Taskset(tasks, name=stem or name, source=str(path))
 
 
-def tasks_from(obj: Iterable[Task | dict[str, Any] | str], name: str, *, limit: int | None = None) -> Taskset:
+def tasks_from(
+    obj: Iterable[Task | dict[str, Any] | str],
+    name: str,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+) -> Taskset:
     """A taskset of what an environment defines in Python: tasks, rows as dicts, or prompts."""
     _check_limit(limit)
     if isinstance(obj, Taskset):
@@ -71,7 +81,7 @@ def tasks_from(obj: Iterable[Task | dict[str, Any] | str], name: str, *, limit: 
     if isinstance(obj, str | bytes | dict) or not isinstance(obj, Iterable):
         raise UsageError(f"the tasks of {name} must be a list of tasks, rows or prompts, not {type(obj).__name__}")
     rows = (({"prompt": row} if isinstance(row, str) else row, n, "") for n, row in enumerate(obj, 1))
-    tasks = _collect(rows, limit, Rows("task", f"{name}, task"))
+    tasks = _collect(rows, limit, Rows("task", f"{name}, task", own_limits))
     if not tasks:
         raise UsageError(f"{name} defines no tasks")
     return Taskset(tasks, name=name)

@@ -1,6 +1,7 @@
 """One row into one task, or into words about what is wrong with it. Pure.
 
-A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`; every other key goes into `data`.
+A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`; every other key goes into `data`, and so do
+limits that are not a rollout's but its environment's own.
 
 Promises:
 - any value whatever gives a valid task or one with `invalid` set; nothing raises;
@@ -28,11 +29,13 @@ class Rows:
     """Makes tasks of rows, one after the other, and remembers the ids it gave.
 
     A row without an id gets `kind` and its number as id; `where` and the number name it in what is said of it.
+    `own` are names of limits that the environment has besides those of every rollout.
     """
 
-    def __init__(self, kind: str, where: str) -> None:
+    def __init__(self, kind: str, where: str, own: frozenset[str] = frozenset()) -> None:
         self._kind = kind
         self._where = where
+        self._own = own
         self._ids: set[str] = set()
 
     def task(self, row: object, number: int) -> Task:
@@ -47,7 +50,7 @@ class Rows:
                 raise Invalid(f"a row must be an object with a prompt, got {_kind(row)}")
             given = row.get("id")
             name = self._spare(number) if given is None else self._claim(given)
-            return _checked(_task(row, name))
+            return _checked(_task(row, name, self._own))
         except Invalid as problem:
             return self.invalid(str(problem), number, name=name)
 
@@ -85,7 +88,7 @@ def _checked(task: Task) -> Task:
     return task
 
 
-def _task(row: dict[Any, Any], name: str) -> Task:
+def _task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
     data = row.get("data")
     if data is None:
         data = {}
@@ -103,6 +106,11 @@ def _task(row: dict[Any, Any], name: str) -> Task:
     if image is not None and (not isinstance(image, str) or not image.strip()):
         raise Invalid("image must be the name of an image")
     limits = row.get("limits")
+    if own and isinstance(limits, dict) and (theirs := {key: limits[key] for key in limits if key in own}):
+        if "limits" in data:
+            raise Invalid("limits is both a field of the row and of its data; keep one")
+        data = data | {"limits": theirs}
+        limits = {key: value for key, value in limits.items() if key not in own}
     return Task(
         id=name,
         prompt=_prompt(row.get("prompt")),

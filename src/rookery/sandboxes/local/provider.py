@@ -24,7 +24,7 @@ from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
 from rookery.sandboxes.jobs import Job
-from rookery.sandboxes.local import users
+from rookery.sandboxes.local import groups, users
 from rookery.sandboxes.local.line import Asked, Given, Line
 from rookery.sandboxes.protocol import Command, Egress, Home
 
@@ -251,6 +251,12 @@ class LocalSandbox(GuardedSandbox):
                 cause="sandbox.refused",
             )
         return await users.find(user, partial(self.read, limit=users.MOST))
+
+    def struck(self) -> tuple[int, int]:
+        folder = self._given.memory if self._given is not None else ""
+        if not folder:
+            return 0, 0
+        return groups.oom_kills(folder), groups.forks_refused(groups.pids_folder(folder))
 
     def made(self, job: Job) -> Job:
         assert self._given is not None

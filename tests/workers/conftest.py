@@ -1,0 +1,74 @@
+"""Workers in sandboxes of both kinds; every test must leave no process, folder or descriptor."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+import pytest
+import pytest_asyncio
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Home, Provider, Sandbox, open_provider
+from rookery.workers import Worker, WorkerLimits, sandbox_for
+from tests.sandboxes.conftest import orphans_of, processes_of
+
+MB = 1 << 20
+LIMITS = WorkerLimits(wall=20.0, memory=192 * MB, processes=32, output=4096)
+
+
+class Opening(Protocol):
+    def __call__(self, limits: WorkerLimits = LIMITS, **more: Any) -> AbstractAsyncContextManager[Worker]: ...
+
+
+@pytest.fixture(params=["local", "subprocess"], scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    folder = tmp_path_factory.mktemp("workers")
+    run = f"run-{os.getpid()}-{folder.name}"
+    before = len(os.listdir("/proc/self/fd"))
+    yield Home(folder=folder, run=run)
+    assert processes_of(run) == []
+    assert orphans_of(folder) == []
+    assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider(kind: str, home: Home) -> AsyncIterator[Provider]:
+    """One for all tests of a module: a keeper takes its time to start."""
+    made = open_provider(kind, home)
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(provider: Provider) -> AsyncIterator[Sandbox]:
+    made = await provider.create(sandbox_for(LIMITS), attempt="worker")
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(sandbox: Sandbox) -> AsyncIterator[Worker]:
+    async with await Worker.open(sandbox, limits=LIMITS) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def opened(provider: Provider) -> Opening:
+    @asynccontextmanager
+    async def opening(limits: WorkerLimits = LIMITS, **more: Any) -> AsyncIterator[Worker]:
+        spec: SandboxSpec = more.pop("spec", None) or sandbox_for(limits)
+        made = await provider.create(spec, attempt="worker")
+        try:
+            async with await Worker.open(made, limits=limits, **more) as worker:
+                yield worker
+        finally:
+            await made.close()
+
+    return opening

@@ -1,0 +1,102 @@
+"""Values as text: exact where they fit, bounded where not."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.workers.inside.display import cut, shown
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=5)
+        | st.sets(st.integers(), max_size=5)
+    ),
+    max_leaves=30,
+)
+
+
+@dataclass
+class Point:
+    x: Any
+    hidden: int = field(default=0, repr=False)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@given(PLAIN)
+def test_what_fits_is_shown_as_repr_shows_it(value: object) -> None:
+    assert shown(value, 100_000) == repr(value)
+
+
+@given(PLAIN, st.integers(16, 200))
+def test_what_does_not_fit_is_bounded(value: object, most: int) -> None:
+    text = shown([value] * 10_000, most)
+    assert len(text) < 2 * most + 400
+    assert text.startswith("[")
+
+
+def test_only_what_is_shown_is_looked_at() -> None:
+    asked = 0
+
+    class Costly:
+        def __repr__(self) -> str:
+            nonlocal asked
+            asked += 1
+            return "x"
+
+    big = [Costly() for _ in range(100_000)]
+    for value in (
+        big,
+        (big,),
+        {"k": big},
+        Point(big),
+        Pair(big, 1),
+        deque(big),
+        OrderedDict(a=big),
+        defaultdict(list, a=big),
+    ):
+        asked = 0
+        text = shown(value, 300)
+        assert "more" in text
+        assert asked < 500
+        assert len(text) < 1000
+
+
+def test_a_container_keeps_its_name() -> None:
+    assert shown(Point([1] * 1000), 50).startswith("Point(x=[1, 1")
+    assert "hidden" not in shown(Point([1] * 1000), 50)
+    assert shown(Counter(range(1000)), 50).startswith("Counter({0: 1")
+    assert shown(OrderedDict.fromkeys(range(1000)), 50).startswith("OrderedDict({0: None")
+    assert shown(frozenset(range(1000)), 50).startswith("frozenset({")
+    assert shown(Counter("aab"), 100) == "Counter({'a': 2, 'b': 1})"
+
+
+def test_loops_depth_and_digits_end() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert shown(loop, 100) == "[[...]]"
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert len(shown(deep, 100)) < 400
+    assert shown(2**10**6, 100) == "<an integer of about 301030 digits>"
+    assert shown([2**10**6], 100) == "[<an integer of about 301030 digits>]"
+
+
+@given(st.text(max_size=300), st.integers(8, 100))
+def test_a_cut_has_head_and_tail(text: str, most: int) -> None:
+    found = cut(text, most)
+    if len(text) <= most:
+        assert found == text
+    else:
+        assert found.startswith(text[: most - most // 4])
+        assert found.endswith(text[len(text) - most // 4 :])

@@ -1,0 +1,164 @@
+"""Functions of the host's that cells call, and what a stub that lies can do to the host: nothing."""
+
+# ruff: noqa: E501  (a cell is read best as it is)
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import ExecResult, SandboxError, SandboxSpec, Truncation
+from rookery.sandboxes import Command, Stream
+from rookery.workers import CellLimits, HostFunction, Worker
+from rookery.workers.inside import frames as f
+from tests.workers.conftest import Opening
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_cells_call_functions_and_they_survive_the_worker(opened: Opening) -> None:
+    seen: list[Any] = []
+
+    async def search(query: str, *, top: int = 3) -> dict[str, Any]:
+        seen.append((query, top))
+        return {"query": query, "hits": list(range(top)), "é": None}
+
+    def plain(x: float) -> float:
+        return x * 2
+
+    async with opened(functions={"search": search, "plain": plain}) as worker:
+        assert (await worker.run("search('a', top=2)")).value == "{'query': 'a', 'hits': [0, 1], 'é': None}"
+        assert (await worker.run("import asyncio\nawait asyncio.sleep(0)\nplain(1.5)")).value == "3.0"
+        assert (await worker.run("import os\nos._exit(1)")).recovered == "kept"
+        assert (await worker.run("del __builtins__.search\nplain(plain(1))")).value == "4"
+        assert (await worker.run("search('b')['hits']")).value == "[0, 1, 2]"
+        assert seen == [("a", 2), ("b", 3)]
+        cell = await worker.run(
+            "import threading\ngot = []\nts = [threading.Thread(target=lambda i=i: got.append(plain(i))) for i in range(8)]\n"
+            "[t.start() for t in ts]; [t.join() for t in ts]\nsorted(got)"
+        )
+        assert cell.value == "[0, 2, 4, 6, 8, 10, 12, 14]"
+
+
+async def test_their_time_is_not_the_cells_and_each_has_a_deadline(opened: Opening) -> None:
+    async def slow() -> int:
+        await asyncio.sleep(0.4)
+        return 1
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    functions = {"slow": slow, "never": HostFunction(call=never, timeout=0.1)}
+    async with opened(functions=functions) as worker:
+        cell = await worker.run("slow()", limits=CellLimits(wall=0.35))
+        assert (cell.status, cell.value) == ("ok", "1")
+        assert cell.function_seconds >= 0.4
+        assert cell.usage.wall < 0.35
+        cell = await worker.run("try:\n    never()\nexcept TimeoutError as e:\n    print(e)")
+        assert (cell.status, cell.stdout) == ("ok", "never() took longer than 0.1 s\n")
+        cell = await worker.run("slow()\nwhile True: pass", limits=CellLimits(wall=0.2))
+        assert (cell.status, cell.recovered) == ("time_limit", "kept")
+
+
+async def test_plain_data_only_and_errors_are_the_cells_to_handle(opened: Opening) -> None:
+    def wrong() -> object:
+        return object()
+
+    def broken(*_: object) -> None:
+        raise LookupError("no such thing")
+
+    async with opened(functions={"wrong": wrong, "broken": broken, "same": lambda x: x}) as worker:
+        cell = await worker.run("broken(1)")
+        assert cell.status == "runtime"
+        assert cell.error.endswith("broken(): LookupError: no such thing")
+        assert "worker" not in cell.error
+        assert (await worker.run("wrong()")).status == "runtime"
+        for bad in ("same(object())", "same(float('nan'))", "same({1, 2})", "same('x' * (5 << 20))", "same()"):
+            cell = await worker.run(bad)
+            assert cell.status == "runtime", (bad, cell)
+        deep = await worker.run("x = []\nfor _ in range(900): x = [x]\nsame(x) == x")
+        assert deep.status in ("ok", "runtime")
+        assert (
+            await worker.run("import os\npid = os.fork()\nif not pid:\n    same(1)\nos.waitpid(pid, 0)[1] != 0")
+        ).value == "True"
+        cell = await worker.run("for i in range(1100): same(i)")
+        assert "as often as it may" in cell.error
+        assert (await worker.run("same([1, {'a': 'ü'}])")).value == "[1, {'a': 'ü'}]"
+
+
+async def test_what_ends_a_rollout_passes_through_and_the_cell_is_undone(opened: Opening) -> None:
+    def spent() -> None:
+        raise Truncation("tokens")
+
+    async with opened(functions={"spent": spent}) as worker:
+        await worker.run("x = 1")
+        with pytest.raises(Truncation):
+            await worker.run("x = 2\ntry:\n    spent()\nexcept BaseException:\n    pass\nwhile True: pass")
+        assert (await worker.run("x")).value == "1"
+
+
+class Lying:
+    """A sandbox whose process says whatever it is told to."""
+
+    id = "lying"
+    spec = SandboxSpec()
+
+    def __init__(self, said: bytes) -> None:
+        self.said = said
+
+    async def start(self, _command: Command) -> "Lying":
+        self.over = asyncio.Event()
+        return self
+
+    async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
+        for at in range(0, len(self.said), 1000):
+            yield "stdout", self.said[at : at + 1000]
+            await asyncio.sleep(0)
+        await self.over.wait()
+
+    async def send(self, data: bytes, *, eof: bool = False) -> None:
+        if eof:
+            self.over.set()
+
+    async def wait(self, *, timeout: float) -> ExecResult:
+        async with asyncio.timeout(timeout):
+            await self.over.wait()
+        return ExecResult(status="exited", exit_code=0)
+
+    async def kill(self) -> ExecResult:
+        self.over.set()
+        return ExecResult(status="signaled", signal=9)
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    return f.HEAD.pack(len(payload), kind) + payload
+
+
+FRAMES = st.builds(frame, st.sampled_from([*range(11, 17), 0, 99]), st.binary(max_size=200))
+HELLO = frame(f.HELLO, f.packed([b"3.11", b"yes", b"yes"]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.one_of(st.binary(max_size=4000), st.lists(FRAMES, max_size=8).map(b"".join)), hello=st.booleans())
+async def test_a_stub_that_lies_neither_hangs_nor_breaks_the_host(said: bytes, hello: bool) -> None:
+    sandbox: Any = Lying((HELLO if hello else b"") + said)
+    try:
+        async with asyncio.timeout(20):
+            worker = await Worker.open(sandbox, timeout=0.05, restarts=1)
+            async with worker:
+                task = asyncio.ensure_future(worker.run("1", limits=CellLimits(wall=0.001)))
+                await asyncio.wait({task}, timeout=0.02)
+                sandbox.over.set()
+                cell = await task
+                assert cell.number == 1
+    except SandboxError:
+        return  # which is what it is for
+
+
+async def test_a_frame_too_long_is_refused_before_it_is_there() -> None:
+    sandbox: Any = Lying(f.HEAD.pack(0xFFFFFFFF, f.HELLO) + b"x" * 5000)
+    with pytest.raises(SandboxError, match="a frame of 4294967295 bytes"):
+        await Worker.open(sandbox, timeout=5.0)

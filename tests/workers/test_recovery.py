@@ -1,0 +1,358 @@
+"""What survives, what does not, and what is said about it; and recovery that fails."""
+
+# ruff: noqa: E501  (a cell is read best as it is)
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rookery.core import SandboxError, SandboxSpec, UsageError, WorkerRecoveryError
+from rookery.sandboxes import Command, Home, Provider, Sandbox, procs
+from rookery.sandboxes.local.provider import LocalProvider
+from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
+from tests.sandboxes.conftest import processes_of
+from tests.sandboxes.hostile.look import keeper_of
+from tests.workers.conftest import LIMITS, MB, Opening
+from tests.workers.mixed import Mixed
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SPIN = "while True: pass"
+QUICK = CellLimits(wall=0.1)
+HOG = """
+import os, time
+taken = 0
+while True:
+    try:
+        while True:
+            if os.fork() == 0: time.sleep(1000)
+            taken += 1
+    except OSError:
+        print(taken, flush=True)
+        input()
+"""
+"""Takes every process that there is, and says how many it has; then again whenever it is told to."""
+
+
+async def killed(worker: Worker, home: Home) -> None:
+    """Ends the monitor, until that is known here."""
+    assert worker._link is not None
+    os.kill(monitors_of(home)[0], signal.SIGKILL)
+    await asyncio.wait({worker._link.ended}, timeout=20)
+
+
+def monitors_of(home: Home) -> list[int]:
+    """As the host counts them."""
+    named = []
+    for pid in processes_of(home.run):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text() == "worker\n":
+                named.append(pid)
+    # Its first child has its name for a moment.
+    return [pid for pid in named if (procs.stat_of(pid) or ("", 0))[1] not in named]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_good_cell_is_right_and_every_bad_one_typed_in_any_order(worker: Worker, seed: int) -> None:
+    mixed = Mixed(worker, seed)
+    for _ in range(40):
+        await mixed.step()
+    assert worker.restarts_left == 16
+
+
+async def test_what_earlier_cells_left_running_goes_on_and_is_told(worker: Worker) -> None:
+    cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
+    pid = cell.value
+    cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=QUICK)
+    assert "1 process that the cell had started was ended with it." in cell.notice
+    assert "1 process of earlier cells goes on." in cell.notice
+    assert (await worker.run(f"open('/proc/{pid}/stat').read().rpartition(') ')[2][0]")).value in ("'S'", "'R'")
+    assert (await worker.run(f"import os\nos.kill({pid}, 9)")).status == "ok"
+
+
+async def test_files_stay_and_a_twin_holds_no_pipe_of_the_users(worker: Worker) -> None:
+    await worker.run(
+        "import os, subprocess\nf = open('log', 'w')\np = subprocess.Popen(['cat'], stdin=-1, stdout=-1)\nr, w = os.pipe()"
+    )
+    assert (await worker.savepoint()).made
+    cell = await worker.run("p.stdin.close()\np.wait(), os.close(w), os.read(r, 1)", limits=CellLimits(wall=10))
+    assert cell.value == "(0, None, b'')", cell
+    await worker.run("r, w = os.pipe()\nf.write('a') and f.flush()")
+    cell = await worker.run("f.write('b'); f.flush(); os._exit(1)")
+    assert "pipes and sockets that earlier cells had opened were closed" in cell.notice
+    assert "Files that were written stay." in cell.notice
+    assert (await worker.run("os.read(r, 1)")).value == "b''"
+    assert (await worker.run("f.write('c') and f.close()\nopen('log').read()")).value == "'abc'"
+
+
+async def test_what_was_written_before_a_savepoint_is_written_once(worker: Worker) -> None:
+    await worker.run("import sys\nf = open('once', 'w')\nsys.stdout.write('half a line')")
+    cell = await worker.run("import os\nos._exit(1)")
+    assert cell.stdout == ""
+    cell = await worker.run("print('.')")
+    assert cell.stdout == ".\n"
+
+
+async def test_threads_forbid_a_savepoint_and_the_reset_is_told(worker: Worker) -> None:
+    await worker.run(
+        "import threading\nend = threading.Event()\nt = threading.Thread(target=end.wait)\nt.start()\nx = 1"
+    )
+    saved = await worker.savepoint()
+    assert (saved.made, saved.why) == (False, "it had 2 threads")
+    cell = await worker.run("import os\nos._exit(1)")
+    assert (cell.status, cell.recovered) == ("crash", "reset")
+    assert "The state was reset" in cell.notice
+    assert "it had 2 threads" in cell.notice
+    assert (await worker.run("'x' in globals()")).value == "False"
+    assert worker.restarts_left == 15
+    await worker.run(
+        "import threading\nend = threading.Event()\nt = threading.Thread(target=end.wait)\nt.start()\nx = 2"
+    )
+    await worker.run("end.set(); t.join()")
+    assert (await worker.savepoint()).made
+    assert (await worker.run("import os\nos._exit(1)")).recovered == "kept"
+
+
+async def test_an_async_cell_goes_on_after_going_back(worker: Worker) -> None:
+    await worker.run("import asyncio\nasync def f(): return 3\nawait f()")
+    assert (await worker.run(f"await f()\n{SPIN}", limits=QUICK)).recovered == "kept"
+    assert (await worker.run("await asyncio.sleep(0.01)\nawait f()")).value == "3"
+
+
+async def test_an_end_between_cells_is_told_by_the_next(worker: Worker, home: Home) -> None:
+    await worker.run("import os, subprocess\nx = 5")
+    assert (await worker.savepoint()).made
+    pid = (
+        await worker.run(
+            "subprocess.Popen(['sh', '-c', f'while [ ! -e go ]; do sleep 0.01; done; kill -9 {os.getpid()}'])\nos.getpid()"
+        )
+    ).value
+    assert (await worker.savepoint()).made
+    await worker._sandbox.write("go", b"")
+    async with asyncio.timeout(20):
+        while not worker._notes:
+            await asyncio.sleep(0.005)
+    cell = await worker.run("x, os.getpid()")
+    assert cell.ok
+    assert cell.value.startswith("(5, ")
+    assert pid not in cell.value
+    assert cell.notice.startswith("Before this cell, the Python was lost")
+    assert "goes on from its state after the last cell" in cell.notice
+    assert (await worker.run("x")).notice == ""
+
+
+async def test_a_cancelled_cell_is_undone_and_the_next_one_tells(worker: Worker) -> None:
+    await worker.run("x = 1")
+    begun = asyncio.Event()
+    task = asyncio.create_task(worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=lambda *_: begun.set()))
+    await asyncio.wait_for(begun.wait(), 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    cell = await worker.run("x")
+    assert (cell.value, cell.ok) == ("1", True)
+    assert "was cancelled" in cell.notice
+
+
+async def test_a_callback_that_raises_ends_the_cell_and_is_raised(worker: Worker) -> None:
+    await worker.run("x = 1")
+
+    def listen(*_: object) -> None:
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        await worker.run(f"x = 2\nprint('begun')\n{SPIN}", on_output=listen)
+    assert (await worker.run("x")).value == "1"
+
+
+async def test_too_large_for_the_sandbox_means_no_savepoint(opened: Opening, kind: str) -> None:
+    limits = WorkerLimits(memory=128 * MB)
+    async with opened(limits, spec=SandboxSpec(memory=200 * MB)) as worker:
+        assert (await worker.savepoint()).made
+        assert (await worker.run("x = b'x' * (80 << 20)")).ok
+        saved = await worker.savepoint()
+        if kind == "local":
+            assert "too large" in saved.why
+        else:
+            assert saved.made  # there, memory is each process's own
+
+
+async def test_a_monitor_that_is_killed_is_replaced_and_its_processes_are_gone(
+    worker: Worker, home: Home, kind: str
+) -> None:
+    (monitor,) = monitors_of(home)
+    pid = int(
+        (await worker.run("import subprocess\nx = 1\nsubprocess.Popen(['setsid', 'sleep', '1000']).pid")).value
+    )
+    begun = asyncio.Event()
+    task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
+    await asyncio.wait_for(begun.wait(), 20)
+    os.kill(monitor, signal.SIGKILL)
+    cell = await task
+    assert (cell.status, cell.recovered) == ("crash", "reset")
+    assert "The state was reset" in cell.notice
+    assert (await worker.run(f"import os\nos.path.exists('/proc/{pid}')")).value == "False"
+    assert worker.restarts_left == 15
+    await killed(worker, home)
+    cell = await worker.run("'x' in globals()")
+    assert (cell.status, cell.value) == ("ok", "False")
+    assert "Before this cell" in cell.notice
+
+
+async def test_restarts_are_budgeted(opened: Opening, home: Home) -> None:
+    async with opened(restarts=1) as worker:
+        for left in (0, -1):
+            await killed(worker, home)
+            if left == 0:
+                assert (await worker.run("1")).ok
+            else:
+                with pytest.raises(WorkerRecoveryError, match="more often than it may"):
+                    await worker.run("1")
+        with pytest.raises(WorkerRecoveryError):
+            await worker.run("1")
+
+
+async def test_a_dead_sandbox_is_a_recovery_error_and_others_are_unharmed(
+    provider: Provider, sandbox: Sandbox
+) -> None:
+    other = await provider.create(sandbox_for(LIMITS), attempt="other")
+    try:
+        async with (
+            await Worker.open(sandbox, limits=LIMITS) as worker,
+            await Worker.open(other, limits=LIMITS) as kept,
+        ):
+            await kept.run("x = 1")
+            begun = asyncio.Event()
+            task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
+            await asyncio.wait_for(begun.wait(), 20)
+            await sandbox.close()
+            with pytest.raises(WorkerRecoveryError) as caught:
+                await task
+            assert isinstance(caught.value, SandboxError)
+            assert (caught.value.code, caught.value.fault) == ("worker.unrecoverable", "infra")
+            with pytest.raises(WorkerRecoveryError):
+                await worker.run("1")
+            assert (await kept.run("x")).value == "1"
+    finally:
+        await other.close()
+
+
+async def test_no_process_left_to_start_it_with_is_a_recovery_error(
+    opened: Opening, home: Home, kind: str
+) -> None:
+    if kind == "subprocess":
+        return  # there is no limit that refuses a process
+    async with opened(spec=SandboxSpec(memory=512 * MB, pids=24)) as worker:
+        hog = await worker._sandbox.start(Command(argv=("python3", "-c", HOG)))
+        assert (await worker.savepoint()).made
+        said = hog.output()
+        taken = last = int((await anext(said))[1])
+        await killed(worker, home)
+        async with asyncio.timeout(20):
+            while last < taken + 3:  # the monitor, the Python, its twin
+                await hog.send(b"again\n")
+                last = int((await anext(said))[1])
+        with pytest.raises(WorkerRecoveryError):
+            await worker.run("1")
+
+
+async def test_a_worker_in_a_closed_sandbox_cannot_be_opened(sandbox: Sandbox) -> None:
+    await sandbox.close()
+    with pytest.raises(SandboxError, match="a worker could not be started") as caught:
+        await Worker.open(sandbox, limits=LIMITS)
+    assert not isinstance(caught.value, WorkerRecoveryError)
+
+
+async def test_limits_that_cannot_be_are_named(sandbox: Sandbox, worker: Worker) -> None:
+    for field, value in (
+        ("wall", 0),
+        ("wall", float("nan")),
+        ("memory", 5),
+        ("cpu_seconds", -1),
+        ("processes", -1),
+        ("display", 1 << 40),
+    ):
+        with pytest.raises(UsageError, match=f"limits.{field}"):
+            WorkerLimits(**{field: value})
+        with pytest.raises(UsageError, match=f"limits.{field}"):
+            CellLimits(**{field: value})
+    with pytest.raises(UsageError, match=r"limits\.memory"):
+        await worker.run("1", limits=CellLimits(memory=1 << 40))
+    with pytest.raises(UsageError, match="sandbox_for"):
+        await Worker.open(sandbox, limits=WorkerLimits(memory=1 << 40))
+    with pytest.raises(UsageError, match="functions"):
+        await Worker.open(sandbox, functions={"not a name": print})
+
+
+async def test_closing_is_idempotent_and_leaves_no_process(opened: Opening, home: Home) -> None:
+    async with opened() as worker:
+        await worker.run("import subprocess\nfor _ in range(3): subprocess.Popen(['setsid', 'sleep', '1000'])")
+        await worker.close()
+        await worker.close()
+        assert monitors_of(home) == []
+        seen = await worker._sandbox.exec(
+            Command(argv=("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 100[0]'"))
+        )
+        assert seen.stdout == b"0\n"
+        with pytest.raises(SandboxError, match="closed"):
+            await worker.run("1")
+
+
+async def test_a_dead_keeper_is_a_recovery_error_and_another_is_unharmed(
+    kind: str, worker: Worker, tmp_path: Path
+) -> None:
+    if kind == "subprocess":
+        return  # there is none
+    other = LocalProvider(Home(folder=tmp_path, run=f"keeperless-{os.getpid()}"))
+    try:
+        box = await other.create(sandbox_for(LIMITS), attempt="keeperless")
+        lost = await Worker.open(box, limits=LIMITS)
+        await lost.run("x = 1")
+        await worker.run("x = 2")
+        os.kill(await keeper_of(other), signal.SIGKILL)
+        with pytest.raises(WorkerRecoveryError) as caught:
+            await lost.run(SPIN)
+        assert caught.value.fault == "infra"
+        await lost.close()
+        assert (await worker.run("x")).value == "2"
+    finally:
+        await other.close()
+
+
+async def test_a_full_disk_is_told_as_one_and_the_python_goes_on(opened: Opening) -> None:
+    spec = msgspec.structs.replace(sandbox_for(LIMITS), disk=8 * MB)
+    async with opened(spec=spec) as worker:
+        await worker.run("x = 1")
+        cell = await worker.run("with open('big', 'wb') as f:\n    for _ in range(32): f.write(bytes(1 << 20))")
+        assert (cell.status, cell.recovered) == ("disk_limit", "none")
+        assert "OSError" in cell.error
+        assert (await worker.run("import os\nos.unlink('big')\nx")).value == "1"
+
+
+async def test_a_worker_that_is_closed_ends_the_cell_that_runs(opened: Opening) -> None:
+    async with opened() as worker:
+        begun = asyncio.Event()
+        task = asyncio.create_task(worker.run(f"print(1)\n{SPIN}", on_output=lambda *_: begun.set()))
+        await asyncio.wait_for(begun.wait(), 20)
+        await worker.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await task
+
+
+async def test_a_cell_cannot_say_more_than_it_may_by_speaking_in_the_workers_place(opened: Opening) -> None:
+    forge = """
+import gc
+live = [o for o in gc.get_objects() if type(o).__name__ == "Live"][0]
+text = b"x" * (1 << 20)
+size = len(text).to_bytes(4, "little")
+live.say(14, live.token + bytes([0]) + bytes(8), (size + text) * 2 + size * 0)
+import time; time.sleep(100)
+"""
+    async with opened() as worker:
+        cell = await worker.run(forge)
+        assert len(cell.value) < 20_000
+        assert len(cell.error) <= 20_000
