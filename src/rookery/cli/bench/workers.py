@@ -1,4 +1,4 @@
-"""`rookery bench workers`: what a cell costs with a savepoint behind it, and what it costs to go back.
+"""`rookery bench workers`: what a cell costs with a savepoint behind it, what it costs to go back, and programs.
 
 Promises:
 - every timed cell has a savepoint behind it, made before its clock starts; what that took is a row of its own;
@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from rookery.cli.bench import Progress, Result
+from rookery.cli.bench.programs import program_rates
 from rookery.cli.bench.workers_cells import cells_of_our_own, ipykernel_ms
 
 NAME = "workers"
@@ -31,7 +32,11 @@ QUICK = Size(rounds=2, cells=40, ends=15)
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    return [*await _cells(size, progress), *await _ends(size, progress)]
+    return [
+        *await _cells(size, progress),
+        *await _ends(size, progress),
+        *await program_rates(quick, progress),
+    ]
 
 
 async def _cells(size: Size, progress: Progress) -> list[Result]:
