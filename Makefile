@@ -8,13 +8,14 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-cgroup2 setup peers tokenizers clean help
+.PHONY: demo test lint unit test-long test-cgroup2 setup peers tokenizers clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
-	@echo "make test    set up, lint, type-check and run every test"
+	@echo "make test    set up, lint, type-check and run the tests, but for the long ones"
 	@echo "make lint    ruff, mypy and the order of the rooms"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
+	@echo "make test-long  the tests that take many seconds each: thousands of boxes, of streams, of kills"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
@@ -48,7 +49,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long" $(ARGS)
+
+# What proves by numbers: thousands of boxes and streams, kill -9 again and again. With `make test`, all there is.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long $(ARGS)
 
 # Not a part of `make test`: where this machine has no v2 controllers, it fetches and boots a kernel.
 test-cgroup2: $(STAMP)

@@ -442,6 +442,7 @@ TINY = gateway.Size(
 )
 
 
+@pytest.mark.long
 async def test_the_bench_has_every_figure_and_names_the_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +466,7 @@ async def test_the_bench_has_every_figure_and_names_the_peers_that_are_missing(
     assert any("make peers" in line for line in said)
 
 
+@pytest.mark.long
 async def test_a_peer_that_answers_wrong_is_missing_and_the_others_are_not(checkout: Path) -> None:
     wrong = (
         "import asyncio\n"

@@ -90,6 +90,7 @@ async def test_repeated_policies_are_replicas_and_all_of_them_get_work(tmp_path:
     assert min(work) > 0
 
 
+@pytest.mark.long
 async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_path: Path) -> None:
     async with standin_process("vllm", weights=None) as one, standin_process("vllm", weights=None) as two:
         command = (

@@ -82,7 +82,8 @@ async def start() -> AsyncIterator[Launch]:
             await run.wait()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.timeout(180)
 async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
     model: ModelServer, tmp_path: Path, start: Launch, seed: int

@@ -344,6 +344,7 @@ async def test_tasks_may_be_texts_rows_or_tasks(model: ModelServer, tmp_path: Pa
     assert sorted(group.task.text for group in groups) == ["", "one", "two"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "start",
     ["asyncio.run(main())", "with SyncEngine(play, policy=URL, out=OUT, runners=1) as e: print(list(e.groups()))"],

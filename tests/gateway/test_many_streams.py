@@ -104,6 +104,7 @@ def text_of(answer: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("descriptors")
 async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody() -> None:
     loop = asyncio.get_running_loop()

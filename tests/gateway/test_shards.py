@@ -167,6 +167,7 @@ async def test_a_turn_that_was_recorded_but_not_told_is_told_to_its_retry_and_no
         assert len(server.requests) == 1
 
 
+@pytest.mark.long
 async def test_shards_that_are_killed_again_and_again_lose_nothing_and_double_nothing() -> None:
     async with (
         standin("vllm") as server,

@@ -43,7 +43,8 @@ journal.close()
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
 def test_kill_9_loses_nothing_committed_and_doubles_nothing(run: Path, seed: int) -> None:
     rng = random.Random(seed)
     with Journal.create(run, {}) as journal:

@@ -54,6 +54,7 @@ async def several(soak: Soak, count: int) -> list[LocalSandbox]:
     return list(await asyncio.gather(*(soak.provider.create(SPEC, attempt=f"a{n}") for n in range(count))))
 
 
+@pytest.mark.long
 async def test_a_thousand_boxes_live_at_once_and_all_of_them_go(soak: Soak) -> None:
     before = soak.figures()
     boxes = await several(soak, MANY)
@@ -70,6 +71,7 @@ async def test_a_thousand_boxes_live_at_once_and_all_of_them_go(soak: Soak) -> N
     assert soak.figures()._replace(keeper_mb=0, owner_mb=0).grown(before) == []
 
 
+@pytest.mark.long
 async def test_what_the_kernel_counts_by_user_is_each_boxs_own(soak: Soak) -> None:
     """Instances of inotify: 128 for each user, and for the user who made a namespace all that are in it."""
     most = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
@@ -96,6 +98,7 @@ async def test_what_the_kernel_counts_by_user_is_each_boxs_own(soak: Soak) -> No
     await soak.rest()
 
 
+@pytest.mark.long
 async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> None:
     command = Command(argv=("true",))
     before = soak.figures()
@@ -104,6 +107,7 @@ async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> No
     assert soak.figures().grown(before) == []
 
 
+@pytest.mark.long
 async def test_creations_of_which_half_are_cancelled_leave_nothing(home: Home, soak: Soak) -> None:
     before = soak.figures()
     dice = random.Random(4)

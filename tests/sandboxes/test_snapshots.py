@@ -83,7 +83,8 @@ def script(steps: Steps) -> str:
     return "\n".join((WRITING, *lines))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.long
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example([("mkdir -p", "/tmp/a/b")], [("put one", "a")], [("rm -rf", "/tmp/a"), ("put one", "/tmp/a")])
 @example([("mkdir -p", "b/b/c")], [("rm -rf", "b"), ("ln -s", "a", "b")], [("rm -rf", "b"), ("mkdir -p", "b/a")])
 @given(before=st.lists(STEPS, max_size=15), after=st.lists(STEPS, max_size=15), late=st.lists(STEPS, max_size=10))

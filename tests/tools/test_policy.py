@@ -7,6 +7,8 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
 from rookery.core import Message, Sampling, Task, Truncation
 from rookery.environments.arithmetic import Arithmetic
 from rookery.environments.results import match_answer
@@ -49,6 +51,7 @@ async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) ->
     return False
 
 
+@pytest.mark.long
 async def test_about_half_of_the_tasks_are_solved_easy_ones_nearly_always_hard_ones_rarely() -> None:
     """On tasks that nothing was set by. Twice the standard error is left at either end."""
     env = Arithmetic(split="held-out", size=TASKS, seed=7)

@@ -246,6 +246,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.long
 def test_running_it_twice_gives_the_same_checksum_and_a_record(tmp_path):
     ends = [
         run("--steps", "2", "--evaluate", count, "--out", tmp_path / f"{name}.safetensors")

@@ -12,6 +12,7 @@ from tests.docs.test_docs import ROOT, blocks
 PAGE = ROOT / "docs" / "training.md"
 
 
+@pytest.mark.long
 def test_the_trainer_of_ones_own_trains_and_agrees_with_the_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,8 +73,9 @@ def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+@pytest.mark.long
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_batching_changes_nothing(data: st.DataObject) -> None:
     """Alone, in company that comes and goes, with and without a past: the same tokens and logprobs, bit by bit."""
     weights = Weights.random(reference.SMALL, seed=data.draw(st.integers(0, 99)), scale=0.2)

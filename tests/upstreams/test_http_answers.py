@@ -55,7 +55,8 @@ def test_an_answer_in_single_bytes_is_the_same_answer(loop: str) -> None:
     run(main(), loop)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_chunking_and_any_split_give_the_body(data: st.DataObject) -> None:
     chunks = data.draw(st.lists(st.binary(max_size=300), max_size=12))
