@@ -19,6 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "export": ("rookery.cli.export:export", "Write a run as JSONL or Parquet."),
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
     "exec": ("rookery.cli.exec:exec_", "Run one command in a sandbox."),
+    "images": ("rookery.cli.images:images", "List, fetch, import and prune images for sandboxes."),
     "doctor": ("rookery.cli.doctor:doctor", "Say what this machine can isolate, and what is missing."),
     "reap": ("rookery.cli.reap:reap", "End sandboxes whose owner is gone."),
     "gateway": ("rookery.cli.gateway:gateway", "Serve a door that records model calls."),

@@ -18,6 +18,7 @@ from typing import Any
 from rookery.core import ExecResult, SandboxError, SandboxSpec
 from rookery.sandboxes import Command, Home, Process, open_provider
 from rookery.sandboxes.jobs import HARD_OUTPUT
+from rookery.sandboxes.protocol import Fetching
 from rookery.sandboxes.reaper import reap_scratch, scratch
 
 CHUNK = 64 << 10
@@ -33,6 +34,10 @@ async def command(spec: SandboxSpec, argv: tuple[str, ...], *, passing: bool) ->
 
 async def _in(home: Home, spec: SandboxSpec, argv: tuple[str, ...], *, passing: bool) -> ExecResult:
     provider = open_provider(spec.provider, home)
+    if spec.image is not None and isinstance(provider, Fetching):
+        from rookery.cli.images import lines
+
+        provider.on_image = lines()
     try:
         box = await provider.create(spec, attempt="exec")
         process = await box.start(Command(argv=argv, wall=spec.wall))

@@ -34,6 +34,12 @@ _TABLE = (
         "Choose another provider, or ask for less (image, network, disk).",
     ),
     Cause(
+        "sandbox.image",
+        "infra",
+        "An image could not be fetched or kept: a registry or engine did not answer, or there is no room for it.",
+        "Read the detail; `rookery images pull` tries it apart from a run, `rookery images prune` makes room.",
+    ),
+    Cause(
         "worker.unrecoverable",
         "infra",
         "A worker died and could not be brought back.",

@@ -109,9 +109,11 @@ def settle(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
     Where nothing isolates and nobody consented: the spec as it is, and what to do. `UsageError` for a spec that no
     provider could give.
     """
-    if spec.image is not None and Path(spec.image).exists():
+    if spec.image is not None:
+        from rookery.sandboxes.images.references import settled  # few have one
+
         # A run that is resumed from another folder means the same one.
-        spec = msgspec.structs.replace(spec, image=str(Path(spec.image).resolve()))
+        spec = msgspec.structs.replace(spec, image=settled(spec.image))
     if spec.provider:
         return spec, ""
     if spec.network == "allow" or spec.allow:

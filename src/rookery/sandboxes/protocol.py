@@ -12,11 +12,14 @@ Promises, of every provider:
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from rookery.core import ExecResult, SandboxSpec
+
+if TYPE_CHECKING:
+    from rookery.sandboxes.images.progress import OnProgress
 
 Stream: TypeAlias = Literal["stdout", "stderr"]
 OnOutput: TypeAlias = Callable[[Stream, bytes], None]
@@ -171,6 +174,14 @@ class Listening(Protocol):
         """Refuse programs from now on, for good, those in the queue too: for when the last server is gone. Without
         it they wait for the next one. Not while one serves: it would be told of an error without end."""
         ...
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A provider that fetches images that are not there yet."""
+
+    on_image: "OnProgress | None"
+    """Told how far that is; to be set before the first `create`."""
 
 
 class Egress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -72,8 +72,8 @@ class Box:
         self.family = family
         """Whose users it is."""
         family.members += 1
-        self.image = ""
-        """The folder of its image; empty: the host's system."""
+        self.image: store.Image | None = None
+        """What it is made from; None: the host's system."""
         self.below: tuple[str, ...] = ()
         """The snapshots under its layer, uppermost first."""
         self.state = "born"
@@ -195,12 +195,12 @@ class Births:
         self,
         one: Box,
         dress: root.Dress,
-        image: str = "",
+        image: store.Image | None = None,
         family: store.Family | None = None,
         *,
         alone: bool = True,
     ) -> None:
-        """Tells a box what it is made from. `image`: a folder. `family`: whose users it is to be."""
+        """Tells a box what it is made from. `family`: whose users it is to be."""
         assert one.sync is not None
         one.image, one.below = image, dress.lowers
         if family is not None:
@@ -212,19 +212,20 @@ class Births:
             "size": dress.size,
             "uid": dress.uid,
             "lowers": dress.lowers,
+            "layers": image.layers if image is not None else (),
             "resolve": dress.resolve,
             "loopback": alone and self.nets is None,
         }
-        base = self.image_for(one, image) if image else -1
+        base = self.image_for(one, image.folder) if image is not None else -1
         try:
             send(one.sync, dumps(said), [base] if base >= 0 else [])
         finally:
             if base >= 0:
                 os.close(base)
 
-    def image_for(self, one: Box, image: str) -> int:
+    def image_for(self, one: Box, folder: str) -> int:
         """Its files as a box sees them: read-only, their owners the box's users where the kernel can do that."""
-        base = k.detached(image)
+        base = k.detached(folder)
         try:
             if not self.mapped:
                 k.protect(base)

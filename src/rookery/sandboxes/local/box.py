@@ -57,6 +57,7 @@ def live(
             os._exit(0)
         asked = loads(said)
         dress = root.Dress(asked["size"], asked["uid"], tuple(asked["lowers"]), resolve=asked["resolve"])
+        dress.layers = tuple(asked["layers"])
         if fds:
             dress.base = fds[0]
             sys.path.clear()  # from here on a module would come out of the image

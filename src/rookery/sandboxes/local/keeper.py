@@ -31,6 +31,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local.births import Box
     from rookery.sandboxes.local.boxes import Boxes
     from rookery.sandboxes.local.orders import Client, Order
+    from rookery.sandboxes.local.store import Image
     from rookery.sandboxes.small import _signal, deque, dumps, loads, receive, send, suppress
 else:  # stand-alone: only these imports may see the folders, whose subprocess.py would hide the real one
     for _place in sys.argv[1:3]:
@@ -43,6 +44,7 @@ else:  # stand-alone: only these imports may see the folders, whose subprocess.p
     from boxes import Boxes
     from orders import Client, Order
     from small import _signal, deque, dumps, loads, receive, send, suppress
+    from store import Image
 
     del sys.path[:2]
 
@@ -308,17 +310,20 @@ class Keeper:
         self.unusual_at = time.monotonic()
         family = None
         try:
-            image: str = asked["image"]
+            image: Image | None = None
             lowers: tuple[str, ...] = ()
             if asked["snapshot"]:
                 found = boxes.store.snapshots.get(asked["snapshot"])
                 if found is None:
                     raise OSError(2, f"there is no snapshot {asked['snapshot']} any more")
                 family, image, lowers = found.family, found.image, found.lowers
-            elif image:
-                image = boxes.store.base(image, lambda why: self.unpacked(order, why))
-                if not image:
+            elif asked["layers"]:
+                image = Image(asked["image"], tuple(asked["layers"]))
+            elif asked["image"]:
+                folder = boxes.store.base(asked["image"], lambda why: self.unpacked(order, why))
+                if not folder:
                     return
+                image = Image(folder)
             alone = asked["network"] != "all"
             one = boxes.born.popleft() if alone and boxes.born else boxes.birth(alone=alone)
             one.order = order

@@ -17,6 +17,7 @@ _NUMBERS = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317, "clone": 56},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277, "clone": 220},
 }.get(_MACHINE, {})
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _OPEN_TREE, _MOVE_MOUNT, _CLONE3, _CLOSE_RANGE, _MOUNT_SETATTR = 428, 429, 435, 436, 442
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -95,6 +96,31 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
         ),
         f"mount {kind or source} at {target}",
     )
+
+
+def mount_new(kind: str, target: str, options: list[tuple[str, str]]) -> bool:
+    """A file system without set-user-id and devices, its options told one by one; False where this kernel knows
+    no such way, or not one of them."""
+    context = _libc.syscall(ctypes.c_long(_FSOPEN), kind.encode(), 1)
+    if context < 0:
+        return False
+    try:
+        for name, value in options:
+            how, text = (1, os.fsencode(value)) if value else (0, None)
+            call = ctypes.c_long(_FSCONFIG)
+            if _libc.syscall(call, context, how, name.encode(), text, 0) < 0:
+                if ctypes.get_errno() == 22:
+                    return False
+                _checked(-1, f"fsconfig {name} {value}")
+        _checked(_libc.syscall(ctypes.c_long(_FSCONFIG), context, 6, None, None, 0), f"fsconfig {kind}")
+        made = _checked(_libc.syscall(ctypes.c_long(_FSMOUNT), context, 1, 2 | 4), f"fsmount {kind}")
+    finally:
+        os.close(context)
+    try:
+        attach(made, target)
+    finally:
+        os.close(made)
+    return True
 
 
 def unmount(target: str, flags: int = MNT_DETACH) -> None:

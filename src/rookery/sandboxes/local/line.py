@@ -43,6 +43,8 @@ class Asked(NamedTuple):
     uid: int = 1000
     image: str = ""
     """A folder or an archive; empty: the host's system."""
+    layers: tuple[str, ...] = ()
+    """Folders in it that it is made of, uppermost first; none: it is the system itself."""
     snapshot: str = ""
     network: str = "none"
     listen: int = 0

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rookery.core import SandboxError, SandboxSpec
+from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
@@ -30,6 +30,10 @@ from rookery.sandboxes.protocol import Command, Egress, Home
 
 if TYPE_CHECKING:
     from rookery.sandboxes.egress import Outside, Proxy
+    from rookery.sandboxes.images.asking import Images
+    from rookery.sandboxes.images.content import Use
+    from rookery.sandboxes.images.progress import OnProgress
+    from rookery.sandboxes.images.references import Reference
 
 WORK = "/work"
 USER = 1000
@@ -56,6 +60,8 @@ class LocalProvider:
         self._open: set[LocalSandbox] = set()
         self._line: Line | None = None
         self._opening = asyncio.Lock()
+        self._images: Images | None = None
+        self.on_image: OnProgress | None = None
         self.outside: Outside | None = None
         """Names and addresses, for the network `allow`, from the first box that has it."""
 
@@ -70,13 +76,15 @@ class LocalProvider:
         said = []
         if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
             return ["The local provider needs Linux on x86_64 or aarch64."]
-        if not _there(spec.image):
-            said.append(f"The image {spec.image!r} is no folder and no archive on this machine.")
+        try:
+            kept = _reference(spec.image) is not None
+        except UsageError as error:
+            return [str(error)]
         if spec.network == "allow" or spec.allow:
             from rookery.sandboxes import egress_rules  # slow to import, and few boxes have one
 
             said += egress_rules.problems(spec)
-        if spec.user not in (None, "user", str(USER), "root", "0"):
+        if spec.user not in (None, "user", str(USER), "root", "0", *(("image",) if kept else ())):
             said.append(f"The local provider has no user {spec.user!r} in its boxes.")
         if spec.workdir is not None and ".." in Path(spec.workdir).parts:
             said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
@@ -100,14 +108,26 @@ class LocalProvider:
                 self._line = await Line.launch(self._home.folder.resolve(), listen=True)
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
+        """An image that is not there yet is fetched first, which `timeout` does not count: see `images.asking`."""
         problems = self._refused(spec)
         if problems:
             raise SandboxError(" ".join(problems), cause="sandbox.refused" if _there(spec.image) else "task.image")
-        return await self.make(spec, attempt, timeout)
+        reference = _reference(spec.image)
+        use = await self.images().hold(reference) if reference is not None else None
+        return await self.make(spec, attempt, timeout, use=use)
 
-    async def make(self, spec: SandboxSpec, attempt: str, timeout: float, snapshot: str = "") -> "LocalSandbox":
-        """A box of this spec; with the files of a snapshot, where one is named."""
-        sandbox = LocalSandbox(spec, self._home, attempt, self)
+    def images(self) -> "Images":
+        if self._images is None:
+            from rookery.sandboxes.images.asking import Images
+
+            self._images = Images(on_progress=self.on_image)
+        return self._images
+
+    async def make(
+        self, spec: SandboxSpec, attempt: str, timeout: float, snapshot: str = "", use: "Use | None" = None
+    ) -> "LocalSandbox":
+        """A box of this spec; with the files of a snapshot, where one is named. `use`: the image that it has."""
+        sandbox = LocalSandbox(spec, self._home, attempt, self, use)
         self._open.add(sandbox)
         return await opened(sandbox, self._begin(sandbox, snapshot), timeout)
 
@@ -125,6 +145,9 @@ class LocalProvider:
         try:
             await close_all(list(self._open))
         finally:
+            images, self._images = self._images, None
+            if images is not None:
+                await images.close()
             line, self._line = self._line, None
             if line is not None:
                 await line.close()
@@ -135,7 +158,9 @@ class LocalSandbox(GuardedSandbox):
 
     provider = LocalProvider.name
 
-    def __init__(self, spec: SandboxSpec, home: Home, attempt: str, made_by: LocalProvider) -> None:
+    def __init__(
+        self, spec: SandboxSpec, home: Home, attempt: str, made_by: LocalProvider, use: "Use | None" = None
+    ) -> None:
         identity = f"b{secrets.token_hex(8)}"
         super().__init__(identity, spec, leases.marker(home.run, identity), made_by.forget)
         self._made_by = made_by
@@ -147,8 +172,17 @@ class LocalSandbox(GuardedSandbox):
         self._proxy: Proxy | None = None
         self._shut = False
         self.inside_url = URL if spec.network == "model" else ""
+        self._use = use
+        """Of its image, where that is one of the store."""
         self._uid = 0 if spec.user in ("root", "0") else USER
         self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
+        self._missing = bool(spec.workdir)
+        if use is not None:
+            if spec.user == "image" and use.record.uid >= 0:
+                self._uid = use.record.uid
+            if spec.workdir is None and use.record.config.workdir:
+                self._work = use.record.config.workdir
+                self._missing = not use.record.made_workdir
 
     async def open(self, line: Line, snapshot: str = "", outside: "Outside | None" = None) -> None:
         spec = self.spec
@@ -165,7 +199,8 @@ class LocalSandbox(GuardedSandbox):
                 cpus=spec.cpus or 0.0,
                 disk=spec.disk or DISK,
                 uid=self._uid,
-                image=os.path.realpath(spec.image) if spec.image and not snapshot else "",  # noqa: ASYNC240
+                image="" if snapshot else self._image(),
+                layers=() if snapshot or self._use is None else self._use.record.layers[::-1],
                 snapshot=snapshot,
                 network=spec.network,
                 listen=PORT if spec.network in ("model", "allow") else 0,
@@ -177,17 +212,23 @@ class LocalSandbox(GuardedSandbox):
         self._base = {
             "PATH": PATH if spec.image else f"{INTERPRETER}:{PATH}",
             "HOME": WORK,
-            "USER": "root" if self._uid == 0 else "user",
+            "USER": {0: "root", USER: "user"}.get(self._uid, str(self._uid)),
             "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
             "LANG": "C.UTF-8",
+            **(self._use.record.config.env if self._use is not None else {}),
             **(self._way_out(given, outside) if outside is not None else {}),
             **spec.env,
         }
         self._channel = Channel(given.pid, given.channel, None, given.pidfd)
-        if spec.workdir:
+        if self._missing:
             made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
             if not made.ok:
                 raise SandboxError(f"the working folder {self._work!r} cannot be made: {made.stderr!r:.200}")
+
+    def _image(self) -> str:
+        if self._use is not None:
+            return str(self._use.folder)
+        return os.path.realpath(self.spec.image) if self.spec.image else ""
 
     def _way_out(self, given: Given, outside: "Outside") -> dict[str, str]:
         """Opens what the network `allow` is; the variables that programs find it by."""
@@ -238,7 +279,8 @@ class LocalSandbox(GuardedSandbox):
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
     def may_be(self, user: str) -> bool:
-        return user in (("root", "0") if self._uid == 0 else ("user", str(USER)))
+        names = {0: ("root", "0"), USER: ("user", str(USER))}.get(self._uid, (str(self._uid),))
+        return user in names or (user == "image" and self.spec.user == user)
 
     async def whom(self, user: str) -> User:
         if self.may_be(user):
@@ -275,7 +317,8 @@ class LocalSandbox(GuardedSandbox):
 
     async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "LocalSandbox":
         self._layered()
-        return await self._made_by.make(self.spec, self._attempt, timeout, snapshot)
+        use = self._made_by.images().hold_again(self._use) if self._use is not None else None
+        return await self._made_by.make(self.spec, self._attempt, timeout, snapshot, use)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         given, line = self._layered()
@@ -316,10 +359,29 @@ class LocalSandbox(GuardedSandbox):
             # Nobody else will: there is no box, or no keeper any more.
             leases.path_of(self._folder, self.id).unlink(missing_ok=True)
         self._given = None
+        if self._use is not None:
+            self._use.close()
+
+
+def _reference(image: str | None) -> "Reference | None":
+    """Of an image that the store is asked for; a folder or an archive of a system is used as it is.
+
+    `UsageError` where it can be no image."""
+    if image is None:
+        return None
+    from rookery.sandboxes.images.references import parse  # few boxes have one
+
+    found = parse(image)
+    return None if found.plain else found
 
 
 def _there(image: str | None) -> bool:
-    return image is None or Path(image).exists()
+    """Whether it can be an image's name or is one's path."""
+    try:
+        _reference(image)
+    except UsageError:
+        return False
+    return True
 
 
 @contextmanager

@@ -48,6 +48,9 @@ ETC = (
 )
 WORK = "/work"
 USER = 1000
+MANY = 32
+"""Layers: from here on a box is made in another way, which older kernels do not have."""
+_PAGE = 4000
 TERMINALS = 64
 """Of one box; the host has a few thousand for all."""
 _FILES = {
@@ -81,7 +84,7 @@ class Tree:
 class Dress:
     """What one box is to be made from."""
 
-    __slots__ = ("base", "lowers", "resolve", "size", "uid")
+    __slots__ = ("base", "layers", "lowers", "resolve", "size", "uid")
 
     def __init__(self, size: int, uid: int = USER, lowers: tuple[str, ...] = (), *, resolve: bool = False) -> None:
         self.size = size
@@ -90,6 +93,8 @@ class Dress:
         """Snapshots under its writable layer, uppermost first."""
         self.base = -1
         """Detached mounts of an image; -1: the host's system."""
+        self.layers: tuple[str, ...] = ()
+        """Folders in them that it is made of, uppermost first; none: it is the system itself."""
         self.resolve = resolve
         """Whether it finds names the way the host does."""
 
@@ -231,8 +236,15 @@ def _can_overlay(write_map: Callable[[int], None]) -> bool:
 def _layer(lowers: list[str]) -> None:
     for name in ("under", "root"):
         os.mkdir(f"{SPOT}/{name}")
-    options = f"lowerdir={':'.join(lowers)},upperdir={SPOT}/upper,workdir={SPOT}/under,userxattr"
-    k.mount("overlay", f"{SPOT}/root", "overlay", _QUIET, options)
+    if len(lowers) > MANY:
+        # One by one: all of them in one text would be more than the page that there is for it.
+        options = [*(("lowerdir+", lower) for lower in lowers), ("upperdir", f"{SPOT}/upper")]
+        if k.mount_new("overlay", f"{SPOT}/root", [*options, ("workdir", f"{SPOT}/under"), ("userxattr", "")]):
+            return
+    text = f"lowerdir={':'.join(lowers)},upperdir={SPOT}/upper,workdir={SPOT}/under,userxattr"
+    if len(text) > _PAGE:
+        raise OSError(7, f"this kernel gives boxes fewer than {len(lowers)} layers")
+    k.mount("overlay", f"{SPOT}/root", "overlay", _QUIET, text)
 
 
 def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
@@ -251,7 +263,7 @@ def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
             os.mkdir(f"{SPOT}/base")
             k.attach(dress.base, f"{SPOT}/base")
             os.close(dress.base)
-            lowers[-1] = f"{SPOT}/base"
+            lowers[-1:] = [f"{SPOT}/base/{name}" for name in dress.layers] or [f"{SPOT}/base"]
         if not dress.lowers:
             _writable(f"{SPOT}/upper", dress, mapped)
         _layer(lowers)

@@ -37,6 +37,20 @@ MAX_GENERATIONS = 64
 """Forks of forks: each is one more layer to look through."""
 
 
+class Image:
+    """The files under a box's own."""
+
+    __slots__ = ("folder", "layers")
+
+    def __init__(self, folder: str, layers: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.layers = layers
+        """Names in it, uppermost first; none: it is the system itself."""
+
+    def folders(self) -> list[str]:
+        return [f"{self.folder}/{name}" for name in self.layers] or [self.folder]
+
+
 class Family:
     """A box, its forks, and the snapshots that were taken of any of them."""
 
@@ -53,13 +67,13 @@ class Family:
 class Snapshot:
     __slots__ = ("below", "family", "image", "name", "path")
 
-    def __init__(self, name: str, path: str, below: tuple[str, ...], image: str, family: Family) -> None:
+    def __init__(self, name: str, path: str, below: tuple[str, ...], image: Image | None, family: Family) -> None:
         self.name = name
         self.path = path
         self.below = below
         """The snapshots that it lies on, uppermost first."""
         self.image = image
-        """The folder of the image under all of them; empty: the host's system."""
+        """The image under all of them; None: the host's system."""
         self.family = family
 
     @property
@@ -149,7 +163,7 @@ class Store:
         self,
         family: Family,
         below: tuple[str, ...],
-        image: str,
+        image: Image | None,
         layer: int,
         still: str,
         ended: Callable[[str, str], None],
@@ -200,7 +214,8 @@ class Store:
         """Compares a layer with a snapshot of it, or (not `taken`) with the one that it lies on.
 
         Tells letters and paths, each ended by a NUL."""
-        below = [*(snapshot.below if taken else snapshot.lowers), snapshot.image or SKELETON]
+        lowest = snapshot.image.folders() if snapshot.image else [SKELETON]
+        below = [*(snapshot.below if taken else snapshot.lowers), *lowest]
 
         def do(result: int) -> None:
             freeze(still)

@@ -1,0 +1,28 @@
+"""A store of the test's own, no engine, and a system that boxes can be made of."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from rookery.sandboxes.images.content import Store
+from tests.sandboxes.images import system_at
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "store"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-config"))
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A layer with a few programs."""
+    top = system_at(tmp_path_factory.mktemp("system") / "root")
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as file:
+        file.add(top, arcname=".")
+    return out.getvalue()

@@ -1,0 +1,162 @@
+"""A registry on loopback, over real HTTP, with the faults that a test asks for."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+from urllib.parse import parse_qs, urlsplit
+
+from rookery.sandboxes.images import sources
+from tests.sandboxes.images_store.kit import Made, digest_of
+
+TOKEN = "t0ken-that-nobody-may-read"
+USER, PASSWORD = "robot", "pa55word-that-nobody-may-read"
+
+
+class Registry:
+    """Holds images by `repository:tag`. Every request is kept: method, path, headers."""
+
+    def __init__(self, *, auth: str = "", cdn: "Registry | None" = None) -> None:
+        self.auth = auth
+        """"" | anonymous | password | identity | basic"""
+        self.cdn = cdn
+        """Where blobs are, behind a redirect."""
+        self.moved = False
+        """Whether blobs are behind one more redirect, to the same host."""
+        self.manifests: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.seen: list[tuple[str, str, dict[str, str]]] = []
+        self.busy = 0
+        """Answers of 429 before the next good one."""
+        self.cut_after: list[int] = []
+        """Each answer to a blob ends after so many bytes, as long as there are any here."""
+        self.lies: dict[str, int] = {}
+        """Blobs whose last bytes are others, and how often."""
+        self.ranges = True
+        registry = self
+
+        class Handler(_Handler):
+            owner = registry
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._server.server_address[1]}"
+
+    def push(self, name: str, made: Made, platforms: tuple[str, ...] = ()) -> str:
+        """Its reference; with `platforms`, behind an index of which only the last is real."""
+        repository, _, tag = name.partition(":")
+        self.blobs |= made.blobs()
+        self.manifests[repository, digest_of(made.manifest)] = (sources.MANIFESTS[0], made.manifest)
+        self.manifests[repository, tag] = (sources.MANIFESTS[0], made.manifest)
+        if platforms:
+            entries = [
+                {
+                    "mediaType": sources.MANIFESTS[0],
+                    "digest": digest_of(made.manifest) if one == platforms[-1] else digest_of(one.encode()),
+                    "size": 1,
+                    "platform": dict(zip(("os", "architecture", "variant"), one.split("/"), strict=False)),
+                }
+                for one in platforms
+            ]
+            index = json.dumps({"schemaVersion": 2, "manifests": entries}).encode()
+            self.manifests[repository, tag] = (sources.INDEXES[0], index)
+        return f"{self.host}/{name}"
+
+    def fetched(self) -> list[str]:
+        return [path for _, path, _ in self.seen if "/blobs/" in path]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Registry
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.owner.seen.append(("POST", self.path, dict(self.headers)))
+        good = body.get("refresh_token") == [PASSWORD] and body.get("grant_type") == ["refresh_token"]
+        self._send(200 if good else 401, json.dumps({"access_token": TOKEN}).encode())
+
+    def do_GET(self) -> None:
+        owner = self.owner
+        owner.seen.append(("GET", self.path, dict(self.headers)))
+        path = urlsplit(self.path).path
+        if path == "/token":
+            wanted = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+            good = owner.auth == "anonymous" or self.headers.get("Authorization") == wanted
+            self._send(200 if good else 401, json.dumps({"token": TOKEN}).encode())
+            return
+        if owner.busy:
+            owner.busy -= 1
+            self._send(429, b"slow down", {"Retry-After": "0"})
+            return
+        if not self._let_in():
+            return
+        parts = path.split("/")
+        kind, what = parts[-2:]
+        repository = "/".join(parts[2:-2])
+        if kind == "manifests":
+            found = owner.manifests.get((repository, what))
+            self._send(404, b"{}") if found is None else self._send(200, found[1], {"Content-Type": found[0]})
+        elif what not in owner.blobs:
+            self._send(404, b"{}")
+        elif owner.moved and "again" not in self.path:
+            self._send(302, b"", {"Location": f"{self.path}&again=1"})
+        elif owner.cdn is not None:
+            self._send(
+                307, b"", {"Location": f"http://{owner.cdn.host}/v2/{repository}/blobs/{what}?signature=s3cret"}
+            )
+        else:
+            self._blob(what)
+
+    def _let_in(self) -> bool:
+        owner, given = self.owner, self.headers.get("Authorization") or ""
+        if owner.auth == "basic":
+            good = given == "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+            challenge = 'Basic realm="here"'
+        else:
+            good = not owner.auth or given == f"Bearer {TOKEN}"
+            challenge = f'Bearer realm="http://{owner.host}/token",service="here",scope="repository:x:pull"'
+        if not good:
+            self._send(401, b"{}", {"WWW-Authenticate": challenge})
+        return good
+
+    def _blob(self, digest: str) -> None:
+        owner, status, start = self.owner, 200, 0
+        data = owner.blobs[digest]
+        if (asked := self.headers.get("Range")) and owner.ranges:
+            status, start = 206, int(asked.removeprefix("bytes=").rstrip("-"))
+        if owner.lies.get(digest):
+            owner.lies[digest] -= 1
+            data = data[:-2] + b"xx"
+        data = data[start:]
+        end = owner.cut_after.pop(0) if owner.cut_after else None
+        self._send(status, data, cut=end)
+
+    def _send(
+        self, status: int, data: bytes, headers: dict[str, str] | None = None, cut: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data if cut is None else data[:cut])
+        if cut is not None:
+            self.close_connection = True

@@ -1,0 +1,130 @@
+"""A real container engine, private to these tests: its images, its builder, and what it is given."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rookery.cli.bench.peers import peers_folder
+from rookery.cli.bench.sandbox_docker import private_engine
+from rookery.core import SandboxError
+from rookery.sandboxes.images import builders, giving
+from rookery.sandboxes.images.content import Store
+from rookery.sandboxes.images.engine import Engine
+from rookery.sandboxes.images.making import Making
+from rookery.sandboxes.images.references import parse
+from tests.sandboxes.images import system_at
+from tests.sandboxes.images_store.kit import Made, member, tar_of
+
+
+@asynccontextmanager
+async def _engine(folder: Path) -> AsyncIterator[str]:
+    (folder / "root").symlink_to(peers_folder() / "sandboxes" / "root")
+    (folder / "data").mkdir()
+    async with private_engine(folder) as socket:
+        yield socket
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """For all tests of this file; on a loop of its own, in a thread."""
+    if os.geteuid() != 0 or not (peers_folder() / "sandboxes/root/usr/sbin/dockerd").exists():
+        pytest.skip("probed: no private Docker engine here (root and `make peers` make one)")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    running = _engine(tmp_path_factory.mktemp("engine"))
+    try:
+        yield asyncio.run_coroutine_threadsafe(running.__aenter__(), loop).result(60)
+    finally:
+        asyncio.run_coroutine_threadsafe(running.__aexit__(None, None, None), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@pytest.fixture
+def engine(socket: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{socket}")
+    return Engine(socket)
+
+
+def test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed(
+    engine: Engine, store: Store, tmp_path: Path
+) -> None:
+    first = Made(tar_of(member("a", b"a")), tar_of(member("b", b"b")), Env=["A=1"], WorkingDir="/")
+    assert engine.load(first.saved(tmp_path / "1.tar", "team/app:1")) == ["team/app:1"]
+    record = Making(store, parse("team/app:1")).run()
+    assert (len(record.layers), record.config.env["A"]) == (2, "1")
+    assert (store.layers / record.layers[1] / "b").read_bytes() == b"b"
+    second = Made(tar_of(member("c", b"c")))
+    engine.load(second.saved(tmp_path / "2.tar", "team/app:1"))
+    again = Making(store, parse("team/app:1")).run()
+    assert (store.layers / again.layers[0] / "c").read_bytes() == b"c"
+    with pytest.raises(SandboxError, match="none of this name") as raised:
+        Making(store, parse("engine:team/app:2")).run()
+    assert raised.value.code == "task.image"
+
+
+def test_a_dockerfile_is_built_once_where_a_builder_is_present(
+    engine: Engine, store: Store, tmp_path: Path
+) -> None:
+    engine.load(Made(tar_of(member("base", b"base"))).saved(tmp_path / "base.tar", "base:1"))
+    context = tmp_path / "context"
+    (context / "sub").mkdir(parents=True)
+    (context / "Dockerfile").write_text("FROM base:1\nENV LEVEL=two\nWORKDIR /srv\nCOPY . /srv/\n")
+    (context / "sub/file").write_text("copied")
+    (context / "ignored.log").write_text("x")
+    (context / ".dockerignore").write_text("*.log\n")
+    reference = parse(f"dockerfile:{context}")
+    record = Making(store, reference).run()
+    assert (record.config.workdir, record.config.env["LEVEL"]) == ("/srv", "two")
+    files = {
+        str(path.relative_to(store.layers / layer))
+        for layer in record.layers
+        for path in (store.layers / layer).rglob("*")
+    }
+    assert {"base", "srv/sub/file"} <= files
+    assert "srv/ignored.log" not in files
+    assert Making(store, reference).key == Making(store, reference).key
+    (context / "sub/file").write_text("changed!")
+    assert Making(store, reference).run().id != record.id
+    (context / "Dockerfile").write_text("FROM base:1\nCOPY nowhere /\n")
+    with pytest.raises(SandboxError, match="nowhere") as raised:
+        Making(store, reference).run()
+    assert raised.value.code == "task.image"
+
+
+def test_without_a_builder_it_is_said(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    monkeypatch.setattr(builders, "_PROGRAMS", ("no-such-builder",))
+    with pytest.raises(SandboxError, match="no container engine answers") as raised:
+        Making(store, parse(f"dockerfile:{tmp_path}/Dockerfile")).run()
+    assert raised.value.code == "task.image"
+
+
+def test_the_engine_is_given_what_it_does_not_have(engine: Engine, store: Store, tmp_path: Path) -> None:
+    made = Made(tar_of(member("x", b"x")), tar_of(member("y", b"y")), Env=["B=2"])
+    system = system_at(tmp_path / "system", ("sh",))
+    given = [
+        giving.give(parse(text), engine, store)
+        for text in (
+            f"oci:{made.layout(tmp_path / 'layout')}",
+            str(made.saved(tmp_path / "saved.tar", "given:1")),
+            str(system),
+            "given:1",
+        )
+    ]
+    assert given[3] == "given:1"
+    assert all(engine.image(name) for name in given)
+    assert engine.image(given[0]) == engine.image(given[1]) == engine.image("given:1")
+    assert giving.give(parse(str(system)), engine, store) == given[2]
+    # By the engine, from a registry: there is none here, which is nobody's fault but the network's or the name's.
+    with pytest.raises(SandboxError) as raised:
+        giving.give(parse("127.0.0.1:9/none:1"), engine, store)
+    assert raised.value.code in ("sandbox.image", "task.image")
+    assert "none:1" in str(raised.value)

@@ -1,0 +1,124 @@
+"""`rookery images`, as it is typed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rookery.cli.app import run_app
+from rookery.sandboxes.images.content import Store
+from tests.sandboxes.images import archived, system_at
+from tests.sandboxes.images_store.kit import Made, member, tar_of
+from tests.sandboxes.images_store.registries import Registry
+
+Capture = pytest.CaptureFixture[str]
+
+
+def said(capsys: Capture, *words: str) -> tuple[int, str, str]:
+    code = run_app(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_pull_list_and_prune(capsys: Capture, store: Store) -> None:
+    made = Made(tar_of(member("a", b"a" * 5000)), tar_of(member("b", b"b")))
+    code, out, err = said(capsys, "images", "list")
+    assert (code, out) == (0, "")
+    assert "no images" in err
+    with Registry() as registry:
+        name = registry.push("team/app:1", made)
+        code, out, err = said(capsys, "images", "pull", name)
+        assert (code, out.split()[:2]) == (0, [name, made.id[:12]])
+        assert f"{name}: fetching" in err
+        code, out, _ = said(capsys, "images", "pull", "--json", name)
+        assert json.loads(out) | {"bytes": 0} == {
+            "image": name,
+            "id": made.id,
+            "layers": 2,
+            "bytes": 0,
+            "platform": store.listed()[0].platform,
+            "names": [name],
+        }
+    code, out, err = said(capsys, "images", "list")
+    assert (code, made.id[:12] in out, name in out) == (0, True, True)
+    use = store.use(made.id)
+    assert use is not None
+    (line,) = said(capsys, "images", "list", "--json")[1].splitlines()
+    assert json.loads(line)["used_by"] == [os.getpid()]
+    code, out, err = said(capsys, "images", "prune", "--all")
+    assert (code, "freed 0 B: 0 images" in out, "1 image in use stayed" in err) == (0, True, True)
+    use.close()
+    code, out, _ = said(capsys, "images", "prune", "--to", "1G")
+    assert "0 images" in out
+    code, out, _ = said(capsys, "images", "prune", "--all", "--json")
+    assert json.loads(out)["images"] == [name]
+    assert list(store.layers.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "tar.gz", "layout", "saved"])
+def test_files_are_imported_under_a_name_and_run(
+    capsys: Capture, tmp_path: Path, kind: str, system: bytes
+) -> None:
+    source = tmp_path / "source"
+    if kind == "layout":
+        Made(system).layout(source)
+    elif kind == "saved":
+        Made(system).saved(source, "called:so")
+    else:
+        system_at(source)
+        if kind != "folder":
+            source = archived(source, tmp_path / f"source.{kind}", "w:gz" if kind == "tar.gz" else "w")
+    assert said(capsys, "images", "import", str(source), "mine:1")[0] == 0
+    code = run_app(
+        ["exec", "--provider", "local", "--image", "mine:1", "--json", "--", "cat", "/etc/of-the-image"]
+    )
+    out, err = capsys.readouterr()
+    assert (code, json.loads(out)["stdout"]) == (0, "image\n"), err
+    if kind == "saved":
+        assert said(capsys, "images", "import", str(source))[0] == 0
+        names = json.loads(said(capsys, "images", "list", "--json")[1])["names"]
+        assert "docker.io/library/called:so" in names
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["pull", "UPPER"], 2, "cannot be the name of an image"),
+        (["pull", "engine:none"], 2, "no container engine answers"),
+        (["pull", "127.0.0.1:9/none:1"], 3, "127.0.0.1:9"),
+        (["pull", "./nowhere"], 2, "no folder and no archive"),
+        (["pull", "app", "--platform", "x"], 2, "not like linux/amd64"),
+        (["pull"], 2, "missing argument"),
+        (["import", "nowhere", "mine:1"], 2, "no folder or archive nowhere"),
+        (["import", "FOLDER"], 2, "to be called"),
+        (["import", "FOLDER", "UPPER:1"], 2, "cannot be the name"),
+        (["import", "FILE", "mine:1"], 2, "cannot be used"),
+        (["prune", "--to", "x"], 2, "not a size"),
+        (["prune", "--unused", "-1"], 2, "number of days"),
+        (["nothing"], 2, "nothing"),
+    ],
+)
+def test_wrong_input_is_one_clear_sentence(
+    capsys: Capture, tmp_path: Path, words: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.sandboxes.images.registry.ATTEMPTS", 1)
+    (tmp_path / "file").write_text("no archive")
+    (tmp_path / "folder").mkdir()
+    places = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path / "folder")}
+    found, out, err = said(capsys, "images", *(places.get(word, word) for word in words))
+    assert (found, out) == (code, "")
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert text.lower() in last.lower()
+    assert "Traceback" not in err
+
+
+def test_a_store_that_cannot_be_written_is_said(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "file" / "store"))
+    code, _, err = said(capsys, "images", "list")
+    assert code == 2
+    assert "ROOKERY_IMAGES" in err

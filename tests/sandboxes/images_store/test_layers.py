@@ -1,0 +1,301 @@
+"""Layers as an overlay wants them, and layers that want something else."""
+
+import copy
+import gzip
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from rookery.sandboxes.images import layer as program
+from rookery.sandboxes.images import tars
+from rookery.sandboxes.images.settling import settle
+from tests.sandboxes.images_store.kit import Member, digest_of, folder, link, member, tar_of
+
+ROOT = os.geteuid() == 0
+
+
+def unpacked(data: bytes, target: Path, **more: Any) -> dict[str, Any]:
+    """By the program that unpacks, as it is started for real."""
+    target.mkdir()
+    asked = {
+        "target": str(target),
+        "length": len(data),
+        "diff": "",
+        "owners": ROOT,
+        "layered": True,
+        "most": 1 << 30,
+        **more,
+    }
+    file = Path(program.__file__)
+    words = [sys.executable, "-I", "-S", str(file), str(file.parent.parent), json.dumps(asked)]
+    blob = target.with_suffix(".tar")
+    blob.write_bytes(data)
+    with blob.open("rb") as source:
+        done = subprocess.run(words, stdin=source, capture_output=True, timeout=60, check=True)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def seen(top: Path) -> dict[str, tuple[object, ...]]:
+    found: dict[str, tuple[object, ...]] = {}
+    for here, folders, files in os.walk(os.fsencode(top)):
+        for name in (*folders, *files):
+            path = os.path.join(here, name)
+            info = os.lstat(path)
+            data: object = None
+            if stat.S_ISREG(info.st_mode):
+                with open(path, "rb") as file:
+                    data = file.read()
+            elif stat.S_ISLNK(info.st_mode):
+                data = os.readlink(path)
+            mode = 0 if stat.S_ISLNK(info.st_mode) else info.st_mode & 0o1777
+            owner = (info.st_uid, info.st_gid) if ROOT else ()
+            shown = os.fsdecode(os.path.relpath(path, os.fsencode(top)))
+            links = info.st_nlink if stat.S_ISREG(info.st_mode) else 0
+            found[shown] = (stat.S_IFMT(info.st_mode), mode, owner, int(info.st_mtime), data, links)
+    return found
+
+
+NAMES = st.sampled_from(["a", "b", "a/b", "b/a", "a/b/c", "x" * 90 + "/" + "y" * 90, "ü/n", "n" * 200])
+MEMBERS = st.lists(
+    st.one_of(
+        st.builds(
+            member,
+            NAMES.map(lambda name: f"{name}.f"),
+            st.binary(max_size=3000),
+            mode=st.integers(0, 0o1777).map(lambda mode: mode | 0o600),
+            owner=st.tuples(st.integers(0, 65534), st.integers(0, 3_000_000).map(lambda gid: gid % 65534)),
+            mtime=st.integers(0, 1 << 31),
+        ),
+        st.builds(folder, NAMES, st.sampled_from([0o755, 0o700, 0o1777])),
+        st.builds(link, NAMES.map(lambda name: f"{name}.l"), st.sampled_from(["a", "../../x", "/etc/passwd"])),
+    ),
+    max_size=12,
+)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(members=MEMBERS, form=st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]), squeeze=st.booleans())
+def test_what_is_unpacked_is_what_tar_would_unpack(
+    members: list[Member], form: int, squeeze: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("differential")
+    data = tar_of(*members, form=form)
+    said = unpacked(gzip.compress(data) if squeeze else data, tmp_path / "ours")
+    assert "error" not in said, said
+    assert said["diff"] == digest_of(data)
+    (tmp_path / "theirs").mkdir()
+    # Names here are harmless; without -P tar makes links that lead up only at its end, over what came after them.
+    words = ["tar", "-xpPf", "-", "-C", str(tmp_path / "theirs"), "--delay-directory-restore", "--warning=none"]
+    subprocess.run(words, input=data, check=True)
+    for path in said["implied"]:  # what nobody says is like what is below, and here is nothing
+        for top in ("ours", "theirs"):
+            os.chmod(tmp_path / top / path, 0o755)
+            os.utime(tmp_path / top / path, (0, 0))
+    assert seen(tmp_path / "ours") == seen(tmp_path / "theirs")
+
+
+def test_sparse_files_of_every_kind_are_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with (source / "sparse").open("wb") as file:
+        for at in range(40):
+            file.seek(at * 3_000_000)
+            file.write(b"x" * (at + 1))
+        file.truncate(200_000_000)
+    for form in (["gnu"], ["posix", "--sparse-version=0.0"], ["posix", "--sparse-version=0.1"], ["posix"]):
+        data = subprocess.run(
+            ["tar", "-C", str(source), "-cSf", "-", f"--format={form[0]}", *form[1:], "sparse"],
+            capture_output=True,
+            check=True,
+        ).stdout
+        target = tmp_path / "-".join(form).replace("=", "")
+        assert "error" not in (said := unpacked(data, target)), said
+        made = target / "sparse"
+        assert made.stat().st_blocks < 2000
+        with made.open("rb") as new, (source / "sparse").open("rb") as old:
+            assert new.read(130_000_000) == old.read(130_000_000)
+        assert made.stat().st_size == 200_000_000
+
+
+@pytest.mark.parametrize("cut", [0, 1, 511, 512, 700, 1536])
+def test_a_stream_that_ends_in_the_middle_is_told_from_one_that_ends(tmp_path: Path, cut: int) -> None:
+    data = tar_of(member("a", b"x" * 1000), member("b", b"y"))
+    said = unpacked(data[:cut], tmp_path / "out", diff=digest_of(data))
+    assert said["fault"] == "image"
+
+
+HOSTILE: dict[str, list[Member]] = {
+    "dots": [member("../out", b"x")],
+    "dots inside": [member("a/../../out", b"x")],
+    "absolute": [member("/out", b"x")],
+    "through a link": [link("l", "OUTSIDE"), member("l/out", b"x")],
+    "through a link in a folder": [folder("d"), link("d/l", "OUTSIDE"), member("d/l/out", b"x")],
+    "over a link": [link("l", "OUTSIDE/out"), member("l", b"x")],
+    "hard link to the outside": [member("l", b"", tarfile.LNKTYPE, "../secret"), member("l", b"x")],
+    "hard link through a link": [link("d", "OUTSIDE"), member("l", b"", tarfile.LNKTYPE, "d/secret")],
+    "hard link to a link": [
+        link("s", "OUTSIDE/secret"),
+        member("l", b"", tarfile.LNKTYPE, "s"),
+        member("l/x", b"x"),
+    ],
+    "folder over a link": [link("d", "OUTSIDE"), folder("d", 0o777), member("d/out", b"x")],
+    "link over a folder": [folder("d"), link("d", "OUTSIDE"), member("d/out", b"x")],
+    "folder that was a folder": [folder("d"), member("d/f", b"x"), link("d", "OUTSIDE"), member("d/out", b"x")],
+    "removed through a link": [link("d", "OUTSIDE"), member("d/.wh.secret")],
+    "opaque through a link": [link("d", "OUTSIDE"), member("d/.wh..wh..opq")],
+    "removed dots": [member(".wh..."), member("a/.wh...")],
+    "removed nothing": [member(".wh.")],
+    "device": [member("d", b"", tarfile.CHRTYPE), member("b", b"", tarfile.BLKTYPE)],
+    "names that are no text": [member(os.fsdecode(b"\xff\xfe/\xe9"), b"x")],
+    "a long name": [member("/".join(["n" * 200] * 18), b"x")],
+    "longer names": [member("/".join(["n" * 255] * 17), b"x")],
+    "a very long part": [member("n" * 300, b"x")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("enclosed", [True, False])
+def test_nothing_is_written_outside_of_the_folder(
+    name: str, enclosed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the root changed, as it is done, and by the checks of names alone."""
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o700)
+    for where in (outside / "secret", tmp_path / "secret"):
+        where.write_text("secret")
+    members = [info for info, _ in copy.deepcopy(HOSTILE[name])]
+    for info in members:
+        info.linkname = info.linkname.replace("OUTSIDE", str(outside))
+    data = tar_of(
+        *((info, data) for info, (_, data) in zip(members, HOSTILE[name], strict=True)), member("z", b"z")
+    )
+    target = tmp_path / "target"
+    if enclosed:
+        said = unpacked(data, target)
+    else:
+        target.mkdir()
+        said = _unpacked_here(data, target, monkeypatch)
+    assert said.get("fault", "image") == "image", said
+    assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+    assert (outside.stat().st_mode & 0o777, (outside / "secret").read_text()) == (0o700, "secret")
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert {path.name for path in tmp_path.iterdir()} <= {"outside", "secret", "target", "target.tar"}
+    for info in seen(target).values():
+        assert info[0] not in (stat.S_IFCHR, stat.S_IFBLK) or "removed" in name
+
+
+def _unpacked_here(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(target)
+    layer = program.Layer(owners=ROOT, layered=True, most=1 << 30)
+    chunks = [data, b""]
+    reader = tars.Reader(lambda: chunks.pop(0) if chunks else b"")
+    try:
+        for entry in reader.entries():
+            layer.add(entry, reader)
+        layer.finish()
+    except tars.BadArchiveError as error:
+        return {"error": str(error), "fault": "image"}
+    except OSError as error:
+        return {"error": str(error), "fault": "image"}
+    return {}
+
+
+def test_bombs_end(tmp_path: Path) -> None:
+    zeroes = io.BytesIO()
+    with gzip.GzipFile(fileobj=zeroes, mode="wb", compresslevel=9) as file:
+        info = tarfile.TarInfo("zeroes")
+        info.size = 1 << 40
+        file.write(info.tobuf())
+        for _ in range(40):
+            file.write(bytes(1 << 20))
+    said = unpacked(zeroes.getvalue(), tmp_path / "zeroes", most=16 << 20)
+    assert "larger than" in said["error"] or "longer than" in said["error"]
+    assert sum(path.stat().st_blocks for path in (tmp_path / "zeroes").iterdir()) < 100_000
+    giant = tarfile.TarInfo("giant")
+    giant.pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.name": "giant",
+        "GNU.sparse.realsize": str(1 << 60),
+    }
+    said = unpacked(tar_of((giant, b"")), tmp_path / "giant")
+    assert said["fault"] == "image"
+    pax = tarfile.TarInfo("x" * (2 << 20))
+    assert "too long" in unpacked(tar_of((pax, b"")), tmp_path / "names")["error"]
+
+
+def test_too_many_entries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "MAX_ENTRIES", 50)
+    (tmp_path / "out").mkdir()
+    data = tar_of(*(member(f"f{at}") for at in range(51)))
+    assert "more than 50 entries" in _unpacked_here(data, tmp_path / "out", monkeypatch)["error"]
+
+
+def test_set_user_id_bits_and_attributes_do_not_survive(tmp_path: Path) -> None:
+    evil, data = member("evil", b"x", mode=0o6755)
+    evil.pax_headers = {"SCHILY.xattr.user.overlay.opaque": "y", "SCHILY.xattr.security.capability": "x"}
+    group = folder("d", 0o2755)
+    group[0].pax_headers = {"SCHILY.xattr.user.overlay.opaque": "y"}
+    assert "error" not in unpacked(tar_of((evil, data), group), tmp_path / "out")
+    for name in ("evil", "d"):
+        assert (tmp_path / "out" / name).stat().st_mode & 0o7777 == 0o755
+        assert os.listxattr(tmp_path / "out" / name) == []
+
+
+def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
+    data = tar_of(
+        folder("kept/"),
+        member("kept/.wh.file"),
+        member("kept/.wh..wh.plnk"),
+        member("gone/.wh..wh..opq"),
+        member("again/.wh.folder"),
+        member("again/folder/new", b"n"),
+        folder("both/"),
+        folder("both/d/"),
+        member("both/.wh.d"),
+        member("both/f", b"f"),
+        member("both/.wh.f"),
+        member("none/.wh.x"),
+    )
+    said = unpacked(data, tmp_path / "out")
+    assert sorted(said["gone"]) == ["kept/file", "none/x"]
+    top = tmp_path / "out"
+    assert stat.S_ISCHR((top / "kept/file").lstat().st_mode)
+    assert (top / "kept/file").lstat().st_rdev == 0
+    opaque = [path for path in seen(top) if program.OPAQUE in os.listxattr(top / path, follow_symlinks=False)]
+    assert sorted(opaque) == ["again/folder", "both/d", "gone"]
+    assert (top / "both/f").read_bytes() == b"f"
+    # Only what is below can be removed, and folders that are passed through are like those below.
+    below = tmp_path / "below"
+    (below / "kept").mkdir(parents=True)
+    (below / "kept/file").write_text("x")
+    (below / "again").mkdir()
+    (below / "again").chmod(0o711)
+    (below / "none").symlink_to("kept")
+    settle(top, [below], said["implied"], said["gone"], owners=ROOT)
+    assert (top / "kept/file").lstat().st_rdev == 0
+    assert list((top / "none").iterdir()) == []
+    assert (top / "again").stat().st_mode & 0o777 == 0o711
+    assert (top / "again/folder").stat().st_mode & 0o777 == 0o755
+
+
+def test_the_content_is_the_one_that_was_signed_for(tmp_path: Path) -> None:
+    data = tar_of(member("a", b"a"))
+    assert "error" not in unpacked(data, tmp_path / "right", diff=digest_of(data))
+    assert "signed for" in unpacked(data + b"more", tmp_path / "more", diff=digest_of(data))["error"]

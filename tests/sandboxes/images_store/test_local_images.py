@@ -1,0 +1,160 @@
+"""Boxes of images: whatever they come from, a box shows what all layers together say."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes import Command, Home
+from rookery.sandboxes.images.content import Store
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
+from tests.sandboxes.keeping import SPEC
+
+
+@pytest.fixture
+async def local(home: Home) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(home)
+    yield provider
+    await provider.close()
+
+
+def of(image: object, **more: object) -> SandboxSpec:
+    return replace(SPEC, image=str(image), **more)
+
+
+async def sh(sandbox: LocalSandbox, script: str) -> str:
+    result = await sandbox.exec(Command(argv=("sh", "-c", script)))
+    return (result.stdout + result.stderr).decode()
+
+
+def layered(system: bytes, **config: object) -> Made:
+    second = tar_of(
+        folder("srv/"),
+        folder("srv/data/", 0o700, (1000, 1000)),
+        member("srv/data/.wh.file"),
+        folder("srv/new/"),
+        member("srv/new/.wh..wh..opq"),
+        member("srv/new/file", b"new\n"),
+        member("etc/.wh.nothing"),
+        member("opt/deep/file", b"deep\n"),
+    )
+    third = tar_of(folder("srv/"), link("srv/link", "new/file"), member("bin/.wh.touch"), member("opt/.wh.deep"))
+    return Made(system, second, third, **config)
+
+
+@pytest.mark.parametrize("form", ["layout", "saved"])
+async def test_a_box_shows_what_all_layers_together_say(
+    local: LocalProvider, system: bytes, tmp_path: Path, form: str
+) -> None:
+    made = layered(system, Env=["PATH=/bin:/opt", "LEVEL=three"], WorkingDir="/srv/new", User="1000")
+    path = made.layout(tmp_path / "layout") if form == "layout" else made.saved(tmp_path / "saved.tar")
+    sandbox = await local.create(of(path), attempt="a")
+    assert await sh(sandbox, "cat /etc/of-the-image /srv/link; pwd; echo $PATH $LEVEL; id -u") == (
+        "image\nnew\n/srv/new\n/bin:/opt three\n1000\n"
+    )
+    assert await sh(sandbox, "ls -a /srv/data /opt /srv/new | cat; ls /bin/touch 2>/dev/null") == (
+        "/opt:\n.\n..\n\n/srv/data:\n.\n..\nlink\n\n/srv/new:\n.\n..\nfile\n"
+    )
+    assert "nothing" not in await sh(sandbox, "ls -a /etc")
+    # The same again, and with other names: nothing is unpacked twice.
+    before = {
+        path.name: path.stat().st_mtime_ns for path in Path(os.environ["ROOKERY_IMAGES"], "layers").iterdir()
+    }
+    assert len(before) == 3
+    other = await local.create(of(path, user="root", workdir="sub"), attempt="a")
+    assert await sh(other, "pwd; id -u") == "/work/sub\n0\n"
+    again = {path.name: path.stat().st_mtime_ns for path in Path(os.environ["ROOKERY_IMAGES"], "layers").iterdir()}
+    assert again == before
+    assert await sandbox.read("/srv/new/file") == b"new\n"
+
+
+async def test_snapshots_of_a_box_of_layers(local: LocalProvider, system: bytes, tmp_path: Path) -> None:
+    path = layered(system).layout(tmp_path / "layout")
+    sandbox = await local.create(of(path, user="root"), attempt="a")
+    name = await sandbox.snapshot()
+    await sh(sandbox, "rm /srv/link; echo x > /srv/new/file; rm -r /root; echo > /opt/deep")
+    assert await sandbox.diff(name) == {
+        "/srv/link": "removed",
+        "/srv/new/file": "changed",
+        "/root": "removed",
+        "/opt/deep": "added",
+    }
+    fork = await sandbox.fork(name)
+    await sandbox.close()
+    assert await sh(fork, "cat /srv/link; ls /srv") == "new\ndata\nlink\nnew\n"
+
+
+async def test_the_images_user_is_the_boxs_where_asked(
+    local: LocalProvider, system: bytes, tmp_path: Path
+) -> None:
+    passwd = tar_of(member("etc/passwd", b"root:x:0:0::/:/bin/sh\nagent:x:1234:1234::/:/bin/sh\n"))
+    path = Made(system, passwd, User="agent:agent").layout(tmp_path / "layout")
+    sandbox = await local.create(of(path, user="image"), attempt="a")
+    assert await sh(sandbox, "id -u; id -un; echo x > /work/x; cat /work/x") == "1234\nagent\nx\n"
+
+
+@pytest.mark.parametrize("count", [130])
+async def test_an_image_may_have_many_layers(
+    local: LocalProvider, system: bytes, tmp_path: Path, count: int
+) -> None:
+    more = [tar_of(folder("n/"), member(f"n/{at}", str(at).encode())) for at in range(count - 1)]
+    path = Made(system, *more, squeeze=False).layout(tmp_path / "layout")
+    sandbox = await local.create(of(path), attempt="a")
+    assert (await sh(sandbox, "cd /n; set -- *; echo $#")) == f"{count - 1}\n"
+    assert (await sh(sandbox, f"cat /n/0 /n/{count - 2}")) == f"0{count - 2}"
+
+
+async def test_an_image_is_made_once_however_many_ask(
+    local: LocalProvider, home: Home, system: bytes, tmp_path: Path, store: Store
+) -> None:
+    """Of two providers, as two processes of a run have them."""
+    path = layered(system).layout(tmp_path / "layout")
+    other = LocalProvider(replace(home, run=home.run))
+    try:
+        boxes = await asyncio.gather(
+            *(one.create(of(path), attempt=str(n)) for n in range(10) for one in (local, other))
+        )
+        assert {(await box.read("/srv/new/file")) for box in boxes} == {b"new\n"}
+        assert len(list(store.layers.iterdir())) == 3
+        (listed,) = store.listed()
+        assert listed.used_by == (os.getpid(),)
+    finally:
+        await other.close()
+    await local.close()
+    assert store.listed()[0].used_by == ()
+    assert list((store.folder / "work").iterdir()) == []
+
+
+async def test_a_missing_image_is_the_tasks_fault_with_what_to_do(local: LocalProvider, tmp_path: Path) -> None:
+    for image, words in (
+        ("UPPER:1", "cannot be the name"),
+        ("./nowhere", "no folder and no archive"),
+        ("engine:nothing", "no container engine"),
+        (f"oci:{tmp_path}/nowhere", "there is no"),
+        (f"dockerfile:{tmp_path}", "there is no file"),
+    ):
+        with pytest.raises(SandboxError, match=words) as raised:
+            await local.create(of(image), attempt="a")
+        assert raised.value.code == "task.image", image
+        assert image.partition(":")[2].split("/")[-1] in str(raised.value)
+
+
+async def test_an_image_that_is_broken_leaves_nothing(
+    local: LocalProvider, system: bytes, tmp_path: Path, store: Store
+) -> None:
+    made = layered(system)
+    path = made.layout(tmp_path / "layout")
+    victim = max((path / "blobs/sha256").iterdir(), key=lambda one: one.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    victim.write_bytes(bytes(data))
+    with pytest.raises(SandboxError, match="cannot be unpacked") as raised:
+        await local.create(of(path), attempt="a")
+    assert raised.value.code == "task.image"
+    assert store.listed() == []
+    assert list(store.layers.iterdir()) == list((store.folder / "work").iterdir()) == []
