@@ -45,8 +45,24 @@ def _has_tokenizers() -> bool:
     return all((TOKENIZERS / name / "rookery-made").is_file() for name in ("qwen3", "llama-3", "gemma4"))
 
 
-PROBES: dict[str, Callable[[], bool]] = {"mount": _can_mount, "tokenizers": _has_tokenizers}
-HINTS = {"tokenizers": " (make tokenizers)"}
+DOCKERD = TOKENIZERS.parent / "sandboxes" / "root" / "usr" / "sbin" / "dockerd"
+"""What `make docker-engine` makes."""
+
+
+def _has_docker() -> bool:
+    """Whether an engine can be started for the tests alone; one that runs here already is left alone."""
+    return os.geteuid() == 0 and os.access(DOCKERD, os.X_OK) and _can_mount()
+
+
+PROBES: dict[str, Callable[[], bool]] = {
+    "mount": _can_mount,
+    "tokenizers": _has_tokenizers,
+    "docker": _has_docker,
+}
+HINTS = {
+    "tokenizers": " (make tokenizers)",
+    "docker": " engine of its own for the tests (make docker-engine, as root)",
+}
 _found: dict[str, bool] = {}
 
 

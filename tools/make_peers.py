@@ -111,9 +111,46 @@ def make(peer: Peer, folder: Path) -> str:
 
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
-SANDBOXES = "sandboxes"
+SANDBOXES, ENGINE = "sandboxes", "engine"
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
 IN_IMAGE = "python3"
+
+
+def make_engine(folder: Path) -> str:
+    """Unpacks Docker, for tests that start an engine of their own: no image; what went wrong, or nothing."""
+    if trouble := _unpacked(folder / SANDBOXES):
+        return trouble
+    print(f"{ENGINE}: ready in {folder / SANDBOXES}")
+    return ""
+
+
+def _unpacked(target: Path) -> str:
+    """Debian's packages below `target`, unless they are there; what went wrong, or nothing."""
+    root, half, debs = target / "root", target / "half", target / "debs"
+    if all(
+        os.access(root / name, os.X_OK) for name in ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
+    ):
+        return ""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        return "needs Debian's apt-get and dpkg-deb"
+    print(f"unpacking {', '.join(DEBS)} into {root}", flush=True)
+    for place in (root, half, debs):
+        shutil.rmtree(place, ignore_errors=True)
+    half.mkdir(parents=True)
+    (debs / "partial").mkdir(parents=True)
+    fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
+    places = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
+    if trouble := _ran([[*fetch, *places, "install", *DEBS]]):
+        # A machine that was just set up may never have looked at its archive.
+        if "Unable to locate" not in trouble and "Failed to fetch" not in trouble:
+            return trouble
+        if trouble := _ran([["apt-get", "-q", "update"], [*fetch, *places, "install", *DEBS]]):
+            return trouble
+    if trouble := _ran([["dpkg-deb", "-x", deb, half] for deb in sorted(debs.glob("*.deb"))]):
+        return trouble
+    shutil.rmtree(debs)
+    half.rename(root)
+    return ""
 
 
 def make_sandboxes(folder: Path) -> str:
@@ -124,20 +161,10 @@ def make_sandboxes(folder: Path) -> str:
     if stamp.is_file() and stamp.read_text() == wanted:
         print(f"{SANDBOXES}: ready in {target}")
         return ""
-    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        return "needs Debian's apt-get and dpkg-deb"
-    print(f"{SANDBOXES}: unpacking {', '.join(DEBS)} into {target}", flush=True)
-    shutil.rmtree(target, ignore_errors=True)
-    root, debs = target / "root", target / "debs"
-    root.mkdir(parents=True)
-    (debs / "partial").mkdir(parents=True)
-    fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
-    places = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
-    if trouble := _ran([[*fetch, *places, "install", *DEBS]]):
+    root = target / "root"
+    shutil.rmtree(target / "data", ignore_errors=True)
+    if trouble := _unpacked(target):
         return trouble
-    if trouble := _ran([["dpkg-deb", "-x", deb, root] for deb in sorted(debs.glob("*.deb"))]):
-        return trouble
-    shutil.rmtree(debs)
     if trouble := _ran([[root / "usr/bin/bwrap", "--version"]]):
         return trouble
     if os.geteuid() != 0:
@@ -195,6 +222,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     args = parser.parse_args()
     known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
+    known[ENGINE] = make_engine
     known[SANDBOXES] = make_sandboxes
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")

@@ -263,7 +263,7 @@ def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path
         (["--wall", "0", "--", "true"], "it must be above 0"),
         (["--wall", "inf", "--", "true"], "it must be above 0"),
         (["--network", "some", "--", "true"], "none"),
-        (["--provider", "nosuch", "--", "true"], "there is no sandbox provider 'nosuch'; known: local"),
+        (["--provider", "nosuch", "--", "true"], "there is no sandbox provider 'nosuch'; known: docker, local"),
         (["--provider", "subprocess", "--cpus", "1", "--", "true"], "cannot limit the number of processors"),
         (["--nosuch", "--", "true"], "no such option"),
     ],

@@ -183,7 +183,7 @@ def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
     done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert (done.code, done.out, done.err) == (0, "nothing to end in runs\n", "")
     found = json.loads(called("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
-    assert found == {"runs": [], "commands": [], "ended": 0}
+    assert found == {"runs": [], "commands": [], "containers": [], "ended": 0}
     assert list(tmp_path.iterdir()) == []
     assert called("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out == "nothing to end in gone\n"
 

@@ -98,7 +98,7 @@ def test_the_table_of_the_file_says_all_that_a_sandbox_is(here: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--sandbox", "nosuch"], "there is no sandbox provider 'nosuch'; known: local"),
+        (["--sandbox", "nosuch"], "there is no sandbox provider 'nosuch'; known: docker, local"),
         (["--network", "some"], "--network"),
         (["--sandbox", "subprocess", "--image", "debian"], "has no images"),
         (["--sandbox", "subprocess", "--network", "model"], "cannot restrict the network"),

@@ -30,11 +30,13 @@ cannot.
 @click.option("--json", is_flag=True, help="One JSON object on stdout.")
 def doctor(json: bool) -> int:
     from rookery.sandboxes import best_provider, open_provider
+    from rookery.sandboxes.docker import probe as docker
     from rookery.sandboxes.local import machine, probe
 
     local = probe.local_proof()
-    checks = machine.checks(local)
-    best = best_provider()
+    engine = docker.check()
+    checks = [*machine.checks(local), engine]
+    best = _about_docker(best_provider(), engine)
     proof = local if best.name == "local" else probe.prove(lambda home: open_provider(best.name, home))
     code = Exit.OK if best.isolated and not proof.error else Exit.FAILED
     if json:
@@ -42,6 +44,16 @@ def doctor(json: bool) -> int:
     else:
         click.echo("\n".join(_lines(checks, best, proof, code)))
     return code
+
+
+def _about_docker(best: "Best", engine: "Check") -> "Best":
+    """What stands in its way is the engine alone: the image is whoever's who runs something."""
+    from msgspec.structs import replace
+
+    refused = {name: why for name, why in best.refused.items() if name != engine.name}
+    if engine.status == "info":
+        refused[engine.name] = engine.found
+    return replace(best, refused=refused)
 
 
 def _plain(checks: "list[Check]", best: "Best", proof: "Proof", code: int) -> bytes:

@@ -187,11 +187,13 @@ def _tried(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "tup
         try:
             return _run(quick, argv, passing=passing), quick, True
         except SandboxError as error:
-            if error.code not in ("sandbox.create", "sandbox.refused"):
+            if error.code not in ("sandbox.create", "sandbox.refused", "task.image"):
                 raise
             first = error
     spec, why_not = settle(spec)
     if why_not:
+        if first is not None and first.code == "task.image":
+            raise first
         raise SandboxError(why_not, cause="sandbox.refused")
     if first is not None and spec.provider == QUICKEST:
         raise first

@@ -3,6 +3,7 @@
 Promises:
 - a sandbox that a live process holds within its deadline is never touched, whoever's run it is; a live run, and
   one of another machine, is left alone altogether;
+- containers of dead owners are ended whatever became of their run's folder, where an engine answers;
 - what it ended is said, run by run; exit code 0, whether there was anything or not;
 - one run that cannot be looked at does not keep the others from being cleaned.
 """
@@ -41,11 +42,17 @@ def reap(folder: str | None, json: bool) -> int:
         raise UsageError(f"there is no folder {folder}: name one that holds runs, or a run")
     done = [_reaped(place) for place in _places(root)]
     commands = reap_scratch(now=time.time())
+    containers = _containers()
     if json:
         import msgspec
 
-        plain = {"runs": [one for one in done if any(one.values())], "commands": commands}
-        click.echo(msgspec.json.encode({**plain, "ended": sum(len(one["ended"]) for one in done) + len(commands)}))
+        plain = {
+            "runs": [one for one in done if any(one.values())],
+            "commands": commands,
+            "containers": containers,
+        }
+        ended = sum(len(one["ended"]) for one in done) + len(commands) + len(containers)
+        click.echo(msgspec.json.encode({**plain, "ended": ended}))
         return 0
     said = False
     for one in done:
@@ -58,9 +65,22 @@ def reap(folder: str | None, json: bool) -> int:
             click.echo(f"{shown_path(Path(one['run']))}: {', '.join(parts)}")
     if commands:
         click.echo(f"single commands: ended {_count(len(commands))}")
-    if not said and not commands:
+    if containers:
+        click.echo(f"containers of dead owners: ended {_count(len(containers))}")
+    if not said and not commands and not containers:
         click.echo(f"nothing to end in {shown_path(root)}")
     return 0
+
+
+def _containers() -> list[str]:
+    """Those whose runs are no longer here, by what their labels say. Where no engine answers there are none."""
+    from rookery.core import SandboxError
+    from rookery.sandboxes.docker import asking, orphans
+
+    try:
+        return orphans.reap(asking.socket_path())
+    except (SandboxError, UsageError):
+        return []
 
 
 def _count(number: int) -> str:

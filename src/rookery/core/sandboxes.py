@@ -34,6 +34,11 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     user: str | None = None
     env: dict[str, str] = {}
     workdir: str | None = None
+    gpus: int | None = None
+    read_only: bool = False
+    """Whether programs may change nothing but the working folder and those for temporary files."""
+    labels: dict[str, str] = {}
+    """For whoever looks at the provider's sandboxes from outside, where it keeps labels; else they say nothing."""
     untrusted_ok: bool = False
     """Explicit consent to run untrusted programs without isolation where nothing isolates.
 

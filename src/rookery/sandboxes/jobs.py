@@ -85,6 +85,8 @@ class Job:
         """The folder of the control group that limits the box's memory, where one does."""
         self.top: Callable[[], int] | None = None
         """Tells a descriptor of the file system whose space is limited, where it is; -1 once that is gone."""
+        self.overdrawn = False
+        """Killed since the sandbox wrote more than it may, where that is seen from outside."""
         self._oom = self._refused = 0
         self._killers: set[asyncio.Task[None]] = set()
         self.promise: asyncio.Future[Report | None] = self._loop.create_future()
@@ -215,6 +217,8 @@ class Job:
             return "time_limit", *ended, f"killed after {plan.wall:g} s{left}"
         if report.reason == trees.PROCESSES:
             return "process_limit", *ended, f"killed: too many processes{left}"
+        if self.overdrawn:
+            return "disk_limit", *ended, f"killed: the sandbox wrote more than it may{left}"
         if self.flooded:
             return "output_limit", *ended, f"killed after writing {self.ceiling} bytes{left}"
         if plan.cpu and (-code == signal.SIGXCPU or (-code == signal.SIGKILL and report.cpu >= plan.cpu)):

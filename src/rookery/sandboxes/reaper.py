@@ -34,7 +34,7 @@ EMPTY_SECONDS = 5.0
 """How long the groups of a dead keeper may take to become empty."""
 GROUPS = "groups.json"
 """Where a keeper notes its control groups, in its folder."""
-_LOCAL = "local"
+_LOCAL, _DOCKER = "local", "docker"
 _KEEPER, _SOCKET = "keeper-", "keeper.sock"
 _PAUSE = 0.01
 _OURS = "rookery"
@@ -68,6 +68,10 @@ def reap(folder: Path, *, now: float, force: bool = False) -> list[str]:
 
 
 def _ended(folder: Path, found: Lease, *, alive: bool) -> bool:
+    if found.provider == _DOCKER:
+        from rookery.sandboxes.docker import orphans  # most machines have no such lease
+
+        return orphans.end_leased(folder, found)
     if found.provider != _LOCAL:
         return leases.destroy(folder, found.id, leases.marker(found.run, found.id)) == 0
     if not alive:

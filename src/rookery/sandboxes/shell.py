@@ -229,6 +229,9 @@ class GuardedShell:
         stdout, stdout_dropped = bash.job.captures["stdout"].result()
         stderr, stderr_dropped = bash.job.captures["stderr"].result()
         result = _ending(code, ended, report, bash.flooded, timeout, wall)
+        if code is None and bash.job.overdrawn:
+            said = "killed: the sandbox wrote more than it may"
+            result = ExecResult(status="disk_limit", usage=result.usage, detail=said)
         notes = [result.detail, RESET if ended or self._replaced else ""]
         self._replaced = False
         if ended:

@@ -88,6 +88,14 @@ class Engine:
             raise RuntimeError(f"a command in a container ended with {ended['ExitCode']}")
         return took
 
+    async def life(self) -> float:
+        """A container, made, started and removed; milliseconds."""
+        began = time.perf_counter()
+        made = await self.call("POST", "/containers/create", self._wanted())
+        await self.call("POST", f"/containers/{made['Id']}/start")
+        await self.call("DELETE", f"/containers/{made['Id']}?force=1")
+        return 1e3 * (time.perf_counter() - began)
+
     async def run(self) -> float:
         words = [self.cli, "-H", f"unix://{self.socket}", "run", "--rm", *_LIMITS, self.image, *PYTHON]
         return await spawned(words, {"PATH": os.defpath, "HOME": "/nonexistent"})
@@ -147,21 +155,7 @@ async def private_engine(folder: Path) -> AsyncIterator[str]:
     _remove_groups()
     with tempfile.TemporaryDirectory(prefix="rookery-docker-") as spot:
         socket = f"{spot}/docker.sock"
-        (Path(spot) / "daemon.json").write_text("{}")
-        (Path(spot) / "own").mkdir()
-        words = [
-            *("setpriv", "--pdeathsig", "KILL"),
-            *("unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
-            *("sh", "-c", _OWN, spot),
-            *(str(root / "usr/sbin/dockerd"), "--config-file", f"{spot}/daemon.json", "-H", f"unix://{socket}"),
-            *("--data-root", str(folder / "data"), "--exec-root", f"{spot}/exec", "--pidfile", f"{spot}/pid"),
-            *("--iptables=false", "--bridge=none", "--cgroup-parent", group),
-        ]
-        env = {
-            "PATH": f"{root}/usr/sbin:{root}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "LD_LIBRARY_PATH": f"{root}/usr/lib/{os.uname().machine}-linux-gnu",
-            "HOME": spot,
-        }
+        words, env = engine_words(root, Path(spot), folder / "data", group)
         with (Path(spot) / "log").open("wb") as log:
             program = await asyncio.create_subprocess_exec(
                 *words, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -172,6 +166,34 @@ async def private_engine(folder: Path) -> AsyncIterator[str]:
         finally:
             await _stopped(program)
             _remove_groups()
+
+
+def engine_words(root: Path, spot: Path, data: Path, group: str) -> tuple[list[str], dict[str, str]]:
+    """How an engine is started whose programs lie below `root`, and which ends with who starts it: words and
+    variables. `spot` is for its socket and its state, `data` for its images; `group` is the control group above
+    those of its containers."""
+    (spot / "daemon.json").write_text("{}")
+    (spot / "own").mkdir(exist_ok=True)
+    words = [
+        *("setpriv", "--pdeathsig", "KILL"),
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
+        *("sh", "-c", _OWN, str(spot)),
+        *(
+            str(root / "usr/sbin/dockerd"),
+            "--config-file",
+            f"{spot}/daemon.json",
+            "-H",
+            f"unix://{spot}/docker.sock",
+        ),
+        *("--data-root", str(data), "--exec-root", f"{spot}/exec", "--pidfile", f"{spot}/pid"),
+        *("--iptables=false", "--bridge=none", "--cgroup-parent", group),
+    ]
+    env = {
+        "PATH": f"{root}/usr/sbin:{root}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LD_LIBRARY_PATH": f"{root}/usr/lib/{os.uname().machine}-linux-gnu",
+        "HOME": str(spot),
+    }
+    return words, env
 
 
 async def _answers(program: asyncio.subprocess.Process, socket: str, log: Path) -> None:

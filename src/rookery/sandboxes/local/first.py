@@ -45,7 +45,8 @@ else:
     from small import _signal, send, suppress
     from zygotes import Zygotes, text_of
 
-    WARM = python.preload(sys.argv[1:3]) if python.can_preload(sys.argv[1:3]) else None
+    _COLD = sys.argv[3:4] == ["cold"]  # in an image this interpreter is nobody's: there is nothing to be kept warm
+    WARM = python.preload(sys.argv[1:3]) if not _COLD and python.can_preload(sys.argv[1:3]) else None
     TEXT = text_of(sys.argv[2])
 
 LAUNCHER = Launcher()

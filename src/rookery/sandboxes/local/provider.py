@@ -88,6 +88,10 @@ class LocalProvider:
             said.append(f"The local provider has no user {spec.user!r} in its boxes.")
         if spec.workdir is not None and ".." in Path(spec.workdir).parts:
             said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
+        if spec.gpus:
+            said.append("The local provider has no GPUs in its boxes; the docker provider can.")
+        if spec.read_only:
+            said.append("The local provider has no read-only boxes; the docker provider does.")
         return said
 
     async def line(self) -> Line:

@@ -1,0 +1,121 @@
+"""Calls to a Docker engine, or to podman's service, over its socket on this machine.
+
+Promises:
+- connections are reused, and there are never more than a fixed number of them, however many calls are made;
+- what goes wrong is told as `asking` tells it;
+- no call is made again by itself: who calls knows what may be done twice.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from rookery.sandboxes.docker.asking import QUICK_SECONDS, EngineGone, Refused, path, refusal, socket_path
+
+__all__ = [
+    "CALL_SECONDS",
+    "CONNECTIONS",
+    "QUICK_SECONDS",
+    "Engine",
+    "EngineGone",
+    "Refused",
+    "path",
+    "socket_path",
+]
+
+CONNECTIONS = 16
+CALL_SECONDS = 60.0
+_BASE = "http://engine"
+
+
+class Engine:
+    """Bound to the loop of its first call."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._session: aiohttp.ClientSession | None = None
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.UnixConnector(path=self.place, limit=CONNECTIONS, keepalive_timeout=30.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=QUICK_SECONDS)
+            plain = {"Accept-Encoding": "identity"}
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=plain)
+        return self._session
+
+    async def call(
+        self,
+        method: str,
+        where: str,
+        body: Any = None,
+        *,
+        data: Any = None,
+        ok: tuple[int, ...] = (),
+        timeout: float = CALL_SECONDS,
+    ) -> Any:
+        """What the engine answers: plain data, bytes, or None for those of `ok` (errors that are fine)."""
+        what = f"{method} {where.partition('?')[0]}"
+        with _told(what, self.place, timeout):
+            async with asyncio.timeout(timeout):
+                session = self._opened()
+                async with session.request(method, f"{_BASE}{where}", json=body, data=data) as reply:
+                    text = await reply.read()
+                    if reply.status in ok:
+                        return None
+                    if reply.status >= 400:
+                        raise refusal(what, reply.status, text)
+                    return json.loads(text) if "json" in reply.content_type and text.strip() else text
+
+    async def header(self, method: str, where: str, name: str, *, ok: tuple[int, ...] = ()) -> str | None:
+        """Of the answer, one line of its head; None for those of `ok`."""
+        what = f"{method} {where.partition('?')[0]}"
+        with _told(what, self.place, CALL_SECONDS):
+            async with (
+                asyncio.timeout(CALL_SECONDS),
+                self._opened().request(method, f"{_BASE}{where}") as reply,
+            ):
+                text = await reply.read()
+                if reply.status in ok:
+                    return None
+                if reply.status >= 400:
+                    raise refusal(what, reply.status, text)
+                return reply.headers.get(name, "")
+
+    @asynccontextmanager
+    async def stream(self, method: str, where: str) -> AsyncIterator[aiohttp.StreamReader]:
+        """An answer that goes on; its connection is closed at the end, since nobody knows what is still in it."""
+        what = f"{method} {where.partition('?')[0]}"
+        with _told(what, self.place, QUICK_SECONDS):
+            async with self._opened().request(method, f"{_BASE}{where}") as reply:
+                try:
+                    if reply.status >= 400:
+                        raise refusal(what, reply.status, await reply.read())
+                    yield reply.content
+                finally:
+                    reply.close()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class _told:  # noqa: N801  (used as a function)
+    """Whatever goes wrong with the connection, in words."""
+
+    def __init__(self, what: str, place: str, timeout: float) -> None:
+        self._about = (what, place, timeout)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        what, place, timeout = self._about
+        if isinstance(error, TimeoutError):
+            raise EngineGone(f"the engine at {place} did not answer {what} within {timeout:g} s") from error
+        if isinstance(error, aiohttp.ClientError | OSError | ValueError):
+            raise EngineGone(f"the engine at {place} cannot be reached ({what}): {error}") from error

@@ -1,0 +1,182 @@
+"""What a container is asked to be, and what of a spec an engine cannot give. Pure: plain data in and out.
+
+Promises:
+- no network, no capability but those that pid 1 gives up or keeps from programs, no new privileges, no restart, no
+  variable of the image's in pid 1, no entry point, health check or init of the image's or the engine's;
+- a limit that an engine does not hold is said in words before anything starts, never left out in silence.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes.docker import bundle
+from rookery.sandboxes.guarded import PATH
+from rookery.sandboxes.local.provider import PORT, USER, WORK
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
+"""Until pid 1 has made the working folder and is a user of its own: then CHOWN, DAC_OVERRIDE and SETPCAP go."""
+LEAST_MEMORY = 24 << 20
+"""Pid 1 takes ten megabytes of it."""
+DISK = 1 << 30
+"""Of memory, for the folders of a read-only container whose spec names no size."""
+_QUOTAS = ("btrfs", "zfs", "devicemapper")
+
+
+def user_of(spec: SandboxSpec) -> int:
+    """Whom commands run as."""
+    if spec.user in (None, "user"):
+        return USER
+    return 0 if spec.user == "root" else int(spec.user or 0)
+
+
+def refused(spec: SandboxSpec) -> list[str]:
+    """What no engine could give."""
+    said = []
+    if not spec.image:
+        said.append("The docker provider needs an image: name one that the engine has (--image NAME).")
+    if spec.user is not None and spec.user not in ("user", "root") and not _is_user(spec.user):
+        said.append(
+            f"The docker provider runs programs as user, root or a number up to 65534, not as {spec.user!r}."
+        )
+    if spec.workdir is not None and ".." in spec.workdir.split("/"):
+        said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
+    if spec.memory is not None and 0 < spec.memory < LEAST_MEMORY:
+        said.append(
+            f"A container needs at least {LEAST_MEMORY >> 20} MB of memory; the spec says {spec.memory} bytes."
+        )
+    if reserved := sorted(name for name in spec.labels if name.startswith("rookery.")):
+        said.append(f"The label {reserved[0]!r} is one of rookery's own: use another name.")
+    if spec.gpus is not None and spec.gpus < 0:
+        said.append("The number of GPUs must not be negative.")
+    if spec.network == "allow" or spec.allow:
+        from rookery.sandboxes import egress_rules  # slow to import, and few sandboxes name any
+
+        said += egress_rules.problems(spec)
+    return said
+
+
+def _is_user(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 65535
+
+
+def missing(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
+    """What this engine cannot give, as it says of itself."""
+    said = []
+    if info.get("OSType", "linux") != "linux":
+        said.append(f"The engine runs containers of {info['OSType']}; the docker provider needs Linux.")
+    for asked, key, what in (
+        (spec.memory, "MemoryLimit", "memory"),
+        (spec.pids, "PidsLimit", "the number of processes"),
+        (spec.cpus, "CpuCfsQuota", "processors"),
+    ):
+        if asked and info.get(key) is False:
+            said.append(
+                f"The engine cannot limit {what} on this machine's kernel; leave that limit out of the spec."
+            )
+    if spec.gpus and not has_gpus(info):
+        said.append(
+            f"The spec asks for {spec.gpus} GPU{'s' * (spec.gpus > 1)}, and the engine has none: it names neither "
+            "an nvidia runtime nor CDI devices (install the NVIDIA container toolkit, or leave gpus out)."
+        )
+    if spec.network == "all" and "bridge" not in networks:
+        said.append("The engine has no network 'bridge', so a container cannot have the network 'all'.")
+    return said
+
+
+def has_gpus(info: Mapping[str, Any]) -> bool:
+    devices = info.get("DiscoveredDevices") or ()
+    return "nvidia" in (info.get("Runtimes") or {}) or any("gpu" in str(one.get("ID", "")) for one in devices)
+
+
+def may_have_quota(info: Mapping[str, Any]) -> bool:
+    """Whether trying is worth it: the engine says no where its storage cannot."""
+    status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or () if len(pair) == 2}
+    return info.get("Driver") in _QUOTAS or status.get("Backing Filesystem") == "xfs"
+
+
+def container(
+    spec: SandboxSpec,
+    *,
+    image: Mapping[str, Any],
+    folder: str,
+    line: str,
+    word: str,
+    labels: Mapping[str, str],
+    quota: bool,
+) -> dict[str, Any]:
+    """The body of the call that creates it. `folder`: the bundle; `line`: where the owner's socket is; `word`:
+    what pid 1 says there."""
+    host: dict[str, Any] = {
+        "NetworkMode": "bridge" if spec.network == "all" else "none",
+        "CapDrop": ["ALL"],
+        "CapAdd": list(CAPABILITIES),
+        "SecurityOpt": ["no-new-privileges"],
+        "ReadonlyRootfs": spec.read_only,
+        "AutoRemove": True,
+        "RestartPolicy": {"Name": "no"},
+        "Init": False,
+        "IpcMode": "private",
+        "LogConfig": {"Type": "none"},
+        "Mounts": [_bind(folder, bundle.TOP), _bind(line, f"{bundle.TOP}/{bundle.LINE}")],
+    }
+    if spec.memory:
+        host |= {"Memory": spec.memory, "MemorySwap": spec.memory}
+    if spec.pids:
+        host["PidsLimit"] = spec.pids
+    if spec.cpus:
+        host["NanoCpus"] = int(spec.cpus * 1e9)
+    if spec.gpus:
+        host["DeviceRequests"] = [{"Driver": "nvidia", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+    if quota and spec.disk and not spec.read_only:
+        host["StorageOpt"] = {"size": str(spec.disk)}
+    if spec.read_only:
+        size = spec.disk or DISK
+        places = {WORK: 755, "/tmp": 1777, "/run": 755}  # noqa: S108  (the container's)
+        uid = user_of(spec)
+        host["Tmpfs"] = {
+            place: f"rw,exec,nosuid,nodev,size={size},mode={mode},uid={uid},gid={uid}"
+            for place, mode in places.items()
+        }
+    return {
+        "Image": image["Id"],
+        "Hostname": "sandbox",
+        "User": "0:0",
+        "WorkingDir": "/",
+        "Entrypoint": bundle.words(),
+        "Cmd": [],
+        # A name without a value takes the image's variable away: what it wants to load into pid 1 is not loaded.
+        "Env": [
+            *(name for name in variables(image) if name != "PATH"),
+            "LC_ALL=C",
+            f"PATH={PATH}",
+            f"ROOKERY_WORD={word}",
+        ],
+        **({"Healthcheck": {"Test": ["NONE"]}} if (image.get("Config") or {}).get("Healthcheck") else {}),
+        "AttachStdin": False,
+        "OpenStdin": False,
+        "Tty": False,
+        "Labels": {**spec.labels, **labels},
+        "HostConfig": host,
+    }
+
+
+def _bind(source: str, target: str) -> dict[str, Any]:
+    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True}
+
+
+def variables(image: Mapping[str, Any]) -> dict[str, str]:
+    """Those that an image sets."""
+    pairs = ((image.get("Config") or {}).get("Env")) or ()
+    return {name: value for name, _, value in (str(pair).partition("=") for pair in pairs) if name}
+
+
+def settings(spec: SandboxSpec, work: str, *, watched: bool) -> dict[str, Any]:
+    """What pid 1 is told."""
+    return {
+        "uid": user_of(spec),
+        "work": work,
+        "listen": PORT if spec.network in ("model", "allow") else 0,
+        "space": spec.read_only,
+        "file": spec.disk if watched and spec.disk else 0,
+    }

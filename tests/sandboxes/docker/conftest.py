@@ -1,0 +1,57 @@
+"""One engine for all tests of this folder that run in one process."""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rookery.sandboxes import Home, procs
+from rookery.sandboxes.docker.provider import DockerProvider
+from tests.sandboxes.conftest import processes_of
+from tests.sandboxes.docker import engine as engines
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("images")
+    return {
+        engines.IMAGE: engines.image_at(folder / "test.tar"),
+        engines.BARE: engines.bare_at(folder / "bare.tar"),
+    }
+
+
+@pytest.fixture(scope="session")
+def engine(tars: dict[str, Path]) -> Iterator[engines.PrivateEngine]:
+    folder = tempfile.mkdtemp(prefix="rookery-engine-")
+    made = engines.PrivateEngine(Path(folder))
+    try:
+        made.start()
+        for name, tar in tars.items():
+            made.load(tar, name)
+        yield made
+    finally:
+        made.stop()
+        procs.remove_tree(folder)  # hostile programs leave trees that are too deep for others
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def docker(
+    engine: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[DockerProvider]:
+    """One provider for all tests of a module, which must leave the engine and the host as it found them."""
+    folder = tmp_path_factory.mktemp("home") / "sandboxes"
+    home = Home(folder=folder, run=f"docker-{os.getpid()}-{folder.parent.name}")
+    before = len(os.listdir("/proc/self/fd"))
+    provider = DockerProvider(home, image=engines.IMAGE, engine=engine.socket)
+    try:
+        yield provider
+    finally:
+        await provider.close()
+    assert engine.containers() == []
+    assert engine.snapshots() == []
+    assert processes_of(home.run) == []
+    assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
+    assert len(os.listdir("/proc/self/fd")) <= before + 3

@@ -1,0 +1,234 @@
+"""What a container is given and held to, what an image need not have, and what is said where it cannot be."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes import Command, Home, jobs
+from rookery.sandboxes.docker import api, orphans
+from rookery.sandboxes.docker.provider import DockerProvider
+from rookery.sandboxes.docker.sandbox import DockerSandbox
+from tests.sandboxes.docker.engine import BARE, IMAGE, PrivateEngine
+
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
+MB = 1 << 20
+SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 * MB, pids=32, wall=20.0)
+
+
+@asynccontextmanager
+async def box(docker: DockerProvider, **asked: Any) -> AsyncIterator[DockerSandbox]:
+    sandbox = await docker.create(msgspec.structs.replace(SPEC, **asked), attempt="a1")
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+def sh(script: str, **more: Any) -> Command:
+    return Command(argv=("sh", "-c", script), **more)
+
+
+async def test_a_container_is_held_to_its_spec_and_programs_in_it_have_no_right(docker: DockerProvider) -> None:
+    async with box(docker, cpus=0.5, labels={"team": "blue"}) as sandbox:
+        told = await docker.engine.call("GET", api.path("containers", orphans.name_of(sandbox.id), "json"))
+        host, config = told["HostConfig"], told["Config"]
+        assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (64 * MB, 64 * MB, 32)
+        assert (host["NanoCpus"], host["NetworkMode"], host["Privileged"]) == (500_000_000, "none", False)
+        assert config["Labels"]["team"] == "blue"
+        assert config["Labels"][orphans.ATTEMPT] == "a1"
+        result = await sandbox.exec(
+            sh("id -u; grep -E '^(Cap|NoNew|Seccomp:)' /proc/self/status; ls /sys/class/net")
+        )
+        words = result.stdout.decode().split()
+        assert words[0] == "1000"
+        rights = dict(zip(words[1:-1:2], words[2:-1:2], strict=True))
+        assert {int(value, 16) for name, value in rights.items() if name.startswith("Cap")} == {0}
+        assert (rights["NoNewPrivs:"], rights["Seccomp:"], words[-1]) == ("1", "2", "lo")
+
+
+async def test_memory_and_processes_are_the_containers(docker: DockerProvider) -> None:
+    async with box(docker) as sandbox:
+        grow = Command(argv=("python3", "-c", "x = []\nwhile True: x.append(bytearray(4 << 20))"))
+        assert (await sandbox.exec(grow)).status == "memory_limit"
+        many = "i=0; while [ $i -lt 60 ]; do sleep 20 & i=$((i+1)); done; exit 3"
+        assert (await sandbox.exec(sh(many))).status == "process_limit"
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["head -c 20000000 /dev/zero > big", "while :; do i=$((i+1)); head -c 2000000 /dev/zero > f$i; done"],
+    ids=["one file", "many"],
+)
+async def test_disk_is_limited_where_the_storage_cannot(docker: DockerProvider, script: str) -> None:
+    async with box(docker, disk=8 * MB) as sandbox:
+        result = await sandbox.exec(sh(f"trap '' XFSZ; {script}" if "while" in script else script))
+        assert result.status == "disk_limit", result
+        assert (await sandbox.exec(sh("rm -f big f*"))).ok
+        assert (await sandbox.exec(sh("echo x > small"))).ok
+
+
+async def test_a_read_only_container_has_its_working_folder(docker: DockerProvider) -> None:
+    async with box(docker, read_only=True, disk=4 * MB) as sandbox:
+        assert (await sandbox.exec(sh("echo x > /work/x && echo y > /tmp/y"))).ok
+        assert not (await sandbox.exec(sh("echo x > /etc/x"), on_output=None)).ok
+        await sandbox.write("in", b"data")
+        assert (await sandbox.exec(Command(argv=("cat", "in")))).stdout == b"data"
+        assert (await sandbox.exec(sh("head -c 8000000 /dev/zero > big"))).status == "disk_limit"
+
+
+async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider) -> None:
+    async with box(docker, image=BARE) as sandbox:
+        assert await sandbox.read("/only") == b"this is no program\n"
+        await sandbox.write("/work/file", b"x")
+        result = await sandbox.exec(sh("true"))
+        assert (result.status, result.exit_code) == ("exited", 127)
+        with pytest.raises(SandboxError, match="bash did not start"):
+            await (await sandbox.shell()).run("true", timeout=5)
+
+
+async def test_an_image_that_is_not_there_is_the_tasks_fault(docker: DockerProvider) -> None:
+    spec = msgspec.structs.replace(SPEC, image="no/such:thing")
+    with pytest.raises(SandboxError, match="no/such:thing") as caught:
+        await docker.create(spec, attempt="a")
+    assert (caught.value.code, caught.value.fault) == ("task.image", "task")
+    assert "pull" in str(caught.value)
+    assert "no/such:thing" in docker.check(spec)[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"gpus": 2}, "GPU"),
+        ({"network": "all"}, "bridge"),
+        ({"labels": {"rookery.run": "x"}}, "label"),
+        ({"user": "somebody"}, "somebody"),
+        ({"workdir": "../x"}, "'..'"),
+        ({"memory": 1 * MB}, "memory"),
+    ],
+)
+async def test_what_cannot_be_had_is_refused_in_words(
+    docker: DockerProvider, asked: dict[str, Any], word: str
+) -> None:
+    spec = msgspec.structs.replace(SPEC, **asked)
+    assert word in " ".join(docker.check(spec))
+    with pytest.raises(SandboxError, match=word) as caught:
+        await docker.create(spec, attempt="a")
+    assert caught.value.code == "sandbox.refused"
+
+
+async def test_without_an_image_nothing_is_made(home: Home, engine: PrivateEngine) -> None:
+    bare = DockerProvider(home, engine=engine.socket)
+    assert "image" in bare.check(SandboxSpec())[0]
+
+
+async def test_no_engine_is_said(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = DockerProvider(home, image=IMAGE, engine=str(tmp_path / "nobody"))
+    assert "cannot be reached" in provider.check(SandboxSpec())[0]
+    with pytest.raises(api.EngineGone, match="cannot be reached"):
+        await provider.create(SandboxSpec(), attempt="a", timeout=0.2)
+    await provider.close()
+    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2375")
+    assert "on this machine" in DockerProvider(home, image=IMAGE).check(SandboxSpec())[0]
+
+
+async def test_a_lost_container_is_reported_as_lost_at_once(docker: DockerProvider) -> None:
+    async with box(docker) as sandbox:
+        shell = await sandbox.shell()
+        assert (await shell.run("x=5", timeout=10)).ok
+        task = asyncio.create_task(sandbox.exec(sh("echo $$ > here; sleep 600", wall=60.0)))
+        await sandbox.exec(sh("while [ ! -e here ]; do sleep 0.02; done"))
+        await docker.engine.call("POST", api.path("containers", orphans.name_of(sandbox.id), "kill"))
+        async with asyncio.timeout(10):
+            assert (await task).status == "lost"
+            for call in (sandbox.exec(sh("true")), sandbox.read("here"), shell.run("echo $x", timeout=5)):
+                with pytest.raises(SandboxError, match="lost") as caught:
+                    await call
+                assert caught.value.code == "sandbox.lost"
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+async def test_a_cancelled_creation_leaks_nothing(
+    docker: DockerProvider, engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Cancelled as soon as the engine was asked for the n-th time."""
+    asked = 0
+    call = docker.engine.call
+    task: asyncio.Task[Any] | None = None
+
+    async def counted(*args: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == at and task is not None:
+            asyncio.get_running_loop().call_soon(task.cancel)
+        return await call(*args, **more)
+
+    monkeypatch.setattr(docker.engine, "call", counted)
+    task = asyncio.create_task(docker.create(SPEC, attempt="a"))
+    (ended,) = await asyncio.gather(task, return_exceptions=True)
+    if not isinstance(ended, asyncio.CancelledError):  # there were fewer calls than that
+        assert isinstance(ended, DockerSandbox)
+        await ended.close()
+    assert engine.containers() == []
+    left = {path.name for path in docker._home.folder.iterdir()} - {"leases"}
+    assert all(name.startswith("g") for name in left), left  # what pid 1 is made of stays with the provider
+
+
+async def test_connections_are_few_however_many_calls_are_made(docker: DockerProvider) -> None:
+    await asyncio.gather(*(docker.engine.call("GET", "/_ping") for _ in range(200)))
+    session = docker.engine._session
+    assert session is not None
+    assert session.connector is not None
+    assert session.connector.limit == api.CONNECTIONS
+    assert len(session.connector._conns) <= api.CONNECTIONS
+    assert sum(map(len, session.connector._conns.values())) <= api.CONNECTIONS
+
+
+async def test_a_guard_that_does_not_answer_is_ended_by_the_engine(
+    docker: DockerProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "GRACE", 0.5)
+    async with box(docker) as sandbox:
+        await docker.engine.call("POST", api.path("containers", orphans.name_of(sandbox.id), "pause"))
+        async with asyncio.timeout(20):
+            assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
+
+
+async def test_an_image_that_went_since_is_the_tasks_fault(docker: DockerProvider, engine: PrivateEngine) -> None:
+    engine.tag(BARE, "rookery-gone:latest")
+    spec = msgspec.structs.replace(SPEC, image="rookery-gone:latest")
+    docker._images["rookery-gone:latest"] = asyncio.ensure_future(_gone())
+    with pytest.raises(SandboxError) as caught:
+        await docker.create(spec, attempt="a")
+    assert caught.value.code == "task.image"
+    async with box(docker, image="rookery-gone:latest") as sandbox:  # asked for anew
+        assert await sandbox.read("/only")
+
+
+async def _gone() -> dict[str, Any]:
+    return {"Id": "sha256:" + "0" * 64}
+
+
+async def test_a_fork_is_compared_with_what_it_was_made_of(docker: DockerProvider, engine: PrivateEngine) -> None:
+    async with box(docker, user="root") as sandbox:
+        assert (await sandbox.exec(sh("echo one > one; echo two > two"))).ok
+        name = await sandbox.snapshot()
+        fork = await sandbox.fork(name)
+        try:
+            assert (await fork.exec(sh("echo x > /etc/passwd; rm one; touch two; echo three > three"))).ok
+            found = await fork.diff(name)
+            assert found["/etc/passwd"] == "changed"
+            assert (found["/work/one"], found["/work/three"]) == ("removed", "added")
+            assert await sandbox.diff(name) == {}
+            other = await fork.snapshot()
+            with pytest.raises(SandboxError, match="another sandbox"):
+                await sandbox.diff(other)
+        finally:
+            await fork.close()
+        assert len(engine.snapshots()) == 2  # the family lives
+    assert engine.snapshots() == []

@@ -1,0 +1,216 @@
+"""Engines and owners that die: what is lost is told, what goes on goes on, and nothing is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partialmethod
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from rookery import Context, Engine, Environment
+from rookery.core import SandboxError, SandboxSpec, label
+from rookery.engine.retry import RetryPolicy
+from rookery.sandboxes import Command, Home, leases
+from rookery.sandboxes.docker import api, asking, orphans
+from rookery.sandboxes.docker.provider import DockerProvider
+from rookery.sandboxes.reaper import reap
+from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
+from tests.servers import Answer, ModelServer
+
+pytestmark = pytest.mark.needs("docker")
+ROLLOUTS = int(os.environ.get("ROOKERY_DOCKER_ROLLOUTS") or 12)
+"""That run when the engine is killed; making their containers is what takes the time."""
+WAIT = "i=0; while [ ! -e /work/go ] && [ $i -lt 600 ]; do sleep 0.1; i=$((i+1)); done"
+SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
+
+
+@pytest.fixture
+def again(engine: PrivateEngine) -> Iterator[PrivateEngine]:
+    """An engine that may be killed: it runs again afterwards."""
+    yield engine
+    if not engine.is_alive():
+        engine.start()
+
+
+async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_for_it(
+    home: Home, again: PrivateEngine
+) -> None:
+    provider = DockerProvider(home, image=IMAGE, engine=again.socket)
+    try:
+        sandbox = await provider.create(SPEC, attempt="a")
+        process = await sandbox.start(Command(argv=("sleep", "600")))
+        again.kill()
+        assert (await process.wait(timeout=10)).status == "lost"
+        with pytest.raises(SandboxError, match="lost"):
+            await sandbox.exec(Command(argv=("true",)))
+        with pytest.raises(api.EngineGone) as caught:
+            await provider.create(SPEC, attempt="b", timeout=0.3)
+        assert caught.value.fault == "infra"
+        creation = asyncio.create_task(provider.create(SPEC, attempt="c"))
+        await asyncio.wait({creation}, timeout=0.2)
+        again.start()
+        other = await creation
+        assert (await other.exec(Command(argv=("true",)))).ok
+        assert other.id != sandbox.id
+    finally:
+        await provider.close()
+    assert again.containers() == []
+
+
+async def test_a_container_that_could_not_be_removed_is_owed(
+    home: Home, again: PrivateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DockerProvider, "remove", partialmethod(DockerProvider.remove, seconds=0.2))
+    provider = DockerProvider(home, image=IMAGE, engine=again.socket)
+    sandbox = await provider.create(SPEC, attempt="a")
+    again.kill()
+    await sandbox.close()
+    assert leases.path_of(home.folder, sandbox.id).exists()
+    again.start()
+    await provider.close()
+    assert again.containers() == []
+
+
+class Working(Environment):
+    """Waits in its sandbox until the test says go."""
+
+    name = "working"
+    started: ClassVar[set[str]] = set()
+    go: ClassVar[asyncio.Event]
+
+    async def run(self, ctx: Context) -> None:
+        box = await ctx.sandbox()
+        Working.started.add(box.id)
+        for _ in range(2):
+            result = await box.exec(Command(argv=("sh", "-c", WAIT), wall=60.0))
+            if result.status == "lost":
+                raise SandboxError(f"the sandbox was lost: {result.detail}")
+            if Working.go.is_set():
+                break
+        await ctx.policy.chat(ctx.task.prompt)
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when_it_is_back(
+    again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{again.socket}")
+    Working.started, Working.go = set(), asyncio.Event()
+    async with ModelServer(lambda _: Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])) as model:
+        engine = Engine(
+            Working(),
+            policy=model.url,
+            out=tmp_path / "runs",
+            sandbox=SPEC,
+            runners=0,
+            concurrency=ROLLOUTS,
+            breaker=None,
+            retry=RetryPolicy(attempts=4, base=0.01),
+        )
+        async with engine:
+
+            async def groups() -> list[object]:
+                tasks = [f"question {n}" for n in range(ROLLOUTS)]
+                return [group async for group in engine.groups(tasks, k=1)]
+
+            running = asyncio.create_task(groups())
+            async with asyncio.timeout(100):
+                while len(Working.started) < ROLLOUTS:
+                    await asyncio.sleep(0.05)
+                again.kill()
+                Working.go.set()
+                again.start()
+                # Those of the second attempt find what they wait for.
+                found = await asyncio.gather(running, _release(again, running))
+    rollouts = [rollout for group in found[0] for rollout in group.rollouts]  # type: ignore[attr-defined]
+    assert len(rollouts) == ROLLOUTS
+    for rollout in rollouts:
+        assert label(rollout.outcome) == "completed"
+        first, *_, last = [label(attempt.outcome) for attempt in rollout.attempts]
+        assert first in ("sandbox.lost", "sandbox.create"), rollout.attempts
+        assert rollout.attempts[0].outcome.fault == "infra"  # type: ignore[union-attr]
+        assert last == "completed"
+    assert again.containers() == []
+
+
+async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]") -> None:
+    """Lets every container go on that is there, until the run has ended."""
+    done: set[str] = set()
+    place = api.Engine(engine.socket)
+    try:
+        while not running.done():
+            for one in await place.call("GET", api.path("containers", "json")):
+                if one["Id"] not in done:
+                    body = {"Cmd": ["touch", "/work/go"], "User": "1000"}
+                    asked = await place.call(
+                        "POST", api.path("containers", one["Id"], "exec"), body, ok=(404, 409)
+                    )
+                    if asked is not None:
+                        started = api.path("exec", asked["Id"], "start")
+                        await place.call("POST", started, {"Detach": True}, ok=(404, 409))
+                        done.add(one["Id"])
+            await asyncio.wait({running}, timeout=0.2)
+    finally:
+        await place.close()
+
+
+def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "sandboxes"
+    words = [sys.executable, "-m", "tests.sandboxes.docker.owner", str(folder), engine.socket, "3"]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        assert len(engine.containers()) == 3
+        assert orphans.reap(engine.socket) == []
+        assert reap(folder, now=time.time()) == []
+        assert len(engine.containers()) == 3
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert owner.stdout is not None
+        owner.stdout.close()
+    assert len(reap(folder, now=time.time())) == 4  # three, and what their pid 1 was made of
+    assert engine.containers() == []
+    assert [path.name for path in folder.iterdir()] == ["leases"]
+
+
+def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_path: Path) -> None:
+    """Never started, they do not end by themselves."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    mine = leases.lease("mine", "r", "a", "docker", tmp_path)
+    gone = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
+    late = msgspec.structs.replace(mine, id="late", deadline=1.0)
+    made = {
+        "mine": orphans.labels(mine),
+        "gone": orphans.labels(gone),
+        "late": orphans.labels(late),
+        "elsewhere": {**orphans.labels(gone), orphans.MACHINE: "another"},
+        "unseen": {**orphans.labels(gone), orphans.BOOT: orphans._boot().partition("/")[0] + "/1"},
+        "reborn": {**orphans.labels(mine), orphans.BOOT: "before/1"},
+        "foreign": {"team": "blue"},
+    }
+    for name, labels in made.items():
+        engine.create(f"reap-{name}", labels)
+    for name in ("mine", "gone", "foreign"):
+        engine.commit(f"reap-{name}", f"rookery-snapshot:{name}")
+    try:
+        assert sorted(orphans.reap(engine.socket)) == ["gone", "late", "mine"]  # that one is `reborn`
+        assert sorted(engine.names()) == ["reap-elsewhere", "reap-foreign", "reap-mine", "reap-unseen"]
+    finally:
+        for name in engine.names():
+            orphans.remove(engine.socket, name)
+        left = engine.snapshots()
+        for name in left:
+            asking.ask(engine.socket, "DELETE", f"/images/{name}?force=1", timeout=10.0)
+    assert sorted(left) == ["rookery-snapshot:foreign", "rookery-snapshot:mine"]
