@@ -1,0 +1,211 @@
+"""Warm sandboxes: what is started ahead, what is handed out, and what is left."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.pools import Plan, Pool, PoolBudget
+from rookery.sandboxes.protocol import Command, Home, Sandbox
+
+MB = 1 << 20
+SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (64, 128, 256)]
+
+
+# ---- the plan
+
+
+@given(
+    st.integers(0, 8),
+    st.integers(0, 1024),
+    st.integers(1, 4),
+    st.lists(
+        st.one_of(
+            st.lists(st.tuples(st.sampled_from(SPECS), st.integers(0, 6)), max_size=3).map(
+                lambda w: ("expect", w)
+            ),
+            st.just(("started", None)),
+            st.just(("failed", None)),
+            st.sampled_from(SPECS).map(lambda spec: ("taken", spec)),
+        ),
+        max_size=30,
+    ),
+)
+def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
+    most: int, memory: int, at_once: int, deeds: list[tuple[str, Any]]
+) -> None:
+    plan = Plan(PoolBudget(most=most, memory=memory * MB, at_once=at_once))
+    for deed, what in deeds:
+        if deed == "expect":
+            plan.expect(what)
+            for shelf, count in plan.surplus():
+                shelf.ready -= count
+        elif deed == "taken":
+            shelf = plan.shelf(what)
+            shelf.expected = max(0, shelf.expected - 1)
+            shelf.ready -= shelf.ready > 0
+        else:
+            for shelf in plan.shelves.values():
+                if shelf.starting:
+                    shelf.starting -= 1
+                    shelf.ready += deed == "started" and shelf.expected > shelf.ready
+                    break
+        while (shelf := plan.next()) is not None:
+            assert shelf.held < shelf.expected
+            shelf.starting += 1
+        shelves = plan.shelves.values()
+        assert sum(shelf.held for shelf in shelves) <= most
+        assert sum(shelf.held * (shelf.spec.memory or 0) for shelf in shelves) <= memory * MB
+        assert sum(shelf.starting for shelf in shelves) <= at_once
+
+
+def test_what_is_needed_first_is_started_first() -> None:
+    plan = Plan(PoolBudget(most=3, at_once=9))
+    plan.expect([(SPECS[1], 2), (SPECS[0], 5)])
+    order = []
+    while (shelf := plan.next()) is not None:
+        shelf.starting += 1
+        order.append(shelf.spec)
+    assert order == [SPECS[1], SPECS[1], SPECS[0]]
+
+
+def test_a_budget_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least"):
+        PoolBudget(at_once=0)
+    with pytest.raises(UsageError, match="memory"):
+        PoolBudget(memory=-1)
+
+
+# ---- with real sandboxes
+
+
+class Made:
+    """A provider that counts what it makes, and waits where it is told to."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.name, self.isolated = inner.name, inner.isolated
+        self.attempts: list[str] = []
+        self.alive = 0
+        self.door = asyncio.Event()
+        self.door.set()
+        self.error: SandboxError | None = None
+
+    def check(self, spec: SandboxSpec) -> Any:
+        return self.inner.check(spec)
+
+    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
+        self.attempts.append(attempt)
+        if attempt == "pool":
+            await self.door.wait()
+        if self.error is not None:
+            raise self.error
+        return await self.inner.create(spec, attempt=attempt, timeout=timeout)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Made]:
+    provider = Made(open_provider("subprocess", Home(folder=tmp_path / "boxes", run="run")))
+    try:
+        yield provider
+    finally:
+        await provider.close()
+    leases = tmp_path / "boxes" / "leases"
+    assert not leases.exists() or not list(leases.iterdir())
+
+
+SPEC = SandboxSpec(provider="subprocess", memory=64 * MB)
+
+
+async def settled(pool: Pool) -> None:
+    """When nothing is being started or closed."""
+    async with asyncio.timeout(30):
+        while pool._working:
+            await asyncio.wait(set(pool._working))
+
+
+async def said(box: Sandbox, script: str) -> str:
+    return (await box.exec(Command(argv=("sh", "-c", script)))).stdout.decode().strip()
+
+
+async def test_a_warm_one_is_handed_out_once_and_never_comes_back(made: Made) -> None:
+    pool = Pool(made)
+    pool.expect([(SPEC, 2)])
+    await settled(pool)
+    assert made.attempts == ["pool", "pool"]
+    boxes = [await pool.create(SPEC, attempt=f"0.{n}.1") for n in range(3)]
+    assert (pool.hits, pool.misses) == (2, 1)
+    assert len({box.id for box in boxes}) == 3
+    await boxes[0].write("mine", b"x")
+    await boxes[0].close()
+    pool.expect([(SPEC, 1)])
+    await settled(pool)
+    fresh = await pool.create(SPEC, attempt="1.0.1")
+    assert await said(fresh, "ls") == ""
+    await pool.close()
+
+
+async def test_evaluating_one_task_starts_no_hundreds(made: Made) -> None:
+    pool = Pool(made, PoolBudget(most=500, memory=None))
+    pool.expect([(SPEC, 1)])
+    await settled(pool)
+    assert len(made.attempts) == 1
+    await pool.create(SPEC, attempt="0.0.1")
+    await settled(pool)
+    assert len(made.attempts) == 1
+    await pool.close()
+
+
+async def test_one_that_died_is_not_handed_out(made: Made) -> None:
+    pool = Pool(made)
+    pool.expect([(SPEC, 1)])
+    await settled(pool)
+    (dead,) = pool._ready[next(iter(pool._ready))]
+    await dead.close()
+    box = await pool.create(SPEC, attempt="0.0.1")
+    assert await said(box, "echo alive") == "alive"
+    assert (pool.hits, pool.misses, pool.unwell) == (0, 1, 1)
+    await pool.close()
+
+
+async def test_what_is_expected_no_longer_is_closed(made: Made) -> None:
+    pool = Pool(made)
+    pool.expect([(SPEC, 3)])
+    await settled(pool)
+    boxes = list(pool._ready[next(iter(pool._ready))])
+    pool.expect([])
+    await settled(pool)
+    for box in boxes:
+        with pytest.raises(SandboxError):
+            await box.exec(Command(argv=("true",)))
+    await pool.close()
+
+
+async def test_a_request_waits_for_nothing_that_is_being_started(made: Made) -> None:
+    made.door.clear()
+    pool = Pool(made)
+    pool.expect([(SPEC, 4)])
+    async with asyncio.timeout(30):
+        box = await pool.create(SPEC, attempt="0.0.1")
+    assert await said(box, "echo here") == "here"
+    await pool.close()  # those that never came to be leave nothing
+
+
+async def test_what_cannot_be_made_is_told_to_who_asks_and_not_tried_for_ever(made: Made) -> None:
+    made.error = SandboxError("no such image", cause="task.image")
+    pool = Pool(made)
+    pool.expect([(SPEC, 50)])
+    await settled(pool)
+    assert len(made.attempts) <= 4
+    with pytest.raises(SandboxError, match="no such image"):
+        await pool.create(SPEC, attempt="0.0.1")
+    await pool.close()
