@@ -25,12 +25,13 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("boxes")
 def test_a_box_is_made_used_and_gone(scratch: Path) -> None:
+    before = set(groups_of(os.getpid()))  # this process may have a keeper for programs, until its end
     proof = probe.prove(LocalProvider)
     assert proof.error == ""
     assert min(proof.create_ms, proof.again_ms, proof.exec_ms, proof.close_ms) > 0
     assert {"overlay", "v1", "v2", "missing"} <= proof.about.keys()
     assert list(scratch.iterdir()) == []
-    assert groups_of(os.getpid()) == []
+    assert set(groups_of(os.getpid())) <= before
 
 
 @pytest.mark.usefixtures("boxes")
