@@ -1,7 +1,6 @@
 """Engines and owners that die: what is lost is told, what goes on goes on, and nothing is left."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -25,8 +24,6 @@ from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.servers import Answer, ModelServer
 
 pytestmark = pytest.mark.needs("docker")
-ROLLOUTS = int(os.environ.get("ROOKERY_DOCKER_ROLLOUTS") or 12)
-"""That run when the engine is killed; making their containers is what takes the time."""
 WAIT = "i=0; while [ ! -e /work/go ] && [ $i -lt 600 ]; do sleep 0.1; i=$((i+1)); done"
 SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
 
@@ -100,8 +97,10 @@ class Working(Environment):
         return 1.0
 
 
+# Making their containers is what takes the time.
+@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.long)])
 async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when_it_is_back(
-    again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{again.socket}")
     Working.started, Working.go = set(), asyncio.Event()
@@ -112,19 +111,19 @@ async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when
             out=tmp_path / "runs",
             sandbox=SPEC,
             runners=0,
-            concurrency=ROLLOUTS,
+            concurrency=count,
             breaker=None,
             retry=RetryPolicy(attempts=4, base=0.01),
         )
         async with engine:
 
             async def groups() -> list[object]:
-                tasks = [f"question {n}" for n in range(ROLLOUTS)]
+                tasks = [f"question {n}" for n in range(count)]
                 return [group async for group in engine.groups(tasks, k=1)]
 
             running = asyncio.create_task(groups())
             async with asyncio.timeout(100):
-                while len(Working.started) < ROLLOUTS:
+                while len(Working.started) < count:
                     await asyncio.sleep(0.05)
                 again.kill()
                 Working.go.set()
@@ -132,7 +131,7 @@ async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when
                 # Those of the second attempt find what they wait for.
                 found = await asyncio.gather(running, _release(again, running))
     rollouts = [rollout for group in found[0] for rollout in group.rollouts]  # type: ignore[attr-defined]
-    assert len(rollouts) == ROLLOUTS
+    assert len(rollouts) == count
     for rollout in rollouts:
         assert label(rollout.outcome) == "completed"
         first, *_, last = [label(attempt.outcome) for attempt in rollout.attempts]
