@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -52,6 +53,15 @@ DOCKERD = TOKENIZERS.parent / "sandboxes" / "root" / "usr" / "sbin" / "dockerd"
 def _has_docker() -> bool:
     """Whether an engine can be started for the tests alone; one that runs here already is left alone."""
     return os.geteuid() == 0 and os.access(DOCKERD, os.X_OK) and _can_mount()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_of_the_last_module() -> Iterator[None]:
+    """`run_code` keeps a thread and a keeper until its process ends. Here the next module has the same process."""
+    yield
+    service = sys.modules.get("rookery.scoring.service")
+    if service is not None:
+        service._end()
 
 
 PROBES: dict[str, Callable[[], bool]] = {

@@ -25,6 +25,8 @@ from rookery.cli.bench.gateway_tokens import tokenise_us
 from rookery.cli.bench.gateway_turns import Cost, Turns, converse
 from rookery.cli.bench.server import Instant, body_length, instant_model
 
+pytestmark = pytest.mark.long
+
 STUB = Path(__file__).with_name("gateway_stub.py")
 ASK = wire.Ask(size=4_096, prompt_tokens=wire.SHORT_PROMPT)
 STREAM = wire.Ask(size=4_096, prompt_tokens=wire.SHORT_PROMPT, stream=True)
@@ -442,7 +444,6 @@ TINY = gateway.Size(
 )
 
 
-@pytest.mark.long
 async def test_the_bench_has_every_figure_and_names_the_peers_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +467,6 @@ async def test_the_bench_has_every_figure_and_names_the_peers_that_are_missing(
     assert any("make peers" in line for line in said)
 
 
-@pytest.mark.long
 async def test_a_peer_that_answers_wrong_is_missing_and_the_others_are_not(checkout: Path) -> None:
     wrong = (
         "import asyncio\n"

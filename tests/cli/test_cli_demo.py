@@ -25,6 +25,8 @@ from tests.cli.test_cli_run import recorded
 from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
 from tests.sandboxes.plugins import plugin
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("demo", "-n", "5", "-k", "2")
 SECONDS = 90.0
@@ -88,7 +90,6 @@ async def test_on_a_terminal_it_has_colours_a_live_picture_and_fits(tmp_path: Pa
     assert max(map(len, [*before.splitlines(), *table.splitlines()])) <= 80
 
 
-@pytest.mark.long
 async def test_the_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
     """As far as the policy goes: what its programs print is its own affair, and these have no clock in them."""
     sampled = []
@@ -287,7 +288,6 @@ def test_the_wheel_holds_the_policy_and_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 2_500_000
 
 
-@pytest.mark.long
 async def test_the_wheel_in_an_empty_environment_outside_of_the_checkout_runs_it(
     wheel: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from tests.cli.helpers import ended, rookery, runs, started
 from tests.conftest import TOKENIZERS
 from tests.standins import SRC, StandinServer, standin_process
 
+pytestmark = pytest.mark.long
+
 RUN = ("run", "arithmetic", "-n", "4", "-k", "2", "--runners", "1")
 HERE = {"PYTHONPATH": f"{SRC}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
@@ -90,7 +92,6 @@ async def test_repeated_policies_are_replicas_and_all_of_them_get_work(tmp_path:
     assert min(work) > 0
 
 
-@pytest.mark.long
 async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_path: Path) -> None:
     async with standin_process("vllm", weights=None) as one, standin_process("vllm", weights=None) as two:
         command = (

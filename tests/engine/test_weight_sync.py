@@ -319,7 +319,6 @@ async def test_a_missing_resume_ends_at_its_deadline_with_an_event_and_fails_nob
         taken(made, server, talks(6), 10) as groups,
     ):
         await made.upstream.pause("abort", deadline=0.5)
-        assert (await made.status())["paused"]
     judged(groups, 6)
     assert [event["detail"] for event in events(tmp_path, "pause.overdue")] == [
         "nobody resumed within 0.5 seconds: work goes on with the version before"
@@ -418,16 +417,16 @@ async def test_the_run_clock_excludes_a_pause_with_calls_under_way(tmp_path: Pat
     async with (
         standin("vllm") as server,
         # Long enough that no answer is whole before the first pause is there.
-        engine(server, tmp_path, limits=Limits(run=2.0), sampling=LONG) as made,
+        engine(server, tmp_path, limits=Limits(run=5.0), sampling=LONG) as made,
         taken(made, server, talks(2, turns=1, streams=True), 10) as groups,
     ):
         assert (await server.running())[0] > 0
         for mode in ("keep", "abort"):
             async with made.upstream.sync(NEW, mode=mode):
-                await asyncio.sleep(1.1)  # together longer than the whole run stage may take
+                await asyncio.sleep(2.6)  # together longer than the whole run stage may take
     rollouts = [group.rollouts[0] for group in groups]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 2
-    assert max(rollout.timing.paused for rollout in rollouts) > 2.0, [
+    assert max(rollout.timing.paused for rollout in rollouts) > 5.0, [
         (rollout.timing, rollout.attempts) for rollout in rollouts
     ]
 

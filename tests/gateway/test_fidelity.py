@@ -123,6 +123,7 @@ def embedded(weights: str) -> EmbeddedUpstream:
     return EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(url,)))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(steps, st.sampled_from(["own", "random"]), st.integers(0, 1000))
 def test_in_tokens_mode_nothing_drifts_whatever_clients_do_to_their_histories(

@@ -80,7 +80,9 @@ async def ask(http: aiohttp.ClientSession, port: int, path: str = "/v1/chat/comp
 
 
 def session_of() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS))
+    """A connection for each request: a kept one may be to a shard that has just died, and not know it yet."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=SECONDS))
 
 
 async def recorded(served: Gateway, session: str) -> list[str]:

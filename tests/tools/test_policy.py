@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from embedded.programs import observation
 
+pytestmark = pytest.mark.long
+
 PLACE = files("rookery.upstreams.embedded")
 TASKS = 600
 
@@ -51,7 +53,6 @@ async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) ->
     return False
 
 
-@pytest.mark.long
 async def test_about_half_of_the_tasks_are_solved_easy_ones_nearly_always_hard_ones_rarely() -> None:
     """On tasks that nothing was set by. Twice the standard error is left at either end."""
     env = Arithmetic(split="held-out", size=TASKS, seed=7)

@@ -37,6 +37,8 @@ from embedded.programs import REFUSED, observation, run_program  # noqa: E402
 from embedded.teacher import Teacher  # noqa: E402
 from embedded.training import Plan, batches, train  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 SMALL = LlamaShape(
     vocab_size=chat.VOCAB,
     hidden_size=24,
@@ -246,7 +248,6 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.long
 def test_running_it_twice_gives_the_same_checksum_and_a_record(tmp_path):
     ends = [
         run("--steps", "2", "--evaluate", count, "--out", tmp_path / f"{name}.safetensors")

@@ -21,7 +21,7 @@ from tests.sandboxes.hostile.stage import MB, Program
 from tests.sandboxes.hostile.test_hostile import check
 
 __all__ = ["bait"]
-pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
 SPEC = SandboxSpec(provider="docker", memory=96 * MB, pids=32, disk=16 * MB, wall=5.0, output=64 << 10)
 OTHERS = {
     "takes_every_inode": "an engine's storage does not limit the number of files",

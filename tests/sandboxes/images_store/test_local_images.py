@@ -98,6 +98,7 @@ async def test_the_images_user_is_the_boxs_where_asked(
     assert await sh(sandbox, "id -u; id -un; echo x > /work/x; cat /work/x") == "1234\nagent\nx\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [130])
 async def test_an_image_may_have_many_layers(
     local: LocalProvider, system: bytes, tmp_path: Path, count: int
