@@ -169,32 +169,9 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.status == "exited" and self.exit_code == 0
 
 
-class CaseResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one run ended, and what that is worth where an output was expected."""
+class Ran(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program ended, and what it wrote."""
 
-    status: ProgramStatus
-    verdict: Verdict | None = None
-    """None where the program was not judged: it has no cases, or the sandbox failed."""
-    exit_code: int | None = None
-    signal: int | None = None
-    stdout: str = ""
-    stderr: str = ""
-    stdout_dropped: int = 0
-    stderr_dropped: int = 0
-    usage: ExecUsage = ExecUsage()
-    detail: str = ""
-    cause: str = ""
-    """Where `status` is `failed`: why, as a stable code of the table of causes."""
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "exited" and self.exit_code == 0
-
-
-class ProgramResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a program. With cases, `status` and the rest are those of the first one that did not pass."""
-
-    id: str = ""
     status: ProgramStatus
     exit_code: int | None = None
     signal: int | None = None
@@ -206,15 +183,33 @@ class ProgramResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     usage: ExecUsage = ExecUsage()
     detail: str = ""
     cause: str = ""
-    cases: tuple[CaseResult, ...] = ()
-    compile: Compiled | None = None
-    attempts: int = 1
-    """Sandboxes that were tried for the run that took most."""
+    """Where `status` is `failed`: why, as a stable code of the table of causes."""
 
     @property
     def ok(self) -> bool:
         """It ended by itself, with exit code 0."""
         return self.status == "exited" and self.exit_code == 0
+
+    def told(self) -> dict[str, Any]:
+        """The fields above, for a result that is shown as this one."""
+        return {name: getattr(self, name) for name in Ran.__struct_fields__}
+
+
+class CaseResult(Ran, frozen=True, kw_only=True, omit_defaults=True):
+    """How one run ended, and what that is worth where an output was expected."""
+
+    verdict: Verdict | None = None
+    """None where the program was not judged: it has no cases, or the sandbox failed."""
+
+
+class ProgramResult(Ran, frozen=True, kw_only=True, omit_defaults=True):
+    """What came of a program. With cases, `status` and the rest are those of the first one that did not pass."""
+
+    id: str = ""
+    cases: tuple[CaseResult, ...] = ()
+    compile: Compiled | None = None
+    attempts: int = 1
+    """Sandboxes that were tried for the run that took most."""
 
     @property
     def passed(self) -> bool:

@@ -268,19 +268,4 @@ def _failed(program: Program, error: SandboxError) -> ProgramResult:
 def _whole(
     program: Program, shown: CaseResult, cases: tuple[CaseResult, ...], made: Compiled | None, tries: int
 ) -> ProgramResult:
-    return ProgramResult(
-        id=program.id,
-        status=shown.status,
-        exit_code=shown.exit_code,
-        signal=shown.signal,
-        stdout=shown.stdout,
-        stderr=shown.stderr,
-        stdout_dropped=shown.stdout_dropped,
-        stderr_dropped=shown.stderr_dropped,
-        usage=shown.usage,
-        detail=shown.detail,
-        cause=shown.cause,
-        cases=cases,
-        compile=made,
-        attempts=tries,
-    )
+    return ProgramResult(id=program.id, **shown.told(), cases=cases, compile=made, attempts=tries)

@@ -333,20 +333,7 @@ def checked_by(check: Check, program: Program, result: ProgramResult) -> Program
         for case, one in zip(program.cases, result.cases, strict=True)
     )
     shown = next((one for one in cases if one.verdict != "passed"), cases[0])
-    return msgspec.structs.replace(
-        result,
-        cases=cases,
-        status=shown.status,
-        exit_code=shown.exit_code,
-        signal=shown.signal,
-        stdout=shown.stdout,
-        stderr=shown.stderr,
-        stdout_dropped=shown.stdout_dropped,
-        stderr_dropped=shown.stderr_dropped,
-        usage=shown.usage,
-        detail=shown.detail,
-        cause=shown.cause,
-    )
+    return msgspec.structs.replace(result, cases=cases, **shown.told())
 
 
 def _judged(check: Check, case: Case, one: CaseResult) -> CaseResult:
