@@ -17,6 +17,7 @@ from rookery.sandboxes.local.provider import LocalProvider
 from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import processes_of
 from tests.sandboxes.hostile.look import keeper_of
+from tests.sandboxes.hostile.test_inner import INTERPRETER
 from tests.workers.conftest import LIMITS, MB, Opening
 from tests.workers.mixed import Mixed
 
@@ -326,6 +327,43 @@ async def test_a_dead_keeper_is_a_recovery_error_and_another_is_unharmed(
         assert (await worker.run("x")).value == "2"
     finally:
         await other.close()
+
+
+VENV = (
+    "mkdir -p /tmp/v/bin && ln -s $(readlink -f $(command -v python3)) /tmp/v/bin/python3"
+    " && echo home=$(dirname $(readlink -f $(command -v python3))) > /tmp/v/pyvenv.cfg"
+)
+ZYGOTES = "grep -l [s]elf/fd/ /proc/[0-9]*/cmdline | cut -d/ -f3"
+
+
+async def zygotes(box: Sandbox) -> set[str]:
+    return set((await box.exec(Command(argv=("sh", "-c", ZYGOTES)))).stdout.decode().split())
+
+
+async def test_a_dead_zygote_is_done_without(kind: str, provider: Provider, home: Home) -> None:
+    if kind == "subprocess":
+        return  # there is none
+    box = await provider.create(sandbox_for(LIMITS), attempt="zygote")
+    try:
+        assert (await box.exec(Command(argv=("sh", "-c", VENV)))).ok
+        env = {"PATH": f"/tmp/v/bin:{INTERPRETER}:/usr/bin:/bin"}
+        warm = Command(argv=("python3", "-c", "pass"), env=env, warm=True)
+        async with asyncio.timeout(60):
+            while not (old := await zygotes(box)):
+                assert (await box.exec(warm)).ok  # the first one only begins to warm it up
+        async with await Worker.open(box, limits=LIMITS, env=env) as worker:
+            assert (await worker.run("x = 1\nimport sys\nsys.prefix")).value == "'/tmp/v'"
+            await box.exec(Command(argv=("sh", "-c", f"kill -9 {' '.join(old)}")))
+            async with asyncio.timeout(60):
+                while old & await zygotes(box):
+                    pass
+            assert (await worker.run(SPIN, limits=QUICK)).recovered == "kept"
+            assert (await worker.run("x")).value == "1"
+            await killed(worker, home)
+            cell = await worker.run("'x' in globals()")
+            assert (cell.value, "reset" in cell.notice) == ("False", True)
+    finally:
+        await box.close()
 
 
 async def test_a_full_disk_is_told_as_one_and_the_python_goes_on(opened: Opening) -> None:
