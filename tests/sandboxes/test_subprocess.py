@@ -328,8 +328,9 @@ async def test_runs_on_uvloop_too(home: Home) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
 
+    before = set(procs.children_of(os.getpid()))  # what other tests imported may have a helper of its own
     await asyncio.to_thread(elsewhere)
-    assert procs.children_of(os.getpid()) == []
+    assert set(procs.children_of(os.getpid())) <= before
 
 
 def test_a_lease_with_a_hostile_name_is_left_alone(home: Home, tmp_path: Path) -> None:
