@@ -138,22 +138,7 @@ json_like = st.recursive(
         | st.dictionaries(st.sampled_from(["t", "v", "n"]), inner, max_size=3)
         | st.fixed_dictionaries(
             {
-                "t": st.sampled_from(
-                    [
-                        "tuple",
-                        "set",
-                        "dict",
-                        "int",
-                        "float",
-                        "complex",
-                        "bytes",
-                        "range",
-                        "Decimal",
-                        "date",
-                        "datetime",
-                        "ndarray",
-                    ]
-                ),
+                "t": st.sampled_from(KINDS),
                 "v": inner,
             }
         )
