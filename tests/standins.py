@@ -150,9 +150,19 @@ class StandinServer:
     async def frozen(self, tokens: int) -> None:
         """Waits until a sequence has so many tokens."""
         assert self.standin is not None
-        async with asyncio.timeout(60):
-            while not any(job.told == tokens for jobs in self.standin.engine.live.values() for job in jobs):
-                await asyncio.sleep(0.002)
+        engine = self.standin.engine
+        try:
+            async with asyncio.timeout(60):
+                while not any(job.told == tokens for jobs in engine.live.values() for job in jobs):
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            held = {
+                name: [(job.told, len(job.tokens), job.finish) for job in jobs]
+                for name, jobs in engine.live.items()
+            }
+            raise AssertionError(
+                f"no sequence of {tokens} tokens; gate {engine.service._batch.gate}, {held}"
+            ) from None
 
     def kill(self) -> None:
         """SIGKILL, for a process of its own."""

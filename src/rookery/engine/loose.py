@@ -1,6 +1,7 @@
 """Tasks that an environment starts and may forget.
 
-Promise: in a runner, a task started by an attempt ends with that attempt at the latest.
+Promise: in a runner, a task started by an attempt ends with that attempt at the latest, unless it began
+`apart`.
 """
 
 import asyncio
@@ -45,7 +46,8 @@ _current: ContextVar[LooseTasks | None] = ContextVar("rookery_attempt", default=
 def task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> "asyncio.Task[Any]":
     """For a loop that is ours."""
     task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
-    loose = _current.get()
+    context = options.get("context")
+    loose = _current.get() if context is None else context.get(_current)
     if loose is not None:
         loose.add(task)
     return task

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.core.apart import apart
 from rookery.sandboxes import procs, shell, transfers
 from rookery.sandboxes.capture import memory_file
 from rookery.sandboxes.channel import Channel
@@ -232,7 +233,7 @@ class GuardedSandbox:
     async def close(self) -> None:
         """Goes on to its end when whoever waits for it is cancelled."""
         if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
+            self._closing = asyncio.get_running_loop().create_task(self._close(), context=apart())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:

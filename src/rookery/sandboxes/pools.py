@@ -18,6 +18,7 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from rookery.core import RookeryError, SandboxError, SandboxSpec, UsageError
+from rookery.core.apart import apart
 from rookery.sandboxes.protocol import Command, Provider, Sandbox
 
 GB: Final = 1 << 30
@@ -195,7 +196,7 @@ class Pool:
             self._begin(self._start(short))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=apart())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UpstreamError
+from rookery.core.apart import apart
 from rookery.upstreams.interruptible import Call
 from rookery.upstreams.protocol import PauseMode, Upstream
 
@@ -255,7 +256,7 @@ class Pausing:
                     return
 
     def _later(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=apart())
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task

@@ -22,6 +22,7 @@ from yarl import URL
 
 from rookery import __version__
 from rookery.core import UpstreamError, cause_of
+from rookery.core.apart import apart
 from rookery.upstreams.choose import mark
 from rookery.upstreams.complaints import Complaint, complaint
 from rookery.upstreams.health import Health
@@ -240,7 +241,7 @@ class Replica:
         """Gives the connection back. Servers end a stream a moment after they said so: closing in that moment
         would cost a new connection for every call."""
         if drain and not response.done and len(self._draining) < _DRAINS and not self._closed:
-            task = asyncio.get_running_loop().create_task(_drain(response))
+            task = asyncio.get_running_loop().create_task(_drain(response), context=apart())
             self._draining.add(task)
             task.add_done_callback(self._draining.discard)
         else:

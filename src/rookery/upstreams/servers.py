@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import msgspec
 
 from rookery.core import UpstreamError
+from rookery.core.apart import apart
 from rookery.upstreams.format import Ask
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig, UpstreamInfo
 from rookery.upstreams.replica import Failure, Replica
@@ -91,7 +92,7 @@ class Servers:
     # -------------------------------------------------------------------------------------- background
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=apart())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.core.apart import apart
 from rookery.sandboxes import leases, procs
 from rookery.sandboxes.docker import api, asking, bundle, orphans, wanted
 from rookery.sandboxes.docker.sandbox import DockerSandbox
@@ -122,7 +123,7 @@ class DockerProvider:
         a provider stays with the one it found first, so that all sandboxes of a run are made of the same."""
         if name not in self._images:
             call = self.engine.call("GET", api.path("images", name, "json"), ok=(404,))
-            self._images[name] = asyncio.get_running_loop().create_task(call)
+            self._images[name] = asyncio.get_running_loop().create_task(call, context=apart())
         task = self._images[name]
         try:
             found = await asyncio.shield(task)
@@ -141,7 +142,9 @@ class DockerProvider:
     async def bundle(self) -> Path:
         """What pid 1 is made of; made once."""
         if self._bundle is None or (self._bundle.done() and not _is_whole(self._bundle)):
-            self._bundle = asyncio.get_running_loop().create_task(asyncio.to_thread(self._make_bundle))
+            self._bundle = asyncio.get_running_loop().create_task(
+                asyncio.to_thread(self._make_bundle), context=apart()
+            )
         return await asyncio.shield(self._bundle)
 
     def _make_bundle(self) -> Path:
@@ -263,7 +266,7 @@ class DockerProvider:
         now = time.monotonic()
         if self._debts and now >= self._pay_at and (self._paying is None or self._paying.done()):
             self._pay_at = now + PAY_SECONDS
-            self._paying = asyncio.get_running_loop().create_task(self._pay())
+            self._paying = asyncio.get_running_loop().create_task(self._pay(), context=apart())
 
     def forget(self, sandbox: DockerSandbox) -> None:
         self._open.discard(sandbox)

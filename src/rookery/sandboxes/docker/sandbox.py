@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.core.apart import apart
 from rookery.sandboxes import leases, procs, transfers
 from rookery.sandboxes.docker import api, orphans, wanted
 from rookery.sandboxes.docker.archives import Archives
@@ -144,7 +145,7 @@ class DockerSandbox(GuardedSandbox):
         self._asked = True
         where = api.path("containers", "create", name=orphans.name_of(self.id))
         call = self._made_by.engine.call("POST", where, body)
-        self._creation = asyncio.get_running_loop().create_task(call)
+        self._creation = asyncio.get_running_loop().create_task(call, context=apart())
         try:
             await asyncio.shield(self._creation)
         except api.Refused as error:
@@ -378,7 +379,7 @@ class DockerSandbox(GuardedSandbox):
             call = self._made_by.engine.call(
                 "DELETE", api.path("containers", name, force="1", v="1"), ok=(404, 409)
             )
-            self._ending = asyncio.get_running_loop().create_task(call)
+            self._ending = asyncio.get_running_loop().create_task(call, context=apart())
 
     def _release(self, *names: str) -> None:
         for name in names or tuple(self._fds):

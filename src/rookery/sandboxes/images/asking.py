@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rookery.core import SandboxError
+from rookery.core.apart import apart
 from rookery.sandboxes.images.content import Store, Use
 from rookery.sandboxes.images.engine import changed_in_engine
 from rookery.sandboxes.images.progress import OnProgress, Progress
@@ -84,7 +85,7 @@ class Images:
             raise SandboxError(f"the image {reference.text} is not fetched any more: the provider is closed")
         task = self._making.get(reference.key)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._make(reference))
+            task = asyncio.get_running_loop().create_task(self._make(reference), context=apart())
             self._making[reference.key] = task
             task.add_done_callback(lambda _: self._making.pop(reference.key, None))
         return await asyncio.shield(task)
