@@ -191,7 +191,7 @@ async def test_a_hand_over_right_before_a_taking_back_leaves_nothing_served() ->
             listener = free()
             address = listener.getsockname()
             giving = asyncio.create_task(served.hand("a", listener))
-            while not served._givers or "a" not in served._givers[0]._listeners:
+            while not served._reached._givers or "a" not in served._reached._givers[0]._listeners:
                 await asyncio.sleep(0)
             giving.cancel()
             with pytest.raises(asyncio.CancelledError):

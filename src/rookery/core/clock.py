@@ -36,10 +36,17 @@ class StageClock:
     def stopped(self) -> bool:
         return self._holds > 0
 
+    def held_by(self, now: float) -> float:
+        """Seconds that were held so far."""
+        return self.held + (now - self._since if self._holds else 0.0)
+
+    def credit(self, now: float, held: float) -> None:
+        """Others saw `held` seconds of waiting in all: what was not held here is not charged either."""
+        self.held += max(0.0, min(held, now - self.started) - self.held_by(now))
+
     def used(self, now: float) -> float:
         """Seconds charged so far."""
-        held = self.held + (now - self._since if self._holds else 0.0)
-        return now - self.started - held
+        return now - self.started - self.held_by(now)
 
     def remaining(self, now: float) -> float:
         return self.budget - self.used(now)

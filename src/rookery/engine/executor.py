@@ -30,6 +30,7 @@ from rookery.engine.live import Live
 from rookery.engine.wire import NOT_ISOLATED, Done, Note, Pause, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Role
+from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.renderings import open_offloop
 from rookery.journal.tokens import TokenWriter
 from rookery.sandboxes import WAY_OUT, open_provider
@@ -53,6 +54,7 @@ class Executor:
         send: Callable[[Any], None],
         pause: PauseMode | None = None,
         version: int | None = None,
+        gateway: GatewayAddress | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
@@ -77,6 +79,7 @@ class Executor:
             for name, config in settings.upstreams.items()
         }
         self._providers: dict[str, Provider] = {}
+        self.gateway = GatewayClient(gateway) if gateway is not None else None
         self._adopted: set[asyncio.Task[None]] = set()
         self._pause = 0
         self.paused = pause is not None
@@ -223,6 +226,8 @@ class Executor:
                 self.send(Note("close.failed", {"detail": describe(error)}))
         if self._rendering is not None:
             await self._rendering.close()
+        if self.gateway is not None:
+            await self.gateway.close()
         try:
             self.writer.close()
         except JournalError:

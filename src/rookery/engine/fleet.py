@@ -14,6 +14,7 @@ from rookery.core import JournalError, RookeryError, UsageError
 from rookery.core.errors import describe
 from rookery.engine import wire
 from rookery.engine.conviction import Death
+from rookery.engine.doors import RunGateway
 from rookery.engine.links import Link, LocalLink, ProcessLink
 from rookery.engine.pauses import Pauses
 from rookery.environments import Environment
@@ -60,6 +61,7 @@ class Fleet:
         runners: int,
         capacity: int,
         block_limit: float,
+        gateway: RunGateway | None = None,
     ) -> None:
         self.owner = owner
         self.settings = settings
@@ -77,6 +79,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = self._loop.time()
+        self.gateway = gateway
         self.pauses = Pauses(self)
         self._work: set[asyncio.Task[None]] = set()
 
@@ -96,7 +99,7 @@ class Fleet:
     async def _spawn(self, *, spare: bool = False) -> None:
         self._named += 1
         if self.runners == 0:
-            local = LocalLink(f"local-{self._named}", self, self.settings, self.environment)
+            local = LocalLink(f"local-{self._named}", self, self.settings, self.environment, self.pauses.gateway)
             self.links.append(local)
             local.open()
             return
@@ -124,7 +127,7 @@ class Fleet:
         self._ready.set()
         self.pauses.changed()
 
-    def _adopt(self, work: Coroutine[Any, Any, None]) -> None:
+    def adopt(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._worked)
@@ -164,14 +167,14 @@ class Fleet:
             return
         spares = sum(link.spare and not link.retiring for link in self.links)
         for _ in range(min(waiting, max(1, self.runners)) - spares):
-            self._adopt(self._spawn(spare=True))
+            self.adopt(self._spawn(spare=True))
 
     def retire(self, link: Link) -> None:
         """It gets nothing more; once empty it is stopped."""
         link.retiring = True
         if not link.running and not link.stopping and isinstance(link, ProcessLink):
             link.stopping = True
-            self._adopt(link.stop())
+            self.adopt(link.stop())
 
     def replace(self, link: Link) -> None:
         """Something in it cannot be stopped: another takes its place, and it goes when its others are done."""
@@ -181,7 +184,7 @@ class Fleet:
         spare = link.spare
         self.retire(link)
         if not spare:
-            self._adopt(self._spawn())
+            self.adopt(self._spawn())
 
     # ---- what runners say
 
@@ -227,7 +230,7 @@ class Fleet:
                 return
         self.owner.on_runner_death(link, death, detail)
         if not link.spare and not link.retiring:
-            self._adopt(self._spawn())
+            self.adopt(self._spawn())
 
     def _on_blocked(self, link: Link, seconds: float, attempt: str | None, stack: str) -> None:
         first = not link.block_stack

@@ -23,6 +23,7 @@ from rookery.engine import wire
 from rookery.engine.conviction import Death
 from rookery.engine.executor import Executor
 from rookery.environments import Environment
+from rookery.gateway.client import GatewayAddress
 from rookery.upstreams.protocol import PauseMode
 
 STOP_SECONDS = 60.0
@@ -45,6 +46,9 @@ class State(Protocol):
     mode: PauseMode | None
     named: int | None
     number: int
+
+    @property
+    def gateway(self) -> GatewayAddress | None: ...
 
 
 class Link:
@@ -86,11 +90,18 @@ class Link:
 class LocalLink(Link):
     """`runners=0`: everything lives in one process, for notebooks, debugging and tests."""
 
-    def __init__(self, name: str, handler: Handler, settings: wire.RunSettings, environment: Environment) -> None:
+    def __init__(
+        self,
+        name: str,
+        handler: Handler,
+        settings: wire.RunSettings,
+        environment: Environment,
+        gateway: GatewayAddress | None = None,
+    ) -> None:
         super().__init__(name, handler)
         self._out: list[Any] = []
         self._scheduled = False
-        self.executor = Executor(settings, environment, name, self._receive)
+        self.executor = Executor(settings, environment, name, self._receive, gateway=gateway)
 
     def open(self) -> None:
         self._receive(wire.Ready(os.getpid()))
@@ -184,7 +195,7 @@ class ProcessLink(Link):
         ours.setblocking(False)
         await self._loop.create_unix_connection(lambda: self._wire, sock=ours)
         self.born = state.number if state.mode is not None else 0
-        self._wire.send(wire.Hello(self.settings, self.name, state.mode, state.named))
+        self._wire.send(wire.Hello(self.settings, self.name, state.mode, state.named, state.gateway))
         self._greeted = True
 
     def pids(self) -> list[int]:

@@ -14,6 +14,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from rookery.core import (
@@ -41,8 +42,9 @@ from rookery.engine.wire import Done, Note, Start, plain_event
 from rookery.environments import Context, Log
 from rookery.environments.threads import in_thread, stuck_threads
 from rookery.gateway import Session
+from rookery.gateway.door import Door, open_door, registration
 from rookery.journal.tokens import encode_turn
-from rookery.sandboxes.protocol import Sandbox
+from rookery.sandboxes.protocol import Listening, Sandbox
 from rookery.scoring import Score, checked
 from rookery.trajectories import Recorder
 
@@ -132,6 +134,7 @@ class Live:
             remaining=lambda: self._clock.remaining(self._loop.time()),
             log=Log(self._log),
             open_sandbox=self._open_sandbox,
+            open_door=self._open_door if executor.gateway is not None else None,
         )
         self.task = self._loop.create_task(self._play(), name=start.attempt)
 
@@ -153,6 +156,12 @@ class Live:
         if not self._clock.stopped:
             return  # held in a stage that has ended since
         if self._clock.release(self._loop.time()) and not self._asked:
+            self._arm()
+
+    def credit(self, held: float) -> None:
+        """Watch: what programs at a door waited for others is not charged."""
+        self._clock.credit(self._loop.time(), held)
+        if not self._clock.stopped and not self._asked:
             self._arm()
 
     def waiting(self, on: str, step: int) -> None:
@@ -429,6 +438,16 @@ class Live:
         self._events += 1
         if self._events <= EVENTS_PER_ATTEMPT:
             self.executor.send(Note(kind, plain_event({"attempt": self.start.attempt, **fields})))
+
+    def _open_door(self, box: Listening | None) -> AbstractAsyncContextManager[Door]:
+        gateway = self.executor.gateway
+        assert gateway is not None
+        left = self._clock.remaining(self._loop.time())
+        sampling = self.executor.roles["policy"].sampling
+        wish = registration(self.start.attempt, self.limits, sampling, self.start.seed, left)
+        if box is None:
+            return open_door(gateway, self.session, wish)
+        return open_door(gateway, self.session, wish, listener=box.listener(), inside_url=box.inside_url)
 
     async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
         box = await self.executor.open_sandbox(spec, self.start.attempt)

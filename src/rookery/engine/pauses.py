@@ -15,14 +15,18 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rookery.core import RookeryError
+from rookery.core.errors import describe
 from rookery.engine import wire
+from rookery.engine.doors import RunGateway
 from rookery.engine.links import Link
+from rookery.gateway.client import GatewayAddress
 from rookery.upstreams.protocol import PauseMode
 
 if TYPE_CHECKING:
     from rookery.engine.fleet import Fleet
 
 STRENGTH: dict[PauseMode, int] = {"keep": 0, "drain": 1, "abort": 2}
+GATEWAY = "the gateway"
 SLACK = 30.0
 """Seconds that a runner may take longer than it was given, before it is an error."""
 
@@ -48,6 +52,11 @@ class Pauses:
     def version(self) -> int:
         return self.named or 0
 
+    @property
+    def gateway(self) -> GatewayAddress | None:
+        """For runners that are born."""
+        return self._fleet.gateway.address if self._fleet.gateway is not None else None
+
     async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
         """One more pause of this holder's."""
         self._holders[holder] += 1
@@ -69,6 +78,16 @@ class Pauses:
             self._overdue = self._loop.call_later(deadline, self._late, deadline)
         for link in self._fleet.links:
             link.send(wire.Pause(self.number, mode, timeout))
+        if self._fleet.gateway is not None:
+            self._fleet.adopt(self._at_the_doors(self._fleet.gateway, mode, timeout, self.number))
+
+    async def _at_the_doors(self, gateway: RunGateway, mode: PauseMode, timeout: float, number: int) -> None:
+        trouble = ""
+        try:
+            await gateway.pause(mode, timeout)
+        except RookeryError as error:
+            trouble = describe(error)
+        self._hear(GATEWAY, number, trouble)
 
     async def _everywhere(self, number: int, seconds: float) -> None:
         fleet = self._fleet
@@ -78,7 +97,8 @@ class Pauses:
                     for name, trouble in self._heard.items():
                         if trouble:
                             raise RookeryError(f"model calls cannot be held back in {name}: {trouble}")
-                    if all(link.name in self._heard or not link.ready for link in fleet.links):
+                    doors = fleet.gateway is None or GATEWAY in self._heard
+                    if doors and all(link.name in self._heard or not link.ready for link in fleet.links):
                         return
                     self._changed.clear()
                     await self._changed.wait()
@@ -88,8 +108,11 @@ class Pauses:
 
     def heard(self, link: Link, number: int, trouble: str = "") -> None:
         """A runner has held its calls back, or could not."""
+        self._hear(link.name, number, trouble)
+
+    def _hear(self, who: str, number: int, trouble: str) -> None:
         if number == self.number:
-            self._heard[link.name] = trouble
+            self._heard[who] = trouble
             self._changed.set()
 
     def changed(self) -> None:
@@ -128,6 +151,8 @@ class Pauses:
     def _tell(self) -> None:
         for link in self._fleet.links:
             link.send(wire.Resume(self.named))
+        if self._fleet.gateway is not None:
+            self._fleet.adopt(self._fleet.gateway.resume(self.named, self._fleet.owner.event))
 
     def _late(self, deadline: float) -> None:
         self._overdue = None

@@ -110,7 +110,13 @@ class Runner:
         try:
             environment = load_environment(hello.settings.environment)
             self.executor = Executor(
-                hello.settings, environment, hello.writer, self.wire.send, hello.pause, hello.version
+                hello.settings,
+                environment,
+                hello.writer,
+                self.wire.send,
+                hello.pause,
+                hello.version,
+                hello.gateway,
             )
         except BaseException as error:  # noqa: BLE001  (whatever the user's module raises, the supervisor hears it)
             detail = str(error) if isinstance(error, RookeryError) else describe(error)

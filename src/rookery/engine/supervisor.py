@@ -34,6 +34,7 @@ from rookery.engine import wire
 from rookery.engine.breaker import Breaker
 from rookery.engine.channel import Channel
 from rookery.engine.conviction import Court, Death
+from rookery.engine.doors import RunGateway
 from rookery.engine.fleet import TICK, Fleet, Stopped
 from rookery.engine.flights import Flight, Policy, loudly
 from rookery.engine.keeping import Kept
@@ -61,6 +62,7 @@ class Supervisor:
         self.ledger = Ledger(journal, self.stop)
         self.stopped: RookeryError | None = None
         self.counts = {"attempts": 0, "retries": 0}
+        self.gateway = RunGateway(settings) if environment.needs_gateway else None
         self.fleet = Fleet(
             self,
             settings,
@@ -68,6 +70,7 @@ class Supervisor:
             runners=policy.runners,
             capacity=-(-policy.concurrency // max(1, policy.runners)),
             block_limit=policy.block_limit,
+            gateway=self.gateway,
         )
         self.kept = Kept(settings)
         self._loop = asyncio.get_running_loop()
@@ -83,6 +86,8 @@ class Supervisor:
         await asyncio.to_thread(self._reap)
         keeping = self._loop.create_task(self.kept.open())
         try:
+            if self.gateway is not None:
+                await self.gateway.open()
             await self.fleet.start()
         finally:
             if said := await keeping:
@@ -94,6 +99,8 @@ class Supervisor:
         """Ends every attempt without a terminal record (a resume runs them again), then every runner."""
         self._stopping = True
         await self.fleet.close()
+        if self.gateway is not None:
+            await self.gateway.close()
         await self.kept.close()
         await asyncio.to_thread(self._reap)
 

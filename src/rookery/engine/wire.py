@@ -18,6 +18,7 @@ from rookery.core import CancelledReason, Extent, Limits, Outcome, RookeryError,
 from rookery.core.errors import encodable
 from rookery.engine.plain import plain_data, plain_numbers
 from rookery.environments.loading import EnvironmentRef
+from rookery.gateway.client import GatewayAddress
 from rookery.gateway.session import Record
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
@@ -42,6 +43,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     block_warning: float = 1.0
     record: Record = "messages"
     rendering: dict[str, Any] = {}
+    public: str = ""
+    """The gateway's address as other machines write it."""
 
 
 # ---- to a runner
@@ -54,6 +57,8 @@ class Hello(msgspec.Struct, frozen=True, tag=0, array_like=True):
     """Held back from the start: there is a pause."""
     version: int | None = None
     """Of the policy, as of the last weight sync; None: as the upstream says."""
+    gateway: GatewayAddress | None = None
+    """The run's own, where its environment opens doors."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):

@@ -49,6 +49,11 @@ class Environment:
         """Whether its attempts are known to open a sandbox: if none can be had, that is said before the start."""
         return self.sandbox is not None
 
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether its attempts open doors for programs that call models themselves: the run then has a gateway."""
+        return False
+
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
         """The built-in taskset, for runs that name none."""
         raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")

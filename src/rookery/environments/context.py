@@ -3,15 +3,18 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from rookery.core import Limits, SandboxError, SandboxSpec, Task
+from rookery.core import Limits, SandboxError, SandboxSpec, Task, UsageError
 from rookery.environments.watched import WatchedSandbox
 from rookery.gateway import Model, Session, Watch
-from rookery.sandboxes.protocol import Sandbox
+from rookery.gateway.door import Door
+from rookery.sandboxes.protocol import Listening, Sandbox
 
 T = TypeVar("T")
+OpenDoor: TypeAlias = Callable[[Listening | None], AbstractAsyncContextManager[Door]]
 LOST = ("sandbox.lost", "worker.unrecoverable")
 """What a policy could do to its own sandbox for a free try."""
 
@@ -48,6 +51,7 @@ class Context:
         remaining: Callable[[], float],
         log: Log,
         open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]],
+        open_door: OpenDoor | None = None,
     ) -> None:
         self.attempt = attempt
         self.task = task
@@ -66,6 +70,7 @@ class Context:
         self._watch = watch
         self._remaining = remaining
         self._open_sandbox = open_sandbox
+        self._open_door = open_door
         self._main: Sandbox | None = None
         self.forks: list[Sandbox] = []
         """Sandboxes that were made of others; they end with the attempt, as all do."""
@@ -114,6 +119,29 @@ class Context:
 
     async def _opened(self, spec: SandboxSpec) -> Sandbox:
         return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working, self.forks)
+
+    def door(self, box: Sandbox | None = None) -> AbstractAsyncContextManager[Door]:
+        """A door for programs that call models themselves, with this attempt's budgets and recording.
+
+        In a sandbox whose network is `model`, at its own loopback address; without one, at the gateway's public
+        address. Turns are the attempt's when the door ends.
+        """
+        if self._open_door is None:
+            raise UsageError(
+                f"this run has no gateway, so that attempt {self.attempt} can open no door: an environment that "
+                "opens doors says so with `needs_gateway`",
+                cause="bug.environment",
+            )
+        if box is None:
+            return self._open_door(None)
+        inner = box.inner if isinstance(box, WatchedSandbox) else box
+        if not isinstance(inner, Listening) or not inner.inside_url:
+            raise UsageError(
+                f"sandbox {box.id} has no way to the gateway: its network is {box.spec.network!r}, not 'model', "
+                f"or its provider {box.spec.provider or '?'} cannot give one",
+                cause="bug.environment",
+            )
+        return self._open_door(inner)
 
     async def working(self, on: str, awaitable: Awaitable[T]) -> T:
         """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""

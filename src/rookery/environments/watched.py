@@ -14,7 +14,8 @@ class WatchedSandbox:
     def __init__(
         self, inner: Sandbox, working: Callable[[str, Awaitable[Any]], Awaitable[Any]], forks: list[Sandbox]
     ) -> None:
-        self._inner = inner
+        self._inner = self.inner = inner
+        """Also for what only some providers can: ask it whether it is one of those."""
         self._working = working
         self._forks = forks
         """Where those of it go, for the attempt to close."""

@@ -215,6 +215,7 @@ def _shown(seat: Seat) -> dict[str, Any]:
         "began": seat.began,
         "turns_recorded": len(seat.extents),
         "calls_under_way": seat.session.under_way if seat.session is not None else 0,
+        "held": seat.held,
         **(seat.figures() or {"usage": None, "fidelity": None}),
     }
 

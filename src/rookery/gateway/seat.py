@@ -63,9 +63,17 @@ class Seat:
     def waiting(self, on: str, step: int) -> None:
         """Nobody asks."""
 
+    def credit(self, held: float) -> None:
+        """Nobody else waits for it."""
+
     @property
     def remaining(self) -> float:
         return self.clock.remaining(time.monotonic())
+
+    @property
+    def held(self) -> float:
+        """Seconds that were not its own so far."""
+        return self.clock.held_by(time.monotonic())
 
     @asynccontextmanager
     async def within(self) -> AsyncIterator[None]:

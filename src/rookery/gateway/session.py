@@ -61,6 +61,10 @@ class Watch(Protocol):
 
     def release(self) -> None: ...
 
+    def credit(self, held: float) -> None:
+        """A door of the attempt's saw so many seconds of such waits in all."""
+        ...
+
     def waiting(self, on: str, step: int) -> None:
         """`step` is 1 when a wait on `on` begins, -1 when it ends."""
         ...
@@ -233,6 +237,11 @@ class Session:
         if policy and context is not None and length > context:
             raise self.stop("context", f"the sequence is longer than {context} tokens")
         return reply
+
+    def adopt(self, turns: Sequence[Turn]) -> None:
+        """Turns that were recorded elsewhere, at the attempt's own door: they are this session's from now on."""
+        for turn in self.recorder.adopt(turns):
+            self.count(turn)
 
     def count(self, turn: Turn) -> None:
         """A turn that was recorded."""

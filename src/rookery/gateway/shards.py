@@ -28,10 +28,8 @@ import msgspec
 
 from rookery.core import RookeryError, UsageError
 from rookery.core.errors import behind
+from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settled_format
-from rookery.gateway.handed import Giver
-from rookery.gateway.registry import owner
-from rookery.upstreams.http import Client, HttpFailure, header_lines
 from rookery.upstreams.listening import bound
 
 log = logging.getLogger("rookery.gateway")
@@ -76,8 +74,7 @@ class Gateway:
         self._own: Path | None = None
         self._listener: socket.socket | None = None
         self._shards: list[_Process] = []
-        self._client: Client | None = None
-        self._givers: dict[int, Giver] = {}
+        self._client: GatewayClient | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -102,7 +99,9 @@ class Gateway:
         self._listener = bound(self._host, self._port, backlog=4096)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._client = Client(host, port)
+        self._client = GatewayClient(
+            GatewayAddress(host=host, port=port, key=self.key, sockets=str(self._own), shards=self.config.shards)
+        )
         self._shards = [
             _Process(self, self._settings(folder, index), self._listener) for index in range(self.config.shards)
         ]
@@ -127,9 +126,6 @@ class Gateway:
 
     async def close(self) -> None:
         """Ends everything. Closing twice is fine."""
-        for giver in self._givers.values():
-            await giver.close()
-        self._givers.clear()
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -148,44 +144,35 @@ class Gateway:
 
     # ---- for programs that have a gateway of their own
 
+    @property
+    def address(self) -> GatewayAddress:
+        """How other processes reach it: not to be written anywhere."""
+        return self._reached.address
+
     async def register(self, registration: dict[str, Any]) -> dict[str, str]:
         """A session: its id, base URL and secret."""
-        said: dict[str, str] = await self.ask("POST", "/rollouts", registration)
-        return said
+        return await self._reached.register(registration)
 
     async def trajectory(self, session: str) -> dict[str, Any]:
-        said: dict[str, Any] = await self.ask("GET", f"/rollouts/{session}/trajectory")
-        return said
+        return await self._reached.trajectory(session)
 
     async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """One of the admin's addresses; raises what it says is wrong."""
-        assert self._client is not None
-        headers = header_lines({"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"})
-        data = b"" if body is None else msgspec.json.encode(body)
-        try:
-            async with asyncio.timeout(timeout):
-                response = await self._client.send(method, path, headers, data)
-                answer = msgspec.json.decode(await response.read(1 << 30))
-        except (TimeoutError, HttpFailure) as error:
-            raise RookeryError(f"the gateway does not answer: {error}") from error
-        if response.status >= 400:
-            raise RookeryError(f"the gateway answers {response.status}: {answer['error']['message']}")
-        return answer
+        return await self._reached.ask(method, path, body, timeout=timeout)
 
     async def hand(self, session: str, listener: socket.socket) -> None:
         """Serves a session at a listener of its own; kept, and handed over again after a restart."""
-        assert self._own is not None
-        shard = owner(session, self.config.shards)
-        giver = self._givers.get(shard)
-        if giver is None:
-            giver = self._givers[shard] = Giver(self._own, shard)
-        await giver.give(session, listener)
+        await self._reached.hand(session, listener)
 
     def take(self, session: str) -> None:
         """Ends what `hand` began."""
-        giver = self._givers.get(owner(session, self.config.shards))
-        if giver is not None:
-            giver.take(session)
+        self._reached.take(session)
+
+    @property
+    def _reached(self) -> GatewayClient:
+        if self._client is None:
+            raise RookeryError("the gateway is closed")
+        return self._client
 
 
 class _Process:

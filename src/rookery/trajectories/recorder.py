@@ -114,6 +114,27 @@ class Recorder:
             recorder._replay(turn, ends)
         return recorder
 
+    def adopt(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Takes over the turns of another recorder of the same attempt, under numbers that are free here.
+
+        Those whose parent is not among them cannot be placed: that is a `JournalError`, and nothing is taken.
+        """
+        other = Recorder.restore(self._attempt, turns, _nowhere)
+        ordered = sorted(turns, key=lambda turn: turn.index)
+        places = {turn.index: self.count + at for at, turn in enumerate(ordered)}
+        moved = [
+            msgspec.structs.replace(
+                turn, index=places[turn.index], parent=None if turn.parent is None else places[turn.parent]
+            )
+            for turn in ordered
+        ]
+        for turn in moved:
+            self._sink(turn)
+            self.count = turn.index + 1
+        for name in Counts.__struct_fields__:
+            setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
+        return moved
+
     # ---- finding
 
     def find(self, role: str, entries: Sequence[Entry], scope: bytes = b"") -> Place:
@@ -252,6 +273,10 @@ class Recorder:
         there = trees.tree.follow(step, turn.messages) if step is not None else []
         drifted = _drifts(turn, exact, step, there)
         ends[turn.index] = self._commit(turn, exact, drifted, trees, step, there, turn.messages, ())
+
+
+def _nowhere(turn: Turn) -> None:
+    """For a recorder that only reads."""
 
 
 class _End(msgspec.Struct, frozen=True):

@@ -1,0 +1,151 @@
+"""A gateway's admin side, for programs that have its key: the process that started it, and a run's runners.
+
+Promises:
+- what the gateway says is wrong is raised, in its words; one that does not answer in time is said to be so;
+- while shards start again, what can be asked twice is asked again;
+- a listener that was handed over is served until it is taken back or this client closes;
+- closing takes back every listener.
+"""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import RookeryError, TruncatedReason, Turn
+from rookery.gateway.handed import Giver
+from rookery.gateway.registry import owner
+from rookery.upstreams.http import Client, HttpFailure, header_lines
+
+MAX_ANSWER: Final = 1 << 30
+MSGPACK: Final = "application/msgpack"
+AGAIN_SECONDS: Final = 0.05
+"""Before a gateway that was not reached is asked again; doubled up to a second."""
+
+
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a gateway is and what opens it. Holds its key: it is told to processes, and written nowhere."""
+
+    host: str
+    port: int
+    key: str
+    sockets: str
+    """The folder where its shards take listeners."""
+    shards: int = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session did, as far as it got. What a gateway does not say is what it was before."""
+
+    turns: tuple[Turn, ...] = ()
+    truncated: TruncatedReason | None = None
+    held: float = 0.0
+    """Seconds that were not the session's own: pauses, and waiting for a place at the upstream."""
+
+
+_record = msgspec.msgpack.Decoder(Record).decode
+
+
+class GatewayClient:
+    """One process's connections to a gateway. Built and used in one event loop."""
+
+    def __init__(self, address: GatewayAddress) -> None:
+        self.address = address
+        self._client = Client(address.host, address.port)
+        self._givers: dict[int, Giver] = {}
+
+    async def register(self, registration: dict[str, Any], *, timeout: float = 60.0) -> dict[str, str]:
+        """A session: its id, base URL and secret."""
+        said: dict[str, str] = await self.ask("POST", "/rollouts", registration, timeout=timeout)
+        return said
+
+    async def trajectory(self, session: str) -> dict[str, Any]:
+        said: dict[str, Any] = await self.ask("GET", f"/rollouts/{session}/trajectory")
+        return said
+
+    async def record(self, session: str, *, timeout: float = 60.0) -> Record:
+        """The same with token data as it was recorded."""
+        _, body = await self._again("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
+        try:
+            return _record(body)
+        except msgspec.DecodeError as error:
+            raise RookeryError(f"the gateway's record of {session} cannot be read: {error}") from error
+
+    async def status(self, session: str, *, timeout: float = 60.0) -> Record:
+        """How far it is, without its turns."""
+        _, body = await self._again("GET", f"/rollouts/{session}", timeout)
+        return msgspec.json.decode(body, type=Record)
+
+    async def cancel(self, session: str, *, timeout: float = 60.0) -> None:
+        """It takes no more calls; those under way are cancelled, up to the upstream."""
+        await self._again("POST", f"/rollouts/{session}/cancel", timeout)
+
+    async def delete(self, session: str, *, timeout: float = 60.0) -> None:
+        """Its record goes too."""
+        await self._again("DELETE", f"/rollouts/{session}", timeout)
+
+    async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
+        """One of the admin's addresses; raises what it says is wrong."""
+        try:
+            async with asyncio.timeout(timeout):
+                status, answer = await self._send(method, path, body)
+        except (TimeoutError, HttpFailure) as error:
+            raise RookeryError(f"the gateway does not answer: {error}") from error
+        return msgspec.json.decode(_good(status, answer))
+
+    async def _again(self, method: str, path: str, timeout: float, accept: str = "") -> tuple[int, bytes]:
+        """For what may be asked twice: a shard that starts again is waited for."""
+        wait = AGAIN_SECONDS
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    try:
+                        status, answer = await self._send(method, path, accept=accept)
+                        if status < 500:
+                            return status, _good(status, answer)
+                    except HttpFailure:
+                        pass  # it is asked again below, until the time is up
+                    await asyncio.sleep(wait)
+                    wait = min(1.0, 2 * wait)
+        except TimeoutError as error:
+            raise RookeryError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
+
+    async def _send(self, method: str, path: str, body: Any = None, accept: str = "") -> tuple[int, bytes]:
+        lines = {"Authorization": f"Bearer {self.address.key}", "Content-Type": "application/json"}
+        if accept:
+            lines["Accept"] = accept
+        data = b"" if body is None else msgspec.json.encode(body)
+        response = await self._client.send(method, path, header_lines(lines), data)
+        return response.status, await response.read(MAX_ANSWER)
+
+    async def hand(self, session: str, listener: socket.socket) -> None:
+        """Serves a session at a listener of its own; kept, and handed over again after a restart."""
+        shard = owner(session, self.address.shards)
+        giver = self._givers.get(shard)
+        if giver is None:
+            giver = self._givers[shard] = Giver(Path(self.address.sockets), shard)
+        await giver.give(session, listener)
+
+    def take(self, session: str) -> None:
+        """Ends what `hand` began."""
+        giver = self._givers.get(owner(session, self.address.shards))
+        if giver is not None:
+            giver.take(session)
+
+    async def close(self) -> None:
+        for giver in self._givers.values():
+            await giver.close()
+        self._givers.clear()
+        await self._client.close()
+
+
+def _good(status: int, answer: bytes) -> bytes:
+    if status < 400:
+        return answer
+    try:
+        message = msgspec.json.decode(answer)["error"]["message"]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        message = answer[:200].decode("utf-8", "replace")
+    raise RookeryError(f"the gateway answers {status}: {message}")

@@ -1,0 +1,162 @@
+"""An attempt's door: where programs that are not ours call models, and what they did there.
+
+Promises:
+- a program needs a base URL and a key and nothing else; neither opens anything but its own attempt's session;
+- budgets are the attempt's: turns, tokens, context and time hold at the door, whatever the program does;
+- fetching a record can add to what is known and never takes from it;
+- after `end` the door takes no more calls, those under way are cancelled, and what it recorded is the attempt's;
+- `close` leaves nothing at the gateway, on every path.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import Limits, RookeryError, Sampling, SandboxError, TruncatedReason
+from rookery.gateway.client import GatewayClient, Record
+from rookery.gateway.session import Session
+
+log = logging.getLogger("rookery.gateway")
+
+CLOSE_SECONDS: Final = 15.0
+LOOK_SECONDS: Final = 1.0
+"""Between two looks at a session's budgets: what is spent is refused at once, and its program ended soon after."""
+KEY: Final = "rookery"
+"""What programs in a box send: their address opens their one session, so that there is nothing to steal."""
+
+
+def merged(known: Record, got: Record) -> Record:
+    """Both records of a session together: nothing that is known goes."""
+    turns = {turn.index: turn for turn in (*got.turns, *known.turns)}
+    return Record(
+        turns=tuple(turns[index] for index in sorted(turns)),
+        truncated=known.truncated or got.truncated,
+        held=max(known.held, got.held),
+    )
+
+
+class Door:
+    """Open from `open_door` to its end."""
+
+    def __init__(self, client: GatewayClient, session: Session, name: str, url: str, key: str) -> None:
+        self.name = name
+        self.url = url
+        """Without a version: `{url}/v1/chat/completions`, `{url}/v1/messages`."""
+        self.key = key
+        self.record = Record()
+        """What is known of what was recorded."""
+        self.ended = False
+        self._client = client
+        self._session = session
+        self._adopted: set[int] = set()
+        self._held = 0.0
+
+    def environment(self) -> dict[str, str]:
+        """What OpenAI's and Anthropic's own libraries read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+    async def fetch(self, *, timeout: float = 60.0) -> Record:
+        """What is recorded by now."""
+        self.record = merged(self.record, await self._client.record(self.name, timeout=timeout))
+        return self.record
+
+    async def end(self, *, timeout: float = 60.0) -> Record:
+        """No more calls from now on; the attempt has every turn that was recorded. Ending twice is fine."""
+        if not self.ended:
+            await self._client.cancel(self.name, timeout=timeout)
+            await self.fetch(timeout=timeout)
+            self.ended = True
+            self._adopt()
+        return self.record
+
+    def _adopt(self) -> None:
+        new = [turn for turn in self.record.turns if turn.index not in self._adopted]
+        self._session.adopt(new)
+        self._adopted.update(turn.index for turn in new)
+        self._session.truncated = self._session.truncated or self.record.truncated
+
+    def check(self) -> None:
+        """Raises the budget that the programs behind the door have spent, if they have."""
+        if self.record.truncated is not None:
+            raise self._session.stop(self.record.truncated, "a budget of the rollout is spent")
+
+    async def spent(self, every: float = LOOK_SECONDS) -> TruncatedReason:
+        """Returns when a budget is spent. Meanwhile, what the programs waited for others is no time of theirs."""
+        while True:
+            state = await self._client.status(self.name)
+            if state.held > self._held:
+                self._session.watch.credit(state.held)
+                self._held = state.held
+            if state.truncated is not None:
+                self.record = merged(self.record, Record(truncated=state.truncated))
+                return state.truncated
+            await asyncio.sleep(every)
+
+
+def registration(name: str, limits: Limits, sampling: Sampling, seed: int, left: float) -> dict[str, Any]:
+    """What the gateway is told: the budgets of an attempt that has `left` seconds."""
+    budgets = {
+        "max_turns": limits.turns,
+        "max_sequence_length": limits.context,
+        "max_tokens": limits.tokens,
+        "deadline": left if 0 < left < float("inf") else None,
+    }
+    return {
+        "id": name,
+        "sampling": msgspec.to_builtins(sampling),
+        "budgets": {key: value for key, value in budgets.items() if value is not None},
+        "seed": seed & (2**63 - 1),
+    }
+
+
+@asynccontextmanager
+async def open_door(
+    client: GatewayClient,
+    session: Session,
+    wish: dict[str, Any],
+    *,
+    listener: socket.socket | None = None,
+    inside_url: str = "",
+) -> AsyncIterator[Door]:
+    """A door for this session: at a listener of a box's own, or else at the gateway's public address."""
+    try:
+        said = await client.register(wish)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    name = said["id"]
+    url, key = (inside_url, KEY) if listener is not None else (said["base_url"], said["secret"])
+    door = Door(client, session, name, url, key)
+    try:
+        if listener is not None:
+            try:
+                await client.hand(name, listener)
+            except RookeryError as error:
+                raise SandboxError(f"the sandbox's way to the gateway cannot be served: {error}") from error
+        yield door
+    finally:
+        if listener is not None:
+            client.take(name)
+        await _closed(client, door)
+
+
+async def _closed(client: GatewayClient, door: Door) -> None:
+    """Leaves nothing at the gateway; a gateway that is gone has nothing left."""
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await client.delete(door.name, timeout=CLOSE_SECONDS)
+    except RookeryError as error:
+        log.warning("the session %s could not be deleted at the gateway: %s", door.name, error)
