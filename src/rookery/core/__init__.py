@@ -39,7 +39,7 @@ from rookery.core.outcomes import (
 )
 from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, rollout_place
 from rookery.core.sampling import Sampling
-from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, SandboxSpec
+from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec
 from rookery.core.seeds import derive_seed
 from rookery.core.tasks import Task, Taskset
 from rookery.core.turns import Extra, Finish, Segment, Span, Turn, floats, ints
@@ -65,6 +65,7 @@ __all__ = [
     "JournalError",
     "Limits",
     "Message",
+    "Mount",
     "Outcome",
     "Rollout",
     "RookeryError",

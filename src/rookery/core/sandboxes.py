@@ -13,6 +13,14 @@ Network: TypeAlias = Literal["none", "model", "allow", "all"]
 MB = 1 << 20
 
 
+class Mount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A folder of this machine that a sandbox has as its own, read-only: shared by all that name it."""
+
+    source: str
+    target: str
+    """An absolute path in the sandbox; made where it is not there."""
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything about a sandbox, in one value that is passed along and never re-listed."""
 
@@ -37,6 +45,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     gpus: int | None = None
     read_only: bool = False
     """Whether programs may change nothing but the working folder and those for temporary files."""
+    mounts: tuple[Mount, ...] = ()
+    """Programs that were installed once for many sandboxes, data that many read."""
     labels: dict[str, str] = {}
     """For whoever looks at the provider's sandboxes from outside, where it keeps labels; else they say nothing."""
     untrusted_ok: bool = False
@@ -52,6 +62,26 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
             return self
         said = {*named, *(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)}
         return msgspec.structs.replace(other, **{name: getattr(self, name) for name in said})
+
+
+MAX_MOUNTS = 16
+
+
+def mount_problems(mounts: Iterable[Mount]) -> list[str]:
+    """What is wrong with them, whatever a provider can, in sentences."""
+    said, targets = [], set[str]()
+    for number, mount in enumerate(mounts, 1):
+        parts = mount.target.split("/")
+        if not mount.target.startswith("/") or ".." in parts or not any(parts) or "\0" in mount.target:
+            said.append(f"A mount needs an absolute path in the sandbox, without '..': {mount.target!r} is none.")
+        if not mount.source.startswith("/") or "\0" in mount.source:
+            said.append(f"A mount needs an absolute path of this machine: {mount.source!r} is none.")
+        if mount.target.rstrip("/") in targets:
+            said.append(f"Two mounts go to {mount.target!r}.")
+        targets.add(mount.target.rstrip("/"))
+        if number == MAX_MOUNTS + 1:
+            said.append(f"A sandbox has at most {MAX_MOUNTS} mounts.")
+    return said
 
 
 _DEFAULTS = {name: getattr(SandboxSpec(), name) for name in SandboxSpec.__struct_fields__}

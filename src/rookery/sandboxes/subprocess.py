@@ -50,8 +50,11 @@ class SubprocessProvider:
             said += egress_rules.problems(spec)
         if spec.network in ("model", "allow"):
             said.append("The subprocess provider cannot restrict the network to the model or to an allow-list.")
-        if spec.gpus or spec.read_only:
-            said.append("The subprocess provider can neither give out GPUs nor keep files from being changed.")
+        if spec.gpus or spec.read_only or spec.mounts:
+            said.append(
+                "The subprocess provider can neither give out GPUs, nor mount folders, nor keep files from being "
+                "changed."
+            )
         if spec.cpus is not None:
             said.append("The subprocess provider cannot limit the number of processors.")
         if spec.user is not None and spec.user not in (_user(), str(os.getuid())):

@@ -7,13 +7,14 @@ A sandbox of the provider must have `sh`, `bash`, `python3` and the usual small 
 after the promise it holds and leaves nothing open.
 """
 
-from rookery.sandboxes.conformance import commands, files, networks, shells, snapshots
+from rookery.sandboxes.conformance import commands, files, mounts, networks, shells, snapshots
 from rookery.sandboxes.conformance.tools import Check
 
 CHECKS: tuple[Check, ...] = (
     *commands.CHECKS,
     *shells.CHECKS,
     *files.CHECKS,
+    *mounts.CHECKS,
     *snapshots.CHECKS,
     *networks.CHECKS,
 )

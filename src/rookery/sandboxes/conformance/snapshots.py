@@ -7,7 +7,7 @@ from rookery.sandboxes.protocol import Provider, Sandbox
 MADE = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/link; chmod 750 d/e; echo x > d/e/x"
 
 
-async def _snapshot(sandbox: Sandbox) -> str | None:
+async def snapshot_of(sandbox: Sandbox) -> str | None:
     """None where the provider has none."""
     try:
         return await sandbox.snapshot()
@@ -20,7 +20,7 @@ async def _snapshot(sandbox: Sandbox) -> str | None:
 async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: Provider) -> None:
     async with box(provider) as sandbox:
         await sh(sandbox, MADE)
-        name = await _snapshot(sandbox)
+        name = await snapshot_of(sandbox)
         if name is None:
             return
         await sh(sandbox, "echo later > d/one; rm d/two; echo new > new")
@@ -42,7 +42,7 @@ async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: P
 async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provider) -> None:
     async with box(provider) as sandbox:
         await sh(sandbox, MADE)
-        name = await _snapshot(sandbox)
+        name = await snapshot_of(sandbox)
         if name is None:
             return
         fork = await sandbox.fork(name)
@@ -65,7 +65,7 @@ async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provid
 async def a_diff_tells_what_was_added_changed_and_removed(provider: Provider) -> None:
     async with box(provider) as sandbox:
         await sh(sandbox, MADE)
-        name = await _snapshot(sandbox)
+        name = await snapshot_of(sandbox)
         if name is None:
             return
         assert await sandbox.diff(name) == {}

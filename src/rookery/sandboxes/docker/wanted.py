@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rookery.core import SandboxSpec
+from rookery.core.sandboxes import mount_problems
 from rookery.sandboxes.docker import bundle
 from rookery.sandboxes.guarded import PATH
 from rookery.sandboxes.local.provider import PORT, USER, WORK
@@ -47,6 +48,7 @@ def refused(spec: SandboxSpec) -> list[str]:
         )
     if reserved := sorted(name for name in spec.labels if name.startswith("rookery.")):
         said.append(f"The label {reserved[0]!r} is one of rookery's own: use another name.")
+    said += mount_problems(spec.mounts)
     if spec.gpus is not None and spec.gpus < 0:
         said.append("The number of GPUs must not be negative.")
     if spec.network == "allow" or spec.allow:
@@ -118,7 +120,11 @@ def container(
         "Init": False,
         "IpcMode": "private",
         "LogConfig": {"Type": "none"},
-        "Mounts": [_bind(folder, bundle.TOP), _bind(line, f"{bundle.TOP}/{bundle.LINE}")],
+        "Mounts": [
+            _bind(folder, bundle.TOP),
+            _bind(line, f"{bundle.TOP}/{bundle.LINE}"),
+            *(_bind(mount.source, mount.target) for mount in spec.mounts),
+        ],
     }
     if spec.memory:
         host |= {"Memory": spec.memory, "MemorySwap": spec.memory}

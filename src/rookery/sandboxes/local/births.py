@@ -213,18 +213,23 @@ class Births:
             "uid": dress.uid,
             "lowers": dress.lowers,
             "layers": image.layers if image is not None else (),
+            "mounts": [target for _, target in dress.mounts],
+            "image": image is not None,
             "resolve": dress.resolve,
             "loopback": alone and self.nets is None,
         }
-        base = self.image_for(one, image.folder) if image is not None else -1
+        folders = [image.folder] if image is not None else []
+        trees: list[int] = []
         try:
-            send(one.sync, dumps(said), [base] if base >= 0 else [])
+            for folder in (*folders, *(str(source) for source, _ in dress.mounts)):
+                trees.append(self.seen_by(one, folder))  # noqa: PERF401  (those before one that fails are closed)
+            send(one.sync, dumps(said), trees)
         finally:
-            if base >= 0:
-                os.close(base)
+            for tree in trees:
+                os.close(tree)
 
-    def image_for(self, one: Box, folder: str) -> int:
-        """Its files as a box sees them: read-only, their owners the box's users where the kernel can do that."""
+    def seen_by(self, one: Box, folder: str) -> int:
+        """Files of the host as a box sees them: read-only, their owners its users where the kernel can do that."""
         base = k.detached(folder)
         try:
             if not self.mapped:

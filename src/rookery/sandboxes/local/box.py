@@ -34,6 +34,8 @@ else:
     from small import _signal, loads, receive, send, suppress
 
 SYNC = 3
+MOUNTS = 16
+"""As many as a spec may name."""
 _LIMITED = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
 _FILES = (4096, 65536)
 
@@ -52,14 +54,16 @@ def live(
         k.set_dumpable(True)  # who made us was another user for that: until here, our own files are root's
         # Later it is not ours to open any more, since nobody may look into this process.
         score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        said, fds = receive(sync, 1 << 16, 1)
+        said, fds = receive(sync, 1 << 16, 1 + MOUNTS)
         if not said:
             os._exit(0)
         asked = loads(said)
         dress = root.Dress(asked["size"], asked["uid"], tuple(asked["lowers"]), resolve=asked["resolve"])
         dress.layers = tuple(asked["layers"])
-        if fds:
-            dress.base = fds[0]
+        if asked["image"]:
+            dress.base = fds.pop(0)
+        dress.mounts = tuple(zip(fds, asked["mounts"], strict=True))
+        if dress.base >= 0:
             sys.path.clear()  # from here on a module would come out of the image
         if mapped:
             os.setresgid(0, 0, 0)

@@ -163,7 +163,8 @@ class Keeper:
             if op == "create":
                 # Where there is but one user, it is the first of these or the other from the start.
                 as_root = asked["uid"] != root.USER and not self.boxes.mapped
-                order.usual = not (asked["image"] or asked["snapshot"] or asked["network"] == "all" or as_root)
+                plain = not (asked["image"] or asked["snapshot"] or asked["mounts"])
+                order.usual = plain and asked["network"] != "all" and not as_root
                 (self.orders if order.usual else self.unusual).append(order)
             else:
                 self.work(order, fds[0])
@@ -305,7 +306,7 @@ class Keeper:
             boxes.end(boxes.born[-1])
 
     def make_unusual(self, order: Order) -> None:
-        """A box with an image, from a snapshot, on the host's network or with another first user."""
+        """A box with an image or mounts, from a snapshot, on the host's network or with another first user."""
         asked, boxes = order.asked, self.boxes
         self.unusual_at = time.monotonic()
         family = None
@@ -329,6 +330,7 @@ class Keeper:
             one.order = order
             try:
                 dress = root.Dress(asked["disk"], asked["uid"], lowers, resolve=not alone)
+                dress.mounts = tuple((source, target) for source, target in asked["mounts"])
                 boxes.turn(one, "settling")
                 boxes.dress(one, dress, image, family, alone=alone)
             except OSError as error:

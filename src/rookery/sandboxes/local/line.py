@@ -45,6 +45,8 @@ class Asked(NamedTuple):
     """A folder or an archive; empty: the host's system."""
     layers: tuple[str, ...] = ()
     """Folders in it that it is made of, uppermost first; none: it is the system itself."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Folders of the host, each with where it goes."""
     snapshot: str = ""
     network: str = "none"
     listen: int = 0

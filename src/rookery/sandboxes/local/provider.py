@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
+from rookery.core.sandboxes import mount_problems
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
@@ -90,6 +91,11 @@ class LocalProvider:
             said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
         if spec.gpus:
             said.append("The local provider has no GPUs in its boxes; the docker provider can.")
+        if spec.mounts:
+            said += mount_problems(spec.mounts)
+            said += [
+                f"There is no folder {one.source} to mount." for one in spec.mounts if not _folder(one.source)
+            ]
         if spec.read_only:
             said.append("The local provider has no read-only boxes; the docker provider does.")
         return said
@@ -205,6 +211,7 @@ class LocalSandbox(GuardedSandbox):
                 uid=self._uid,
                 image="" if snapshot else self._image(),
                 layers=() if snapshot or self._use is None else self._use.record.layers[::-1],
+                mounts=tuple((mount.source, mount.target) for mount in spec.mounts),
                 snapshot=snapshot,
                 network=spec.network,
                 listen=PORT if spec.network in ("model", "allow") else 0,
@@ -377,6 +384,10 @@ def _reference(image: str | None) -> "Reference | None":
 
     found = parse(image)
     return None if found.plain else found
+
+
+def _folder(path: str) -> bool:
+    return path.startswith("/") and "\0" not in path and Path(path).is_dir()
 
 
 def _there(image: str | None) -> bool:

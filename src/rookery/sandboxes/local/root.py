@@ -84,7 +84,7 @@ class Tree:
 class Dress:
     """What one box is to be made from."""
 
-    __slots__ = ("base", "layers", "lowers", "resolve", "size", "uid")
+    __slots__ = ("base", "layers", "lowers", "mounts", "resolve", "size", "uid")
 
     def __init__(self, size: int, uid: int = USER, lowers: tuple[str, ...] = (), *, resolve: bool = False) -> None:
         self.size = size
@@ -95,6 +95,8 @@ class Dress:
         """Detached mounts of an image; -1: the host's system."""
         self.layers: tuple[str, ...] = ()
         """Folders in them that it is made of, uppermost first; none: it is the system itself."""
+        self.mounts: tuple[tuple[str | int, str], ...] = ()
+        """Folders of the host, or detached mounts of them, each with where it goes."""
         self.resolve = resolve
         """Whether it finds names the way the host does."""
 
@@ -278,6 +280,7 @@ def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
     wanted = {} if dress.base >= 0 else {path: f"shared/bound/{at}" for at, path in enumerate(tree.system)}
     wanted |= {"/dev": "shared/dev", "/dev/shm": f"{SPOT}/shm"}
     parts = {path: k.detached(source) for path, source in wanted.items()}
+    parts |= {target: tree for tree, target in dress.mounts if isinstance(tree, int)}
     os.chdir(f"{SPOT}/root")
     k.pivot_root(".", ".")
     for path, part in parts.items():
@@ -310,6 +313,8 @@ def _writable(top: str, dress: Dress, mapped: bool) -> None:
         os.chmod(f"{top}/{name}", mode)
         if mapped and name in owned and dress.uid != 0:
             os.chown(f"{top}/{name}", dress.uid, dress.uid)
+    for _, target in dress.mounts:
+        os.makedirs(f"{top}/{target}", exist_ok=True)
     if dress.base >= 0:
         for name in ("hosts", "hostname"):
             _write(f"{top}/etc/{name}", _FILES[name])
