@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-cgroup2 setup peers tokenizers docker-engine clean help
+.PHONY: demo test lint unit test-long test-cgroup2 setup peers tokenizers docker-engine ssh-server clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -20,6 +20,7 @@ help:
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
+	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make clean   remove what make made"
 
 demo: $(CORE)
@@ -67,6 +68,10 @@ tokenizers: $(STAMP)
 # Downloads once, installs nothing: the tests start an engine of their own from what is unpacked here.
 docker-engine: $(STAMP)
 	$(BIN)/python tools/make_peers.py engine
+
+# Likewise, for the tests of tunnels.
+ssh-server: $(STAMP)
+	$(BIN)/python tools/make_peers.py ssh
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py

@@ -111,40 +111,48 @@ def make(peer: Peer, folder: Path) -> str:
 
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
-SANDBOXES, ENGINE = "sandboxes", "engine"
+SANDBOXES, ENGINE, SSH = "sandboxes", "engine", "ssh"
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
+PROGRAMS = ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
+SSH_DEBS = ("openssh-server", "openssh-client", "openssh-sftp-server")
 IN_IMAGE = "python3"
+
+
+def make_ssh(folder: Path) -> str:
+    """Unpacks OpenSSH, for tests that start a server of their own; what went wrong, or nothing."""
+    if trouble := _unpacked(folder / SSH, SSH_DEBS, ("usr/sbin/sshd", "usr/bin/ssh", "usr/bin/ssh-keygen")):
+        return trouble
+    print(f"{SSH}: ready in {folder / SSH}")
+    return ""
 
 
 def make_engine(folder: Path) -> str:
     """Unpacks Docker, for tests that start an engine of their own: no image; what went wrong, or nothing."""
-    if trouble := _unpacked(folder / SANDBOXES):
+    if trouble := _unpacked(folder / SANDBOXES, DEBS, PROGRAMS):
         return trouble
     print(f"{ENGINE}: ready in {folder / SANDBOXES}")
     return ""
 
 
-def _unpacked(target: Path) -> str:
-    """Debian's packages below `target`, unless they are there; what went wrong, or nothing."""
+def _unpacked(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
+    """Debian's packages below `target`, unless their programs are there; what went wrong, or nothing."""
     root, half, debs = target / "root", target / "half", target / "debs"
-    if all(
-        os.access(root / name, os.X_OK) for name in ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
-    ):
+    if all(os.access(root / name, os.X_OK) for name in programs):
         return ""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         return "needs Debian's apt-get and dpkg-deb"
-    print(f"unpacking {', '.join(DEBS)} into {root}", flush=True)
+    print(f"unpacking {', '.join(packages)} into {root}", flush=True)
     for place in (root, half, debs):
         shutil.rmtree(place, ignore_errors=True)
     half.mkdir(parents=True)
     (debs / "partial").mkdir(parents=True)
     fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
     places = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
-    if trouble := _ran([[*fetch, *places, "install", *DEBS]]):
+    if trouble := _ran([[*fetch, *places, "install", *packages]]):
         # A machine that was just set up may never have looked at its archive.
         if "Unable to locate" not in trouble and "Failed to fetch" not in trouble:
             return trouble
-        if trouble := _ran([["apt-get", "-q", "update"], [*fetch, *places, "install", *DEBS]]):
+        if trouble := _ran([["apt-get", "-q", "update"], [*fetch, *places, "install", *packages]]):
             return trouble
     if trouble := _ran([["dpkg-deb", "-x", deb, half] for deb in sorted(debs.glob("*.deb"))]):
         return trouble
@@ -163,7 +171,7 @@ def make_sandboxes(folder: Path) -> str:
         return ""
     root = target / "root"
     shutil.rmtree(target / "data", ignore_errors=True)
-    if trouble := _unpacked(target):
+    if trouble := _unpacked(target, DEBS, PROGRAMS):
         return trouble
     if trouble := _ran([[root / "usr/bin/bwrap", "--version"]]):
         return trouble
@@ -224,6 +232,7 @@ def main() -> int:
     known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
     known[ENGINE] = make_engine
     known[SANDBOXES] = make_sandboxes
+    known[SSH] = make_ssh
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
     args.folder.mkdir(parents=True, exist_ok=True)

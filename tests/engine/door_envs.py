@@ -2,6 +2,8 @@
 
 import asyncio
 
+import aiohttp
+
 from rookery.core import Limits, SandboxSpec
 from rookery.environments import Context, Environment
 from rookery.sandboxes.protocol import Command
@@ -50,3 +52,25 @@ class Doorless(Agents):
     @property
     def needs_gateway(self) -> bool:
         return False
+
+
+class Far(Environment):
+    """Its programs are elsewhere: they get the public address and a secret."""
+
+    name = "far"
+
+    @property
+    def needs_gateway(self) -> bool:
+        return True
+
+    async def run(self, ctx: Context) -> None:
+        async with ctx.door() as door, aiohttp.ClientSession() as http:
+            ctx.info["url"] = door.url
+            body = {"messages": [{"role": "user", "content": ctx.task.text}]}
+            headers = {"Authorization": f"Bearer {door.key}"}
+            async with http.post(f"{door.url}/chat/completions", json=body, headers=headers) as answer:
+                ctx.info["status"] = answer.status
+            await door.end()
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0 if ctx.info["status"] == 200 else 0.0

@@ -8,6 +8,7 @@ import msgspec
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
 from rookery.engine.retry import RetryPolicy
 from rookery.gateway.session import Record
+from rookery.gateway.tunnels import tunnel_of
 from rookery.upstreams.protocol import UpstreamConfig
 
 
@@ -38,6 +39,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The policy's chat format, as `RenderingConfig` takes it: its tokenizer, its name, its parsers."""
     listen: str = ""
     """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
+    public: str = ""
+    """Where programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a tunnel."""
     stream: dict[str, Any] = {}
     """`k`, `want`, … of the run's main stream, for `resume`."""
 
@@ -52,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
             raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")
+        if self.public and not self.public.startswith(("http://", "https://")):
+            tunnel_of(self.public, 0)  # says what is wrong with it
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
 

@@ -3,6 +3,7 @@
 Promises:
 - it is there before a runner could open a door, and gone when the last runner is;
 - a pause of the run holds the calls at its doors too, and a resume lets them go on with the version it names;
+- where its public address is a tunnel's, that is one for the whole run, and is kept up;
 - it keeps nothing from one start of the run to the next: sessions belong to attempts, and those ended.
 """
 
@@ -12,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from rookery.core import RookeryError
 from rookery.core.errors import describe
 from rookery.engine.wire import RunSettings
 from rookery.gateway.client import GatewayAddress
 from rookery.gateway.config import GatewayConfig
 from rookery.gateway.shards import Gateway
+from rookery.gateway.tunnels import Tunnel, tunnel_of
 from rookery.upstreams.protocol import PauseMode
 
 NEVER = 86_400.0
@@ -31,6 +35,7 @@ class RunGateway:
         self._settings = settings
         self._folder = Path(settings.folder) / "gateway"
         self._gateway: Gateway | None = None
+        self._tunnel: Tunnel | None = None
         self._turn = asyncio.Lock()
 
     async def open(self) -> None:
@@ -41,14 +46,20 @@ class RunGateway:
             record=settings.record,
             rendering=settings.rendering or None,
             shards=max(1, settings.share),
-            public=settings.public,
+            public=settings.public if settings.public.startswith("http") else "",
         )
         gateway = Gateway(config, self._folder, logs=Path(settings.folder) / "logs")
         self._gateway = await gateway.__aenter__()
+        if settings.public and not config.public:
+            tunnel = tunnel_of(settings.public, gateway.address.port)
+            await tunnel.open()
+            self._tunnel = tunnel
 
     @property
     def address(self) -> GatewayAddress | None:
-        return self._gateway.address if self._gateway is not None else None
+        if self._gateway is None:
+            return None
+        return replace(self._gateway.address, public=self._tunnel.url if self._tunnel is not None else "")
 
     def pids(self) -> list[int]:
         return self._gateway.pids() if self._gateway is not None else []
@@ -70,6 +81,9 @@ class RunGateway:
             event("gateway.resume_failed", {"detail": describe(error)})
 
     async def close(self) -> None:
+        tunnel, self._tunnel = self._tunnel, None
+        if tunnel is not None:
+            await tunnel.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await gateway.close()

@@ -239,6 +239,7 @@ class Engine:
             share=max(1, self.config.runners),
             record=self.config.recording,
             rendering=self.config.rendering,
+            public=self.config.public,
         )
 
     def _sampled(self, policy: UpstreamConfig) -> UpstreamConfig:

@@ -44,7 +44,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     record: Record = "messages"
     rendering: dict[str, Any] = {}
     public: str = ""
-    """The gateway's address as other machines write it."""
+    """The gateway's address as other machines write it, or where a tunnel to it leads."""
 
 
 # ---- to a runner

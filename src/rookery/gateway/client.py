@@ -34,6 +34,8 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     sockets: str
     """The folder where its shards take listeners."""
     shards: int = 1
+    public: str = ""
+    """As programs on other machines write it, where they have a way of their own."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

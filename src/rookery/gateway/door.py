@@ -137,7 +137,9 @@ async def open_door(
             listener.close()
         raise
     name = said["id"]
-    url, key = (inside_url, KEY) if listener is not None else (said["base_url"], said["secret"])
+    public = client.address.public
+    outside = f"{public}/v1/rollouts/{name}" if public else said["base_url"]
+    url, key = (inside_url, KEY) if listener is not None else (outside, said["secret"])
     door = Door(client, session, name, url, key)
     try:
         if listener is not None:

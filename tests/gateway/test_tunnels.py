@@ -1,0 +1,301 @@
+"""Tunnels to a gateway, over a real SSH server of the test's own, on loopback."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rookery import Engine
+from rookery.core import RookeryError, UsageError
+from rookery.engine import doors
+from rookery.gateway import tunnels
+from rookery.gateway.tunnels import SshTunnel, Tunnel, Tunnels, tunnel_of
+from tests.gateway.shard_kit import eventually, gateway
+from tests.servers import ModelServer
+
+ROOT = Path(__file__).parents[2] / ".peers" / "ssh" / "root"
+SETUP = """
+set -e
+mount -t tmpfs none /run
+mkdir -p /run/sshd
+mount --bind "$1/passwd" /etc/passwd
+exec "$2" -D -e -f "$1/config"
+"""
+
+
+def can_be_had() -> bool:
+    return os.geteuid() == 0 and os.access(ROOT / "usr/sbin/sshd", os.X_OK) and shutil.which("ssh") is not None
+
+
+needs_server = pytest.mark.skipif(
+    not can_be_had(), reason="needs root, ssh, and an SSH server's programs: make ssh-server"
+)
+
+
+class Server:
+    """An SSH server in a mount namespace of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("host", "user"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
+                check=True,
+            )
+        (folder / "keys").write_bytes((folder / "user.pub").read_bytes())
+        (folder / "passwd").write_text(
+            "root:x:0:0:root:/root:/bin/sh\nsshd:x:101:65534::/run/sshd:/usr/sbin/nologin\n"
+        )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        (folder / "config").write_text(
+            f"""ListenAddress 127.0.0.1
+Port {self.port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/keys
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PidFile none
+"""
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        libraries = ROOT / "usr/lib" / f"{os.uname().machine}-linux-gnu"
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", SETUP, "sh", self.folder, ROOT / "usr/sbin/sshd"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "LD_LIBRARY_PATH": str(libraries)},
+            )
+
+        def listens() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+        await eventually(listens)
+
+    def stop(self) -> None:
+        """With every connection that it serves."""
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                for pid in children_of(self.process.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                self.process.kill()
+            self.process.wait()
+
+    def tunnel(self, place: str, port: int) -> Tunnel:
+        assert place == "ssh:here"
+        settings = ("StrictHostKeyChecking=no", f"UserKnownHostsFile={self.folder}/known", "LogLevel=DEBUG1")
+        options = [word for setting in settings for word in ("-o", setting)]
+        key = ("-F", "none", "-i", f"{self.folder}/user", "-o", "IdentitiesOnly=yes", "-p", str(self.port))
+        return SshTunnel("root@127.0.0.1", port, options=(*key, *options))
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return [*found, *(below for child in found for below in children_of(child))]
+
+
+def ssh_pids() -> set[int]:
+    return {
+        pid for pid in children_of(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ssh\0")
+    }
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    made = Server(tmp_path)
+    await made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tunnels, "AGAIN_SECONDS", 0.02)
+    before = ssh_pids()
+    yield
+    assert ssh_pids() <= before
+
+
+async def healthy(url: str) -> bool:
+    try:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url}/nowhere") as answer:
+            return answer.status in (401, 404)  # ours, whatever it says
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
+
+
+@needs_server
+async def test_one_tunnel_for_all_who_need_it_and_the_last_closes_it(server: Server) -> None:
+    async with ModelServer() as model, gateway(model.url) as served:
+        port = served.address.port
+        shared = Tunnels(server.tunnel)
+        async with shared.to("ssh:here", port) as url:
+            async with asyncio.TaskGroup() as group:
+                urls = [group.create_task(entered(shared, port)) for _ in range(20)]
+            assert {task.result() for task in urls} == {url}
+            assert await healthy(url)
+            assert len(ssh_pids()) == 1
+        assert not await healthy(url)
+        assert ssh_pids() == set()
+
+
+async def entered(shared: Tunnels, port: int) -> str:
+    async with shared.to("ssh:here", port) as url:
+        return url
+
+
+@needs_server
+async def test_a_tunnel_that_dies_is_made_again_at_the_same_address(server: Server) -> None:
+    async with (
+        ModelServer() as model,
+        gateway(model.url) as served,
+        Tunnels(server.tunnel).to("ssh:here", served.address.port) as url,
+    ):
+        assert await healthy(url)
+        for pid in ssh_pids():
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: healthy(url))
+        server.stop()  # the far machine goes down and comes back
+        await eventually(not_healthy(url))
+        await server.start()
+        await eventually(lambda: healthy(url))
+
+
+def not_healthy(url: str) -> Callable[[], Awaitable[bool]]:
+    async def asked() -> bool:
+        return not await healthy(url)
+
+    return asked
+
+
+@needs_server
+async def test_a_tunnel_ends_with_the_process_that_made_it(server: Server, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tunnel = server.tunnel("ssh:here", port)
+    assert isinstance(tunnel, SshTunnel)
+    program = f"""
+import asyncio
+from rookery.gateway.tunnels import SshTunnel
+async def main():
+    tunnel = SshTunnel("root@127.0.0.1", {port}, options={tunnel._options!r})
+    await tunnel.open()
+    print(tunnel._process.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+    )
+    assert owner.stdout is not None
+    pid = int(await owner.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    owner.kill()
+    await owner.wait()
+    await eventually(
+        lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+@needs_server
+async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Path) -> None:
+    (server.folder / "keys").write_text("")
+    with pytest.raises(RookeryError, match=r"127\.0\.0\.1 cannot be made: .*Permission denied"):
+        await server.tunnel("ssh:here", 1).open()
+    assert ssh_pids() == set()
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("ssh:-oProxyCommand=touch x", "no place to log in"),
+        ("ssh:a b", "no place to log in"),
+        ("ssh:", "no place to log in"),
+        ("ssh:$(id)", "no place to log in"),
+        ("far.example", "neither a URL nor ssh:"),
+    ],
+)
+def test_a_place_that_is_none_is_said_when_the_tunnel_is_built(place: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tunnel_of(place, 1)
+
+
+async def test_users_may_leave_in_any_order_and_be_cancelled() -> None:
+    opened: list[str] = []
+
+    class Fake:
+        url = "http://far"
+
+        async def open(self) -> None:
+            await asyncio.sleep(0)
+            opened.append("open")
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            opened.append("close")
+
+    shared = Tunnels(lambda place, port: Fake())
+    never = asyncio.Event()
+
+    async def user() -> None:
+        async with shared.to("x", 1):
+            await never.wait()
+
+    users = [asyncio.create_task(user()) for _ in range(5)]
+    while opened != ["open"] or any(task.get_coro().cr_await is None for task in users):  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+    for task in users:
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.wait(users)
+    await eventually(lambda: opened == ["open", "close"])
+    assert shared._open == {}
+
+
+@needs_server
+async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "tunnel_of", server.tunnel)
+    async with ModelServer() as model:
+        async with Engine(
+            "tests.engine.door_envs:Far",
+            policy=f"{model.url}/v1",
+            out=tmp_path / "runs",
+            runners=0,
+            public="ssh:here",
+        ) as made:
+            groups = [group async for group in made.groups([{"prompt": "far"}] * 3)]
+            assert len(ssh_pids()) == 1
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        assert [rollout.reward for rollout in rollouts] == [1.0] * 3, [rollout.outcome for rollout in rollouts]
+        assert len({rollout.info["url"].partition("/v1/")[0] for rollout in rollouts}) == 1
+        assert ssh_pids() == set()
