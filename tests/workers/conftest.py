@@ -1,4 +1,7 @@
-"""Workers in sandboxes of both kinds; every test must leave no process, folder or descriptor."""
+"""Workers in sandboxes of all kinds; every test must leave no process, folder or descriptor.
+
+In containers all of them are `long`: each makes one of its own. What runs always is in tests/sandboxes/docker.
+"""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -10,8 +13,13 @@ import pytest_asyncio
 
 from rookery.core import SandboxSpec
 from rookery.sandboxes import Home, Provider, Sandbox, open_provider
+from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.workers import Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import orphans_of, processes_of
+from tests.sandboxes.docker.conftest import engine, tars
+from tests.sandboxes.docker.engine import IMAGE
+
+__all__ = ["engine", "tars"]
 
 MB = 1 << 20
 LIMITS = WorkerLimits(wall=20.0, memory=192 * MB, processes=32, output=4096)
@@ -21,7 +29,10 @@ class Opening(Protocol):
     def __call__(self, limits: WorkerLimits = LIMITS, **more: Any) -> AbstractAsyncContextManager[Worker]: ...
 
 
-@pytest.fixture(params=["local", "subprocess"], scope="module")
+KINDS = ["local", "subprocess", pytest.param("docker", marks=[pytest.mark.long, pytest.mark.needs("docker")])]
+
+
+@pytest.fixture(params=KINDS, scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -39,9 +50,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider(kind: str, home: Home) -> AsyncIterator[Provider]:
-    """One for all tests of a module: a keeper takes its time to start."""
-    made = open_provider(kind, home)
+async def provider(kind: str, home: Home, request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
+    """One for all tests of a module: a keeper takes its time to start, an engine even more."""
+    if kind == "docker":
+        socket = request.getfixturevalue("engine").socket
+        made: Provider = DockerProvider(home, image=IMAGE, engine=socket)
+    else:
+        made = open_provider(kind, home)
     yield made
     await made.close()
 

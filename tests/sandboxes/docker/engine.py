@@ -151,6 +151,9 @@ class PrivateEngine:
         status, said = self._post(f"/images/{image}/tag?repo={repo}&tag={tag}", None)
         assert status == 201, said
 
+    def image_id(self, name: str) -> str:
+        return str(asking.ask(self.socket, "GET", f"/images/{name}/json")["Id"])
+
     def commit(self, container: str, name: str) -> None:
         """With the container's labels."""
         repo, _, tag = name.partition(":")
@@ -161,6 +164,13 @@ class PrivateEngine:
         body = json.dumps({"Image": IMAGE, "Cmd": ["true"], "Labels": labels})
         status, said = self._post(f"/containers/create?name={name}", body, **{"Content-Type": "application/json"})
         assert status == 201, said
+
+    def pause(self, container: str) -> None:
+        for _ in range(100):
+            status, said = self._post(f"/containers/{container}/pause", None)
+            if b"unable to freeze" not in said:  # something in it was just being born
+                break
+        assert status == 204, said
 
     def containers(self) -> list[str]:
         return [one["Id"] for one in asking.ask(self.socket, "GET", "/containers/json?all=1")]

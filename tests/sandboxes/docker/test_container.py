@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from rookery.core import SandboxError, SandboxSpec
+from rookery.core import SandboxError, SandboxSpec, WorkerRecoveryError
 from rookery.sandboxes import Command, Home, jobs
 from rookery.sandboxes.docker import api, orphans
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.docker.sandbox import DockerSandbox
+from rookery.workers import Worker, sandbox_for
 from tests.sandboxes.docker.engine import BARE, IMAGE, PrivateEngine
+from tests.workers.conftest import LIMITS
+from tests.workers.mixed import Mixed
 
 pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
@@ -90,15 +93,6 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
         assert (result.status, result.exit_code) == ("exited", 127)
         with pytest.raises(SandboxError, match="bash did not start"):
             await (await sandbox.shell()).run("true", timeout=5)
-
-
-async def test_an_image_that_is_not_there_is_the_tasks_fault(docker: DockerProvider) -> None:
-    spec = msgspec.structs.replace(SPEC, image="no/such:thing")
-    with pytest.raises(SandboxError, match="no/such:thing") as caught:
-        await docker.create(spec, attempt="a")
-    assert (caught.value.code, caught.value.fault) == ("task.image", "task")
-    assert "pull" in str(caught.value)
-    assert "no/such:thing" in docker.check(spec)[0]
 
 
 @pytest.mark.parametrize(
@@ -199,19 +193,26 @@ async def test_a_guard_that_does_not_answer_is_ended_by_the_engine(
             assert (await sandbox.exec(sh("true", wall=0.5))).status == "lost"
 
 
-async def test_an_image_that_went_since_is_the_tasks_fault(docker: DockerProvider, engine: PrivateEngine) -> None:
-    engine.tag(BARE, "rookery-gone:latest")
-    spec = msgspec.structs.replace(SPEC, image="rookery-gone:latest")
-    docker._images["rookery-gone:latest"] = asyncio.ensure_future(_gone())
-    with pytest.raises(SandboxError) as caught:
-        await docker.create(spec, attempt="a")
-    assert caught.value.code == "task.image"
-    async with box(docker, image="rookery-gone:latest") as sandbox:  # asked for anew
-        assert await sandbox.read("/only")
-
-
-async def _gone() -> dict[str, Any]:
-    return {"Id": "sha256:" + "0" * 64}
+async def test_a_worker_recovers_in_its_container_and_is_lost_with_it(docker: DockerProvider) -> None:
+    """The rest of the worker's proof runs in containers with `make test-long`: see tests/workers."""
+    spec = msgspec.structs.replace(sandbox_for(LIMITS), image=IMAGE)
+    sandbox = await docker.create(spec, attempt="worker")
+    try:
+        async with await Worker.open(sandbox, limits=LIMITS) as worker:
+            mixed = Mixed(worker, seed=8)
+            for _ in range(30):
+                await mixed.step()
+            assert worker.restarts_left == 16
+            begun = asyncio.Event()
+            cell = asyncio.create_task(worker.run("print(1)\nwhile True: pass", on_output=lambda *_: begun.set()))
+            async with asyncio.timeout(20):
+                await begun.wait()
+                await docker.engine.call("POST", api.path("containers", orphans.name_of(sandbox.id), "kill"))
+                with pytest.raises(WorkerRecoveryError) as caught:
+                    await cell
+            assert caught.value.fault == "infra"
+    finally:
+        await sandbox.close()
 
 
 async def test_a_fork_is_compared_with_what_it_was_made_of(docker: DockerProvider, engine: PrivateEngine) -> None:

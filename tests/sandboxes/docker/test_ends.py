@@ -98,7 +98,7 @@ class Working(Environment):
 
 
 # Making their containers is what takes the time.
-@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
 async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when_it_is_back(
     again: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -181,6 +181,41 @@ def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_
     assert len(reap(folder, now=time.time())) == 4  # three, and what their pid 1 was made of
     assert engine.containers() == []
     assert [path.name for path in folder.iterdir()] == ["leases"]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
+async def test_the_next_start_removes_what_a_killed_owner_left(
+    home: Home, engine: PrivateEngine, tmp_path: Path, count: int
+) -> None:
+    """Of containers that stand still: they do not see their owner go."""
+    words = [
+        sys.executable,
+        "-m",
+        "tests.sandboxes.docker.owner",
+        str(tmp_path / "dead"),
+        engine.socket,
+        str(count),
+    ]
+    owner = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert await owner.stdout.readline() == b"ready\n"
+        names = engine.names()
+        assert len(names) == count
+        for name in names:
+            engine.pause(name)
+    finally:
+        owner.kill()
+        await owner.wait()
+    assert sorted(engine.names()) == sorted(names)
+    provider = DockerProvider(home, image=IMAGE, engine=engine.socket)
+    try:
+        sandbox = await provider.create(SPEC, attempt="next", timeout=200.0)
+        assert engine.names() == [orphans.name_of(sandbox.id)]
+    finally:
+        await provider.close()
+    assert engine.containers() == []
+    assert len(reap(tmp_path / "dead", now=time.time())) == count + 1
 
 
 def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ OTHERS = {
     "looks_at_control_groups": "the engine mounts those of the container, read-only",
     "opens_switches_of_the_kernel": "the engine hides them behind empty files",
     "becomes_somebody_else": "who is who in a container is the engine's setting (userns-remap)",
-    "connects_to_itself": "the engine's network `none` has no ::1",
 }
 """Programs that an engine's containers do not contain, or not in that way, and why."""
 AS_WELL: dict[str, tuple[ExecStatus, ...]] = {

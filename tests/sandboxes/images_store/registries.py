@@ -93,9 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         good = body.get("refresh_token") == [PASSWORD] and body.get("grant_type") == ["refresh_token"]
         self._send(200 if good else 401, json.dumps({"access_token": TOKEN}).encode())
 
+    def do_HEAD(self) -> None:
+        """As engines ask before they fetch."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         owner = self.owner
-        owner.seen.append(("GET", self.path, dict(self.headers)))
+        owner.seen.append((self.command, self.path, dict(self.headers)))
         path = urlsplit(self.path).path
         if path == "/token":
             wanted = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
@@ -108,12 +112,18 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if not self._let_in():
             return
+        if path == "/v2/":
+            self._send(200, b"{}")
+            return
         parts = path.split("/")
         kind, what = parts[-2:]
         repository = "/".join(parts[2:-2])
         if kind == "manifests":
             found = owner.manifests.get((repository, what))
-            self._send(404, b"{}") if found is None else self._send(200, found[1], {"Content-Type": found[0]})
+            if found is None:
+                self._send(404, b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}')
+            else:
+                self._send(200, found[1], {"Content-Type": found[0]})
         elif what not in owner.blobs:
             self._send(404, b"{}")
         elif owner.moved and "again" not in self.path:
@@ -156,7 +166,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
+        if "/manifests/" in self.path and status == 200:
+            self.send_header("Docker-Content-Digest", digest_of(data))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         self.wfile.write(data if cut is None else data[:cut])
         if cut is not None:
             self.close_connection = True

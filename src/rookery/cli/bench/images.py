@@ -32,7 +32,7 @@ TARGET = ">= 0.667x"
 PEER = "tar -x"
 LAYERS = (40 << 20, 30 << 20, 50 << 20, 30 << 20)
 QUICK_LAYERS = (15 << 20, 15 << 20, 15 << 20)
-ROUNDS, QUICK_ROUNDS = 5, 2
+ROUNDS, QUICK_ROUNDS = 7, 5
 LARGEST = 16 << 20
 _SKIPPED = {"__pycache__", "site-packages", "dist-packages", ".git"}
 

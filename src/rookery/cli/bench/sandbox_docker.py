@@ -192,6 +192,9 @@ def engine_words(root: Path, spot: Path, data: Path, group: str) -> tuple[list[s
         "PATH": f"{root}/usr/sbin:{root}/usr/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LD_LIBRARY_PATH": f"{root}/usr/lib/{os.uname().machine}-linux-gnu",
         "HOME": str(spot),
+        # It may ask registries of this machine alone: behind the proxy that it is told of is nobody.
+        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
+        "NO_PROXY": "127.0.0.1,localhost",
     }
     return words, env
 

@@ -1,7 +1,8 @@
 """Calls to a Docker engine, or to podman's service, over its socket on this machine.
 
 Promises:
-- connections are reused, and there are never more than a fixed number of them, however many calls are made;
+- connections are reused, and there are never more than a fixed number of them, however many calls are made; who
+  waits for one waits for others of ours, which no timeout counts;
 - what goes wrong is told as `asking` tells it;
 - no call is made again by itself: who calls knows what may be done twice.
 """
@@ -27,7 +28,7 @@ __all__ = [
     "socket_path",
 ]
 
-CONNECTIONS = 16
+CONNECTIONS = 32
 CALL_SECONDS = 60.0
 _BASE = "http://engine"
 
@@ -38,6 +39,7 @@ class Engine:
     def __init__(self, place: str) -> None:
         self.place = place
         self._session: aiohttp.ClientSession | None = None
+        self._places = asyncio.Semaphore(CONNECTIONS)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -60,7 +62,7 @@ class Engine:
         """What the engine answers: plain data, bytes, or None for those of `ok` (errors that are fine)."""
         what = f"{method} {where.partition('?')[0]}"
         with _told(what, self.place, timeout):
-            async with asyncio.timeout(timeout):
+            async with self._places, asyncio.timeout(timeout):
                 session = self._opened()
                 async with session.request(method, f"{_BASE}{where}", json=body, data=data) as reply:
                     text = await reply.read()
@@ -75,6 +77,7 @@ class Engine:
         what = f"{method} {where.partition('?')[0]}"
         with _told(what, self.place, CALL_SECONDS):
             async with (
+                self._places,
                 asyncio.timeout(CALL_SECONDS),
                 self._opened().request(method, f"{_BASE}{where}") as reply,
             ):
@@ -90,7 +93,7 @@ class Engine:
         """An answer that goes on; its connection is closed at the end, since nobody knows what is still in it."""
         what = f"{method} {where.partition('?')[0]}"
         with _told(what, self.place, QUICK_SECONDS):
-            async with self._opened().request(method, f"{_BASE}{where}") as reply:
+            async with self._places, self._opened().request(method, f"{_BASE}{where}") as reply:
                 try:
                     if reply.status >= 400:
                         raise refusal(what, reply.status, await reply.read())

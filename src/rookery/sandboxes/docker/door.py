@@ -33,6 +33,8 @@ class Met(NamedTuple):
     sock: socket.socket
     pid: int
     """As we see it; 0 where we cannot."""
+    uid: int
+    """Whom commands run as."""
     fds: dict[str, int]
 
 
@@ -96,7 +98,8 @@ class Door:
                 raise SandboxError(
                     f"pid 1 of the container gave up: {text[2:] or 'no word'}", cause="sandbox.create"
                 )
-            return Met(sock, pid, dict(zip(text.split()[1:], fds, strict=True)))
+            _, uid, *names = text.split()
+            return Met(sock, pid, int(uid), dict(zip(names, fds, strict=True)))
         except BaseException:
             if sock is not None:
                 sock.close()

@@ -6,6 +6,7 @@ Promises:
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,3 +69,9 @@ def seen_as(pid: int, uid: int) -> int:
             if inside <= uid < inside + count:
                 return outside + uid - inside
     return uid
+
+
+@functools.cache
+def has_sixth() -> bool:
+    """Whether this machine's kernel speaks the sixth version of the internet protocol."""
+    return Path("/proc/sys/net/ipv6/conf/lo").exists()

@@ -80,7 +80,7 @@ def main() -> None:
         if not said:
             os._exit(0)
         init, out = _settled(loads(said), line)
-        send(line, " ".join(("ready", *out)).encode(), list(out.values()))
+        send(line, " ".join(("ready", str(init.user), *out)).encode(), list(out.values()))
         for fd in (*fds, *out.values()):
             os.close(fd)
         line.setblocking(False)
@@ -101,7 +101,10 @@ def _settled(asked: "dict[str, Any]", line: _socket.socket) -> "tuple[Inner, dic
     for number in (_signal.SIGINT, _signal.SIGTERM):
         _signal.signal(number, _signal.SIG_DFL)
     os.umask(0o022)
-    _folder(asked["work"], asked["uid"])
+    uid = _number_of(asked["user"], asked["uid"])
+    _folder(asked["work"], uid)
+    if asked["space"]:
+        os.chown("/run", uid, uid)
     out: dict[str, int] = {}
     if asked["listen"]:
         door = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
@@ -120,7 +123,7 @@ def _settled(asked: "dict[str, Any]", line: _socket.socket) -> "tuple[Inner, dic
         os.dup2(null, at)
     os.close(null)
     init = Inner(line)
-    init.user = asked["uid"]
+    init.user = uid
     for which, value in _LIMITED.items():
         procs.lower(which, value)
     procs.lower(resource.RLIMIT_NOFILE, _FILES[1], _FILES[0])
@@ -142,6 +145,23 @@ def _settled(asked: "dict[str, Any]", line: _socket.socket) -> "tuple[Inner, dic
     init.score, init.worth = score, os.pread(score, 16, 0)
     os.chdir("/")
     return init, out
+
+
+def _number_of(name: str, other: int) -> int:
+    """Of a user that the image names; `other` where it says nobody that a container can have."""
+    if not name:
+        return other
+    with suppress(OSError, ValueError):
+        fd = os.open("/etc/passwd", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            text = os.read(fd, 1 << 20)
+        finally:
+            os.close(fd)
+        for line in text.split(b"\n"):
+            fields = line.split(b":")
+            if fields[0] == name.encode() and len(fields) > 3 and int(fields[2]) < 65535:
+                return int(fields[2])
+    return other
 
 
 def _folder(work: str, uid: int) -> None:

@@ -1,8 +1,9 @@
 """The `docker` provider: sandboxes that are containers of an engine on this machine.
 
 Promises:
-- what a spec asks for and this engine cannot give is said by `check`, before anything starts; an image that the
-  engine does not have is the task's fault, by its name;
+- what a spec asks for and this engine cannot give is said by `check`, before anything starts;
+- an image that the engine does not have is given to it, whatever it is called by, once for all who ask; one that
+  cannot be had is the task's fault, by its name (see `images.giving`);
 - connections are bounded and reused, and a few containers are in the making at once, however many are asked for;
 - a creation waits for an engine that is just away, as long as its own deadline lets it;
 - containers of dead owners are ended before the first one is made; those of others are never touched.
@@ -14,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +25,24 @@ from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.core.apart import apart
 from rookery.sandboxes import leases, procs
 from rookery.sandboxes.docker import api, asking, bundle, orphans, wanted
-from rookery.sandboxes.docker.sandbox import DockerSandbox
+from rookery.sandboxes.docker.sandbox import DockerSandbox, ImageGone
 from rookery.sandboxes.docker.snapshots import Family
 from rookery.sandboxes.guarded import close_all, opened
 from rookery.sandboxes.protocol import Home
 
 if TYPE_CHECKING:
     from rookery.sandboxes.egress import Outside
+    from rookery.sandboxes.images.asking import Images
+    from rookery.sandboxes.images.progress import OnProgress
+    from rookery.sandboxes.images.references import Reference
 
 _log = logging.getLogger("rookery.sandboxes")
-AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
-"""Containers in the making: an engine that is asked for hundreds at once answers none of them in time."""
+AT_ONCE = min(api.CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
+"""Containers in the making: an engine that is asked for hundreds at once answers none of them in time. Each
+of them holds one connection while it waits for another."""
 AWAY_SECONDS = (0.05, 1.0)
+TRIES = 3
+"""To make a container of an image that somebody else removes meanwhile."""
 REMOVE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
 PATIENCE = 4
@@ -64,11 +72,14 @@ class DockerProvider:
         self._debts: set[DockerSandbox] = set()
         """Those that are closed, but for their container, which the engine would not remove."""
         self.pace = asyncio.Semaphore(AT_ONCE)
-        self._images: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
+        self._images: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
+        self._giving: Images | None = None
+        self.on_image: OnProgress | None = None
         self._bundle: asyncio.Task[Path] | None = None
         self._info: dict[str, Any] | None = None
         self._quota = True
         self._reaped = False
+        self._contacting: asyncio.Task[dict[str, Any]] | None = None
         self._paying: asyncio.Task[None] | None = None
         self._pay_at = 0.0
         self.outside: Outside | None = None
@@ -91,11 +102,13 @@ class DockerProvider:
             place = self.place()
             info = asking.ask(place, "GET", api.path("info"))
             networks = [one["Name"] for one in asking.ask(place, "GET", api.path("networks"))]
-            said = wanted.missing(spec, info, networks)
-            if asking.ask(place, "GET", api.path("images", str(spec.image), "json"), ok=(404,)) is None:
-                said.append(_no_image(str(spec.image)))
         except (SandboxError, UsageError) as error:
             return [f"No container can be had: {error}."]
+        said = wanted.missing(spec, info, networks)
+        try:
+            _reference(str(spec.image))
+        except SandboxError as error:
+            said.append(str(error))
         return said
 
     async def info(self) -> dict[str, Any]:
@@ -121,23 +134,42 @@ class DockerProvider:
     async def image(self, name: str) -> Mapping[str, Any]:
         """What the engine knows of an image; asked once, however many want it. A name can mean another one later:
         a provider stays with the one it found first, so that all sandboxes of a run are made of the same."""
-        if name not in self._images:
-            call = self.engine.call("GET", api.path("images", name, "json"), ok=(404,))
-            self._images[name] = asyncio.get_running_loop().create_task(call, context=apart())
-        task = self._images[name]
-        try:
-            found = await asyncio.shield(task)
-        except SandboxError:
+        task = self._images.get(name)
+        if task is None:
+            task = self._images[name] = asyncio.get_running_loop().create_task(self._found(name), context=apart())
+            task.add_done_callback(partial(self._looked, name))
+        return await asyncio.shield(task)
+
+    def _looked(self, name: str, task: "asyncio.Task[Mapping[str, Any]]") -> None:
+        if task.cancelled() or task.exception() is not None:  # who waits for it is told; who comes next asks anew
             self._images.pop(name, None)
-            raise
+
+    async def _found(self, name: str) -> Mapping[str, Any]:
+        reference = await asyncio.to_thread(_reference, name)
+        found = None if reference.path else await self._known(name)
         if found is None:
-            self._images.pop(name, None)
-            raise SandboxError(_no_image(name), cause="task.image")
+            if self._giving is None:
+                from rookery.sandboxes.images.asking import Images
+
+                self._giving = Images(on_progress=lambda progress: self.on_image and self.on_image(progress))
+            given = await self._giving.give(reference, self.engine.place)
+            found = await self._known(given)
+        if found is None:
+            raise SandboxError(f"the engine has no image {name}, although it took it", cause="sandbox.image")
         return found
 
-    def forget_image(self, name: str) -> None:
-        """The engine has it no more."""
-        self._images.pop(name, None)
+    async def _known(self, name: str) -> dict[str, Any] | None:
+        """What the engine knows by a name, or by an id."""
+        found: dict[str, Any] | None = await self.engine.call(
+            "GET", api.path("images", name, "json"), ok=(400, 404)
+        )
+        return found
+
+    def forget_image(self, name: str, image: Mapping[str, Any]) -> None:
+        """The engine has this one no more; another may be on its way by now."""
+        task = self._images.get(name)
+        if task is not None and task.done() and task.result() is image:
+            del self._images[name]
 
     async def bundle(self) -> Path:
         """What pid 1 is made of; made once."""
@@ -171,12 +203,29 @@ class DockerProvider:
     async def make(
         self, spec: SandboxSpec, attempt: str, timeout: float, family: Family | None = None, below: str = ""
     ) -> DockerSandbox:
-        """A container of this spec; with the files of a family's snapshot, where one is named."""
-        end = time.monotonic() + timeout
-        await self._contact(spec, end)
+        """A container of this spec; with the files of a family's snapshot, where one is named.
+
+        Getting an image that the engine does not have is not counted: see `images.asking`."""
+        left = await self._contact(spec, timeout)
+        if family is not None:
+            return await self._make(spec, attempt, left, family, below)
+        for _ in range(TRIES):
+            image = await self.image(str(spec.image))
+            try:
+                return await self._make(spec, attempt, left, Family(image))
+            except ImageGone:
+                self.forget_image(str(spec.image), image)
+        raise SandboxError(
+            f"the image {spec.image} is removed from the engine again and again: does something prune it?",
+            cause="sandbox.image",
+        )
+
+    async def _make(
+        self, spec: SandboxSpec, attempt: str, timeout: float, family: Family, below: str = ""
+    ) -> DockerSandbox:
         sandbox = DockerSandbox(spec, self._home, attempt, self, family, below)
         self._open.add(sandbox)
-        return await opened(sandbox, self._begin(sandbox), max(0.001, end - time.monotonic()))
+        return await opened(sandbox, self._begin(sandbox), timeout)
 
     async def _begin(self, sandbox: DockerSandbox) -> None:
         if sandbox.spec.network == "allow" and self.outside is None:
@@ -185,22 +234,19 @@ class DockerProvider:
             self.outside = Outside()
         await sandbox.open(self.outside)
 
-    async def _contact(self, spec: SandboxSpec, end: float) -> None:
-        """Waits for an engine that is away, pays what is owed to it, and asks what it cannot give."""
+    async def _contact(self, spec: SandboxSpec, timeout: float) -> float:
+        """Waits for an engine that is away, and asks what it cannot give. What is left of the time, of which an
+        engine that answers takes none: it may have much to remove first."""
         pause, most = AWAY_SECONDS
+        began = time.monotonic()
         while True:
+            asked = time.monotonic()
             try:
-                info = await self.info()
-                if self._reaped:
-                    await self.engine.call("GET", "/_ping", timeout=api.QUICK_SECONDS)
-                else:
-                    self._reaped = True
-                    await asyncio.to_thread(orphans.reap, self.engine.place)
-                self._pay_soon()
+                info = await self._answered()
+                left = max(0.001, timeout - (asked - began))
                 break
             except api.EngineGone:
-                self._reaped, self._pay_at = False, 0.0
-                if time.monotonic() + pause > end:
+                if time.monotonic() + pause > began + timeout:
                     raise
             await asyncio.sleep(pause)  # nothing tells when it is back
             pause = min(most, 2 * pause)
@@ -210,6 +256,29 @@ class DockerProvider:
         said = wanted.missing(spec, info, networks)
         if said:
             raise SandboxError(" ".join(said), cause="sandbox.refused")
+        return left
+
+    async def _answered(self) -> dict[str, Any]:
+        """Whether the engine is there, asked once for all who want to know at the same time."""
+        if self._contacting is None or self._contacting.done():
+            self._contacting = asyncio.get_running_loop().create_task(self._reach(), context=apart())
+            self._contacting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._contacting)
+
+    async def _reach(self) -> dict[str, Any]:
+        """Removes what dead owners left there, before the first of ours is made; pays what is owed."""
+        try:
+            info = await self.info()
+            if self._reaped:
+                await self.engine.call("GET", "/_ping", timeout=api.QUICK_SECONDS)
+            else:
+                await asyncio.to_thread(orphans.reap, self.engine.place)
+                self._reaped = True
+        except api.EngineGone:
+            self._reaped, self._pay_at = False, 0.0
+            raise
+        self._pay_soon()
+        return info
 
     # ---- ending
 
@@ -272,7 +341,12 @@ class DockerProvider:
         self._open.discard(sandbox)
 
     async def close(self) -> None:
+        giving, self._giving = self._giving, None
         try:
+            if giving is not None:
+                await giving.close()
+            if self._contacting is not None:
+                await asyncio.wait({self._contacting})
             await close_all(list(self._open))
             if self._paying is not None:
                 await asyncio.wait({self._paying}, timeout=CLOSE_SECONDS)
@@ -296,8 +370,11 @@ def _is_whole(made: "asyncio.Task[Path]") -> bool:
     return not made.cancelled() and made.exception() is None and made.result().is_dir()
 
 
-def _no_image(name: str) -> str:
-    return (
-        f"The engine has no image {name!r}: pull it (docker pull {name}), load or build it there, "
-        "or correct the name."
-    )
+def _reference(name: str) -> "Reference":
+    """What an image is called by; what can be none is the task's fault."""
+    from rookery.sandboxes.images.references import parse
+
+    try:
+        return parse(name)
+    except UsageError as error:
+        raise SandboxError(str(error), cause="task.image") from error

@@ -29,7 +29,7 @@ from rookery.sandboxes import leases, procs, transfers
 from rookery.sandboxes.docker import api, orphans, wanted
 from rookery.sandboxes.docker.archives import Archives
 from rookery.sandboxes.docker.door import Door, Met
-from rookery.sandboxes.docker.held import DockerChannel, group_of, seen_as
+from rookery.sandboxes.docker.held import DockerChannel, group_of, has_sixth, seen_as
 from rookery.sandboxes.docker.snapshots import Family, Looking, compared, still
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User
 from rookery.sandboxes.jobs import Job
@@ -50,6 +50,12 @@ TOO_LARGE = 128 + signal.SIGXFSZ
 _TAIL = 4096
 
 
+class ImageGone(SandboxError):  # noqa: N818
+    """Somebody removed the image from the engine since it was asked for."""
+
+    cause = "sandbox.image"
+
+
 class DockerSandbox(GuardedSandbox):
     """A container whose pid 1 is the guard."""
 
@@ -61,19 +67,19 @@ class DockerSandbox(GuardedSandbox):
         home: Home,
         attempt: str,
         made_by: "DockerProvider",
-        family: Family | None = None,
+        family: Family,
         below: str = "",
     ) -> None:
-        """With a `family` it is a fork: `below` names the snapshot that it is made of."""
+        """Of the image of its `family`, or of that snapshot of it that `below` names: then it is a fork."""
         identity = f"d{secrets.token_hex(8)}"
         super().__init__(identity, spec, leases.marker(home.run, identity), made_by.forget)
         self._made_by = made_by
         self._home = home
         self._folder = home.folder.resolve()
         self._attempt = attempt
-        self._uid = wanted.user_of(spec)
+        self._uid = -1
         self._owner = -1
-        self._work = os.path.join(WORK, spec.workdir or "").rstrip("/")  # noqa: PTH118
+        self._work = wanted.work_of(spec, family.image)
         self._creation: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[Any] | None = None
         self._asked = False
@@ -103,8 +109,6 @@ class DockerSandbox(GuardedSandbox):
         line = self.root / "line"
         line.mkdir(mode=0o755)
         (self.root / orphans.ENGINE).write_text(made_by.engine.place)
-        if self._family is None:
-            self._family = Family(await made_by.image(str(spec.image)))
         self._family.members.add(self.id)
         image = self._family.image
         if self._below:
@@ -123,6 +127,7 @@ class DockerSandbox(GuardedSandbox):
                     line=str(line),
                     word=door.word,
                     labels=orphans.labels(lease),
+                    sixth=has_sixth(),
                 )
                 try:
                     await self._create(body(quota=quota))
@@ -133,7 +138,7 @@ class DockerSandbox(GuardedSandbox):
                     quota = False
                     await self._create(body(quota=False))
                 watched = watched and not quota
-                met = await self._begin(door, wanted.settings(spec, self._work, watched=watched))
+                met = await self._begin(door, wanted.settings(spec, image, watched=watched))
         finally:
             door.close()
         self._take(met, image, outside)
@@ -150,8 +155,7 @@ class DockerSandbox(GuardedSandbox):
             await asyncio.shield(self._creation)
         except api.Refused as error:
             if error.status == 404:  # it was there when the provider asked
-                self._made_by.forget_image(str(self.spec.image))
-                raise SandboxError(str(error), cause="task.image") from error
+                raise ImageGone(str(error)) from error
             raise
 
     async def _begin(self, door: Door, settings: dict[str, Any]) -> Met:
@@ -164,6 +168,7 @@ class DockerSandbox(GuardedSandbox):
     def _take(self, met: Met, image: Mapping[str, Any], outside: "Outside | None") -> None:
         spec = self.spec
         self._fds = met.fds
+        self._uid = met.uid
         try:
             self._channel = DockerChannel(met, self._end_soon)
         except BaseException:
@@ -182,6 +187,11 @@ class DockerSandbox(GuardedSandbox):
             **(self._way_out(outside) if outside is not None else {}),
             **spec.env,
         }
+
+    def adopt(self, attempt: str) -> None:
+        """It was made ahead of need, for nobody. Its container's labels stay; the lease says whose it is."""
+        self._attempt = attempt
+        leases.write(self._folder, leases.lease(self.id, self._home.run, attempt, self.provider, self.root))
 
     def _way_out(self, outside: "Outside") -> dict[str, str]:
         """Opens what the network `allow` is; the variables that programs find it by."""
@@ -266,7 +276,8 @@ class DockerSandbox(GuardedSandbox):
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
     def may_be(self, user: str) -> bool:
-        return user in ({0: ("root", "0"), 1000: ("user", "1000")}.get(self._uid) or (str(self._uid),))
+        names = {0: ("root", "0"), 1000: ("user", "1000")}.get(self._uid) or (str(self._uid),)
+        return user in names or (user == "image" and self.spec.user == user)
 
     async def whom(self, user: str) -> User:
         if self.may_be(user):
@@ -325,7 +336,6 @@ class DockerSandbox(GuardedSandbox):
 
     def _layered(self) -> Family:
         self._live()
-        assert self._family is not None
         if not self._made_by.direct:
             self._cannot("take snapshots unless it runs as root")
         if self.spec.read_only:
@@ -395,8 +405,7 @@ class DockerSandbox(GuardedSandbox):
                 if task.done() and not task.cancelled():
                     task.exception()  # looked at: whoever asked for it knows, and what is left is removed now
         gone = not self._asked or await self._made_by.remove(self.id)
-        if self._family is not None:
-            await self._family.leave(self._made_by.engine, self.id)
+        await self._family.leave(self._made_by.engine, self.id)
         if gone:  # else the lease says what is left to do
             self.forget_folder()
 

@@ -6,6 +6,7 @@ Promises:
 - a limit that an engine does not hold is said in words before anything starts, never left out in silence.
 """
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from rookery.sandboxes.local.provider import PORT, USER, WORK
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
 """Until pid 1 has made the working folder and is a user of its own: then CHOWN, DAC_OVERRIDE and SETPCAP go."""
+HOSTNAME = "sandbox"
 LEAST_MEMORY = 24 << 20
 """Pid 1 takes ten megabytes of it."""
 DISK = 1 << 30
@@ -24,11 +26,23 @@ DISK = 1 << 30
 _QUOTAS = ("btrfs", "zfs", "devicemapper")
 
 
-def user_of(spec: SandboxSpec) -> int:
-    """Whom commands run as."""
-    if spec.user in (None, "user"):
-        return USER
-    return 0 if spec.user == "root" else int(spec.user or 0)
+def user_of(spec: SandboxSpec, image: Mapping[str, Any]) -> int | str:
+    """Whom commands run as: a number, or a name of the image's that only pid 1 can look up."""
+    asked = spec.user or "user"
+    if asked == "image":
+        named = str((image.get("Config") or {}).get("User") or "").partition(":")[0]
+        if named not in ("", "root") and not named.isdecimal():
+            return named
+        asked = named or "user"
+    if asked in ("user", "root"):
+        return USER if asked == "user" else 0
+    return int(asked) if _is_user(asked) else USER
+
+
+def work_of(spec: SandboxSpec, image: Mapping[str, Any]) -> str:
+    """Where commands start."""
+    wanted = spec.workdir if spec.workdir is not None else str((image.get("Config") or {}).get("WorkingDir") or "")
+    return posixpath.normpath(posixpath.join(WORK, wanted))
 
 
 def refused(spec: SandboxSpec) -> list[str]:
@@ -36,9 +50,10 @@ def refused(spec: SandboxSpec) -> list[str]:
     said = []
     if not spec.image:
         said.append("The docker provider needs an image: name one that the engine has (--image NAME).")
-    if spec.user is not None and spec.user not in ("user", "root") and not _is_user(spec.user):
+    if spec.user is not None and spec.user not in ("user", "root", "image") and not _is_user(spec.user):
         said.append(
-            f"The docker provider runs programs as user, root or a number up to 65534, not as {spec.user!r}."
+            "The docker provider runs programs as user, root, image or a number up to 65534, "
+            f"not as {spec.user!r}."
         )
     if spec.workdir is not None and ".." in spec.workdir.split("/"):
         said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
@@ -106,9 +121,10 @@ def container(
     word: str,
     labels: Mapping[str, str],
     quota: bool,
+    sixth: bool = False,
 ) -> dict[str, Any]:
     """The body of the call that creates it. `folder`: the bundle; `line`: where the owner's socket is; `word`:
-    what pid 1 says there."""
+    what pid 1 says there; `sixth`: whether the kernel has the sixth version of the internet protocol."""
     host: dict[str, Any] = {
         "NetworkMode": "bridge" if spec.network == "all" else "none",
         "CapDrop": ["ALL"],
@@ -119,6 +135,8 @@ def container(
         "RestartPolicy": {"Name": "no"},
         "Init": False,
         "IpcMode": "private",
+        "CgroupnsMode": "private",  # its path says what else runs on the machine
+        "ExtraHosts": [f"{HOSTNAME}:127.0.0.1"],
         "LogConfig": {"Type": "none"},
         "Mounts": [
             _bind(folder, bundle.TOP),
@@ -126,6 +144,11 @@ def container(
             *(_bind(mount.source, mount.target) for mount in spec.mounts),
         ],
     }
+    if spec.network != "all":
+        # Nobody is to be asked, and the machine's name server is not for programs to know.
+        host |= {"Dns": ["127.0.0.1"], "DnsSearch": ["."]}
+        if sixth:
+            host["Sysctls"] = {"net.ipv6.conf.lo.disable_ipv6": "0"}
     if spec.memory:
         host |= {"Memory": spec.memory, "MemorySwap": spec.memory}
     if spec.pids:
@@ -139,14 +162,15 @@ def container(
     if spec.read_only:
         size = spec.disk or DISK
         places = {WORK: 755, "/tmp": 1777, "/run": 755}  # noqa: S108  (the container's)
-        uid = user_of(spec)
+        user = user_of(spec, image)
+        uid = user if isinstance(user, int) else 0
         host["Tmpfs"] = {
             place: f"rw,exec,nosuid,nodev,size={size},mode={mode},uid={uid},gid={uid}"
             for place, mode in places.items()
         }
     return {
         "Image": image["Id"],
-        "Hostname": "sandbox",
+        "Hostname": HOSTNAME,
         "User": "0:0",
         "WorkingDir": "/",
         "Entrypoint": bundle.words(),
@@ -177,11 +201,13 @@ def variables(image: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, _, value in (str(pair).partition("=") for pair in pairs) if name}
 
 
-def settings(spec: SandboxSpec, work: str, *, watched: bool) -> dict[str, Any]:
+def settings(spec: SandboxSpec, image: Mapping[str, Any], *, watched: bool) -> dict[str, Any]:
     """What pid 1 is told."""
+    user = user_of(spec, image)
     return {
-        "uid": user_of(spec),
-        "work": work,
+        "uid": user if isinstance(user, int) else USER,
+        "user": user if isinstance(user, str) else "",
+        "work": work_of(spec, image),
         "listen": PORT if spec.network in ("model", "allow") else 0,
         "space": spec.read_only,
         "file": spec.disk if watched and spec.disk else 0,

@@ -80,19 +80,34 @@ class Images:
             self._looked[reference.key] = now
         return found.image
 
-    async def _made(self, reference: Reference) -> str:
+    async def give(self, reference: Reference, socket: str) -> str:
+        """The name by which the engine that listens there knows the image from now on: see `giving`."""
+        return await self._made(reference, socket)
+
+    async def _made(self, reference: Reference, socket: str = "") -> str:
         if self._closed:
             raise SandboxError(f"the image {reference.text} is not fetched any more: the provider is closed")
-        task = self._making.get(reference.key)
+        key = f"{socket} {reference.key}"
+        task = self._making.get(key)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._make(reference), context=apart())
-            self._making[reference.key] = task
-            task.add_done_callback(lambda _: self._making.pop(reference.key, None))
+            task = asyncio.get_running_loop().create_task(self._make(reference, socket), context=apart())
+            self._making[key] = task
+            task.add_done_callback(lambda done: self._ended(key, done))
         return await asyncio.shield(task)
 
-    async def _make(self, reference: Reference) -> str:
+    def _ended(self, key: str, task: asyncio.Task[str]) -> None:
+        self._making.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # looked at: those who wait for it are told, and perhaps nobody does any more
+
+    async def _make(self, reference: Reference, socket: str) -> str:
         self._store.open()
-        asked = {"folder": str(self._store.folder), "reference": reference, "parent": os.getpid()}
+        asked = {
+            "folder": str(self._store.folder),
+            "reference": reference,
+            "parent": os.getpid(),
+            "engine": socket,
+        }
         async with self._places, asyncio.timeout(SECONDS):
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -129,10 +144,10 @@ class Images:
             said = msgspec.json.decode(line)
             if "error" in said:
                 raise SandboxError(said["error"], cause=said["cause"])
-            if "record" in said:
+            if "made" in said:
                 if told:
                     _log.info("the image %s is there", reference.text)
-                return str(said["record"])
+                return str(said["made"])
             progress = msgspec.convert(said["progress"], Progress)
             if self._on_progress is not None:
                 self._on_progress(progress)

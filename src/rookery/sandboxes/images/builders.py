@@ -103,13 +103,15 @@ class BuiltSource(Local):
             )
         archive = self._work / "built.tar"
         if how == "engine":
-            self._by_engine(Engine(find_socket()), archive)
+            engine = Engine(find_socket())
+            engine.save(self.by_engine(engine), archive, lambda _: None)
         else:
             self._by_program(how, archive)
         found = SavedSource(str(archive), "", self._shown, "build").find()
         return msgspec.structs.replace(found, names=())
 
-    def _by_engine(self, engine: Engine, archive: Path) -> None:
+    def by_engine(self, engine: Engine) -> str:
+        """Built there; its id."""
         context = self._work / "context.tar"
         with tarfile.open(context, "w") as tar:
             for path in files_of(self._file.parent):
@@ -142,7 +144,7 @@ class BuiltSource(Local):
             image = done[-1].strip() if done else ""
         if not image:
             raise self._failed("the engine did not say what it built")
-        engine.save(image, archive, lambda _: None)
+        return image
 
     def _by_program(self, program: str, archive: Path) -> None:
         identity = self._work / "built.id"

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -57,7 +57,7 @@ def find_socket() -> str:
 
 class _Connection(http.client.HTTPConnection):
     def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("engine", timeout=timeout)
+        super().__init__("engine", timeout=timeout, blocksize=CHUNK)
         self._path = path
 
     def connect(self) -> None:
@@ -114,20 +114,34 @@ class Engine:
                     file.write(chunk)
                     on_bytes(len(chunk))
 
-    def load(self, archive: Path) -> list[str]:
+    def load(self, archive: Path, on_bytes: OnBytes | None = None) -> list[str]:
         """Gives it what `docker save` wrote; the names or ids that it has now."""
         with archive.open("rb") as file:
-            return _loaded(self, "/images/load?quiet=1", file)
+            return _loaded(self, "/images/load?quiet=1", _Counted(file, on_bytes))
 
-    def import_system(self, archive: Path, name: str) -> str:
+    def import_system(self, archive: Path, name: str, on_bytes: OnBytes | None = None) -> str:
         """Gives it an archive of a whole system, under a name."""
         repository, _, tag = name.rpartition(":")
         query = urllib.parse.urlencode(
             {"fromSrc": "-", "repo": repository or name, "tag": tag if repository else ""}
         )
         with archive.open("rb") as file:
-            _loaded(self, f"/images/create?{query}", file)
+            _loaded(self, f"/images/create?{query}", _Counted(file, on_bytes))
         return name
+
+
+class _Counted:
+    """A file that is sent, and tells how much of it was."""
+
+    def __init__(self, file: IO[bytes], on_bytes: OnBytes | None) -> None:
+        self._file = file
+        self._on_bytes = on_bytes
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        if self._on_bytes is not None and block:
+            self._on_bytes(len(block))
+        return block
 
 
 def _loaded(engine: Engine, path: str, file: Any) -> list[str]:

@@ -55,6 +55,12 @@ class Bar:
                 self._step = "unpacking"
             self._say()
 
+    def at(self, done: int, total: int, *, layers: int) -> None:
+        """Where somebody else counts."""
+        with self._lock:
+            self._step, self._done, self._total, self._layers = "fetching", done, total, layers
+            self._say()
+
     def layer(self) -> None:
         with self._lock:
             self._layers_done += 1

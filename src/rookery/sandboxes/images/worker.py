@@ -1,7 +1,7 @@
 """Makes one image, as a program of its own: whoever waits for it goes on with other work, and can end it.
 
 It is started with one JSON object as its argument, and says JSON objects, a line each: how far it is, at last
-`record`, or `error` with its cause. Then it lets what it made reach the disk.
+`made`, or `error` with its cause. Then it lets what it made reach the disk.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ import msgspec
 
 from rookery.core import RookeryError
 from rookery.core.errors import describe
+from rookery.sandboxes.images import giving
 from rookery.sandboxes.images.content import Store
+from rookery.sandboxes.images.engine import Engine
 from rookery.sandboxes.images.making import Making
 from rookery.sandboxes.images.progress import Progress
 from rookery.sandboxes.images.references import Reference
@@ -27,6 +29,8 @@ class Asked(msgspec.Struct, kw_only=True):
     reference: Reference
     parent: int
     platform: str = ""
+    engine: str = ""
+    """The socket of one that is to have it, instead of the store."""
 
 
 def _say(said: dict[str, Any]) -> None:
@@ -45,8 +49,13 @@ def main() -> None:
     def tell(progress: Progress) -> None:
         _say({"progress": progress})
 
+    layers: tuple[str, ...] = ()
     try:
-        record = Making(store, asked.reference, platform=asked.platform, on_progress=tell).run()
+        if asked.engine:
+            made = giving.give(asked.reference, Engine(asked.engine), store, tell)
+        else:
+            record = Making(store, asked.reference, platform=asked.platform, on_progress=tell).run()
+            made, layers = record.id, record.layers
     except RookeryError as error:
         _say({"error": str(error), "cause": error.code})
     except OSError as error:
@@ -55,9 +64,9 @@ def main() -> None:
         _say({"error": f"the image {asked.reference.text}: {describe(error)}", "cause": "bug.rookery"})
         raise
     else:
-        _say({"record": record.id})
+        _say({"made": made})
         with contextlib.suppress(OSError):
-            store.sync(record.layers)
+            store.sync(layers)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""Hundreds of creations at once: a few are in the making, over a few connections, and all of them end."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes import Command, Home
+from rookery.sandboxes.docker import api, provider
+from rookery.sandboxes.docker.provider import DockerProvider
+from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
+
+SPEC = SandboxSpec(provider="docker", image=IMAGE, memory=64 << 20, pids=32)
+
+
+class Full:
+    """An engine, as far as its socket can tell, that has room for no container."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.making = self.most_making = 0
+        self.turn = asyncio.Event()
+        self._peers: set[object] = set()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        kind = f"{request.method} {request.path.split('/')[1]}"
+        self.asked[kind] += 1
+        self._peers.add(request.transport)
+        match kind:
+            case "GET info":
+                return web.json_response({"OSType": "linux", "Driver": "overlay2"})
+            case "GET images" if request.path.endswith("/images/json"):
+                return web.json_response([])
+            case "GET images":
+                return web.json_response({"Id": "sha256:" + "0" * 64, "Config": {}})
+            case "POST containers":
+                return await self._refused()
+            case "GET containers" if request.path.endswith("/containers/json"):
+                return web.json_response([])
+            case "DELETE containers" | "GET containers":
+                return web.json_response({"message": "no such container"}, status=404)
+        return web.Response(text="OK")
+
+    async def _refused(self) -> web.Response:
+        self.making += 1
+        self.most_making = max(self.most_making, self.making)
+        try:
+            # As many as will ever come at once are here before the first one is answered.
+            if self.most_making >= provider.AT_ONCE:
+                self.turn.set()
+            await self.turn.wait()
+            return web.json_response({"message": "there is no room"}, status=500)
+        finally:
+            self.making -= 1
+
+    @property
+    def connections(self) -> int:
+        return len(self._peers)
+
+
+async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reused(
+    home: Home, tmp_path: Path
+) -> None:
+    full = Full()
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", full.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / "s")).start()
+    docker = DockerProvider(home, engine=str(tmp_path / "s"))
+    try:
+        async with asyncio.timeout(100):
+            ended = await asyncio.gather(
+                *(docker.create(SPEC, attempt=str(at), timeout=90.0) for at in range(500)), return_exceptions=True
+            )
+        assert {type(one) for one in ended} == {api.Refused}
+        assert all("there is no room" in str(one) for one in ended)
+        assert full.asked["POST containers"] == 500
+        assert full.asked["GET images"] == 2  # one of the reaper's
+        assert (full.asked["GET info"], full.asked["GET _ping"]) == (1, 0)  # for all of them
+        assert full.most_making == provider.AT_ONCE <= api.CONNECTIONS // 2
+        assert full.connections <= api.CONNECTIONS + 2  # and the reaper's
+    finally:
+        await docker.close()
+        await runner.cleanup()
+
+
+@pytest.mark.needs("docker")
+@pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.long)])
+async def test_a_burst_is_made_by_a_real_engine(home: Home, engine: PrivateEngine, count: int) -> None:
+    docker = DockerProvider(home, engine=engine.socket)
+    try:
+        made = await asyncio.gather(
+            *(docker.create(SPEC, attempt=str(at), timeout=300.0) for at in range(count)), return_exceptions=True
+        )
+        assert not [one for one in made if isinstance(one, BaseException)]
+        assert len(engine.containers()) == count
+        results = await asyncio.gather(
+            *(
+                box.exec(Command(argv=("cat", "/proc/self/cgroup")))
+                for box in made
+                if not isinstance(box, BaseException)
+            )
+        )
+        assert all(result.ok for result in results)
+        session = docker.engine._session
+        assert session is not None
+        assert session.connector is not None
+        assert sum(map(len, session.connector._conns.values())) <= api.CONNECTIONS
+    finally:
+        await docker.close()
+    assert engine.containers() == []

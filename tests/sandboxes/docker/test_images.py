@@ -1,0 +1,236 @@
+"""Images that the engine does not have: it is given them, whatever they are called by, once, and told in words."""
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import tarfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from rookery.core import SandboxError, SandboxSpec
+from rookery.sandboxes import Command, Home
+from rookery.sandboxes.docker import api
+from rookery.sandboxes.docker.provider import DockerProvider
+from rookery.sandboxes.images.content import Store
+from rookery.sandboxes.images.making import Making
+from rookery.sandboxes.images.progress import Progress
+from rookery.sandboxes.images.references import parse
+from tests.sandboxes.docker.engine import BARE, PrivateEngine
+from tests.sandboxes.images import archived, system_at
+from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
+from tests.sandboxes.images_store.registries import PASSWORD, TOKEN, USER, Registry
+
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
+SPEC = SandboxSpec(provider="docker", memory=64 << 20, pids=32)
+MARK = b"here\n"
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A store and keys of the tests' own."""
+    folder = tmp_path_factory.mktemp("images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROOKERY_IMAGES", str(folder / "store"))
+        patch.setenv("DOCKER_CONFIG", str(folder / "config"))
+        yield folder
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def docker(engine: PrivateEngine, top: Path) -> AsyncIterator[DockerProvider]:
+    provider = DockerProvider(Home(folder=top / "home", run="images"), engine=engine.socket)
+    yield provider
+    await provider.close()
+    assert engine.containers() == []
+    assert list((top / "store/work").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return system_at(tmp_path_factory.mktemp("system") / "root", ("sh", "cat", "id", "ls"))
+
+
+@pytest.fixture(scope="module")
+def packed(system: Path) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as file:
+        file.add(system, arcname=".")
+    return out.getvalue()
+
+
+def of(image: object, **more: Any) -> SandboxSpec:
+    return msgspec.structs.replace(SPEC, image=str(image), **more)
+
+
+async def said(docker: DockerProvider, image: object, script: str, **more: Any) -> str:
+    box = await docker.create(of(image, **more), attempt="a")
+    try:
+        result = await box.exec(Command(argv=("sh", "-c", script)))
+        return (result.stdout + result.stderr).decode()
+    finally:
+        await box.close()
+
+
+@pytest.mark.parametrize("form", ["layout", "saved", "folder", "tar", "dockerfile"])
+async def test_files_become_an_image_of_the_engine(
+    docker: DockerProvider, system: Path, packed: bytes, tmp_path: Path, engine: PrivateEngine, form: str
+) -> None:
+    made = Made(packed, tar_of(member("mark", MARK)), tar_of(member("etc/.wh.of-the-image")), WorkingDir="/srv")
+    told: list[Progress] = []
+    docker.on_image = told.append
+    image: object
+    if form == "layout":
+        image = f"oci:{made.layout(tmp_path / 'layout')}"
+    elif form == "saved":
+        engine.tag(BARE, "mine:1")  # a name of the engine's, which the archive has too
+        image = made.saved(tmp_path / "saved.tar", "mine:1")
+    elif form == "dockerfile":
+        (tmp_path / "context").mkdir()
+        (tmp_path / "context/mark").write_bytes(MARK)
+        archived(system, tmp_path / "context/system.tar", "w")
+        image = f"dockerfile:{tmp_path / 'context'}"
+        lines = "FROM scratch", "ADD system.tar /", "COPY mark /mark", "WORKDIR /srv"
+        (tmp_path / "context/Dockerfile").write_text("\n".join(lines))
+    else:
+        image = archived(system, tmp_path / "system.tar") if form == "tar" else system
+    before = engine.image_id(BARE)
+    script = "cat /mark; pwd" if form not in ("folder", "tar") else "cat /etc/of-the-image; pwd"
+    wanted = "here\n/srv\n" if form not in ("folder", "tar") else "image\n/work\n"
+    assert await said(docker, image, script) == wanted
+    assert engine.image_id(BARE) == before
+    if form == "saved":
+        assert engine.image_id("mine:1") == before
+    if form in ("layout", "saved"):
+        assert await said(docker, image, "ls /etc") == "group\nhostname\nhosts\nmtab\npasswd\nresolv.conf\n"
+    steps = [one.step for one in told]
+    assert steps[-1] == "ready"
+    assert ("fetching" in steps) == (form != "dockerfile")
+
+
+async def test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told(
+    docker: DockerProvider, packed: bytes
+) -> None:
+    told: list[Progress] = []
+    docker.on_image = told.append
+    with Registry() as registry:
+        image = registry.push("team/app:1", Made(packed, tar_of(member("mark", MARK)), Env=["LEVEL=two"]))
+        found = await asyncio.gather(*(docker.image(image) for _ in range(100)))
+        assert {one["Id"] for one in found} == {found[0]["Id"]}
+        assert set(Counter(registry.fetched()).values()) == {1}
+    assert await said(docker, image, "cat /mark; echo $LEVEL") == "here\ntwo\n"
+    assert told[-1].step == "ready"
+    assert {one.image for one in told} == {image}
+
+
+async def test_a_key_goes_to_the_registry_and_into_no_word_of_ours(
+    docker: DockerProvider, packed: bytes, top: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    told: list[Progress] = []
+    docker.on_image = told.append
+    with Registry(auth="basic") as registry:
+        image = registry.push("team/secret:1", Made(packed, tar_of(member("mark", MARK))))
+        with pytest.raises(SandboxError, match="docker login") as caught:
+            await docker.create(of(image), attempt="a")
+        assert (caught.value.code, caught.value.fault) == ("task.image", "task")
+        stored = {"auths": {registry.host: {"auth": base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()}}}
+        (top / "config").mkdir()
+        (top / "config/config.json").write_text(json.dumps(stored))
+        assert await said(docker, image, "cat /mark") == "here\n"
+    kept = b"".join(path.read_bytes() for path in (top / "store").rglob("*") if path.is_file())
+    for word in (PASSWORD, TOKEN, stored["auths"][registry.host]["auth"]):
+        assert word not in caplog.text
+        assert word not in str(caught.value)
+        assert word not in repr(told)
+        assert word.encode() not in kept
+
+
+async def test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_what_to_do(
+    docker: DockerProvider, tmp_path: Path
+) -> None:
+    with Registry() as registry:
+        for image, words in (
+            (f"{registry.host}/no/such:thing", "check the name"),
+            ("engine:no/such:thing", "pull, load or build it there"),
+            ("UPPER:1", "cannot be the name"),
+            ("./nowhere", "no folder and no archive"),
+            (f"oci:{tmp_path}/nowhere", "there is no"),
+            (f"dockerfile:{tmp_path}", "there is no file"),
+        ):
+            with pytest.raises(SandboxError, match=words) as caught:
+                await docker.create(of(image), attempt="a")
+            assert (caught.value.code, caught.value.fault) == ("task.image", "task"), image
+            assert image.partition(":")[2].split("/")[-1] in str(caught.value)
+    assert "nowhere" in docker.check(of("./nowhere"))[0]
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY missing-file /\n")
+    with pytest.raises(SandboxError, match="missing-file") as caught:
+        await docker.create(of(f"dockerfile:{tmp_path}"), attempt="a")
+    assert caught.value.code == "task.image"
+
+
+async def test_a_registry_that_does_not_answer_is_nobodys_fault(docker: DockerProvider) -> None:
+    with Registry() as registry:
+        image = f"{registry.host}/team/app:1"
+    with pytest.raises(SandboxError, match="team/app:1") as caught:  # nobody listens there any more
+        await docker.create(of(image), attempt="a")
+    assert (caught.value.code, caught.value.fault) == ("sandbox.image", "infra")
+
+
+async def test_an_image_that_went_since_is_given_again(
+    docker: DockerProvider, packed: bytes, tmp_path: Path, engine: PrivateEngine
+) -> None:
+    image = Made(packed, tar_of(member("mark", MARK))).layout(tmp_path / "layout")
+    assert await said(docker, image, "cat /mark") == "here\n"
+    known = await docker.image(str(image))
+    await docker.engine.call("DELETE", api.path("images", known["Id"], force="1"))
+    assert await said(docker, image, "cat /mark") == "here\n"
+
+
+async def test_a_name_of_the_store_is_given_with_what_its_layers_say_together(
+    docker: DockerProvider, packed: bytes, top: Path, tmp_path: Path
+) -> None:
+    """Before any registry is asked for a name that was imported here."""
+    second = tar_of(
+        folder("srv/"),
+        folder("srv/data/", 0o700, (1234, 1234)),
+        member("srv/data/.wh.file"),
+        folder("opt/"),
+        member("opt/file", b"old\n"),
+    )
+    third = tar_of(folder("opt/"), member("opt/.wh..wh..opq"), link("opt/link", "new"), member("opt/new", MARK))
+    passwd = tar_of(member("etc/passwd", b"root:x:0:0::/:/bin/sh\nagent:x:1234:1234::/:/bin/sh\n"))
+    made = Made(packed, second, third, passwd, Env=["LEVEL=four"], WorkingDir="/opt", User="agent")
+    store = Store(top / "store")
+    Making(store, parse(f"oci:{made.layout(tmp_path / 'layout')}"), name=parse("mine/imported:1").name).run()
+    script = "pwd; ls; cat link; echo $LEVEL; id -u; ls -l /srv/data | cat; ls -ldn /srv/data"
+    text = await said(docker, "mine/imported:1", script, user="image")
+    assert text.splitlines()[:6] == ["/opt", "link", "new", "here", "four", "1234"]
+    assert [line.split()[-3:] for line in text.splitlines()[7:8]] == [["link", "->", "file"]]
+    assert "drwx------ 1 1234 1234" in text
+
+
+async def test_who_gives_up_leaves_the_giving_to_others_and_closing_ends_it(
+    engine: PrivateEngine, packed: bytes, top: Path, home: Home
+) -> None:
+    docker = DockerProvider(home, engine=engine.socket)
+    with Registry() as registry:
+        registry.busy = 1 << 30  # it is asked again and again
+        image = registry.push("team/slow:1", Made(packed))
+        tasks = [asyncio.create_task(docker.create(of(image), attempt="a")) for _ in range(3)]
+        async with asyncio.timeout(60):
+            while not registry.seen:
+                await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        assert isinstance((await asyncio.gather(tasks[0], return_exceptions=True))[0], asyncio.CancelledError)
+        assert not tasks[1].done()
+        async with asyncio.timeout(20):
+            await docker.close()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, SandboxError | asyncio.CancelledError) for one in ended)

@@ -1,0 +1,102 @@
+"""What a container is asked to be, as plain data: no engine is needed to see it."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes.docker import wanted
+
+INFO = {"OSType": "linux", "Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "extfs"]]}
+SPEC = SandboxSpec(provider="docker", image="app:1")
+IMAGE: dict[str, Any] = {"Id": "sha256:1", "Config": {"User": "agent:staff", "WorkingDir": "/srv/app"}}
+
+
+def body(spec: SandboxSpec, *, quota: bool = False, **image: Any) -> dict[str, Any]:
+    return wanted.container(
+        spec, image={**IMAGE, **image}, folder="/b", line="/l", word="w", labels={"rookery.run": "r"}, quota=quota
+    )
+
+
+@pytest.mark.parametrize(
+    "has",
+    [
+        {"Runtimes": {"runc": {}, "nvidia": {}}},
+        {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]},
+    ],
+)
+def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_not(has: dict[str, Any]) -> None:
+    spec = replace(SPEC, gpus=2)
+    (asked,) = body(spec)["HostConfig"]["DeviceRequests"]
+    assert (asked["Count"], asked["Capabilities"]) == (2, [["gpu"]])
+    assert wanted.missing(spec, {**INFO, **has}, ["bridge"]) == []
+    assert "2 GPUs" in wanted.missing(spec, {**INFO, "Runtimes": {"runc": {}}}, ["bridge"])[0]
+    assert "DeviceRequests" not in body(SPEC)["HostConfig"]
+    assert "negative" in wanted.refused(replace(SPEC, gpus=-1))[0]
+
+
+@pytest.mark.parametrize(
+    ("info", "may"),
+    [
+        (INFO, False),
+        ({**INFO, "DriverStatus": [["Backing Filesystem", "xfs"]]}, True),
+        ({"Driver": "btrfs"}, True),
+        ({"Driver": "overlay2", "DriverStatus": None}, False),
+    ],
+)
+def test_a_disk_is_limited_by_storage_that_can_and_watched_else(info: dict[str, Any], may: bool) -> None:
+    spec = replace(SPEC, disk=1 << 20)
+    assert wanted.may_have_quota(info) is may
+    assert body(spec, quota=may)["HostConfig"].get("StorageOpt") == ({"size": "1048576"} if may else None)
+    assert wanted.settings(spec, IMAGE, watched=not may)["file"] == (0 if may else 1 << 20)
+
+
+def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
+    spec = replace(SPEC, memory=64 << 20, pids=8, cpus=1.0)
+    info = {**INFO, "MemoryLimit": False, "PidsLimit": False, "CpuCfsQuota": False}
+    assert len(wanted.missing(spec, info, [])) == 3
+    assert wanted.missing(replace(SPEC, memory=None, pids=None), info, []) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_image", "found"),
+    [
+        (None, "agent", 1000),
+        ("user", "agent", 1000),
+        ("root", "agent", 0),
+        ("1234", "agent", 1234),
+        ("image", "", 1000),
+        ("image", "root", 0),
+        ("image", "0:0", 0),
+        ("image", "77:88", 77),
+        ("image", "4000000000", 1000),
+        ("image", "agent:staff", "agent"),
+    ],
+)
+def test_the_user_is_the_specs_or_the_images(asked: str | None, of_image: str, found: int | str) -> None:
+    spec = replace(SPEC, user=asked)
+    assert wanted.refused(spec) == []
+    assert wanted.user_of(spec, {"Config": {"User": of_image}}) == found
+    told = wanted.settings(spec, {"Config": {"User": of_image}}, watched=False)
+    assert (told["uid"], told["user"]) == ((1000, found) if isinstance(found, str) else (found, ""))
+
+
+def test_the_working_folder_is_the_specs_or_the_images() -> None:
+    found = [wanted.work_of(replace(SPEC, workdir=asked), IMAGE) for asked in (None, "", "sub/x", "/srv")]
+    assert found == ["/srv/app", "/work", "/work/sub/x", "/srv"]
+    assert wanted.work_of(SPEC, {"Config": None}) == "/work"
+
+
+def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both() -> None:
+    spec = replace(SPEC, labels={"team": "blue"}, read_only=True, disk=1 << 20)
+    config = {**IMAGE["Config"], "Env": ["LD_PRELOAD=/x.so", "A=b"], "Healthcheck": {"Test": ["CMD", "x"]}}
+    made = body(spec, Config=config)
+    host = made["HostConfig"]
+    assert made["Labels"] == {"team": "blue", "rookery.run": "r"}
+    assert (made["Cmd"], made["Healthcheck"], host["Init"]) == ([], {"Test": ["NONE"]}, False)
+    assert "LD_PRELOAD" in made["Env"]  # a name alone: taken away
+    assert (host["ReadonlyRootfs"], host["CapDrop"], host["NetworkMode"]) == (True, ["ALL"], "none")
+    assert host["SecurityOpt"] == ["no-new-privileges"]
+    assert sorted(host["Tmpfs"]) == ["/run", "/tmp", "/work"]
+    assert all("size=1048576" in options for options in host["Tmpfs"].values())
