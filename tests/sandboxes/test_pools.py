@@ -32,6 +32,9 @@ SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (
             ),
             st.just(("started", None)),
             st.just(("failed", None)),
+            st.just(("claimed", None)),
+            st.booleans().map(lambda back: ("hold", back)),
+            st.integers(0, 5).map(lambda asked: ("asked", asked)),
             st.sampled_from(SPECS).map(lambda spec: ("taken", spec)),
         ),
         max_size=30,
@@ -46,6 +49,13 @@ def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
             plan.expect(what)
             for shelf, count in plan.surplus():
                 shelf.ready -= count
+        elif deed == "hold":
+            plan.held_back = what
+        elif deed == "asked":
+            plan.asked = what
+        elif deed == "claimed":
+            for shelf in plan.shelves.values():
+                shelf.claimed += shelf.claimed < shelf.starting
         elif deed == "taken":
             shelf = plan.shelf(what)
             shelf.expected = max(0, shelf.expected - 1)
@@ -54,10 +64,15 @@ def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
             for shelf in plan.shelves.values():
                 if shelf.starting:
                     shelf.starting -= 1
-                    shelf.ready += deed == "started" and shelf.expected > shelf.ready
+                    shelf.ready += deed == "started" and shelf.expected > shelf.ready and not shelf.claimed
+                    shelf.claimed -= shelf.claimed > 0
                     break
         while (shelf := plan.next()) is not None:
-            assert shelf.held < shelf.expected
+            assert not plan.held_back
+            assert shelf.held - shelf.claimed < shelf.expected
+            waited_for = plan.asked + sum(one.claimed for one in plan.shelves.values())
+            later = sum(one.starting - one.claimed for one in plan.shelves.values())
+            assert later < max(1, at_once - waited_for)
             shelf.starting += 1
         shelves = plan.shelves.values()
         assert sum(shelf.held for shelf in shelves) <= most
@@ -80,6 +95,20 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
         PoolBudget(at_once=0)
     with pytest.raises(UsageError, match="memory"):
         PoolBudget(memory=-1)
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.sampled_from(SPECS))
+def test_five_hundred_that_are_expected_are_started_a_few_at_a_time(
+    most: int, at_once: int, spec: SandboxSpec
+) -> None:
+    plan = Plan(PoolBudget(most=most, memory=None, at_once=at_once))
+    plan.expect([(spec, 500)])
+    while (shelf := plan.next()) is not None:
+        while plan.next() is not None:
+            shelf.starting += 1
+        assert shelf.starting <= at_once
+        shelf.ready, shelf.starting = shelf.ready + shelf.starting, 0
+    assert plan.shelf(spec).ready == min(most, 500)
 
 
 # ---- with real sandboxes
@@ -190,14 +219,139 @@ async def test_what_is_expected_no_longer_is_closed(made: Made) -> None:
     await pool.close()
 
 
-async def test_a_request_waits_for_nothing_that_is_being_started(made: Made) -> None:
+async def test_a_request_does_not_wait_for_one_that_takes_too_long_to_start(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 0.05)
     made.door.clear()
     pool = Pool(made)
     pool.expect([(SPEC, 4)])
     async with asyncio.timeout(30):
         box = await pool.create(SPEC, attempt="0.0.1")
     assert await said(box, "echo here") == "here"
+    assert (pool.hits, pool.misses) == (0, 1)
     await pool.close()  # those that never came to be leave nothing
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 30.0)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_request_takes_one_that_is_just_being_started(made: Made) -> None:
+    made.door.clear()
+    pool = Pool(made)
+    pool.expect([(SPEC, 2)])
+    asked = [asyncio.create_task(pool.create(SPEC, attempt=f"0.{n}.1")) for n in range(2)]
+    await asyncio.sleep(0)
+    made.door.set()
+    boxes = await asyncio.gather(*asked)
+    assert made.attempts == ["pool", "pool"]
+    assert len({box.id for box in boxes}) == 2
+    assert pool.hits == 2
+    await pool.close()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_request_that_is_cancelled_leaves_what_it_waited_for_to_the_next(made: Made) -> None:
+    made.door.clear()
+    pool = Pool(made)
+    pool.expect([(SPEC, 1)])
+    asked = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert asked.cancelled()
+    pool.expect([(SPEC, 1)])
+    made.door.set()
+    await settled(pool)
+    box = await pool.create(SPEC, attempt="0.0.2")
+    assert made.attempts == ["pool"]
+    assert await said(box, "echo here") == "here"
+    await pool.close()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_request_whose_start_fails_has_one_made_for_it(made: Made) -> None:
+    made.door.clear()
+    pool = Pool(made)
+    pool.expect([(SPEC, 1)])
+    asked = asyncio.create_task(pool.create(SPEC, attempt="0.0.1"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    made.error = SandboxError("no room")
+    made.door.set()
+    with pytest.raises(SandboxError, match="no room"):
+        await asked
+    assert made.attempts == ["pool", "0.0.1"]
+    pool.expect([(SPEC, 5)])
+    await settled(pool)
+    assert made.attempts == ["pool", "0.0.1"]  # not again before somebody got one
+    made.error = None
+    await pool.create(SPEC, attempt="0.0.2")
+    await settled(pool)
+    assert made.attempts[2:] == ["0.0.2", "pool", "pool", "pool", "pool"]
+    await pool.close()
+
+
+async def test_while_it_is_held_back_nothing_is_started_ahead(made: Made) -> None:
+    pool = Pool(made)
+    pool.hold(back=True)
+    pool.expect([(SPEC, 2)])
+    await settled(pool)
+    await pool.create(SPEC, attempt="0.0.1")
+    assert made.attempts == ["0.0.1"]
+    pool.hold(back=False)
+    await settled(pool)
+    assert made.attempts == ["0.0.1", "pool"]
+    await pool.close()
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.long)])
+async def test_a_burst_of_requests_is_paced_and_all_are_served(made: Made, count: int) -> None:
+    under_way = most = 0
+    create = made.inner.create
+
+    async def counted(spec: SandboxSpec, *, attempt: str, timeout: float) -> Sandbox:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            box: Sandbox = await create(spec, attempt=attempt, timeout=timeout)
+            return box
+        finally:
+            under_way -= 1
+
+    made.inner.create = counted
+    pool = Pool(made, PoolBudget(most=8, memory=None, at_once=2, asked=4))
+    pool.expect([(SPEC, count)])
+
+    async def used(number: int) -> None:
+        box = await pool.create(SPEC, attempt=f"0.{number}.1", timeout=300.0)
+        assert (await box.exec(Command(argv=("true",)))).ok
+        await box.close()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(used(number))
+    assert pool.hits + pool.misses == count
+    assert most <= 6
+    await pool.close()
+
+
+async def test_a_request_whose_turn_never_comes_ends_in_words(made: Made) -> None:
+    pool = Pool(made, PoolBudget(asked=1))
+    made.door.clear()
+    first = asyncio.create_task(pool.create(SPEC, attempt="pool"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(SandboxError, match="its turn"):
+        await pool.create(SPEC, attempt="0.1.1", timeout=0.05)
+    made.door.set()
+    await first
+    await pool.close()
 
 
 async def test_what_cannot_be_made_is_told_to_who_asks_and_not_tried_for_ever(made: Made) -> None:

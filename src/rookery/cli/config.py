@@ -246,7 +246,7 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
     sandbox, named = sandbox_of(ctx, values)
-    chosen: dict[str, Any] = {} if values["runners"] is None else {"runners": values["runners"]}
+    chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
     return EngineConfig(
         environment=env,
         arguments=arguments(ctx, values["arg"]),

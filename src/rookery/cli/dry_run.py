@@ -96,6 +96,7 @@ def _writable(folder: Path) -> bool:
 def _values(
     ctx: click.Context, values: dict[str, Any], config: "EngineConfig", environment: "Environment"
 ) -> list[Value]:
+    from rookery.engine.config import WARM
     from rookery.upstreams import kind_of
     from rookery.upstreams.urls import redact
 
@@ -115,6 +116,7 @@ def _values(
         Value("per-task", values["per_task"], origin(ctx, "per_task")),
         Value("concurrency", config.concurrency, origin(ctx, "concurrency")),
         Value("runners", config.runners, said, "the number of cores" if said == "default" else ""),
+        Value("warm", f"{WARM} at most" if config.warm is None else config.warm, origin(ctx, "warm")),
         Value("out", values["out"], origin(ctx, "out")),
         Value("seed", config.seed, origin(ctx, "seed")),
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),

@@ -242,7 +242,7 @@ def lines() -> "OnProgress":
 
     def tell(progress: "Progress") -> None:
         nonlocal last
-        if progress.step in ("waiting", "ready"):
+        if progress.step in ("waiting", "ready", "failed"):  # the error says why
             return
         if progress.step != last[0] or time.monotonic() - last[1] > _LINE_SECONDS:
             last = (progress.step, time.monotonic())

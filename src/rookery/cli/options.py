@@ -247,6 +247,13 @@ _OPTIONS = (
         env="NETWORK",
         help="What a sandbox reaches: none, model, allow or all.  [default: the environment's, else none]",
     ),
+    _option(
+        "--warm",
+        metavar="N",
+        type=Number(int, 0),
+        env="WARM",
+        help="Sandboxes to make ahead of need where that takes long (docker).  [default: as many as -c, up to 32]",
+    ),
     _option("--allow", metavar="HOST", multiple=True, help="A host that a sandbox may reach; repeat it."),
     _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),
     _option(

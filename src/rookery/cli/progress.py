@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,6 +25,8 @@ from rookery.core import Failed, Group, Rollout
 
 NAMED: Final = 5
 """How often one cause, or one kind of event, is named before it is only counted."""
+FETCHED: Final = 2
+"""How many images that are being fetched are named."""
 _WARNINGS: Final = frozenset(
     (
         "runner.died",
@@ -227,11 +230,27 @@ class Lines:
         if status.get("retries"):
             parts.append(f"{status['retries']:,} retried")
         parts.append(f"{status.get('in_flight', 0)} under way")
+        parts += fetching(status.get("images", ()))
         if stats.rollouts:
             parts.append(f"{rate(stats.rollouts, seconds)} rollouts/s")
         if stats.sampled_tokens:
             parts.append(f"{rate(stats.sampled_tokens, seconds)} tokens/s")
         return parts
+
+
+def fetching(images: Iterable[dict[str, Any]]) -> list[str]:
+    """What images are being fetched, the same one once, and how far that is."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in images:
+        if one["image"] not in found or one["done"] > found[one["image"]]["done"]:
+            found[one["image"]] = one
+    said = []
+    for name, one in list(found.items())[:FETCHED]:
+        share = f" {min(1.0, one['done'] / one['total']):.0%}" if one["total"] else ""
+        said.append(f"{one['step']} {line(name, 40)}{share}")
+    if len(found) > FETCHED:
+        said.append(f"{len(found) - FETCHED} more images")
+    return said
 
 
 class PlainProgress(Lines):

@@ -60,6 +60,10 @@ class Channel:
         """Its groups are handed out with their segments."""
         self.owed: set[int] = set()
         """Ordinals that a checkpoint says were under way, and that are not admitted again yet."""
+        self.drawn = 0
+        """How many groups came from its source, in this process."""
+        self.upcoming: Callable[[], Iterable[tuple[Task, int]]] = tuple
+        """The groups that will come from its source, where they can be seen beforehand: task and rollouts."""
         self._source: Iterator[Sourced] = iter(source)
         self._changed = asyncio.Event()
 
@@ -67,6 +71,7 @@ class Channel:
         """The next task, or None when there is none left; the source's own error ends the channel."""
         try:
             sourced = next(self._source)
+            self.drawn += 1
             self.pulled = max(self.pulled, sourced.ordinal + 1)
             self.owed.discard(sourced.ordinal)
         except StopIteration:

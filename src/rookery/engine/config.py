@@ -11,6 +11,9 @@ from rookery.gateway.session import Record
 from rookery.gateway.tunnels import tunnel_of
 from rookery.upstreams.protocol import UpstreamConfig
 
+WARM = 32
+"""Sandboxes made ahead, at most, where a run does not say: enough to make up for how long each takes."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything but the environment's code, the tasks and the secrets."""
@@ -28,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sampling: Sampling = Sampling()
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
     concurrency: int = 64
+    warm: int | None = None
+    """Sandboxes to have ready ahead of need where making one takes long; None: `concurrency`, up to `WARM`."""
     seed: int = 0
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
@@ -52,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _at_least("runners", self.runners, 0)
         _at_least("concurrency", self.concurrency, 1)
+        _at_least("warm", self.warm or 0, 0)
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
             raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")

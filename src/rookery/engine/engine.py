@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,9 +15,10 @@ import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.engine import processes
+from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.checks import check_sandbox, checked_upstreams, upstream_of
-from rookery.engine.config import EngineConfig
+from rookery.engine.config import WARM, EngineConfig
 from rookery.engine.control import Control
 from rookery.engine.flights import Policy
 from rookery.engine.pacing import Pace
@@ -31,7 +33,7 @@ from rookery.engine.wire import NOT_ISOLATED, RunSettings
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.gateway.config import settled_format
 from rookery.journal import Journal, RunReader, create_run
-from rookery.sandboxes import settle
+from rookery.sandboxes import is_pooled, settle
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
@@ -237,10 +239,17 @@ class Engine:
             sandbox=self.sandbox,
             limits=self.config.limits,
             share=max(1, self.config.runners),
+            warm=self._warm(),
             record=self.config.recording,
             rendering=self.config.rendering,
             public=self.config.public,
         )
+
+    def _warm(self) -> int:
+        """How many sandboxes to have ready ahead of need; none where they are made in no time."""
+        if not self.sandbox.provider or not is_pooled(self.sandbox.provider):
+            return 0
+        return min(WARM, self.config.concurrency) if self.config.warm is None else self.config.warm
 
     def _sampled(self, policy: UpstreamConfig) -> UpstreamConfig:
         """The policy's upstream with the run's sampling, where it says nothing itself."""
@@ -318,6 +327,7 @@ class Engine:
             keep = KEEP[keep]
         state = self._states.pop(name, None)
         source: Iterable[Sourced]
+        chosen: Iterable[Task] = ()
         if tasks is None and self._resume:
             k = int(self.config.stream.get("k", k))
             source = self._resumed
@@ -334,6 +344,7 @@ class Engine:
             raise UsageError(str(error)) from error
         number = state.round if state else self._rounds.get(name, -1) + 1
         channel = Channel(f"{name}#{number}" if number else name, schedule, source, keep)
+        channel.upcoming = partial(upcoming, source if isinstance(source, list) else chosen, epochs, channel)
         if state is not None:
             state.restore(channel)
             behind = (group.index + 1 for group in state.finished)
@@ -437,6 +448,9 @@ class Engine:
             "runners": len(supervisor.fleet.links),
             "runner_deaths": supervisor.fleet.deaths,
             **supervisor.counts,
+            "images": [
+                msgspec.structs.asdict(image) for link in supervisor.fleet.links for image in link.images.values()
+            ],
             "streams": {
                 name: {"admitted": channel.pulled, "taken": channel.taken, "waiting": len(channel.queue)}
                 for name, channel in self._channels.items()

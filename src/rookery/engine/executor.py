@@ -15,26 +15,16 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from rookery.core import (
-    DEFAULT_LIMITS,
-    CancelledReason,
-    JournalError,
-    RookeryError,
-    SandboxError,
-    SandboxSpec,
-    Task,
-)
+from rookery.core import DEFAULT_LIMITS, CancelledReason, JournalError, RookeryError
 from rookery.core.errors import describe
-from rookery.engine.keeping import home_of
+from rookery.engine.boxes import Boxes
 from rookery.engine.live import Live
-from rookery.engine.wire import NOT_ISOLATED, Done, Note, Pause, Paused, RunSettings, Start, plain
+from rookery.engine.wire import Done, Note, Pause, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Role
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.renderings import open_offloop
 from rookery.journal.tokens import TokenWriter
-from rookery.sandboxes import WAY_OUT, open_provider
-from rookery.sandboxes.protocol import Command, Provider, Sandbox
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import CONCURRENCY, PauseMode, UpstreamConfig
 from rookery.upstreams.valve import Valve, ValveState
@@ -66,7 +56,6 @@ class Executor:
             for stage in ("setup", "run", "score", "teardown")
             if inspect.iscoroutinefunction(getattr(environment, stage))
         }
-        self._spec = settings.sandbox
         self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
         self.send = send
         self.logger = logging.getLogger("rookery.attempts")
@@ -78,8 +67,8 @@ class Executor:
             name: self._role(name, config, pause, version if name == "policy" else None)
             for name, config in settings.upstreams.items()
         }
-        self._providers: dict[str, Provider] = {}
         self.gateway = GatewayClient(gateway) if gateway is not None else None
+        self.boxes = Boxes(settings, environment, send, paused=pause is not None)
         self._adopted: set[asyncio.Task[None]] = set()
         self._pause = 0
         self.paused = pause is not None
@@ -104,6 +93,7 @@ class Executor:
 
     def start(self, start: Start) -> None:
         self.lives[start.attempt] = Live(self, start)
+        self.boxes.begun(start.attempt, start.task)
 
     def cancel(self, attempt: str, reason: CancelledReason) -> None:
         live = self.lives.get(attempt)
@@ -112,6 +102,7 @@ class Executor:
 
     def done(self, live: Live, done: Done) -> None:
         del self.lives[live.start.attempt]
+        self.boxes.ended(live.start.attempt)
         if self._broken:
             return
         if done.info != {} or done.metrics != {} or done.rewards:
@@ -132,6 +123,7 @@ class Executor:
         self._pause = pause.number
         if not self.paused:
             self.paused = True
+            self.boxes.hold(back=True)
             for live in self.lives.values():
                 live.hold()
         self.adopt(self._hold(pause))
@@ -156,6 +148,7 @@ class Executor:
         self.adopt(self._let_go(version))
         if self.paused:
             self.paused = False
+            self.boxes.hold(back=False)
             for live in self.lives.values():
                 live.release()
 
@@ -163,36 +156,6 @@ class Executor:
         async with asyncio.TaskGroup() as group:
             for name, valve in self.valves.items():
                 group.create_task(valve.resume(version if name == "policy" else None))
-
-    # ---- sandboxes
-
-    def spec_for(self, task: Task) -> SandboxSpec:
-        """The run's spec over the environment's; a task's image goes over both."""
-        return replace(self._spec, image=task.image) if task.image else self._spec
-
-    async def open_sandbox(self, spec: SandboxSpec, attempt: str) -> Sandbox:
-        """Of the spec's provider, or else of the run's; refused where that has none: nothing isolates here."""
-        name = spec.provider or self._spec.provider
-        if not name:
-            raise SandboxError(f"no sandbox that isolates can be had here; {WAY_OUT}", cause="sandbox.refused")
-        return await self._provider(name).create(replace(spec, provider=name), attempt=attempt)
-
-    def _provider(self, name: str) -> Provider:
-        found = self._providers.get(name)
-        if found is None:
-            found = self._providers[name] = open_provider(name, home_of(self.settings))
-            if not found.isolated:
-                detail = f"{name} sandboxes do not isolate: programs run as you, on your files and network"
-                self.send(Note(NOT_ISOLATED, {"detail": detail}))
-        return found
-
-    async def healthy(self) -> bool:
-        """Whether the provider still gives sandboxes that work: asked after one was lost."""
-        box = await self.open_sandbox(self.settings.sandbox, "health")
-        try:
-            return (await box.exec(Command(argv=("true",), wall=10.0))).ok
-        finally:
-            await box.close()
 
     # ---- the end
 
@@ -218,8 +181,7 @@ class Executor:
                     self.lives.pop(live.start.attempt, None)
         if self._adopted:
             await asyncio.wait(self._adopted, timeout=30.0)
-        closers = [provider.close for provider in self._providers.values()]
-        for close in (*closers, *(valve.close for valve in self.valves.values())):
+        for close in (self.boxes.close, *(valve.close for valve in self.valves.values())):
             try:
                 await close()
             except (RookeryError, OSError) as error:

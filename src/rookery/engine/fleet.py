@@ -148,7 +148,7 @@ class Fleet:
         """The shared runner with the most room."""
         best: Link | None = None
         for link in self.links:
-            if not link.ready or link.retiring or link.alone or link.spare or len(link.running) >= self.capacity:
+            if not link.shared or len(link.running) >= self.capacity:
                 continue
             if best is None or len(link.running) < len(best.running):
                 best = link
@@ -200,6 +200,8 @@ class Fleet:
             case wire.Note(kind, payload):
                 self._not_isolated |= kind == wire.NOT_ISOLATED
                 self.owner.event(kind, {"runner": link.name, **payload})
+            case wire.Image():
+                self._on_image(link, message)
             case wire.Ready():
                 link.ready = True
                 if link.born:
@@ -231,6 +233,19 @@ class Fleet:
         self.owner.on_runner_death(link, death, detail)
         if not link.spare and not link.retiring:
             self.adopt(self._spawn())
+
+    def _on_image(self, link: Link, image: wire.Image) -> None:
+        """Kept for who looks. Beginning and end are events; what is between is not worth a line of a journal."""
+        known = link.images.pop(image.image, None)
+        if image.step not in ("ready", "failed"):
+            link.images[image.image] = image
+            begun = image.step == "fetching" and (known is None or known.step != "fetching")
+            if begun:
+                self.owner.event(
+                    "image.fetching", {"runner": link.name, "image": image.image, "bytes": image.total}
+                )
+        elif known is not None:
+            self.owner.event(f"image.{image.step}", {"runner": link.name, "image": image.image})
 
     def _on_blocked(self, link: Link, seconds: float, attempt: str | None, stack: str) -> None:
         first = not link.block_stack

@@ -69,10 +69,19 @@ class Link:
         """Made for suspects only."""
         self.born = 0
         """The number of the pause that it was born in; 0 where there was none."""
+        self.expects: list[tuple[str, int]] = []
+        """What it was told will begin there: tasks by id, and how many rollouts."""
+        self.images: dict[str, wire.Image] = {}
+        """What it is fetching."""
         self.last_heard = 0.0
         self.blamed: str | None = None
         """The attempt that the watchdog saw blocking the loop."""
         self.block_stack = ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether it takes whatever comes."""
+        return self.ready and not (self.retiring or self.alone or self.spare)
 
     def send(self, message: wire.ToRunner) -> None:
         raise NotImplementedError
@@ -132,6 +141,8 @@ class LocalLink(Link):
                 self.executor.pause(message)
             case wire.Resume(version):
                 self.executor.resume(version)
+            case wire.Soon():
+                self.executor.boxes.soon(message)
 
     async def stop(self, reason: CancelledReason = "shutdown") -> None:
         await self.executor.close(reason)

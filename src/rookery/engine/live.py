@@ -128,7 +128,7 @@ class Live:
             task=start.task,
             seed=start.seed,
             limits=self.limits,
-            spec=executor.spec_for(start.task),
+            spec=executor.settings.sandbox,
             session=self.session,
             watch=self,
             remaining=lambda: self._clock.remaining(self._loop.time()),
@@ -195,12 +195,21 @@ class Live:
         self._loose.forget()
 
     async def _setup_and_run(self) -> Outcome:
-        env, error = self.executor.environment, None
-        if self.executor.has_setup:
+        env, error = self.executor.environment, self._described()
+        if error is None and self.executor.has_setup:
             _, error = await self._run_stage("setup", self.limits.setup, env.setup)
         if error is None and not self.cancelled:
             _, error = await self._run_stage("run", self.limits.run, env.run)
         return self._verdict(error)
+
+    def _described(self) -> BaseException | None:
+        """What its sandbox is to be: with the task's and the environment's words, which may be wrong."""
+        self.stage = "setup"
+        try:
+            self.ctx.spec = self.executor.boxes.spec_for(self.start.task)
+        except BaseException as error:  # noqa: BLE001  (as in any stage: it ends this rollout alone)
+            return error
+        return None
 
     async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | None]:
         env = self.executor.environment
@@ -271,7 +280,7 @@ class Live:
             return False
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                return await self.executor.healthy()
+                return await self.executor.boxes.healthy()
         except (TimeoutError, SandboxError):
             return False
 
@@ -450,7 +459,7 @@ class Live:
         return open_door(gateway, self.session, wish, listener=box.listener(), inside_url=box.inside_url)
 
     async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
-        box = await self.executor.open_sandbox(spec, self.start.attempt)
+        box = await self.executor.boxes.open(spec, self.start.attempt)
         if self.ended:
             await box.close()
             raise SandboxError(f"attempt {self.start.attempt} has ended; it can open no more sandboxes")

@@ -5,8 +5,13 @@ Promise: in a runner, a task started by an attempt ends with that attempt at the
 """
 
 import asyncio
+from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+from rookery.core.apart import apart
+
+T = TypeVar("T")
 
 
 class LooseTasks:
@@ -38,6 +43,11 @@ class LooseTasks:
             task.cancel()
         _, stuck = await asyncio.wait(left, timeout=timeout)
         return stuck
+
+
+def begin_apart(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Work for an attempt that must come to its own end, whatever becomes of the attempt."""
+    return asyncio.get_running_loop().create_task(work, context=apart())
 
 
 _current: ContextVar[LooseTasks | None] = ContextVar("rookery_attempt", default=None)

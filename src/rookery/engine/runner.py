@@ -103,6 +103,8 @@ class Runner:
                 executor.pause(message)
             case wire.Resume(version) if executor is not None:
                 executor.resume(version)
+            case wire.Soon() if executor is not None:
+                executor.boxes.soon(message)
             case wire.Stop():
                 self._stopping = self._stopping or self.loop.create_task(self.stop())
 

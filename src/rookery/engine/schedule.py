@@ -115,13 +115,17 @@ class Stream:
 
     def may_open(self) -> bool:
         """Whether a new group may be admitted now."""
-        if self.exhausted or self.buffered >= self.buffer:
-            return False
-        if self.pace is not None and self.handed + len(self.groups) >= self.pace.quota:
-            return False
-        if self.want is None:
-            return True
-        return self.handed < self.want and self.handed + len(self.groups) < self.want + self.oversample
+        return self.may_open_so_many() != 0
+
+    def may_open_so_many(self) -> int | None:
+        """How many new groups may be admitted as things stand; None for as many as there are."""
+        if self.exhausted or self.buffered >= self.buffer or (self.want is not None and self.handed >= self.want):
+            return 0
+        admitted = self.handed + len(self.groups)
+        bounds = [self.pace.quota] if self.pace is not None else []
+        if self.want is not None:
+            bounds.append(self.want + self.oversample)
+        return max(0, min(bounds) - admitted) if bounds else None
 
     def open(self, index: int, task: Task, now: float, finished: Mapping[int, Rollout] | None = None) -> OpenGroup:
         """Admits a group; `finished` are members that an earlier process already ended."""
@@ -171,7 +175,7 @@ class Stream:
     def overdue(self, now: float, limit: float) -> list[Pick]:
         """Takes out those that have waited for a runner longer than `limit` seconds, suspects included."""
         self._due(now)
-        waiting = chain(self._waiting(), self._suspects)
+        waiting = chain(self.waiting(), self._suspects)
         late = [pick for pick in waiting if now - pick.group.members[pick.member].since > limit]
         if late:
             taken = {(pick.group.position, pick.member) for pick in late}
@@ -181,13 +185,14 @@ class Stream:
             self._suspects = deque(pick for pick in self._suspects if pick not in late)
         return late
 
-    def _waiting(self) -> Iterator[Pick]:
+    def waiting(self) -> Iterator[Pick]:
+        """Those that are ready for a shared runner, in order."""
         yield from (entry[2] for entry in sorted(self._repeats, key=itemgetter(0, 1)))
         yield from self._fresh
 
     def not_counting(self, seconds: float, *, shared: bool = True, alone: bool = True) -> None:
         """Time went by that is nobody's waiting: a pause, or others of the run in the places there are."""
-        for pick in chain(self._waiting() if shared else (), self._suspects if alone else ()):
+        for pick in chain(self.waiting() if shared else (), self._suspects if alone else ()):
             pick.group.members[pick.member].since += seconds
 
     def again(self, pick: Pick, now: float, delay: float, *, alone: bool = False) -> None:

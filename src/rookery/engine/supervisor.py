@@ -42,6 +42,7 @@ from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
 from rookery.engine.retry import Again, Ended, Final
 from rookery.engine.schedule import OpenGroup, Pick
+from rookery.engine.telling import Telling
 from rookery.engine.wire import Done, RunSettings, Start
 from rookery.environments import Environment
 from rookery.journal import Journal
@@ -73,6 +74,7 @@ class Supervisor:
             gateway=self.gateway,
         )
         self.kept = Kept(settings)
+        self.telling = Telling(self.fleet, settings.warm)
         self._loop = asyncio.get_running_loop()
         self._pumping = False
         self._stopping = False
@@ -127,6 +129,7 @@ class Supervisor:
                 link.send(wire.Cancel(attempt, "shutdown"))
         for channel in self.channels:
             channel.fail(error)
+        self.telling.tell(())
         self.fleet.wake()
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
@@ -196,7 +199,8 @@ class Supervisor:
             if link is None or found is None:
                 break
             channel, pick = found
-            flying += self._launch(link, channel, pick, now)
+            flying += self._launch(self.telling.expecting(pick.group.task.id) or link, channel, pick, now)
+        self.telling.tell(self.channels, self.ledger.quarantined)
         for channel in list(self.channels):
             if channel.done:
                 channel.changed()

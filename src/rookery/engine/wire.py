@@ -40,6 +40,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     limits: Limits
     share: int = 1
     """One part in so many of each upstream's places is this runner's."""
+    warm: int = 0
+    """Sandboxes to have ready ahead of need, in all runners together, where making one takes long."""
     block_warning: float = 1.0
     record: Record = "messages"
     rendering: dict[str, Any] = {}
@@ -89,6 +91,15 @@ class Resume(msgspec.Struct, frozen=True, tag=4, array_like=True):
 
 class Stop(msgspec.Struct, frozen=True, tag=5, array_like=True):
     pass
+
+
+class Soon(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """What will begin at this runner, the first first; what this does not name will not."""
+
+    wanted: list[tuple[str, int]]
+    """Tasks by id, and how many rollouts."""
+    tasks: list[Task]
+    """Those that the word before this one did not name."""
 
 
 # ---- from a runner
@@ -162,8 +173,17 @@ class Blocked(msgspec.Struct, frozen=True, tag=6, array_like=True):
     stack: str
 
 
-ToRunner: TypeAlias = Hello | Start | Cancel | Pause | Resume | Stop
-FromRunner: TypeAlias = Ready | Unfit | Done | Note | Beat | Paused | Blocked
+class Image(msgspec.Struct, frozen=True, tag=7, array_like=True):
+    """How far the making of an image is, in bytes."""
+
+    image: str
+    step: str
+    done: int = 0
+    total: int = 0
+
+
+ToRunner: TypeAlias = Hello | Start | Cancel | Pause | Resume | Stop | Soon
+FromRunner: TypeAlias = Ready | Unfit | Done | Note | Beat | Paused | Blocked | Image
 
 
 def plain(done: Done) -> Done:

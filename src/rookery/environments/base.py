@@ -58,6 +58,14 @@ class Environment:
         """The built-in taskset, for runs that name none."""
         raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")
 
+    def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:  # noqa: ARG002
+        """What `ctx.sandbox()` makes for a task, out of what the run gives; here just that.
+
+        Known before the attempt: where sandboxes take long to make, some are made ahead. So it depends on nothing
+        but its arguments, and is quick. What it raises ends the task's attempts in their setup.
+        """
+        return spec
+
     def tools(self) -> Sequence[ToolSchema]:
         """What the policy may call, for `--dry-run` and gateways; starts nothing."""
         return ()

@@ -24,6 +24,7 @@ from rookery.sandboxes.protocol import (
     Lease,
     Listening,
     OnOutput,
+    Pooled,
     Process,
     Provider,
     Reaching,
@@ -52,6 +53,7 @@ __all__ = [
     "Stream",
     "best_provider",
     "is_isolated",
+    "is_pooled",
     "open_provider",
     "owner_alive",
     "provider_names",
@@ -131,6 +133,12 @@ def settle(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
 def is_isolated(name: str) -> bool:
     """Whether the provider of this name keeps programs off the user's files and network; opens nothing."""
     return open_provider(name, Home(folder=Path(), run="ask")).isolated
+
+
+def is_pooled(name: str) -> bool:
+    """Whether sandboxes of the provider of this name take so long that some are made ahead; opens nothing."""
+    provider = open_provider(name, Home(folder=Path(), run="ask"))
+    return isinstance(provider, Pooled) and provider.pooled
 
 
 def provider_names() -> list[str]:

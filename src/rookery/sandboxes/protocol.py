@@ -184,6 +184,13 @@ class Fetching(Protocol):
     """Told how far that is; to be set before the first `create`."""
 
 
+@runtime_checkable
+class Pooled(Protocol):
+    """A provider whose sandboxes take long to make: an engine makes some ahead of need."""
+
+    pooled: bool
+
+
 class Egress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What programs in a sandbox asked for of the network, and what came of it; the same things are counted."""
 

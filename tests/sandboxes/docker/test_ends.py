@@ -155,8 +155,10 @@ async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]")
                     )
                     if asked is not None:
                         started = api.path("exec", asked["Id"], "start")
-                        await place.call("POST", started, {"Detach": True}, ok=(404, 409))
-                        done.add(one["Id"])
+                        await place.call("POST", started, {"Detach": False}, ok=(404, 409))
+                        ended = await place.call("GET", api.path("exec", asked["Id"], "json"), ok=(404,))
+                        if ended is not None and ended["ExitCode"] == 0:  # its pid 1 may not have made /work yet
+                            done.add(one["Id"])
             await asyncio.wait({running}, timeout=0.2)
     finally:
         await place.close()

@@ -10,6 +10,8 @@ from rookery.core import (
     Limits,
     Message,
     Sampling,
+    SandboxSpec,
+    Task,
     TaskError,
     ToolSchema,
     Truncation,
@@ -90,6 +92,9 @@ class CodeEnvironment(ToolEnvironment):
 
     # ---- an attempt
 
+    def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
+        return sandbox_of(of_task(task.id, task.data, self.cell_limits), task.data, spec)
+
     async def setup(self, ctx: Context) -> None:
         """Checks the task; starts nothing."""
         data = ctx.task.data
@@ -102,7 +107,6 @@ class CodeEnvironment(ToolEnvironment):
             )
         ctx.state["cell_limits"] = allowed
         ctx.state["cells"] = []
-        ctx.spec = sandbox_of(allowed, data, ctx.spec)
 
     async def run(self, ctx: Context) -> None:
         if self.style == "tool":

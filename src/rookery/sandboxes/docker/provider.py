@@ -57,6 +57,7 @@ class DockerProvider:
 
     name = "docker"
     isolated = True
+    pooled = True
 
     def __init__(
         self, home: Home, *, image: str | None = None, engine: str | None = None, direct: bool | None = None

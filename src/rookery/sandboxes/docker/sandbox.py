@@ -94,6 +94,14 @@ class DockerSandbox(GuardedSandbox):
         self.inside_url = URL if spec.network == "model" else ""
         self.held_together = bool(spec.memory)
 
+    def adopt(self, attempt: str) -> None:
+        """It was made ahead, and is this attempt's now. The engine's labels keep what they said at first."""
+        self._attempt = attempt
+        try:
+            leases.adopt(self._folder, self.id, attempt)
+        except (OSError, msgspec.MsgspecError) as error:  # it still names the owner, which is what ends it
+            _log.warning("the lease of sandbox %s does not name its attempt: %s", self.id, error)
+
     @property
     def root(self) -> Path:
         """Its folder on the host."""
@@ -187,11 +195,6 @@ class DockerSandbox(GuardedSandbox):
             **(self._way_out(outside) if outside is not None else {}),
             **spec.env,
         }
-
-    def adopt(self, attempt: str) -> None:
-        """It was made ahead of need, for nobody. Its container's labels stay; the lease says whose it is."""
-        self._attempt = attempt
-        leases.write(self._folder, leases.lease(self.id, self._home.run, attempt, self.provider, self.root))
 
     def _way_out(self, outside: "Outside") -> dict[str, str]:
         """Opens what the network `allow` is; the variables that programs find it by."""

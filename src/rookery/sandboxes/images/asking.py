@@ -122,6 +122,8 @@ class Images:
             try:
                 made = await self._followed(process, reference)
             except BaseException:
+                if self._on_progress is not None:
+                    self._on_progress(Progress(image=reference.text, step="failed"))
                 await _ended(process)
                 raise
         # What is left of it is only to let it reach the disk.

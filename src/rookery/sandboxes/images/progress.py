@@ -14,7 +14,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far the making of an image is."""
 
     image: str
-    step: Literal["waiting", "finding", "fetching", "unpacking", "ready"]
+    step: Literal["waiting", "finding", "fetching", "unpacking", "ready", "failed"]
     done: int = 0
     """Bytes."""
     total: int = 0

@@ -1,0 +1,30 @@
+"""A provider that says its sandboxes take long to make, and remembers what it made: those of `local`."""
+
+import asyncio
+from typing import Any, ClassVar
+
+from rookery.core import SandboxSpec
+from rookery.sandboxes.images.progress import Progress
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+
+
+class Provider(LocalProvider):
+    """`made` is of this process."""
+
+    pooled = True
+    made: ClassVar[list[tuple[str, SandboxSpec]]] = []
+    ended: ClassVar[list[str]] = []
+    fetch: ClassVar[asyncio.Event | None] = None
+    """Creations tell of a third of an image, and wait for this."""
+
+    async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> LocalSandbox:
+        Provider.made.append((attempt, spec))
+        if Provider.fetch is not None and self.on_image is not None:
+            self.on_image(Progress(image="python:3.12", step="fetching", done=34, total=100))
+            await Provider.fetch.wait()
+            self.on_image(Progress(image="python:3.12", step="ready"))
+        return await super().create(spec, attempt=attempt, timeout=timeout)
+
+    def forget(self, sandbox: Any) -> None:
+        Provider.ended.append(sandbox.id)
+        super().forget(sandbox)

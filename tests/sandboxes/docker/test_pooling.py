@@ -1,0 +1,97 @@
+"""Runs whose containers are made ahead of need: they are hit, they are the attempt's, and none is left."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Engine
+from rookery.core import label
+from rookery.journal import RunReader
+from rookery.sandboxes import Home, leases
+from rookery.sandboxes.docker.provider import DockerProvider
+from rookery.sandboxes.pools import Pool
+from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
+from tests.sandboxes.docker.pooled_run import SECOND, SPEC, Working
+from tests.servers import Answer, ModelServer, Request
+
+pytestmark = pytest.mark.needs("docker")
+OK = Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0])
+
+
+async def test_a_run_over_two_images_gets_warm_containers_and_leaves_none(
+    engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
+    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 60.0)  # a slow machine hits too
+    engine.tag(IMAGE, SECOND)
+    tasks = [{"prompt": str(n), "image": (IMAGE, SECOND)[n % 2]} for n in range(4)]
+    async with ModelServer(lambda _: OK) as model:
+        made = Engine(Working(), policy=model.url, out=tmp_path / "runs", runners=0, concurrency=1, warm=3)
+        async with made:
+            monkeypatch.setattr(Working, "home", made.folder)
+            groups = [group async for group in made.groups(tasks, k=2)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 8
+    assert [one.info["files"] for one in rollouts] == [""] * 8
+    assert {one.info["pids"] for one in rollouts} == {40}
+    for group in groups:
+        assert {one.info["image"] for one in group.rollouts} == {group.task.image}
+    assert [one.info["leased"] for one in rollouts] == [one.attempts[-1].id for one in rollouts]
+    assert made.folder is not None
+    with RunReader(made.folder) as reader:
+        (said,) = [dict[str, Any](event.payload) for event in reader.events() if event.kind == "sandboxes.opened"]
+    assert said["warm"] + said["made"] == 8
+    assert said["warm"] >= 6
+    assert engine.containers() == []
+
+
+async def test_a_warm_container_is_the_attempts_own_from_the_moment_it_is_handed_out(
+    engine: PrivateEngine, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 60.0)
+    pool = Pool(DockerProvider(home, engine=engine.socket))
+    try:
+        pool.expect([(SPEC, 1)])
+        box = await pool.create(SPEC, attempt="7.0.1")
+        (held,) = [lease for lease in leases.read_all(home.folder) if lease.id == box.id]
+        assert (pool.hits, held.attempt, held.owner_pid) == (1, "7.0.1", os.getpid())
+    finally:
+        await pool.close()
+    assert engine.containers() == []
+
+
+async def test_nothing_is_left_of_a_run_that_was_killed_with_warm_containers(
+    engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
+    hold, asked = asyncio.Event(), asyncio.Event()
+
+    def play(_: Request) -> Answer:
+        asked.set()
+        return Answer("ok", prompt_ids=[1, 2], ids=[3], logprobs=[-1.0], hold=None if hold.is_set() else hold)
+
+    async with ModelServer(play) as model:
+        words = ("-m", "tests.sandboxes.docker.pooled_run", str(tmp_path / "runs"), model.url)
+        run = await asyncio.create_subprocess_exec(sys.executable, *words, start_new_session=True)
+        try:
+            async with asyncio.timeout(60):
+                await asked.wait()
+                while len(engine.containers()) < 3:  # one at work, two warm
+                    await asyncio.sleep(0.05)
+        finally:
+            run.send_signal(signal.SIGKILL)
+            await run.wait()
+        hold.set()
+        again = Engine.resume(tmp_path / "runs" / "latest")
+        async with again:
+            groups = [group async for group in again.groups()]
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 4
+
+    assert engine.containers() == []
+    folder = tmp_path / "runs" / "latest" / "sandboxes"
+    assert not folder.exists() or leases.read_all(folder) == []
