@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rookery.core import Finish, Message, Sampling, ToolCall, Turn, floats
-from rookery.gateway.dialects.chat import PROBLEMS, ChatDialect, finish_of
+from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import Ask, BadRequestError
+from rookery.gateway.dialects.shared import PROBLEMS, finish_of
 from rookery.gateway.session import Reply
 from rookery.upstreams.protocol import CallDelta, Delta
 from tests.gateway.scripted import ANY_SPEED, letters, pieces_of

@@ -14,6 +14,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from rookery.gateway.openapi import described
+from rookery.gateway.openapi_calls import CALLS
 from tests.gateway.kit import KEY, Gateway, served_beside
 from tests.gateway.scripted import Scripted
 
@@ -28,6 +29,7 @@ BOUNDED = settings(
     database=None,
     derandomize=True,  # so few examples are the same ones every time
 )
+FEW = settings(BOUNDED, max_examples=5)
 SCHEMA = schemathesis.openapi.from_dict(described())
 OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
@@ -69,40 +71,55 @@ WAYS = [
 ]
 
 
+def long_ones(operation: Any) -> tuple[pytest.MarkDecorator, ...]:
+    """Of the dialects beside chat one address each is enough for every day."""
+    beside = "/v1/rollouts" in operation.path and not operation.path.endswith(("/chat/completions", "/models"))
+    twice = "{id}/v1/" in operation.path or "tokens" in operation.path or "{response}" in operation.path
+    return (pytest.mark.long,) if beside and twice else ()
+
+
 @pytest.mark.parametrize(
-    ("operation", "mode"), WAYS, ids=[f"{operation.label} {mode.name.lower()}" for operation, mode in WAYS]
+    ("operation", "mode"),
+    [
+        pytest.param(operation, mode, id=f"{operation.label} {mode.name.lower()}", marks=long_ones(operation))
+        for operation, mode in WAYS
+    ],
 )
 def test_whatever_is_sent_the_answer_is_as_described(
     gateway: Gateway, secret: str, operation: Any, mode: GenerationMode
 ) -> None:
     statuses: set[int] = set()
+    beside = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
 
-    @BOUNDED
+    @(FEW if beside else BOUNDED)
     @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["one", None]))
     def play(case: Case, session: str | None) -> None:
         keys = bearer(secret if "/v1/rollouts" in operation.path else KEY)
         if session is not None and "{id}" in operation.path and "DELETE" not in operation.label.upper():
             if "cancel" in operation.path:
                 return
-            case.path_parameters = {"id": session}
+            case.path_parameters = {**case.path_parameters, "id": session}
         answer = case.call_and_validate(base_url=gateway.url, headers=keys, checks=CONFORMS, timeout=20)
         statuses.add(answer.status_code)
 
     play()
     right = mode is GenerationMode.POSITIVE and operation.label != "POST /rollouts/{id}/cancel"
-    if right and operation.label != "DELETE /rollouts/{id}":
+    if right and operation.label != "DELETE /rollouts/{id}" and "{response}" not in operation.path:
         assert statuses & {200, 201}, f"nothing that was sent was right: {statuses}"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.label)
+@pytest.mark.parametrize(
+    "operation", [pytest.param(one, id=one.label, marks=long_ones(one)) for one in OPERATIONS]
+)
 def test_who_has_no_right_gets_401_whatever_is_sent(gateway: Gateway, secret: str, operation: Any) -> None:
     needs = operation.definition.raw.get("security")
+    beside = any(operation.path.endswith(path) for path in list(CALLS)[1:]) and "chat" not in operation.path
 
-    @BOUNDED
+    @(FEW if beside else BOUNDED)
     @given(operation.as_strategy(), st.sampled_from([{}, bearer("wrong"), bearer("other")]))
     def play(case: Case, headers: dict[str, str]) -> None:
         if "{id}" in operation.path:
-            case.path_parameters = {"id": "one"}
+            case.path_parameters = {**case.path_parameters, "id": "one"}
         if headers == bearer("other"):
             headers = bearer(KEY if "/v1/rollouts" in operation.path else secret)
         answer = case.call(base_url=gateway.url, headers=headers, timeout=20)
@@ -120,7 +137,8 @@ def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp
         *("GET /state", "POST /pause", "POST /resume"),
         *("GET /rollouts", "POST /rollouts", "GET /rollouts/{id}", "DELETE /rollouts/{id}"),
         *("GET /rollouts/{id}/trajectory", "POST /rollouts/{id}/cancel"),
-        *(f"POST {base}/chat/completions" for base in below),
+        *(f"POST {base}{path}" for base in below for path in CALLS),
+        *(f"{method} {base}/responses/{{response}}" for base in below for method in ("GET", "DELETE")),
         *(f"GET {base}/models" for base in below),
     }
 
@@ -131,9 +149,11 @@ def test_a_method_that_is_not_described_is_refused_and_the_right_ones_named(
 ) -> None:
     right = {method.upper() for method in described()["paths"][path]} - {"PARAMETERS"}
     key = secret if path.startswith("/v1/rollouts") else KEY
-    url = gateway.url + path.replace("{id}", "one")
+    url = gateway.url + path.replace("{id}", "one").replace("{response}", "resp_1")
     for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - right:
         answer = requests.request(method, url, headers=bearer(key), timeout=20)
         assert answer.status_code == 405, (method, path)
         assert right <= set(answer.headers["allow"].split(", "))
-        assert answer.json()["error"]["code"] == "method_not_allowed"
+        error = answer.json()["error"]
+        assert error.get("code", "method_not_allowed") == "method_not_allowed"
+        assert error["message"]

@@ -90,7 +90,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scope: bytes = b""
     """At a root: a digest of what else shaped the prompt, as tools do; turns share nothing across scopes."""
     key: str = ""
-    """A digest of the client's request, by which its retry is known; empty for calls made in Python."""
+    """A digest of the client's request, by which its retry is known, and its answer's name, if it has one; empty
+    for calls made in Python."""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % 4 or len(self.sampled) % 4:

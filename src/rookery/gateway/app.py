@@ -11,14 +11,15 @@ Promises:
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from rookery import __version__
 from rookery.gateway.admin import Admin
 from rookery.gateway.calls import Calls
-from rookery.gateway.dialects.chat import ChatDialect
-from rookery.gateway.dialects.protocol import Dialect, Problem
+from rookery.gateway.dialects import dialects
+from rookery.gateway.dialects.protocol import Counts, Dialect, Keeps, Marked, Problem
 from rookery.gateway.http import JSON, Answer, Refusal, Request
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.registry import Registry
@@ -26,7 +27,6 @@ from rookery.gateway.seat import Seat
 
 MAX_BODY: Final = 64 << 20
 MAX_ADMIN_BODY: Final = 1 << 20
-DIALECTS: Final[tuple[Dialect, ...]] = (ChatDialect(),)
 _SESSION: Final = re.compile(r"/v1/rollouts/([^/]+)(/.*)?")
 _ADMIN: Final = re.compile(r"/rollouts(?:/([^/]+)(?:/(trajectory|cancel))?)?/?")
 PASSED_ON: Final = "x-rookery-passed-on"
@@ -52,6 +52,8 @@ class Route(NamedTuple):
 
     answer: Callable[[Request, Answer], Awaitable[None]]
     limit: int
+    worded: Callable[[int, str], bytes] | None = None
+    """What is said of a body that cannot be taken; as everywhere, where it is not said here."""
 
 
 class App:
@@ -74,7 +76,15 @@ class App:
         self._key = key
         self._elsewhere = elsewhere
         self._models = models
-        self._dialects = {path: dialect for dialect in DIALECTS for path in dialect.paths}
+        known = dialects()
+        self._usual = known["chat"]
+        """Speaks where nobody says what a client understands."""
+        self._dialects = {path: dialect for dialect in known.values() for path in dialect.paths}
+        self._counting = {
+            path: dialect for dialect in known.values() if isinstance(dialect, Counts) for path in dialect.counts
+        }
+        self._keeping = [dialect for dialect in known.values() if isinstance(dialect, Keeps)]
+        self._marked = [dialect for dialect in known.values() if isinstance(dialect, Marked)]
 
     # ---- what the server asks
 
@@ -87,14 +97,24 @@ class App:
         await request.route.answer(request, out)
 
     def worded(self, status: int, text: str) -> bytes:
-        problem: Problem = "too_large" if status == 413 else "bad_request"
-        return self.error(problem, text)[1]
+        return _worded(self._usual, status, text)
 
-    def error(self, problem: Problem, message: str) -> tuple[int, bytes]:
-        return DIALECTS[0].error(problem, message)
+    def error(self, problem: Problem, message: str, request: Request | None = None) -> tuple[int, bytes]:
+        dialect = self._usual if request is None else self._spoken(request)
+        return dialect.error(problem, message)
 
-    def _refused(self, problem: Problem, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Refusal:
-        status, body = self.error(problem, message)
+    def _spoken(self, request: Request) -> Dialect:
+        """What the client understands, by the path that it asks for or by its headers."""
+        path = request.path.rstrip("/")
+        ends = {**self._dialects, **self._counting}
+        if found := max((end for end in ends if path.endswith(end)), key=len, default=""):
+            return ends[found]
+        return next((dialect for dialect in self._marked if dialect.mark in request.headers), self._usual)
+
+    def _refused(
+        self, request: Request, problem: Problem, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> Refusal:
+        status, body = self.error(problem, message, request)
         self._metrics.count("requests", label="status", value=str(status))
         if problem == "unauthorized":
             headers = ((b"www-authenticate", b"Bearer"),)
@@ -128,7 +148,7 @@ class App:
             _allowed(self, request, "GET", "HEAD")
             return Route(self._list_models, 0)
         raise self._refused(
-            "not_found", f"nothing is served at {path[:200]}; a rollout's base URL is /v1/rollouts/ID"
+            request, "not_found", f"nothing is served at {path[:200]}; a rollout's base URL is /v1/rollouts/ID"
         )
 
     def _administration(self, request: Request, session: str, part: str) -> Route:
@@ -161,27 +181,47 @@ class App:
         if path in ("/", "/models"):
             _allowed(self, request, "GET", "HEAD")
             return Route(self._about if path == "/" else self._list_models, 0)
+        if path in self._counting:
+            _allowed(self, request, "POST")
+            return self._through(self.calls.count, seat, self._counting[path])
+        for keeping in self._keeping:
+            if path.startswith(keeping.keeps):
+                _allowed(self, request, "GET", "DELETE")
+                return Route(self._recalled(seat, keeping, path[len(keeping.keeps) :]), 0)
         dialect = self._dialects.get(path)
         if dialect is None:
             known = ", ".join(self._dialects)
-            raise self._refused("not_found", f"nothing is served at {rest[:200]} of a rollout; there is: {known}")
+            raise self._refused(
+                request, "not_found", f"nothing is served at {rest[:200]} of a rollout; there is: {known}"
+            )
         _allowed(self, request, "POST")
+        return self._through(self.calls.answer, seat, dialect)
 
+    @staticmethod
+    def _through(
+        call: Callable[[Seat, Dialect, Request, Answer], Awaitable[None]], seat: Seat, dialect: Dialect
+    ) -> Route:
         async def answered(request: Request, out: Answer) -> None:
-            await self.calls.answer(seat, dialect, request, out)
+            await call(seat, dialect, request, out)
 
-        return Route(answered, MAX_BODY)
+        return Route(answered, MAX_BODY, partial(_worded, dialect))
+
+    def _recalled(self, seat: Seat, dialect: Dialect, name: str) -> Callable[[Request, Answer], Awaitable[None]]:
+        async def answered(request: Request, out: Answer) -> None:
+            await self.calls.recall(seat, dialect, unquote(name), request, out)
+
+        return answered
 
     def _seat(self, request: Request, session: str, *, trusted: bool) -> Seat:
         registry = self._registry
         seat = registry.seats.get(session)
         digest = seat.digest if seat is not None else registry.past.get(session)
         if digest is None:
-            raise self._refused("not_found", f"there is no rollout {session[:200]!r} here")
+            raise self._refused(request, "not_found", f"there is no rollout {session[:200]!r} here")
         if not trusted and not registry.opens(digest, _secret(request)):
-            raise self._refused("unauthorized", "this is not the secret of this rollout")
+            raise self._refused(request, "unauthorized", "this is not the secret of this rollout")
         if seat is None or seat.ended is not None:
-            raise self._refused("gone", f"rollout {session!r} is over: it takes no more calls")
+            raise self._refused(request, "gone", f"rollout {session!r} is over: it takes no more calls")
         return seat
 
     def _other(self, request: Request, session: str) -> int | None:
@@ -196,24 +236,34 @@ class App:
 
     def _check_key(self, request: Request) -> None:
         if not hmac.compare_digest(_secret(request).encode(), self._key.encode()):
-            raise self._refused("unauthorized", "this address needs the gateway's admin key, as a Bearer token")
+            raise self._refused(
+                request, "unauthorized", "this address needs the gateway's admin key, as a Bearer token"
+            )
 
     # ---- small answers
 
     async def _about(self, request: Request, out: Answer) -> None:  # noqa: ARG002
         out.send(200, b'{"name":"rookery gateway","version":"%b"}' % __version__.encode())
 
-    async def _list_models(self, request: Request, out: Answer) -> None:  # noqa: ARG002
+    async def _list_models(self, request: Request, out: Answer) -> None:
         import msgspec
 
+        for dialect in self._marked:
+            if dialect.mark in request.headers:
+                out.send(200, dialect.models(self._models()), JSON)
+                return
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "rookery"} for name in self._models()]
         out.send(200, msgspec.json.encode({"object": "list", "data": models}), JSON)
+
+
+def _worded(dialect: Dialect, status: int, text: str) -> bytes:
+    return dialect.error("too_large" if status == 413 else "bad_request", text)[1]
 
 
 def _allowed(app: App, request: Request, *methods: str) -> None:
     if request.method not in methods:
         allow = (b"allow", ", ".join(methods).encode())
-        raise app._refused("method", f"{request.path[:200]} takes {' and '.join(methods)}", (allow,))
+        raise app._refused(request, "method", f"{request.path[:200]} takes {' and '.join(methods)}", (allow,))
 
 
 def _secret(request: Request) -> str:

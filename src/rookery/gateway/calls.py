@@ -12,20 +12,21 @@ import asyncio
 import time
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, Truncation, Turn, UpstreamError
 from rookery.core.errors import behind
-from rookery.gateway.dialects.protocol import Ask, BadRequestError, Dialect, Problem
+from rookery.gateway.dialects.protocol import Answering, Ask, BadRequestError, Counts, Dialect, Keeps, Problem
 from rookery.gateway.http import EVENTS, Answer, Request
 from rookery.gateway.metrics import Metrics
+from rookery.gateway.pipeline import counted
 from rookery.gateway.registry import Registry
 from rookery.gateway.renderings.protocol import Unrenderable
-from rookery.gateway.seat import Seat, choice_key
+from rookery.gateway.seat import Seat, choice_key, name_in
 from rookery.gateway.session import Call, Reply, Role, Session
-from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in
+from rookery.gateway.tools import NO_TOOLS, Tools, ToolsError, tools_in
 from rookery.trajectories import MessageError
 from rookery.upstreams.protocol import CallDelta, Delta, News
 
@@ -38,6 +39,7 @@ _PROBLEMS: Final[dict[str, Problem]] = {
     "upstream.paused": "unavailable",
     "upstream.timeout": "timeout",
 }
+_EXPECTED: Final = (BaseExceptionGroup, RookeryError, Truncation, MessageError, ToolsError)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -69,9 +71,61 @@ class Calls:
             assert task is not None
             task.uncancel()  # it was the session that ended, not the client
             self._fail(dialect, out, telling, "gone", f"rollout {seat.id} was {seat.ended}")
-        except (BaseExceptionGroup, RookeryError, Truncation, MessageError, ToolsError) as raised:
+        except _EXPECTED as raised:
             problem, message, where = self._problem(seat, behind(raised))
             self._fail(dialect, out, telling, problem, message, where)
+
+    async def count(self, seat: Seat, dialect: Dialect, request: Request, out: Answer) -> None:
+        """How many tokens a request would begin with; nothing is sampled."""
+        assert isinstance(dialect, Counts)
+        try:
+            ask = dialect.ask(request.body)
+            session = self._registry.session(seat)
+            role = _role(session, ask.model)
+            ask = self._whole(seat, session, dialect, ask)
+            call = Call(messages=ask.messages, tools=_tools(ask), tool_choice=ask.tool_choice)
+            _recordable(session.recorder.find(role.name, ask.messages, call.tools.scope).new)
+            out.send(200, dialect.counted(await counted(session, role, call)))
+            self._metrics.count("requests", label="status", value="200")
+        except _EXPECTED as raised:
+            self._fail(dialect, out, None, *self._problem(seat, behind(raised)))
+
+    async def recall(self, seat: Seat, dialect: Dialect, name: str, request: Request, out: Answer) -> None:
+        """An answer that was given before, or its end."""
+        assert isinstance(dialect, Keeps)
+        session = self._registry.session(seat)
+        key = name.partition("_")[2]
+        known = seat.named.get(key)
+        if known is None:
+            self._fail(dialect, out, None, "not_found", f"there is no answer {name[:200]!r} in this rollout")
+            return
+        if request.method == "DELETE":
+            del seat.named[key]
+            out.send(200, dialect.forgotten(name))
+        else:
+            turn = self._registry.turn(seat, known[0])
+            reply = Reply(message=turn.response, finish=turn.finish, turn=turn)
+            out.send(200, dialect.kept(name, reply, session.roles[turn.role].model))
+        self._metrics.count("requests", label="status", value="200")
+
+    def _whole(self, seat: Seat, session: Session, dialect: Dialect, ask: Ask) -> Ask:
+        """An ask with calls as they were sampled, and with all before it, where it goes on from an answer."""
+        if ask.objects:
+            respelled = session.respelled
+            messages = tuple(
+                [respelled.restored(one) if isinstance(one, Message) else one for one in ask.messages]
+            )
+            return msgspec.structs.replace(ask, messages=messages)
+        if not ask.after:
+            return ask
+        known = seat.named.get(ask.after)
+        if known is None or not isinstance(dialect, Keeps):
+            raise BadRequestError(
+                f"there is no answer {ask.after[:200]!r} to go on from: send the whole history",
+                "previous_response_id",
+            )
+        index, head = known
+        return dialect.continued(ask, self._registry.history(seat, index), head)
 
     def _fail(
         self,
@@ -122,6 +176,7 @@ class _Telling:
     """One call and its answer."""
 
     def __init__(self, calls: Calls, seat: Seat, dialect: Dialect, ask: Ask, out: Answer, began: float) -> None:
+        self._calls = calls
         self._registry = calls._registry
         self._metrics = calls._metrics
         self._seat = seat
@@ -129,7 +184,8 @@ class _Telling:
         self._ask = ask
         self._out = out
         self._began = began
-        self.answering = None if not ask.stream else dialect.answering(ask)
+        self.answering: Answering | None = None
+        """Where the answer is streamed, and from when it is known who answers."""
 
     async def play(self, marked: bool, named: str) -> None:
         seat, ask = self._seat, self._ask
@@ -137,9 +193,11 @@ class _Telling:
             raise GoneError(f"rollout {seat.id} was {seat.ended}")
         session = self._registry.session(seat)
         role = _role(session, ask.model)
-        if ask.stream and role.rendering is not None:
-            self.answering = self._dialect.answering(ask, role.rendering.rendering.spelled)
-        tools = tools_in(bytes(ask.tools)) if ask.tools is not None else NO_TOOLS
+        ask = self._ask = self._calls._whole(seat, session, self._dialect, ask)
+        if ask.prompts:
+            ask = self._ask = await _tokenised(ask, role)
+        self._answers(ask, role)
+        tools = _tools(ask)
         sampling = seat.sampling(role.name).over(ask.sampling.over(role.sampling))
         place = session.recorder.find(role.name, ask.messages, tools.scope)
         _recordable(place.new)
@@ -147,6 +205,9 @@ class _Telling:
         key = _key(named, before, ask, len(place.new), tools.scope, role.name, sampling)
         if marked and (turns := await self._again(key)):
             self._metrics.count("replays")
+            if ask.id:  # the name that its client may have seen
+                self._ask = msgspec.structs.replace(ask, id=name_in(turns[0].key))
+                self._answers(self._ask, role)
             await self._replay([self._recorded(turn, role) for turn in turns])
             return
         if seat.ended is not None:  # while the retry waited
@@ -170,20 +231,30 @@ class _Telling:
             self._counted(session, reply.turn)
         self._complete(replies)
 
+    def _answers(self, ask: Ask, role: Role) -> None:
+        if ask.stream:
+            spell = role.rendering.rendering.spelled if role.rendering is not None else None
+            self.answering = self._dialect.answering(ask, spell)
+
     async def _ask_all(self, session: Session, role: Role, call: Call) -> list[Reply]:
-        n = self._ask.n
-        if n == 1:
-            return [await session.call(role, call, self._news(0))]
+        ask = self._ask
+        calls = [self._choice(call, choice) for choice in range(ask.choices)]
+        if len(calls) == 1:
+            return [await session.call(role, calls[0], self._news(0))]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(
-                    session.call(
-                        role, msgspec.structs.replace(call, key=choice_key(call.key, choice)), self._news(choice)
-                    )
-                )
-                for choice in range(n)
+                group.create_task(session.call(role, one, self._news(choice))) for choice, one in enumerate(calls)
             ]
         return [task.result() for task in tasks]
+
+    def _choice(self, call: Call, choice: int) -> Call:
+        ask = self._ask
+        if not choice and not ask.id and not ask.prompts:
+            return call
+        changes: dict[str, Any] = {"key": choice_key(call.key, choice, ask.id, ask.head)}
+        if ask.prompts:
+            changes["tokens"] = ask.prompts[choice // ask.n]
+        return msgspec.structs.replace(call, **changes)
 
     def _news(self, choice: int) -> News | None:
         answering, out = self.answering, self._out
@@ -225,7 +296,8 @@ class _Telling:
                 said = f"the call that this one repeats did not end within {RETRY_SECONDS:g} seconds"
                 raise UpstreamError(said, cause="upstream.timeout") from None
         turns = seat.keys.get(key, {})
-        return [turns[choice] for choice in range(self._ask.n)] if len(turns) == self._ask.n else []
+        count = self._ask.choices
+        return [turns[choice] for choice in range(count)] if len(turns) == count else []
 
     def _recorded(self, turn: Turn, role: Role) -> Reply:
         return Reply(
@@ -268,6 +340,31 @@ def whole(reply: Reply) -> Delta:
     )
 
 
+def _tools(ask: Ask) -> Tools:
+    if isinstance(ask.tools, Tools):
+        return ask.tools
+    return tools_in(bytes(ask.tools)) if ask.tools is not None else NO_TOOLS
+
+
+async def _tokenised(ask: Ask, role: Role) -> Ask:
+    """The ask with ids in the place of texts."""
+    if not role.upstream.tokens_in:
+        raise BadRequestError("the model's engine takes no token ids: ask for a chat completion", "prompt")
+    found: list[bytes | str] = []
+    for prompt in ask.prompts:
+        if isinstance(prompt, str):
+            if role.rendering is None:
+                raise BadRequestError(
+                    "no tokenizer is here that could make tokens of a text: send token ids, or record tokens",
+                    "prompt",
+                )
+            prompt = await role.rendering.encode(prompt)  # noqa: PLW2901  (the same, as engines read it)
+        if not prompt:
+            raise BadRequestError("a prompt has at least one token", "prompt")
+        found.append(prompt)
+    return msgspec.structs.replace(ask, prompts=tuple(found))
+
+
 def _recordable(messages: Iterable[Message]) -> None:
     """What cannot be recorded is not sampled from: a part of a message may hold a number without end."""
     try:
@@ -302,6 +399,8 @@ def _key(named: str, before: str, ask: Ask, new: int, scope: bytes, role: str, s
     for message in ask.messages[len(ask.messages) - new :]:
         digest.update(bytes(message) if isinstance(message, msgspec.Raw) else _encode(message))
     digest.update(_encode((named, role, ask.n, scope, ask.tool_choice, ask.top_logprobs, sampling)))
+    for prompt in ask.prompts:
+        digest.update(_encode(prompt))
     return digest.hexdigest()
 
 

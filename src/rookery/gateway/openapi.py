@@ -6,6 +6,7 @@ import msgspec
 
 from rookery import __version__
 from rookery.gateway.admin import PauseWish, ResumeWish
+from rookery.gateway.openapi_calls import ANSWER, CALLS, CHAT, FAILING, REQUIRED, SCHEMAS
 from rookery.gateway.registration import ID, Registration
 
 
@@ -54,23 +55,25 @@ def described() -> dict[str, Any]:
             "post": _get("Ends a session; its record stays.", security=admin, failing=("401", "404", "410")),
         },
     }
-    failing = ("400", "401", "404", "410", "413", "502", "503", "504")
     for inner in ("", "/v1"):
         base = f"/v1/rollouts/{{id}}{inner}"
-        chat = _post(
-            "A chat completion, streamed where `stream` is true.",
-            "ChatCompletion",
-            model,
-            answer="ChatCompletionAnswer",
-            failing=failing,
-        )
-        chat["responses"]["200"]["content"]["text/event-stream"] = {}
-        paths[f"{base}/chat/completions"] = {"parameters": [session], "post": chat}
+        for path, (about, asked, answer, error, streams) in CALLS.items():
+            call = _post(about, asked, model, answer=answer, failing=FAILING, error=error)
+            if streams:
+                call["responses"]["200"]["content"]["text/event-stream"] = {}
+            paths[base + path] = {"parameters": [session], "post": call}
+        kept = {"name": "response", "in": "path", "required": True, "schema": {**named, "minLength": 1}}
+        paths[f"{base}/responses/{{response}}"] = {
+            "parameters": [session, kept],
+            "get": _get("An answer that was given before.", security=model, failing=("401", "404", "410")),
+            "delete": _get("Forgets the name of an answer.", security=model, failing=("401", "404", "410")),
+        }
         paths[f"{base}/models"] = {
             "parameters": [session],
             "get": _get("The models.", security=model, failing=("401", "404", "410")),
         }
     parts |= {"ChatCompletion": CHAT, "ChatCompletionAnswer": ANSWER, "Registered": REGISTERED, "Error": ERROR}
+    parts |= SCHEMAS
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rookery gateway", "version": __version__},
@@ -111,63 +114,6 @@ REGISTERED: dict[str, Any] = {
         "secret": {"type": "string", "description": "Its key; told here and never again."},
     },
 }
-ANSWER: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-    "properties": {
-        "object": {"const": "chat.completion"},
-        "choices": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["index", "message", "finish_reason"],
-                "properties": {
-                    "message": {"type": "object", "required": ["role", "content"]},
-                    "finish_reason": {"enum": ["stop", "length", "tool_calls", "content_filter"]},
-                },
-            },
-        },
-        "usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
-    },
-}
-
-_COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
-CHAT: dict[str, Any] = {
-    "type": "object",
-    "required": ["messages"],
-    "properties": {
-        "model": {"type": "string"},
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-                },
-            },
-        },
-        "stream": {"type": ["boolean", "null"]},
-        "stream_options": {
-            "type": ["object", "null"],
-            "properties": {"include_usage": {"type": ["boolean", "null"]}},
-        },
-        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-        "tool_choice": {"type": ["string", "object", "null"]},
-        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
-        "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 100},
-        "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-        "max_tokens": _COUNT,
-        "max_completion_tokens": _COUNT,
-        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
-        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
-        "logprobs": {"type": ["boolean", "null"]},
-        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
-    },
-}
 
 
 def _get(
@@ -189,18 +135,19 @@ def _post(
     good: str = "200",
     answer: str = "",
     failing: tuple[str, ...],
+    error: str = "Error",
 ) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     return {
         "summary": about,
         "security": security,
-        "requestBody": {"required": schema == "ChatCompletion", "content": content},
-        "responses": _responses(good, failing, "application/json", answer=answer),
+        "requestBody": {"required": schema in REQUIRED, "content": content},
+        "responses": _responses(good, failing, "application/json", answer=answer, error=error),
     }
 
 
 def _responses(
-    good: str, failing: tuple[str, ...], kind: str, *, body: bool = True, answer: str = ""
+    good: str, failing: tuple[str, ...], kind: str, *, body: bool = True, answer: str = "", error: str = "Error"
 ) -> dict[str, Any]:
     said: dict[str, Any] = {"type": "object"} if kind == "application/json" else {"type": "string"}
     if answer:
@@ -208,7 +155,7 @@ def _responses(
     responses: dict[str, Any] = {good: {"description": "As asked."}}
     if body:
         responses[good]["content"] = {kind: {"schema": said}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    wrong = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     for status in failing:
-        responses[status] = {"description": "What is wrong, in words.", "content": error}
+        responses[status] = {"description": "What is wrong, in words.", "content": wrong}
     return responses

@@ -10,7 +10,9 @@ Promises:
 - ids without the ids of their prompt are not recorded: what they were sampled from is not known.
 """
 
+import codecs
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +21,10 @@ from rookery.gateway.session import MODEL_CALL_SECONDS, Call, Reply, Role, Sessi
 from rookery.gateway.stops import Stops
 from rookery.trajectories import Place
 from rookery.upstreams.protocol import Delta, ModelReply, ModelRequest, News
+
+if TYPE_CHECKING:
+    from rookery.gateway.renderings.offloop import Offloop
+    from rookery.gateway.renderings.protocol import Rendering
 
 TAIL = 256
 """Ids of the last prompt that a chat format gets to see when it extends an answer."""
@@ -99,18 +105,38 @@ def _untold(reply: ModelReply) -> ModelReply:
     return msgspec.structs.replace(reply, sampled=b"", logprobs=b"", spans=(), extras={})
 
 
+async def counted(session: Session, role: Role, call: Call) -> int:
+    """How many tokens a call's prompt has: exactly where we render it, else about so many."""
+    place = session.recorder.find(role.name, call.messages, call.tools.scope)
+    node = place.turn
+    if role.rendering is not None:
+        prompt, _, _ = await _rendered(role.rendering, place, call)
+        return len(prompt) // 4
+    before = node.length if node is not None else 0
+    new = place.new if before else place.messages()
+    shown: list[object] = [*new, *(() if before else call.tools.schemas)]
+    return before + sum(len(msgspec.json.encode(one)) for one in shown) // 4
+
+
 async def _prompt(session: Session, role: Role, place: Place, call: Call) -> tuple[bytes, bytes | None]:
     """The ids to sample from, and those of them that are new, where they extend an earlier turn."""
-    rendering = role.rendering
-    assert rendering is not None
+    assert role.rendering is not None
+    prompt, added, refused = await _rendered(role.rendering, place, call)
+    session.rerendered += refused
+    return prompt, added
+
+
+async def _rendered(rendering: "Offloop", place: Place, call: Call) -> tuple[bytes, bytes | None, bool]:
+    """A prompt, what of it is new, and whether it could not extend the turn before it."""
     tools, choice = call.tools.schemas, call.tool_choice
     node = place.turn
+    refused = False
     if node is not None and node.sampled:
         added = await rendering.extend(node.tail(TAIL), node.sampled, place.new, tools, choice)
         if added is not None:
-            return node.tokens() + added, added
-        session.rerendered += 1
-    return await rendering.render(place.messages(), tools, choice), None
+            return node.tokens() + added, added, False
+        refused = True
+    return await rendering.render(place.messages(), tools, choice), None, refused
 
 
 class _Reading:
@@ -122,8 +148,9 @@ class _Reading:
         self._at = len(prompt) // 4
         self._tools = call.tools.schemas
         self._news = news
-        self._stops = Stops(call.sampling.stop) if call.sampling.stop and self._rendering is not None else None
+        self._stops = Stops(call.sampling.stop) if call.sampling.stop and role.rendering is not None else None
         self._reader = None
+        self._plain = _Plain(role.rendering.rendering) if call.tokens and role.rendering is not None else None
         self.told: News | None = None
         if news is not None:
             self.told = self._tell
@@ -139,13 +166,21 @@ class _Reading:
             )
             if self._stops is not None:
                 delta = msgspec.structs.replace(delta, content=self._stops.feed(delta.content))
+        elif self._plain is not None:
+            text = self._stopped(self._plain.feed(delta.sampled))
+            delta = msgspec.structs.replace(delta, content=text, reasoning="", tool_calls=())
         await self._news(delta)
+
+    def _stopped(self, text: str) -> str:
+        return text if self._stops is None else self._stops.feed(text)
 
     async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
         """The message and how it ended; a reader's last words are told before."""
         rendering, message, finish = self._rendering, reply.message, reply.finish
         if finish == "abort":
             raise UpstreamError(f"{reply.replica}: the engine aborted the answer", cause="upstream.error")
+        if self._plain is not None and reply.sampled:
+            return await self._text(self._plain, reply), finish
         if rendering is None:
             return message, finish
         if self._reader is not None:
@@ -162,3 +197,35 @@ class _Reading:
         if message.tool_calls and finish == "stop":
             finish = "tool_calls"
         return message, finish
+
+    async def _text(self, plain: "_Plain", reply: ModelReply) -> Message:
+        """What follows a prompt of ids is text, whatever a chat would make of it."""
+        if self._news is None:
+            message = Message("assistant", plain.whole(reply.sampled))
+        else:
+            last = plain.end() if self._stops is None else self._stops.end(plain.end())
+            if last:
+                await self._news(Delta(content=last))
+            message = Message("assistant", _Plain(plain.rendering).whole(reply.sampled))
+        return message if self._stops is None else self._stops.cut(message)
+
+
+class _Plain:
+    """The text that ids stand for, without those that end an answer."""
+
+    def __init__(self, rendering: "Rendering") -> None:
+        self.rendering = rendering
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, sampled: bytes) -> str:
+        if not sampled:
+            return ""
+        ids, ends = memoryview(sampled).cast("i").tolist(), self.rendering.stop
+        pieces = self.rendering.spelled(sampled)
+        return self._decode(b"".join(piece for token, piece in zip(ids, pieces, strict=True) if token not in ends))
+
+    def end(self) -> str:
+        return self._decode(b"", True)
+
+    def whole(self, sampled: bytes) -> str:
+        return self.feed(sampled) + self.end()

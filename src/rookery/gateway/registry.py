@@ -24,6 +24,7 @@ import msgspec
 
 from rookery.core import (
     Extent,
+    Message,
     RookeryError,
     StageClock,
     TruncatedReason,
@@ -228,6 +229,21 @@ class Registry:
                 turn = turns[turn.parent]
                 parts += (turn.sampled, turn.prompt)
         return b"".join(reversed(parts))
+
+    def turn(self, seat: Seat, index: int) -> Turn:
+        """One turn of a session, by its number."""
+        (turn,) = self.read([seat.extents[index]])
+        return turn
+
+    def history(self, seat: Seat, index: int) -> list[Message]:
+        """All messages up to and with a turn's answer."""
+        path: list[Turn] = []
+        at: int | None = index
+        with TokenReader(self._tokens) as reader:
+            while at is not None:
+                path.append(decode_turn(reader.read(seat.extents[at])))
+                at = path[-1].parent
+        return [message for turn in reversed(path) for message in (*turn.messages, turn.response)]
 
     def stopped(self, seat: Seat, reason: TruncatedReason) -> None:
         """A budget is spent: known also after a restart."""

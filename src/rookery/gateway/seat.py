@@ -40,6 +40,8 @@ class Seat:
         """The latest requests that were answered, by choice: a retry gets the same again."""
         self.asking: dict[str, asyncio.Future[None]] = {}
         """Requests under way, by key: a retry of one waits for it."""
+        self.named: dict[str, tuple[int, int]] = {}
+        """Answers that a client may come back to: the turn, and how much of its first message nobody inherits."""
         self._turn_keys: dict[int, str] = {}
         self._told: dict[str, int] = {}
         self._figures: dict[str, Any] | None = None
@@ -141,6 +143,7 @@ class Seat:
         self._figures = self.figures()
         self.session = None
         self.keys.clear()
+        self.named.clear()
         self._turn_keys.clear()
 
     def key_of(self, turn: int) -> str:
@@ -155,12 +158,21 @@ class Seat:
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
-        key, _, choice = turn.key.partition(".")
+        key, choice, name, head = (*turn.key.split("."), "", "", "")[:4]
         self.keys.setdefault(key, {})[int(choice or 0)] = turn
+        if name:
+            self.named[name] = (turn.index, int(head))
         while len(self.keys) > REPLAYED:
             del self.keys[next(iter(self.keys))]
 
 
-def choice_key(key: str, choice: int) -> str:
-    """The key of one choice of a request that wants several."""
+def choice_key(key: str, choice: int, name: str = "", head: int = 0) -> str:
+    """The key of one choice of a request that wants several, and of an answer that has a name."""
+    if name:
+        return f"{key}.{choice}.{name}.{head}"
     return f"{key}.{choice}" if choice else key
+
+
+def name_in(key: str) -> str:
+    """The name of the answer that has this key."""
+    return (*key.split("."), "", "")[2]

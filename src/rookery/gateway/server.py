@@ -262,7 +262,9 @@ class Connection(asyncio.Protocol):
     def _say(self, refusal: Refusal, head_only: bool) -> None:
         body = refusal.body
         if not body.startswith(b"{"):
-            body = self.server.worded(refusal.status, body.decode("latin-1"))
+            route = self._request.route if self._request is not None else None
+            worded = getattr(route, "worded", None) or self.server.worded
+            body = worded(refusal.status, body.decode("latin-1"))
         # Closed at once, with something unread, the kernel would take the answer back from the client.
         Answer(self, keep=True, chunked=True, head_only=head_only).send(
             refusal.status, body, headers=(*refusal.headers, (b"connection", b"close"))

@@ -22,6 +22,7 @@ from rookery.core import (
     UsageError,
 )
 from rookery.gateway.credits import Credits
+from rookery.gateway.numbers import Respelled
 from rookery.gateway.tools import NO_TOOLS, Tools, tools_of
 from rookery.trajectories import Place, Recorder
 from rookery.upstreams.ids import Memo
@@ -132,6 +133,7 @@ class Session:
         """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
         self.rerendered = 0
         """Turns whose prompt could not extend the one before."""
+        self.respelled = Respelled()
         self.roles = roles
         self.recorder = recorder
         self.watch = watch
@@ -245,6 +247,7 @@ class Session:
 
     def count(self, turn: Turn) -> None:
         """A turn that was recorded."""
+        self.respelled.note(turn)
         if turn.role == "policy":
             self.turns += 1
             self.prompt_tokens += turn.prompt_tokens

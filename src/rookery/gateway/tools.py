@@ -69,6 +69,11 @@ def tools_of(schemas: tuple[ToolSchema, ...]) -> Tools:
 _recent: dict[tuple[int, ...], Tools] = {}
 
 
+def tools_as(schemas: Sequence[ToolSchema]) -> Tools:
+    """Of a dialect that writes tools in its own way; it remembers them itself."""
+    return Tools(tuple(schemas), scope=_scope(schemas)) if schemas else NO_TOOLS
+
+
 def tools_in(raw: bytes) -> Tools:
     """Of a client's JSON array."""
     return _remembered(raw) if len(raw) <= MAX_KEPT else _read(raw)

@@ -9,39 +9,34 @@ Promises:
 
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from rookery.core import Finish, Message, Sampling, ints
+from rookery.core import Message, Sampling
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
-from rookery.gateway.session import Reply, Spell, Tops
+from rookery.gateway.dialects.shared import (
+    MAX_CHOICES,
+    MAX_TOP,
+    NULL,
+    Count,
+    Seed,
+    Share,
+    Temperature,
+    TopK,
+    encode,
+    entries,
+    finish_of,
+    ids,
+    logprob_entries,
+    openai_error,
+    openai_usage,
+    read,
+    stops_of,
+)
+from rookery.gateway.session import Reply, Spell
 from rookery.upstreams.protocol import CallDelta, Delta
-
-MAX_CHOICES: Final = 64
-MAX_TOP: Final = 20
-
-PROBLEMS: Final[dict[Problem, tuple[int, str, str | None]]] = {
-    "bad_request": (400, "invalid_request_error", None),
-    "unauthorized": (401, "authentication_error", "invalid_api_key"),
-    "not_found": (404, "invalid_request_error", "not_found"),
-    "method": (405, "invalid_request_error", "method_not_allowed"),
-    "gone": (410, "invalid_request_error", "rollout_gone"),
-    "conflict": (409, "invalid_request_error", "conflict"),
-    "too_large": (413, "invalid_request_error", "request_too_large"),
-    "truncated": (400, "invalid_request_error", "rollout_truncated"),
-    "context": (400, "invalid_request_error", "context_length_exceeded"),
-    "unavailable": (503, "server_error", "upstream_unavailable"),
-    "timeout": (504, "server_error", "upstream_timeout"),
-    "upstream": (502, "server_error", "upstream_error"),
-    "internal": (500, "server_error", "internal_error"),
-}
-"""Status, type and code. A spent budget is a 400: OpenAI's library tries 408, 409, 429 and 5xx again."""
-
-_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-_Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):
@@ -66,13 +61,13 @@ class _Request(msgspec.Struct, frozen=True):
     functions: Raw | UnsetType = UNSET
     tool_choice: str | _Choice | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
     return_token_ids: bool | None = False
@@ -98,9 +93,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 _PASSED: Final = tuple(_Request.__struct_fields__[_Request.__struct_fields__.index("frequency_penalty") :])
-_NULL: Final = b"null"
 _decode = msgspec.json.Decoder(_Request).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class _OutFunction(msgspec.Struct, frozen=True):
@@ -121,22 +114,13 @@ class ChatDialect:
     paths: tuple[str, ...] = ("/chat/completions",)
 
     def ask(self, body: bytes) -> Ask:
-        try:
-            request = _decode(body)
-        except msgspec.ValidationError as error:
-            what, _, where = str(error).partition(" - at `$")
-            raise BadRequestError(
-                f"{what}{f' (at {where[1:-1]})' if where else ''}", where[1:-1] or None
-            ) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequestError(f"the body is not JSON: {error}") from None
-        if request.functions is not UNSET and bytes(request.functions) not in (_NULL, b"[]"):
+        request = read(_decode, body)
+        if request.functions is not UNSET and bytes(request.functions) not in (NULL, b"[]"):
             raise BadRequestError("`functions` is the form before `tools`; write tools", "functions")
         if request.top_logprobs and not request.logprobs:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-        stop = request.stop
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
-        tools = request.tools if request.tools is not UNSET and bytes(request.tools) != _NULL else None
+        tools = request.tools if request.tools is not UNSET and bytes(request.tools) != NULL else None
         return Ask(
             messages=tuple(request.messages),
             model=request.model,
@@ -147,12 +131,12 @@ class ChatDialect:
                 top_p=request.top_p,
                 top_k=request.top_k,
                 max_tokens=min(limits) if limits else None,
-                stop=tuple(text for text in ((stop,) if isinstance(stop, str) else stop or ()) if text),
+                stop=stops_of(request.stop),
                 seed=request.seed,
                 extra={
                     name: value.copy()
                     for name in _PASSED
-                    if (value := getattr(request, name)) is not UNSET and bytes(value) != _NULL
+                    if (value := getattr(request, name)) is not UNSET and bytes(value) != NULL
                 },
             ),
             n=request.n or 1,
@@ -170,11 +154,11 @@ class ChatDialect:
             "created": int(time.time()),
             "model": ask.model,
             "choices": [self._choice(ask, index, reply) for index, reply in enumerate(replies)],
-            "usage": _usage(replies),
+            "usage": openai_usage(replies, ask.n),
         }
         if ask.ids:
-            answer["prompt_token_ids"] = _ids(replies[0].prompt)
-        return _encode(answer)
+            answer["prompt_token_ids"] = ids(replies[0].prompt)
+        return encode(answer)
 
     @staticmethod
     def _choice(ask: Ask, index: int, reply: Reply) -> dict[str, Any]:
@@ -185,15 +169,15 @@ class ChatDialect:
             "finish_reason": finish_of(reply.finish),
         }
         if ask.ids:
-            choice["token_ids"] = _ids(reply.turn.sampled)
+            choice["token_ids"] = ids(reply.turn.sampled)
         return choice
 
     def answering(self, ask: Ask, spell: Spell | None = None) -> "ChatAnswering":
         return ChatAnswering(ask, spell)
 
     def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        status, kind, code = PROBLEMS[problem]
-        return status, _encode({"error": {"message": message, "type": kind, "param": where, "code": code}})
+        status, error = openai_error(problem, message, where)
+        return status, encode({"error": error})
 
 
 class ChatAnswering:
@@ -208,7 +192,7 @@ class ChatAnswering:
             "created": int(time.time()),
             "model": ask.model,
         }
-        self._about = b"data: " + _encode(about)[:-1]
+        self._about = b"data: " + encode(about)[:-1]
         self._begun: set[int] = set()
         self._prompt = ask.ids
 
@@ -229,21 +213,21 @@ class ChatAnswering:
             return b""
         more = b""
         if ask.ids:
-            more = b',"token_ids":' + _encode(_ids(delta.sampled))
+            more = b',"token_ids":' + encode(ids(delta.sampled))
         logprobs = b"null"
         if ask.logprobs and delta.logprob_content is not None and self._spell is None:
-            logprobs = _encode({"content": delta.logprob_content})
+            logprobs = encode({"content": delta.logprob_content})
         elif ask.logprobs and delta.logprobs:
-            entries = _entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
-            logprobs = _encode({"content": entries})
+            told = entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
+            logprobs = encode({"content": told})
         tail = b""
         if self._prompt and delta.prompt:
             self._prompt = False
-            tail = b',"prompt_token_ids":' + _encode(_ids(delta.prompt))
+            tail = b',"prompt_token_ids":' + encode(ids(delta.prompt))
         return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
             self._about,
             choice,
-            _encode(said),
+            encode(said),
             logprobs,
             more,
             tail,
@@ -260,18 +244,11 @@ class ChatAnswering:
     def done(self, replies: list[Reply]) -> bytes:
         usage = b""
         if self._ask.usage:
-            usage = b'%b,"choices":[],"usage":%b}\n\n' % (self._about, _encode(_usage(replies)))
+            usage = b'%b,"choices":[],"usage":%b}\n\n' % (self._about, encode(openai_usage(replies, self._ask.n)))
         return usage + b"data: [DONE]\n\n"
 
     def broken(self, problem: Problem, message: str) -> bytes:
-        _, kind, code = PROBLEMS[problem]
-        error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-        return b"data: " + _encode(error) + b"\n\n"
-
-
-def finish_of(finish: Finish) -> str:
-    """As OpenAI calls it. An answer that was aborted for good ends like one that was cut."""
-    return "length" if finish == "abort" else finish
+        return b"data: " + encode({"error": openai_error(problem, message)[1]}) + b"\n\n"
 
 
 def _tool_choice(choice: str | _Choice | None) -> str | None:
@@ -308,46 +285,6 @@ def _call_delta(call: CallDelta) -> dict[str, Any]:
     return said
 
 
-def _usage(replies: list[Reply]) -> dict[str, Any]:
-    prompt = replies[0].turn.prompt_tokens if replies else 0
-    sampled = sum(reply.turn.sampled_tokens for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _ids(tokens: bytes) -> list[int]:
-    return memoryview(tokens).cast("i").tolist() if tokens else []
-
-
 def _logprobs(ask: Ask, reply: Reply) -> dict[str, Any] | None:
-    if reply.logprob_content is not None and reply.spell is None:
-        return {"content": reply.logprob_content}
-    turn = reply.turn
-    if not turn.logprobs:
-        return None
-    return {"content": _entries(turn.sampled, turn.logprobs, reply.tops, ask.top_logprobs, reply.spell)}
-
-
-def _entries(sampled: bytes, logprobs: bytes, tops: Tops, most: int, spell: Spell | None) -> list[dict[str, Any]]:
-    """The shape of OpenAI's. Where no tokenizer is at hand a token is named by its id, as engines do."""
-    ids = _ids(sampled)
-    values = cast("list[float]", memoryview(logprobs).cast("f").tolist())
-    entries = _named(ids, values, spell(sampled) if spell is not None else None)
-    for at, entry in enumerate(entries):
-        entry["top_logprobs"] = []
-        if most and at < len(tops):
-            pairs = tops[at][:most]
-            spelled = spell(ints([token for token, _ in pairs])) if spell is not None else None
-            entry["top_logprobs"] = _named([token for token, _ in pairs], [value for _, value in pairs], spelled)
-    return entries
-
-
-def _named(ids: Sequence[int], values: Sequence[float], spelled: list[bytes] | None) -> list[dict[str, Any]]:
-    if spelled is None:
-        return [
-            {"token": f"token_id:{token}", "logprob": value, "bytes": None}
-            for token, value in zip(ids, values, strict=True)
-        ]
-    return [
-        {"token": text.decode("utf-8", "replace"), "logprob": value, "bytes": list(text)}
-        for text, value in zip(spelled, values, strict=True)
-    ]
+    content = logprob_entries(ask, reply)
+    return None if content is None else {"content": content}

@@ -3,15 +3,18 @@
 Promises, of every dialect:
 - pure: bytes in, bytes out; no socket, no clock of its own;
 - what it does not know of a request it tolerates; what it knows and cannot read is a `BadRequestError` in words;
-- every error has the shape that the client's own library understands.
+- every error has the shape that the client's own library understands;
+- a message that means the same is the same, whichever dialect it came in: what was sampled is found again.
 """
 
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from rookery.core import Message, RookeryError, Sampling
 from rookery.gateway.session import Reply, Spell
+from rookery.gateway.tools import Tools
 from rookery.upstreams.protocol import Delta
 
 Problem: TypeAlias = Literal[
@@ -30,11 +33,15 @@ class BadRequestError(RookeryError):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants of a model. Messages and tools are kept as they came: most of them were seen before."""
+    """What a client wants of a model: an answer to messages, or what follows prompts.
 
-    messages: tuple[Message | msgspec.Raw, ...]
+    Messages and tools in chat's shape are kept as they came: most of them were seen before."""
+
+    messages: tuple[Message | msgspec.Raw, ...] = ()
+    prompts: tuple[bytes | str, ...] = ()
+    """Instead of messages: token ids (int32), or texts that are yet to be tokenised."""
     model: str = ""
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw | Tools | None = None
     tool_choice: str | None = None
     sampling: Sampling = Sampling()
     n: int = 1
@@ -45,6 +52,21 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     ids: bool = False
     """Whether the client wants to see token ids."""
+    id: str = ""
+    """The answer's name, where a client may come back to it by that."""
+    after: str = ""
+    """The name of an earlier answer: its whole history comes before the messages."""
+    head: int = 0
+    """How many characters of the first message are of this request alone: no later one inherits them."""
+    objects: bool = False
+    """Whether calls' arguments travel as objects, which a client's language writes in its own way."""
+    own: Any = None
+    """What the dialect itself remembers of the request."""
+
+    @property
+    def choices(self) -> int:
+        """How many answers there are."""
+        return self.n * max(1, len(self.prompts))
 
 
 class Answering(Protocol):
@@ -84,4 +106,46 @@ class Dialect(Protocol):
 
     def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
         """Status and body."""
+        ...
+
+
+@runtime_checkable
+class Counts(Dialect, Protocol):
+    """A dialect whose clients may ask how long a prompt is."""
+
+    counts: tuple[str, ...]
+    """Paths that take the same bodies as those of calls, and answer with a number."""
+
+    def counted(self, tokens: int) -> bytes: ...
+
+
+@runtime_checkable
+class Keeps(Dialect, Protocol):
+    """A dialect whose clients may come back to an answer by its name."""
+
+    keeps: str
+    """What names follow in a path."""
+
+    def continued(self, ask: Ask, history: Sequence[Message], head: int) -> Ask:
+        """The ask with an earlier answer's history before it, of whose first message `head` characters are left
+        out."""
+        ...
+
+    def kept(self, name: str, reply: Reply, model: str) -> bytes:
+        """An answer that was given before."""
+        ...
+
+    def forgotten(self, name: str) -> bytes:
+        """Says that there is no answer of that name any more."""
+        ...
+
+
+@runtime_checkable
+class Marked(Dialect, Protocol):
+    """A dialect whose clients can be told by a header, also where the path does not say it."""
+
+    mark: str
+
+    def models(self, names: Sequence[str]) -> bytes:
+        """The list of models."""
         ...

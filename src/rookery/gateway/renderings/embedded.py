@@ -67,6 +67,9 @@ class Embedded:
         del tools
         return EmbeddedReader(_begun(tail), at)
 
+    def encode(self, text: str) -> bytes:
+        return ints(chat.text_ids(text))
+
     def spelled(self, ids: bytes) -> list[bytes]:
         names = chat.NAMES
         return [_BYTES[at] if 0 <= at < 256 else names.get(at, "").encode() for at in _ids(ids)]

@@ -268,6 +268,9 @@ class Family:
     def reader(self, tail: bytes, tools: Sequence[ToolSchema], *, at: int = 0) -> FamilyReader:
         return FamilyReader(self, tail, tools, at)
 
+    def encode(self, text: str) -> bytes:
+        return array("i", self.tokenizer.encode(text)).tobytes()
+
     def spelled(self, ids: bytes) -> list[bytes]:
         pieces = self.tokenizer.pieces
         return [pieces[at] if 0 <= at < len(pieces) else b"" for at in memoryview(ids).cast("i").tolist()]

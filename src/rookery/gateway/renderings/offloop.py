@@ -75,6 +75,9 @@ class Offloop:
 
         return await self._call(len(sampled) // 4, parse)
 
+    async def encode(self, text: str) -> bytes:
+        return await self._call(len(text), self.rendering.encode, text)
+
     async def end(self, reader: Reader, ids: int = SHORT + 1) -> tuple[Delta, Message]:
         """The end of a reader that has read about so many ids."""
         return await self._call(ids, reader.end)

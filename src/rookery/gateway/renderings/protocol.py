@@ -63,6 +63,10 @@ class Rendering(Protocol):
 
     def reader(self, tail: bytes, tools: Sequence[ToolSchema], *, at: int = 0) -> Reader: ...
 
+    def encode(self, text: str) -> bytes:
+        """The ids of a plain text, marks in it included where the vocabulary has them."""
+        ...
+
     def spelled(self, ids: bytes) -> list[bytes]:
         """The bytes that each id stands for."""
         ...

@@ -1,0 +1,319 @@
+"""Anthropic's messages, streamed and not, and the counting of their tokens.
+
+Promises:
+- what Anthropic's own library and Claude Code send is understood, and what they are sent, they read as from
+  Anthropic;
+- fields, blocks and tools that we do not know are tolerated;
+- cache hints, signatures, bills and the place of the system's words are no part of a message: an agent that moves
+  them between its turns has edited nothing;
+- a call's arguments come back as they were sampled, also where they are no JSON object;
+- an error has Anthropic's shape; one that a retry cannot mend has a status that its library does not retry.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from rookery.core import Message, Sampling, ToolCall, ToolSchema
+from rookery.gateway.dialects.messages_stream import MessagesAnswering, blocks_of, problem_of, stop_of, usage_of
+from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
+from rookery.gateway.dialects.shared import (
+    NULL,
+    Content,
+    Count,
+    Share,
+    Temperature,
+    TopK,
+    as_json,
+    encode,
+    read,
+    schema_extra,
+    stops_of,
+    system_first,
+    text_in,
+)
+from rookery.gateway.session import Reply, Spell
+from rookery.gateway.tools import MAX_KEPT, Tools, ToolsError, tools_as
+
+INVALID: Final = "INVALID_JSON"
+"""The name under which arguments that are no JSON object travel, as Anthropic has it."""
+_BILL: Final = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a line that is not for the model and differs between requests."""
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    type: str = "auto"
+    name: str | None = None
+
+
+class _Thinking(msgspec.Struct, frozen=True):
+    type: str = "enabled"
+
+
+class _Request(msgspec.Struct, frozen=True):
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    model: str = ""
+    system: str | list[Any] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    tools: Raw | UnsetType = UNSET
+    tool_choice: _Choice | None = None
+    thinking: _Thinking | None = None
+    output_config: Any = None
+    output_format: Any = None
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+
+
+class MessagesDialect:
+    """`messages`."""
+
+    name = "messages"
+    paths: tuple[str, ...] = ("/messages",)
+    counts: tuple[str, ...] = ("/messages/count_tokens",)
+    mark = "anthropic-version"
+
+    def ask(self, body: bytes) -> Ask:
+        request = read(_decode, body)
+        tools: Tools | None = None
+        if request.tools is not UNSET and bytes(request.tools) != NULL:
+            raw = bytes(request.tools)
+            tools = _remembered(raw) if len(raw) <= MAX_KEPT else _tools(raw)
+        extra: dict[str, Any] = {}
+        if (schema := _schema(request)) is not None:
+            extra["response_format"] = schema_extra("answer", schema)
+        thinks = request.thinking is not None and request.thinking.type != "disabled"
+        return Ask(
+            messages=messages_of(request.system, request.messages),
+            model=request.model,
+            tools=tools,
+            tool_choice=_tool_choice(request.tool_choice),
+            sampling=Sampling(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                max_tokens=request.max_tokens,
+                stop=stops_of(request.stop_sequences),
+                extra=extra,
+            ),
+            stream=bool(request.stream),
+            objects=True,
+            own=thinks,
+        )
+
+    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
+        (reply,) = replies
+        reason, stop = stop_of(ask, reply)
+        return encode(
+            {
+                "id": f"msg_{secrets.token_hex(12)}",
+                "type": "message",
+                "role": "assistant",
+                "model": ask.model,
+                "content": blocks_of(reply.message, thinks=ask.own),
+                "stop_reason": reason,
+                "stop_sequence": stop,
+                "usage": usage_of(reply),
+            }
+        )
+
+    def answering(self, ask: Ask, spell: Spell | None = None) -> MessagesAnswering:  # noqa: ARG002
+        return MessagesAnswering(ask)
+
+    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
+        status, error = problem_of(problem, f"{where}: {message}" if where else message)
+        return status, encode(error)
+
+    def counted(self, tokens: int) -> bytes:
+        return b'{"input_tokens":%d}' % tokens
+
+    def models(self, names: Sequence[str]) -> bytes:
+        listed = [
+            {
+                "type": "model",
+                "id": name,
+                "display_name": name,
+                "created_at": "1970-01-01T00:00:00Z",
+                "lifecycle": "active",
+            }
+            for name in names
+        ]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        return encode({"data": listed, "has_more": False, "first_id": first, "last_id": last})
+
+
+# ---- what is asked
+
+
+def messages_of(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+    """A conversation as every dialect has it."""
+    return system_first(_read(system, given), merge=True)
+
+
+def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> Iterator[Message]:
+    if said := _content(system, "system", "\n\n"):
+        yield Message("system", said)
+    for at, one in enumerate(given):
+        role, content, where = one.get("role"), one.get("content"), f"messages.{at}"
+        if content is not None and not isinstance(content, str | list):
+            raise BadRequestError("a message's content is a text or a list of blocks", f"{where}.content")
+        if role == "assistant":
+            yield _assistant(content, where)
+        elif role == "system":
+            if said := _content(content, where, "\n"):
+                yield Message("system", said)
+        elif role == "user":
+            yield from _user(content, where)
+        else:
+            raise BadRequestError("the role of a message is user, assistant or system", f"{where}.role")
+
+
+def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
+    """What a user says, and what tools said to it."""
+    if isinstance(content, str) or content is None:
+        yield Message("user", content or "")
+        return
+    waiting: list[Any] = []
+    for n, block in enumerate(content):
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            if waiting:
+                yield Message("user", _content(waiting, where, "\n"))
+                waiting = []
+            inner = block.get("content")
+            if inner is not None and not isinstance(inner, str | list):
+                raise BadRequestError("what a tool said is a text or a list of blocks", f"{where}.content.{n}")
+            said = _content(inner, f"{where}.content.{n}", "\n")
+            yield Message("tool", said or "", tool_call_id=_text(block, "tool_use_id", f"{where}.content.{n}"))
+        else:
+            waiting.append(block)
+    if waiting or not content:
+        yield Message("user", _content(waiting, where, "\n") or "")
+
+
+def _assistant(content: str | list[Any] | None, where: str) -> Message:
+    if isinstance(content, str) or content is None:
+        return Message("assistant", content or "")
+    said: list[Any] = []
+    thought: list[str] = []
+    calls: list[ToolCall] = []
+    for n, block in enumerate(content):
+        at = f"{where}.content.{n}"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "thinking":
+            thought.append(_text(block, "thinking", at))
+        elif kind == "redacted_thinking":
+            continue
+        elif kind == "tool_use":
+            arguments = _arguments(block.get("input"))
+            calls.append(ToolCall(_text(block, "id", at), _text(block, "name", at), arguments))
+        else:
+            said.append(_part(block, at))
+    text = text_in(said, "")
+    return Message(
+        "assistant",
+        text or (None if calls else ""),
+        tuple(calls),
+        reasoning="".join(thought) or None,
+    )
+
+
+def _arguments(given: Any) -> str:
+    if isinstance(given, dict) and given.keys() == {INVALID} and isinstance(given[INVALID], str):
+        return str(given[INVALID])
+    return as_json({} if given is None else given)
+
+
+def _content(content: str | list[Any] | None, where: str, glue: str) -> Content:
+    if isinstance(content, str) or content is None:
+        return content
+    parts = [
+        _part(block, f"{where}.content.{n}" if where != "system" else f"system.{n}")
+        for n, block in enumerate(content)
+    ]
+    if where == "system":
+        parts = [part for part in parts if not (isinstance(part, str) and part.startswith(_BILL))]
+    return text_in(parts, glue)
+
+
+def _part(block: Any, where: str) -> str | dict[str, Any]:
+    """A block as text, or as chat has parts that are none."""
+    if isinstance(block, str):
+        return block
+    if not isinstance(block, dict):
+        raise BadRequestError("a block of content is an object", where)
+    kind, source = block.get("type"), block.get("source")
+    if kind == "text":
+        return _text(block, "text", where)
+    if kind == "image":
+        if not isinstance(source, dict):
+            raise BadRequestError("an image has a source", f"{where}.source")
+        url = source.get("url") or f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return _text(source, "data", f"{where}.source")
+    # Whatever else there is, the model is shown: left out, it would answer to something else than was asked.
+    return as_json({name: value for name, value in block.items() if name != "cache_control"})
+
+
+def _text(block: dict[str, Any], field: str, where: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        raise BadRequestError(f"{field} is a text that must be there", f"{where}.{field}")
+    return value
+
+
+def _tool_choice(choice: _Choice | None) -> str | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if not choice.name:
+            raise BadRequestError("a choice of a tool names it", "tool_choice.name")
+        return choice.name
+    if choice.type not in ("auto", "any", "none"):
+        raise BadRequestError("tool_choice is auto, any, tool or none", "tool_choice.type")
+    return "required" if choice.type == "any" else choice.type
+
+
+def _schema(request: _Request) -> Any:
+    """The schema that the answer must have, wherever a client's version puts it."""
+    config = request.output_config
+    form = config.get("format") if isinstance(config, dict) else None
+    form = form if form is not None else request.output_format
+    return form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+_items = msgspec.json.Decoder(list[_Tool]).decode
+
+
+def _tools(raw: bytes) -> Tools:
+    try:
+        items = _items(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ToolsError(f"not a list of tools: {error}") from None
+    schemas: list[ToolSchema] = []
+    for at, tool in enumerate(items):
+        if tool.type not in (None, "custom"):
+            continue  # one that only its own provider runs
+        if not tool.name:
+            raise ToolsError(f"tool {at} has no name")
+        schemas.append(ToolSchema(tool.name, tool.description or "", tool.input_schema or {}))
+    return tools_as(schemas)
+
+
+_remembered = lru_cache(maxsize=64)(_tools)

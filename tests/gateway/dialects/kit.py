@@ -1,0 +1,71 @@
+"""A gateway that renders and records tokens, and what must hold of every session's trajectory there."""
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.renderings.offloop import Offloop
+from rookery.gateway.renderings.protocol import Rendering
+from rookery.upstreams import UpstreamConfig
+from rookery.upstreams.embedded import EmbeddedUpstream
+from rookery.upstreams.protocol import Upstream
+from tests.gateway.kit import Gateway, Registered, served
+from tests.gateway.rooms import Noting
+
+
+@asynccontextmanager
+async def rendered(
+    folder: Path, upstream: Upstream | None = None, rendering: Rendering | None = None
+) -> AsyncIterator[tuple[Gateway, Noting]]:
+    """A shard that records tokens; without an upstream, of the real embedded policy. All calls are noted."""
+    real = upstream or EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=("embedded",)))
+    noting = Noting(real)
+    async with served(folder, noting) as gateway:
+        offloop = Offloop(rendering or Embedded())
+        roles = cast("dict[str, Any]", gateway.shard.registry.roles)
+        roles["policy"] = msgspec.structs.replace(roles["policy"], record="tokens", rendering=offloop)
+        try:
+            yield gateway, noting
+        finally:
+            await offloop.close()
+
+
+async def exact(
+    gateway: Gateway, session: Registered, noting: Noting, *, segments: int | None = None
+) -> list[Any]:
+    """The turns, after it was checked that each is what the engine sampled, byte for byte, and trains once."""
+    answer = await gateway.ask("GET", f"/rollouts/{session.id}/trajectory", Accept="application/msgpack")
+    found = msgspec.msgpack.decode(answer.body)
+    turns = {turn["index"]: turn for turn in found["turns"]}
+    prompts: dict[int, bytes] = {}
+    for index, turn in sorted(turns.items()):
+        before = b""
+        if turn.get("prefix"):
+            parent = turns[turn["parent"]]
+            before = prompts[turn["parent"]] + parent["sampled"]
+            assert len(before) == 4 * turn["prefix"]
+        prompts[index] = before + turn["prompt"]
+    sampled = sorted((prompts[index], turn["sampled"], turn.get("logprobs")) for index, turn in turns.items())
+    assert sampled == sorted((request.tokens, reply.sampled, reply.logprobs) for request, reply in noting.noted)
+    trained: list[int] = []
+    for segment in found["segments"]:
+        trained += segment["turns"]
+        for index in segment["turns"]:
+            start, own = len(prompts[index]), turns[index]["sampled"]
+            assert segment["tokens"][:start] == prompts[index]
+            assert segment["tokens"][start : start + len(own)] == own
+            assert segment["mask"][start // 4 : (start + len(own)) // 4] == b"\x01" * (len(own) // 4)
+        assert segment["mask"].count(1) == sum(len(turns[index]["sampled"]) // 4 for index in segment["turns"])
+    assert sorted(trained) == sorted(turns), "every turn trains once"
+    if segments is not None:
+        assert len(found["segments"]) == segments
+    return [turns[index] for index in sorted(turns)]
+
+
+def sealed(text: str) -> str:
+    return "rk1." + base64.urlsafe_b64encode(text.encode()).decode()

@@ -1,0 +1,282 @@
+"""What Claude Code and Codex send, over a real chat format and vocabulary: what they do to their histories edits
+nothing that was sampled."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rookery.upstreams.protocol import ModelRequest
+from tests.gateway.dialects.agents import (
+    CODEX_HEADERS,
+    HEADERS,
+    REMINDER,
+    as_codex_keeps,
+    claude_code,
+    codex,
+    codex_message,
+)
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.kit import Gateway, Registered, request
+from tests.gateway.renderings.support import rendering
+from tests.gateway.rooms import Noting, Script
+
+pytestmark = pytest.mark.needs("tokenizers")
+
+
+@asynccontextmanager
+async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, Noting, Registered]]:
+    """A gateway whose model samples these, cut into tokens in odd places."""
+    family, left = rendering("qwen3"), list(texts)
+
+    def answer(_: ModelRequest) -> list[int]:
+        text = left.pop(0)
+        cut = len(text) // 3
+        return [*family.tokenizer.encode(text[:cut]), *family.tokenizer.encode(text[cut:]), family.stop[0]]
+
+    async with rendered(folder, Script(answer, family), family) as (gateway, noting):
+        yield gateway, noting, await gateway.register(id="agent")
+
+
+async def sent(
+    gateway: Gateway, session: Registered, path: str, body: bytes, headers: dict[str, str]
+) -> list[Any]:
+    """The events that come back."""
+    async with await gateway.wire() as wire:
+        wire.send(request("POST", f"{session.path}{path}", body, x_api_key=session.secret, **headers))
+        answer = await wire.answer()
+    assert answer.status == 200, answer.body
+    assert answer.whole
+    events = []
+    for part in answer.body.split(b"\n\n")[:-1]:
+        name, data = part.split(b"\n")
+        events.append(msgspec.json.decode(data.removeprefix(b"data: ")))
+        assert name == f"event: {events[-1]['type']}".encode()
+    return events
+
+
+def blocks(events: list[Any]) -> list[dict[str, Any]]:
+    """A message as Claude Code puts it together; JavaScript writes a tool's input anew."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            found.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            match delta["type"]:
+                case "text_delta":
+                    found[-1]["text"] += delta["text"]
+                case "thinking_delta":
+                    found[-1]["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    found[-1]["signature"] = delta["signature"]
+                case _:
+                    found[-1]["input"] = _javascript(msgspec.json.decode(delta["partial_json"]))
+    return found
+
+
+def _javascript(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _javascript(inner) for name, inner in value.items()}
+    return value
+
+
+CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",   "timeout": 5.0}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks: bool) -> None:
+    said = (
+        f"<think>\nI look.\n</think>\n\nLet me look.\n\n{CALL}\n{CALL}",
+        f"<think>\nMore.\n</think>\n\n{CALL}",
+        "<think>\nSub.\n</think>\n\nA sub-agent's answer.",
+        "<think>\nDone.\n</think>\n\nIt is done.",
+        "A summary.",
+        "On we go.",
+    )
+    async with scripted(tmp_path, *said) as (gateway, noting, session):
+        head = await gateway.ask("HEAD", session.path, key=session.secret)
+        assert head.status == 200
+
+        async def ask(history: list[Any], turn: int, **more: Any) -> list[dict[str, Any]]:
+            body = claude_code(history, turn, **more)
+            assert more or len(body) > 50_000
+            events = await sent(gateway, session, "/v1/messages?beta=true", body, HEADERS)
+            found = blocks(events)
+            return found if thinks else [block for block in found if block["type"] != "thinking"]
+
+        main: list[Any] = [
+            {"role": "user", "content": [REMINDER, {"type": "text", "text": "Fix it."}]},
+            {"role": "system", "content": "The user prefers short answers."},
+        ]
+        for turn in (0, 1):
+            answer = await ask(main, turn)
+            results = [
+                {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "a.py"}]}
+                for block in answer
+                if block["type"] == "tool_use"
+            ]
+            assert len(results) == 2 - turn
+            main += [{"role": "assistant", "content": answer}, {"role": "user", "content": [*results, REMINDER]}]
+            main.append({"role": "system", "content": f"Turn {turn} is over."})
+        helper = await ask([{"role": "user", "content": "Look around."}], 7, system="You help.", tools=5)
+        assert [block["type"] for block in helper][-1] == "text"
+        last = await ask(main, 9)
+        main.append({"role": "assistant", "content": last})
+        compact = [*main, {"role": "user", "content": "Summarise our conversation."}]
+        summary = await ask(compact, 10)
+        counted = await gateway.ask(
+            "POST",
+            f"{session.path}/v1/messages/count_tokens?beta=true",
+            claude_code(compact, 10),
+            key=session.secret,
+        )
+        assert counted.json == {"input_tokens": len(noting.noted[4][0].tokens) // 4}
+        await ask([{"role": "user", "content": f"So far: {summary[-1]['text']}"}], 11)
+        turns = await exact(gateway, session, noting, segments=3)
+        assert [turn.get("parent") for turn in turns] == [None, 0, None, 1, 3, None]
+        assert all(turn.get("prefix") for turn in turns if turn.get("parent") is not None)
+        assert turns[0]["response"]["tool_calls"][0]["arguments"] == '{"command": "ls",   "timeout": 5.0}'
+        first = turns[0]["messages"]
+        assert [message["role"] for message in first] == ["system", "user"]
+        assert "billing" not in first[0]["content"]
+        assert first[1]["content"].endswith("Fix it.\n<system>\nThe user prefers short answers.\n</system>")
+
+
+async def test_arguments_that_are_no_json_come_back_as_they_were_sampled(tmp_path: Path) -> None:
+    async with scripted(tmp_path, CALL.replace("5.0}}", "5.0,}}"), "Well.") as (gateway, noting, session):
+        history: list[Any] = [{"role": "user", "content": "Go."}]
+        events = await sent(gateway, session, "/messages", claude_code(history, 0), HEADERS)
+        history += [{"role": "assistant", "content": blocks(events)}, {"role": "user", "content": "And?"}]
+        await sent(gateway, session, "/messages", claude_code(history, 1), HEADERS)
+        turns = await exact(gateway, session, noting, segments=1)
+        assert turns[1].get("prefix")
+
+
+def output(events: list[Any]) -> list[dict[str, Any]]:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["response"]["output"] == done
+    return done
+
+
+PATCH = (
+    '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin Patch\\n*** End Patch"}}\n</tool_call>'
+)
+SEARCH = '<tool_call>\n{"name": "mcp__docs__search", "arguments": {"query":"x"}}\n</tool_call>'
+EXEC = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": ["ls"],  "n": 1.0}}\n</tool_call>'
+ODD = '<tool_call>\n{"name": "apply_patch", "arguments": {"patch": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool) -> None:
+    said = (
+        f"<think>\nI look.\n</think>\n\nLet me look.\n{EXEC}\n{SEARCH}",
+        f"<think>\nI patch.\n</think>\n\n{PATCH}\n{ODD}",
+        "<think>\nDone.\n</think>\n\nIt is done.",
+        "Welcome.",
+    )
+    async with scripted(tmp_path, *said) as (gateway, noting, session):
+        items: list[Any] = [
+            codex_message("developer", "<permissions>All is allowed.</permissions>"),
+            codex_message("user", "# AGENTS.md\nBe kind."),
+            codex_message("user", "<environment_context>\n  <cwd>/w</cwd>\n</environment_context>"),
+            codex_message("user", "Fix it."),
+        ]
+        kinds: list[list[str]] = []
+        for turn in range(4):
+            events = await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS)
+            found = output(events)
+            kinds.append([item["type"] for item in found])
+            kept = [as_codex_keeps(item) for item in found]
+            items += [item for item in kept if thinks or item["type"] != "reasoning"]
+            for item in found:
+                if item["type"] == "function_call":
+                    said_back: Any = "Exit code: 0" if turn else [{"type": "input_text", "text": "Exit code: 0"}]
+                    items.append({"type": "function_call_output", "call_id": item["call_id"], "output": said_back})
+                if item["type"] == "custom_tool_call":
+                    items.append(
+                        {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
+                    )
+            if turn == 0:
+                assert found[-1] == {
+                    "type": "function_call", "id": found[-1]["id"], "status": "completed", "name": "search",
+                    "namespace": "mcp__docs", "call_id": found[-1]["call_id"], "arguments": '{"query":"x"}',
+                }  # fmt: skip
+            if turn == 1:
+                inputs = [item["input"] for item in found if item["type"] == "custom_tool_call"]
+                assert inputs == ["*** Begin Patch\n*** End Patch", '{"patch": 1}']
+            if turn == 2:
+                items.append(codex_message("user", "Thanks."))
+        assert kinds == [
+            ["reasoning", "message", "function_call", "function_call"],
+            ["reasoning", "custom_tool_call", "custom_tool_call"],
+            ["reasoning", "message"],
+            ["message"],
+        ]
+        turns = await exact(gateway, session, noting, segments=1)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2]
+        assert [message["role"] for message in turns[0]["messages"]] == ["system", "user", "user", "user"]
+        assert turns[0]["messages"][0]["content"].endswith("\n\n<permissions>All is allowed.</permissions>")
+
+
+async def test_codexs_compaction_and_its_sub_agents_fork(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "One.", "Sub.", "Two.", "New.") as (gateway, noting, session):
+        items: list[Any] = [codex_message("user", "Fix it.")]
+        first = output(await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS))
+        await sent(gateway, session, "/responses", codex([codex_message("user", "Review.")]), CODEX_HEADERS)
+        items += [*map(as_codex_keeps, first), codex_message("user", "Summarise.")]
+        await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS)
+        fresh = [codex_message("user", "Fix it."), codex_message("user", "A summary: …")]
+        await sent(gateway, session, "/responses", codex(fresh), CODEX_HEADERS)
+        turns = await exact(gateway, session, noting)
+        assert [turn.get("parent") for turn in turns] == [None, None, 0, None]
+
+
+async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "One.", "Two.") as (gateway, noting, session):
+        strange = [
+            {"type": "item_reference", "id": "rs_1"},
+            {
+                "type": "web_search_call",
+                "id": "ws_1",
+                "status": "completed",
+                "action": {"type": "search", "query": "q"},
+            },
+            {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA-of-somebody-else"},
+            {"type": "compaction", "encrypted_content": "sealed"},
+            codex_message("user", "Go."),
+        ]
+        tools = [{"type": "of_tomorrow"}, {"type": "mcp", "server_label": "x", "server_url": "http://x"}]
+        output(await sent(gateway, session, "/responses", codex(strange, tools=tools), CODEX_HEADERS))
+        body = msgspec.json.encode(
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "of_tomorrow", "x": 1},
+                            {"type": "text", "text": "Go.", "citations": None},
+                        ],
+                    },
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "server_tool_use", "id": "s", "name": "n", "input": {}}],
+                    },
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "s"}]},
+                ],
+                "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+                "stream": True,
+                "of_tomorrow": {"x": [1]},
+            }
+        )
+        events = await sent(gateway, session, "/messages", body, {})
+        assert events[-1]["type"] == "message_stop"
+        turns = await exact(gateway, session, noting)
+        assert '{"type":"of_tomorrow","x":1}\nGo.' in turns[1]["messages"][0]["content"]

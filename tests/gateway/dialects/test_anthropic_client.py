@@ -1,0 +1,273 @@
+"""The anthropic library, unmodified: streaming and not, given only a base URL and a key."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic, AsyncAnthropic
+
+from rookery.core import ToolCall, UpstreamError
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.kit import KEY, Gateway, Registered, request, served
+from tests.gateway.scripted import Play, Scripted
+from tests.gateway.test_openai_client import losing
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOOLS: Any = [
+    {"name": name, "description": "", "input_schema": {"type": "object", "properties": {"at": {"type": "array"}}}}
+    for name in ("look", "stop")
+]
+CALLS = (ToolCall("call_1", "look", '{"at": [1, 2.0]}'), ToolCall("call_2", "stop", "{}"))
+THINK: Any = {"type": "adaptive"}
+
+
+@pytest.fixture
+async def upstream() -> Scripted:
+    return Scripted("the answer")
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
+    async with served(tmp_path, upstream) as found:
+        yield found
+
+
+@pytest.fixture
+async def session(gateway: Gateway) -> Registered:
+    return await gateway.register(id="0.0-1")
+
+
+def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=f"{gateway.url}{session.path}{form}", api_key=session.secret, **more)
+
+
+async def test_a_message_whole_and_streamed(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+    upstream.default = Play("the answer", reasoning="let me see")
+    async with client(gateway, session) as own:
+        whole = await own.messages.create(
+            model="m", max_tokens=9, messages=HELLO, system="Be kind.", thinking=THINK
+        )
+        async with own.messages.stream(
+            model="m", max_tokens=9, messages=HELLO, system="Be kind.", thinking=THINK
+        ) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+        plain = await own.messages.create(model="m", max_tokens=9, messages=HELLO)
+    assert text == "the answer"
+    for found in (whole, final):
+        assert [block.type for block in found.content] == ["thinking", "text"]
+        assert found.content[0].thinking == "let me see"  # type: ignore[union-attr]
+        assert (found.content[0].signature, found.stop_reason) == (whole.content[0].signature, "end_turn")  # type: ignore[union-attr]
+        assert found.usage.output_tokens == len("the answer") + 1
+        assert found.usage.input_tokens > 0
+    assert [block.type for block in plain.content] == ["text"], "who does not ask for thoughts is shown none"
+    assert [asked.request.sampling.max_tokens for asked in upstream.calls] == [9, 9, 9]
+    assert len(await gateway.turns(session)) == 3
+
+
+async def test_the_events_of_a_stream_are_in_anthropics_order(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.default = Play("ab", reasoning="hm", calls=CALLS)
+    body = {"model": "m", "max_tokens": 9, "messages": HELLO, "stream": True, "thinking": THINK, "tools": TOOLS}
+    answer = await gateway.ask("POST", f"{session.path}/v1/messages?beta=true", body, key=session.secret)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    names = [part.split(b"\n")[0].decode() for part in answer.body.split(b"\n\n")[:-1]]
+    block = ["event: content_block_start", "event: content_block_delta", "event: content_block_stop"]
+    thinking = [block[0], block[1], block[1], block[2]]  # the thought and its signature
+    text = [block[0], block[1], block[1], block[2]]
+    ends = ["event: message_delta", "event: message_stop"]
+    assert names == ["event: message_start", "event: ping", *thinking, *text, *block, *block, *ends]
+
+
+async def test_tools_are_called_and_answer_and_the_history_goes_on(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("hm", calls=CALLS), Play("hm", calls=CALLS), Play("done"))
+    async with client(gateway, session) as own:
+        choice: Any = {"type": "tool", "name": "look"}
+        first = await own.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS, tool_choice=choice)
+        assert first.stop_reason == "tool_use"
+        assert [(block.id, block.name, block.input) for block in first.content if block.type == "tool_use"] == [
+            ("call_1", "look", {"at": [1, 2.0]}),
+            ("call_2", "stop", {}),
+        ]
+        async with own.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as stream:
+            final = await stream.get_final_message()
+        assert [block.to_dict(exclude_none=True) for block in final.content] == [
+            block.to_dict(exclude_none=True) for block in first.content
+        ]
+        results = [
+            {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "seen"}]},
+            {"type": "tool_result", "tool_use_id": "call_2", "content": "stopped", "is_error": True},
+            {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
+        ]
+        said = [block.to_dict(exclude_none=True) for block in final.content]
+        said[1]["input"]["at"][1] = 2  # as a client in JavaScript writes 2.0
+        history: Any = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": results}]
+        last = await own.messages.create(
+            model="m", max_tokens=9, messages=history, tools=TOOLS, tool_choice={"type": "any"}
+        )
+    assert last.content[0].text == "done"  # type: ignore[union-attr]
+    assert [asked.request.tool_choice for asked in upstream.calls] == ["look", None, "required"]
+    roles = [message.role for message in upstream.calls[-1].request.messages]  # type: ignore[union-attr]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+    turns = await gateway.turns(session)
+    assert [turn.get("parent") for turn in turns] == [None, None, 1]
+
+
+async def test_the_models_and_the_counting_have_anthropics_shape(gateway: Gateway, session: Registered) -> None:
+    async with client(gateway, session) as own:
+        assert [model.id async for model in own.models.list()] == ["m"]
+        count = await own.messages.count_tokens(model="m", messages=HELLO, system="Be kind.", tools=TOOLS)
+        assert count.input_tokens > 0
+    async with await gateway.wire() as wire:
+        wire.send(request("HEAD", session.path, Authorization=f"Bearer {session.secret}"))
+        assert (await wire.answer(head_only=True)).status == 200
+    assert await gateway.turns(session) == []
+
+
+async def test_stop_sequences_limits_and_the_rest_of_what_sampling_is(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.default = Play("ab", finish="length")
+    async with client(gateway, session) as own:
+        answer = await own.messages.create(
+            model="m", max_tokens=3, messages=HELLO, stop_sequences=["x"], metadata={"user_id": "me"},
+            output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+            # Not every version of the library has a name for these.
+            extra_body={
+                "temperature": 0.5, "top_p": 0.5, "top_k": 4, "service_tier": "auto",
+                "context_management": {"edits": []}, "unheard_of": {"x": 1},
+            },
+        )  # fmt: skip
+    assert answer.stop_reason == "max_tokens"
+    sampling = upstream.calls[0].request.sampling
+    assert (sampling.stop, sampling.temperature, sampling.top_p, sampling.top_k) == (("x",), 0.5, 0.5, 4)
+    assert b'"json_schema"' in bytes(sampling.extra["response_format"])
+
+
+async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+    await gateway.register(id="past")
+    await gateway.ask("POST", "/rollouts/past/cancel")
+    past = Registered("past", "", session.secret)
+    nobody = Registered("nobody", "", session.secret)
+    wrong = Registered(session.id, "", KEY)
+    spent = await gateway.register(id="spent", budgets={"max_turns": 1})
+
+    async def raised(who: Registered, **fields: Any) -> Any:
+        async with client(gateway, who, max_retries=0) as own:
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await own.messages.create(**({"model": "m", "max_tokens": 9, "messages": HELLO} | fields))
+            return caught.value
+
+    async with client(gateway, spent) as own:
+        await own.messages.create(model="m", max_tokens=9, messages=HELLO)
+    image: Any = [{"role": "user", "content": [{"type": "image"}]}]
+    for error, kind, status, name in [
+        (await raised(wrong), anthropic.AuthenticationError, 401, "authentication_error"),
+        (await raised(nobody), anthropic.NotFoundError, 404, "not_found_error"),
+        (await raised(past), anthropic.AuthenticationError, 401, "authentication_error"),
+        (await raised(session, messages=[]), anthropic.BadRequestError, 400, "invalid_request_error"),
+        (await raised(session, messages=image), anthropic.BadRequestError, 400, "invalid_request_error"),
+        (await raised(session, tools=[{"name": 5}]), anthropic.BadRequestError, 400, "invalid_request_error"),
+        (await raised(spent), anthropic.BadRequestError, 400, "invalid_request_error"),
+    ]:
+        assert isinstance(error, kind)
+        assert error.status_code == status
+        assert error.body["type"] == "error"  # type: ignore[index]
+        assert error.body["error"]["type"] == name  # type: ignore[index]
+        assert error.body["error"]["message"]  # type: ignore[index]
+    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    error = await raised(session)
+    assert (error.status_code, error.body["error"]["type"]) == (503, "api_error")
+    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    async with client(gateway, session) as own:
+        with pytest.raises(anthropic.APIError, match="down"):
+            async with own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
+                await stream.get_final_message()
+    assert len(await gateway.turns(session)) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again(
+    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+) -> None:
+    upstream.then(Play("the first", calls=CALLS))
+    async with losing(gateway.port, 1) as (port, heads):
+        base = f"http://127.0.0.1:{port}{session.path}"
+        async with AsyncAnthropic(base_url=base, api_key=session.secret, max_retries=2) as own:
+            if stream:
+                async with own.messages.stream(model="m", max_tokens=9, messages=HELLO, tools=TOOLS) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await own.messages.create(model="m", max_tokens=9, messages=HELLO, tools=TOOLS)
+    assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
+    assert [b"x-stainless-retry-count: 1" in head.lower() for head in heads] == [False, True]
+    assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
+
+
+async def test_a_client_that_closes_its_stream_ends_the_call(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("abc", held=True))
+    async with client(gateway, session) as own:
+        asking = asyncio.create_task(own.messages.create(model="m", max_tokens=9, messages=HELLO, stream=True))
+        asked = await upstream.called()
+        asked.go(2)
+        stream = await asking
+        assert (await anext(aiter(stream))).type == "message_start"
+        await stream.close()
+        await asked.ended()
+        assert asked.cancelled
+    await gateway.settled()
+    assert await gateway.turns(session) == []
+
+
+# ---- real tokens
+
+
+async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path: Path) -> None:
+    async with rendered(tmp_path) as (gateway, noting):
+        session = await gateway.register(id="real")
+        fields: Any = {"model": "m", "max_tokens": 24, "system": "Help.", "tools": TOOLS}
+        async with client(gateway, session) as own:
+            history: list[Any] = list(HELLO)
+            for turn in range(3):
+                if turn % 2:
+                    async with own.messages.stream(messages=history, **fields) as stream:
+                        answer = await stream.get_final_message()
+                else:
+                    answer = await own.messages.create(messages=history, **fields)
+                results: list[Any] = [
+                    {"type": "tool_result", "tool_use_id": block.id, "content": "ok"}
+                    for block in answer.content
+                    if block.type == "tool_use"
+                ]
+                text: Any = {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}}
+                for one in history[:-1]:  # it is on the last message only
+                    if isinstance(one["content"], list) and one["role"] == "user":
+                        one["content"][-1].pop("cache_control", None)
+                history += [answer.to_param(), {"role": "user", "content": [*results, text]}]
+                count = await own.messages.count_tokens(model="m", messages=history, system="Help.", tools=TOOLS)
+            last = await own.messages.create(messages=history, **fields)
+            assert count.input_tokens == last.usage.input_tokens, "counted as it was rendered"
+            sub: Any = [{"role": "user", "content": "another task"}]
+            await own.messages.create(messages=sub, **fields)
+        turns = await exact(gateway, session, noting, segments=2)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
+        assert all(turn.get("prefix") for turn in turns[1:4])
+
+
+async def test_the_synchronous_client(gateway: Gateway, session: Registered) -> None:
+    def played() -> str:
+        with (
+            Anthropic(base_url=f"{gateway.url}{session.path}", auth_token=session.secret, api_key=None) as own,
+            own.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
+        ):
+            return "".join(stream.text_stream)
+
+    assert await asyncio.to_thread(played) == "the answer"

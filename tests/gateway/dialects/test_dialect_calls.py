@@ -1,0 +1,178 @@
+"""What all dialects share with chat, over the same pipeline: stops, images, sizes, counts, choices, names."""
+
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import msgspec
+import openai
+import pytest
+
+from rookery.gateway.renderings.embedded import Embedded
+from rookery.upstreams.embedded import chat
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.kit import Gateway, Registered, request, served
+from tests.gateway.rooms import Script
+from tests.gateway.scripted import Play, Scripted
+from tests.gateway.test_openai_client import client as openai_client
+
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+def client(gateway: Gateway, session: Registered, **more: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=f"{gateway.url}{session.path}", api_key=session.secret, **more)
+
+
+async def test_the_stop_sequence_that_ended_an_answer_is_named(tmp_path: Path) -> None:
+    upstream = Script(lambda _: [*b"one STOP two", chat.END], Embedded())
+    async with rendered(tmp_path, upstream) as (gateway, noting):
+        session = await gateway.register(id="one")
+        async with client(gateway, session) as own:
+            asked: Any = {"model": "m", "max_tokens": 99, "messages": USER, "stop_sequences": ["never", "STOP"]}
+            whole = await own.messages.create(**asked)
+            async with own.messages.stream(**asked) as stream:
+                final = await stream.get_final_message()
+            plain = await own.messages.create(model="m", max_tokens=99, messages=USER)
+        for found in (whole, final):
+            assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "STOP")
+            assert found.content[0].text == "one "  # type: ignore[union-attr]
+        assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
+        await exact(gateway, session, noting)
+
+
+async def test_what_cannot_be_rendered_is_an_error_in_the_clients_own_shape(tmp_path: Path) -> None:
+    async with rendered(tmp_path, Script(lambda _: [*b"x", chat.END], Embedded())) as (gateway, _):
+        session = await gateway.register(id="one")
+        source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        image: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        async with client(gateway, session, max_retries=0) as own:
+            with pytest.raises(anthropic.BadRequestError, match="reads text only"):
+                await own.messages.create(model="m", max_tokens=9, messages=image)
+            with pytest.raises(anthropic.BadRequestError, match="reads text only"):
+                await own.messages.count_tokens(model="m", messages=image)
+        async with openai_client(gateway, session, max_retries=0) as other:
+            part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
+            with pytest.raises(openai.BadRequestError, match="reads text only") as caught:
+                await other.responses.create(model="m", input=[{"role": "user", "content": [part]}])  # type: ignore[list-item,misc]
+            assert caught.value.param == "input"
+        assert await gateway.turns(session) == []
+
+
+async def test_images_go_on_to_an_engine_that_renders_itself(tmp_path: Path) -> None:
+    upstream = Scripted()
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        block = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+        image: Any = [{"role": "user", "content": [{"type": "text", "text": "See:"}, block]}]
+        async with client(gateway, session) as own:
+            await own.messages.create(model="m", max_tokens=9, messages=image)
+        assert upstream.calls[0].request.messages[0].content == (  # type: ignore[union-attr]
+            {"type": "text", "text": "See:"},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        )
+
+
+async def test_a_body_that_is_too_large_is_refused_in_the_clients_own_shape(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted()) as gateway:
+        session = await gateway.register(id="one")
+        for path, kind in (("/messages", "request_too_large"), ("/responses", "invalid_request_error")):
+            async with await gateway.wire() as wire:
+                head = request(
+                    "POST", session.path + path, None, x_api_key=session.secret, Content_Length=str(1 << 40)
+                )
+                wire.send(head)
+                answer = await wire.answer()
+            assert (answer.status, answer.json["error"]["type"]) == (413, kind)
+        unknown = await gateway.ask("GET", f"{session.path}/nothing", key=session.secret, anthropic_version="1")
+        assert (unknown.status, unknown.json["type"]) == (404, "error")
+
+
+async def test_counting_samples_nothing_and_goes_on_from_what_was_sampled(tmp_path: Path) -> None:
+    async with rendered(tmp_path, Script(lambda _: [*b"fine", chat.END], Embedded())) as (gateway, noting):
+        session = await gateway.register(id="one", budgets={"max_turns": 2})
+        async with openai_client(gateway, session) as own:
+            asked: Any = {"model": "m", "instructions": "Be kind."}
+            for _ in range(3):
+                count = await own.responses.input_tokens.count(input="hello", **asked)
+            first = await own.responses.create(input="hello", **asked)
+            assert first.usage is not None
+            assert first.usage.input_tokens == count.input_tokens
+            more: Any = {**asked, "input": "more", "previous_response_id": first.id}
+            count = await own.responses.input_tokens.count(**more)
+            second = await own.responses.create(**more)
+            assert second.usage is not None
+            assert second.usage.input_tokens == count.input_tokens
+        await exact(gateway, session, noting, segments=1)
+
+
+async def test_a_session_may_speak_several_dialects_and_its_history_is_one(tmp_path: Path) -> None:
+    async with rendered(tmp_path, Script(lambda _: [*b"fine", chat.END], Embedded())) as (gateway, noting):
+        session = await gateway.register(id="one")
+        history: list[Any] = list(USER)
+        async with client(gateway, session) as anthropics, openai_client(gateway, session) as openais:
+            for turn in range(6):
+                if turn % 3 == 0:
+                    await anthropics.messages.create(model="m", max_tokens=9, messages=history)
+                elif turn % 3 == 1:
+                    await openais.responses.create(model="m", input=history, store=False)
+                else:
+                    await openais.chat.completions.create(model="m", messages=history)
+                history += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "more"}]
+        turns = await exact(gateway, session, noting, segments=1)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, 3, 4]
+
+
+async def test_a_truncated_session_says_so_in_every_dialect_and_nobody_tries_again(tmp_path: Path) -> None:
+    upstream = Scripted()
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one", budgets={"max_turns": 1})
+        await gateway.chat(session)
+        async with client(gateway, session, max_retries=3) as own:
+            with pytest.raises(anthropic.BadRequestError, match="truncated"):
+                await own.messages.create(model="m", max_tokens=9, messages=USER)
+        async with openai_client(gateway, session, max_retries=3) as other:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await other.responses.create(model="m", input="x")
+            assert caught.value.code == "rollout_truncated"
+            with pytest.raises(openai.BadRequestError):
+                await other.completions.create(model="m", prompt=[1])
+        assert len(upstream.calls) == 1
+
+
+@pytest.mark.parametrize("path", ["/messages", "/responses", "/completions"])
+async def test_an_unmarked_equal_request_is_a_new_turn_and_a_marked_one_is_not(tmp_path: Path, path: str) -> None:
+    upstream = Scripted()
+    upstream.then(Play("a"), Play("b"))
+    body = {"/messages": {"messages": USER}, "/responses": {"input": "hello"}, "/completions": {"prompt": [1, 2]}}
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        answers: list[Any] = []
+        for retry in ("0", "0", "1"):
+            answer = await gateway.ask(
+                "POST", session.path + path, body[path], key=session.secret, x_stainless_retry_count=retry
+            )
+            assert answer.status == 200
+            found = msgspec.json.decode(answer.body)
+            answers.append(found.get("content") or found.get("output") or found["choices"])
+        assert answers[1] == answers[2]
+        assert answers[0] != answers[1]
+        assert (len(upstream.calls), len(await gateway.turns(session))) == (2, 2)
+
+
+@pytest.mark.parametrize("path", ["/messages", "/responses"])
+async def test_a_stream_that_breaks_off_is_no_turn_and_never_ends_as_if_it_were_complete(
+    tmp_path: Path, path: str
+) -> None:
+    from rookery.core import UpstreamError
+
+    upstream = Scripted(Play("abc", error=UpstreamError("cut", cause="upstream.cut"), after=2))
+    body: dict[str, Any] = {"messages": USER, "input": "hello", "stream": True}
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        answer = await gateway.ask("POST", session.path + path, body, key=session.secret)
+        assert answer.status == 200
+        assert b"message_stop" not in answer.body
+        assert b"response.completed" not in answer.body
+        assert b"event: error" in answer.body
+        assert await gateway.turns(session) == []

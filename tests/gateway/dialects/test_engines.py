@@ -1,0 +1,89 @@
+"""Real engines' protocols behind the dialects: what vLLM and SGLang speak, over HTTP, streaming and not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.upstreams import UpstreamConfig, open_upstream
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.dialects.test_anthropic_client import TOOLS as CLAUDE_TOOLS
+from tests.gateway.dialects.test_anthropic_client import client as anthropic_client
+from tests.gateway.dialects.test_openai_responses_client import TOOLS
+from tests.gateway.kit import served
+from tests.gateway.rooms import Noting
+from tests.gateway.test_openai_client import client as openai_client
+from tests.servers import Answer, ModelServer
+from tests.standins import Speaks, standin
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, kind: Speaks) -> None:
+    async with standin(kind, weights=None) as engine:
+        upstream = open_upstream(UpstreamConfig(kind=kind, urls=(engine.url,)))
+        async with rendered(tmp_path, upstream) as (gateway, noting):
+            session = await gateway.register(id="one", model=(await upstream.check()).models[0])
+            async with anthropic_client(gateway, session) as claude, openai_client(gateway, session) as openai:
+                history: list[Any] = [{"role": "user", "content": "hello"}]
+                asked: Any = {"model": "", "max_tokens": 8, "system": "Help."}
+                first = await claude.messages.create(messages=history, **asked)
+                history += [first.to_param(), {"role": "user", "content": "more"}]
+                async with claude.messages.stream(messages=history, **asked) as stream:
+                    final = await stream.get_final_message()
+                assert final.usage.output_tokens <= 8
+                items: list[Any] = [{"role": "user", "content": "hello"}]
+                for _ in range(2):
+                    answer = await openai.responses.create(
+                        model="", input=items, max_output_tokens=8, instructions="Do.", tools=TOOLS
+                    )
+                    items += [item.to_dict(mode="json") for item in answer.output]
+                    items.append({"role": "user", "content": "more"})
+                prompt = list(b"once upon a time")
+                text = await openai.completions.create(model="", prompt=prompt, max_tokens=6, n=2)
+                assert len(text.choices) == 2
+            turns = await exact(gateway, session, noting)
+            assert [turn.get("parent") for turn in turns[:4]] == [None, 0, None, 2]
+            assert turns[1].get("prefix")
+            assert turns[3].get("prefix")
+
+
+async def test_in_messages_mode_the_engine_gets_chat_and_what_it_told_is_recorded(tmp_path: Path) -> None:
+    async with ModelServer() as server:
+        upstream = Noting(open_upstream(UpstreamConfig(kind="vllm", urls=(server.url,), model="test-model")))
+        server.then(
+            Answer(
+                None,
+                [("look", '{"at": [1]}')],
+                ids=[7, 8],
+                logprobs=[-1, -2],
+                prompt_ids=[1, 2, 3],
+                finish="tool_calls",
+            ),
+            Answer("done", ids=[9], logprobs=[-3], prompt_ids=[1, 2, 3, 7, 8, 4, 5]),
+        )
+        async with served(tmp_path, upstream) as gateway:
+            session = await gateway.register(id="one")
+            async with anthropic_client(gateway, session) as own:
+                history: list[Any] = [{"role": "user", "content": "hello"}]
+                asked: Any = {"model": "", "max_tokens": 8, "system": [{"type": "text", "text": "Help."}]}
+                first = await own.messages.create(messages=history, tools=CLAUDE_TOOLS, **asked)
+                result = {"type": "tool_result", "tool_use_id": "call_0", "content": "seen"}
+                history += [first.to_param(), {"role": "user", "content": [result]}]
+                second = await own.messages.create(messages=history, tools=CLAUDE_TOOLS, **asked)
+            assert second.content[0].text == "done"  # type: ignore[union-attr]
+            turns = await gateway.turns(session)
+        sent = server.requests[-1].body
+        assert sent["messages"] == [
+            {"role": "system", "content": "Help."},
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant", "content": None,
+                "tool_calls": [
+                    {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": '{"at":[1]}'}}
+                ],
+            },
+            {"role": "tool", "content": "seen", "tool_call_id": "call_0"},
+        ]  # fmt: skip
+        assert [tool["function"]["name"] for tool in sent["tools"]] == ["look", "stop"]
+        assert sent["max_tokens"] == 8
+    assert [(turn.get("parent"), turn.get("prefix", 0)) for turn in turns] == [(None, 0), (0, 5)]

@@ -1,0 +1,88 @@
+"""openai-agents, unmodified: an agent with a tool, a hand-off to another agent, and a session of two turns."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
+
+from rookery.core import ToolCall
+from rookery.gateway.renderings.embedded import Embedded
+from rookery.upstreams.embedded import chat
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.kit import served
+from tests.gateway.rooms import Script
+from tests.gateway.scripted import Play, Scripted
+from tests.gateway.test_openai_client import client
+
+QUIET = RunConfig(tracing_disabled=True)
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_calls_its_tool_and_goes_on(tmp_path: Path, streamed: bool) -> None:
+    upstream = Scripted()
+    upstream.then(
+        Play("", reasoning="I must add.", calls=(ToolCall("c1", "add", '{"a": 2,  "b": 3}'),)),
+        Play("It is 5."),
+        Play("You are welcome."),
+    )
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        async with client(gateway, session) as own:
+            model = OpenAIResponsesModel(model="m", openai_client=own)
+            agent = Agent(name="a", instructions="Add.", model=model, tools=[add])
+            given: Any = "What is 2 + 3?"
+            for said in ("It is 5.", "You are welcome."):
+                if streamed:
+                    result: Any = Runner.run_streamed(agent, given, run_config=QUIET)
+                    _ = [event async for event in result.stream_events()]
+                else:
+                    result = await Runner.run(agent, given, run_config=QUIET)
+                assert result.final_output == said
+                given = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
+        turns = await gateway.turns(session)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1], "each turn goes on from the one before"
+        assert [message["role"] for message in turns[1]["messages"]] == ["tool"]
+        assert turns[1]["messages"][0]["content"] == "5"
+
+
+async def test_previous_response_ids_do_as_well(tmp_path: Path) -> None:
+    upstream = Scripted()
+    upstream.then(Play("", calls=(ToolCall("c1", "add", '{"a": 2, "b": 3}'),)), Play("5"), Play("ok"))
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        async with client(gateway, session) as own:
+            model = OpenAIResponsesModel(model="m", openai_client=own)
+            agent = Agent(name="a", instructions="Add.", model=model, tools=[add])
+            first = await Runner.run(agent, "2 + 3?", run_config=QUIET, auto_previous_response_id=True)
+            await Runner.run(agent, "Thanks.", run_config=QUIET, previous_response_id=first.last_response_id)
+        assert [turn.get("parent") for turn in await gateway.turns(session)] == [None, 0, 1]
+        roles = [message.role for message in upstream.calls[-1].request.messages]  # type: ignore[union-attr]
+        assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
+
+
+async def test_a_sub_agent_is_a_tree_whose_tokens_train_once(tmp_path: Path) -> None:
+    upstream = Script(lambda _: [*b"fine", chat.END], Embedded())
+    async with rendered(tmp_path, upstream) as (gateway, noting):
+        session = await gateway.register(id="real")
+        async with client(gateway, session) as own:
+            model = OpenAIResponsesModel(model="m", openai_client=own)
+            settings = ModelSettings(max_tokens=12)
+            helper = Agent(name="helper", instructions="Help.", model=model, model_settings=settings)
+            agent = Agent(name="main", instructions="Do it.", model=model, model_settings=settings)
+            given: Any = "Begin."
+            for one in (agent, helper, agent):
+                result = await Runner.run(one, given if one is agent else "A part of it.", run_config=QUIET)
+                if one is agent:
+                    given = [*result.to_input_list(), {"role": "user", "content": "Go on."}]
+        turns = await exact(gateway, session, noting, segments=2)
+        assert [turn.get("parent") for turn in turns] == [None, None, 0]
+        assert turns[2].get("prefix")
+        assert msgspec.json.encode(turns[1]["messages"][0]["content"]) == b'"Help."'

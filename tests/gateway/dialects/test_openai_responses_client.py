@@ -1,0 +1,263 @@
+"""The openai library, unmodified, speaking responses: streaming and not, given only a base URL and a key."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from rookery.core import ToolCall, UpstreamError
+from tests.gateway.dialects.kit import exact, rendered
+from tests.gateway.kit import Gateway, Registered, served
+from tests.gateway.scripted import Play, Scripted
+from tests.gateway.test_openai_client import client, losing
+
+TOOLS: Any = [
+    {"type": "function", "name": name, "description": "", "parameters": {"type": "object"}, "strict": False}
+    for name in ("look", "stop")
+]
+CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop", "{}"))
+SEALED: Any = ["reasoning.encrypted_content"]
+
+
+@pytest.fixture
+async def upstream() -> Scripted:
+    return Scripted("the answer")
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
+    async with served(tmp_path, upstream) as found:
+        yield found
+
+
+@pytest.fixture
+async def session(gateway: Gateway) -> Registered:
+    return await gateway.register(id="0.0-1")
+
+
+def told(response: Any) -> list[dict[str, Any]]:
+    """The output, without what is new in every answer."""
+    items = [item.to_dict(exclude_none=True, mode="json") for item in response.output]
+    for item in items:
+        item.pop("id")
+        for part in item.get("content", ()):
+            part.pop("parsed", None)
+        item.pop("parsed_arguments", None)
+    return items
+
+
+async def test_a_response_whole_and_streamed(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+    upstream.default = Play("the answer", reasoning="let me see", calls=CALLS)
+    async with client(gateway, session) as own:
+        whole = await own.responses.create(model="m", input="hello", tools=TOOLS, include=SEALED, store=False)
+        async with own.responses.stream(model="m", input="hello", tools=TOOLS, include=SEALED) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+    assert (whole.output_text, final.output_text) == ("the answer", "the answer")
+    assert whole.status == final.status == "completed"
+    assert [item["type"] for item in told(whole)] == ["reasoning", "message", "function_call", "function_call"]
+    assert told(final) == told(whole)
+    assert whole.usage is not None
+    assert final.usage == whole.usage
+    assert whole.usage.output_tokens == len("the answer") + 1
+    item = "response.output_item"
+    part = "response.content_part"
+    arguments = "response.function_call_arguments"
+    assert kinds == [
+        *("response.created", "response.in_progress"),
+        *(f"{item}.added", f"{part}.added", "response.reasoning_text.delta", "response.reasoning_text.done"),
+        *(f"{part}.done", f"{item}.done", f"{item}.added", f"{part}.added"),
+        *["response.output_text.delta"] * len("the answer"),
+        *("response.output_text.done", f"{part}.done", f"{item}.done"),
+        *(f"{item}.added", *[f"{arguments}.delta"] * len(CALLS[0].arguments), f"{arguments}.done", f"{item}.done"),
+        *(f"{item}.added", *[f"{arguments}.delta"] * 2, f"{arguments}.done", f"{item}.done"),
+        "response.completed",
+    ]
+
+
+async def test_histories_go_on_by_their_items_and_by_their_name(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("a", reasoning="hm", calls=CALLS), Play("b"), Play("c"))
+    outputs: Any = [{"type": "function_call_output", "call_id": call.id, "output": "seen"} for call in CALLS]
+    more: Any = {"model": "m", "tools": TOOLS, "instructions": "Be kind."}
+    async with client(gateway, session) as own:
+        first = await own.responses.create(input="hello", **more)
+        items = [item.to_dict(mode="json") for item in first.output]
+        by_items = await own.responses.create(
+            input=[{"role": "user", "content": "hello"}, *items, *outputs], store=False, **more
+        )
+        by_name = await own.responses.create(input=outputs, previous_response_id=first.id, **more)
+        assert (by_items.output_text, by_name.output_text) == ("b", "c")
+        assert by_name.previous_response_id == first.id
+        again = await own.responses.retrieve(first.id)
+        assert (again.output_text, again.id, told(again)[-1]) == ("a", first.id, told(first)[-1])
+        await own.responses.delete(first.id)
+        for gone in (first.id, by_items.id, "resp_nothing"):
+            with pytest.raises(openai.NotFoundError):
+                await own.responses.retrieve(gone)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await own.responses.create(input="x", previous_response_id=first.id, **more)
+        assert caught.value.param == "previous_response_id"
+        count = await own.responses.input_tokens.count(model="m", input="hello")
+        assert count.input_tokens > 0
+    turns = await gateway.turns(session)
+    assert [turn.get("parent") for turn in turns] == [None, 0, 0]
+    assert [message["role"] for message in turns[0]["messages"]] == ["system", "user"]
+    assert [turn["messages"] for turn in turns[1:]] == [turns[1]["messages"]] * 2
+
+
+async def test_names_hold_after_a_restart_and_instructions_are_not_inherited(tmp_path: Path) -> None:
+    async with served(tmp_path, Scripted("a")) as gateway:
+        session = await gateway.register(id="one")
+        async with client(gateway, session) as own:
+            first = await own.responses.create(
+                model="m", input=[{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}],
+                instructions="I",
+            )  # fmt: skip
+    upstream = Scripted("b")
+    async with served(tmp_path, upstream) as gateway:
+        async with client(gateway, session) as own:
+            for instructions in ("I", "J", None):
+                await own.responses.create(
+                    model="m", input="more", previous_response_id=first.id, instructions=instructions
+                )
+        heads = [asked.request.messages[0] for asked in upstream.calls]
+        assert [(head.role, head.content) for head in heads] == [  # type: ignore[union-attr]
+            ("system", "I\n\nD"),
+            ("system", "J\n\nD"),
+            ("system", "D"),
+        ]
+        assert [turn.get("parent") for turn in await gateway.turns(session)] == [None, 0, None, None]
+
+
+class Answer(BaseModel):
+    x: int
+
+
+async def test_formats_limits_choices_and_logprobs(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play('{"x": 1}'), Play("ab", finish="length"), Play("ab"))
+    async with client(gateway, session) as own:
+        parsed = await own.responses.parse(model="m", input="hello", text_format=Answer)
+        assert parsed.output_parsed == Answer(x=1)
+        cut = await own.responses.create(
+            model="m", input="hello", tools=TOOLS, max_output_tokens=3, temperature=0.5, top_p=0.5,
+            tool_choice={"type": "function", "name": "stop"}, metadata={"a": "b"}, truncation="auto",
+            reasoning={"effort": "high"}, prompt_cache_key="k", extra_body={"unheard_of": [1]},
+        )  # fmt: skip
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+        seen = await own.responses.create(
+            model="m", input="hello", top_logprobs=2, include=["message.output_text.logprobs"]
+        )
+    part = seen.output[0].content[0]  # type: ignore[union-attr,index]
+    assert [(one.logprob, len(one.top_logprobs)) for one in part.logprobs] == [(-0.5, 2)] * 3  # type: ignore[union-attr]
+    schema, limited, _ = (asked.request for asked in upstream.calls)
+    assert b'"json_schema"' in bytes(schema.sampling.extra["response_format"])
+    assert (limited.sampling.max_tokens, limited.sampling.temperature, limited.tool_choice) == (3, 0.5, "stop")
+
+
+async def test_errors_are_those_of_the_library(gateway: Gateway, session: Registered, upstream: Scripted) -> None:
+    async def raised(**fields: Any) -> Any:
+        async with client(gateway, session, max_retries=0) as own:
+            with pytest.raises(openai.APIError) as caught:
+                await own.responses.create(**({"model": "m", "input": "hello"} | fields))
+            return caught.value
+
+    for fields, param in [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input[0].call_id"),
+        ({"input": [{"role": "nobody"}]}, "input[0].role"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ]:
+        error = await raised(**fields)
+        assert isinstance(error, openai.BadRequestError)
+        assert (error.param, bool(error.message)) == (param, True)
+    upstream.default = Play(error=UpstreamError("down", cause="upstream.unreachable"), after=0)
+    assert (await raised()).status_code == 503
+    upstream.default = Play("abc", error=UpstreamError("down"), after=2)
+    async with client(gateway, session) as own:
+        stream = await own.responses.create(model="m", input="hello", stream=True)
+        with pytest.raises(openai.APIError, match="down"):
+            _ = [event async for event in stream]
+    body = {"model": "m", "input": "hello", "stream": True}
+    answer = await gateway.ask("POST", f"{session.path}/responses", body, key=session.secret)
+    assert [part.split(b"\n")[0] for part in answer.body.split(b"\n\n")[-3:-1]] == [
+        b"event: error",
+        b"event: response.failed",
+    ]
+    assert await gateway.turns(session) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_librarys_own_retry_of_a_lost_answer_gets_it_again_under_its_name(
+    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool
+) -> None:
+    upstream.then(Play("the first", calls=CALLS))
+    async with losing(gateway.port, 1) as (port, heads):
+        base = f"http://127.0.0.1:{port}{session.path}"
+        async with AsyncOpenAI(base_url=base, api_key=session.secret, max_retries=2) as own:
+            if stream:
+                async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+                    answer: Any = await events.get_final_response()
+            else:
+                answer = await own.responses.create(model="m", input="hello", tools=TOOLS)
+    async with client(gateway, session) as own:
+        assert (await own.responses.retrieve(answer.id)).output_text == "the first"
+    assert [b"x-stainless-retry-count: 1" in head.lower() for head in heads][:2] == [False, True]
+    assert (len(upstream.calls), len(await gateway.turns(session))) == (1, 1)
+
+
+async def test_a_client_that_closes_its_stream_ends_the_call(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("abc", held=True))
+    async with client(gateway, session) as own:
+        asking = asyncio.create_task(own.responses.create(model="m", input="hello", stream=True))
+        asked = await upstream.called()
+        asked.go(2)
+        stream = await asking
+        assert (await anext(aiter(stream))).type == "response.created"
+        await stream.close()
+        await asked.ended()
+        assert asked.cancelled
+    await gateway.settled()
+    assert await gateway.turns(session) == []
+
+
+async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path: Path) -> None:
+    async with rendered(tmp_path) as (gateway, noting):
+        session = await gateway.register(id="real")
+        fields: Any = {"model": "m", "max_output_tokens": 24, "instructions": "Help.", "tools": TOOLS}
+        async with client(gateway, session) as own:
+            history: list[Any] = [{"role": "user", "content": "hello"}]
+            answer: Any = None
+            for turn in range(3):
+                if turn % 2:
+                    async with own.responses.stream(input=history, **fields) as stream:
+                        async for event in stream:
+                            if event.type in ("response.completed", "response.incomplete"):
+                                answer = event.response
+                else:
+                    answer = await own.responses.create(input=history, **fields)
+                history += [item.to_dict(mode="json") for item in answer.output]
+                history += [
+                    {"type": "function_call_output", "call_id": item.call_id, "output": "ok"}
+                    for item in answer.output
+                    if item.type == "function_call"
+                ] or [{"role": "user", "content": "go on"}]
+            named = await own.responses.create(input="go on", previous_response_id=answer.id, **fields)
+            compacted: Any = [{"role": "user", "content": "so far: nothing"}]
+            await own.responses.create(input=compacted, **fields)
+        assert named.output
+        turns = await exact(gateway, session, noting, segments=2)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
+        assert all(turn.get("prefix") for turn in turns[1:4])

@@ -1,0 +1,348 @@
+"""A conversation in any dialect is the same one: what was said comes back as it was, however it is spelled."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.core import Message, ToolCall, Turn
+from rookery.gateway.dialects import dialects
+from rookery.gateway.dialects.messages import MessagesDialect
+from rookery.gateway.dialects.protocol import Ask, BadRequestError
+from rookery.gateway.dialects.responses import ResponsesDialect
+from rookery.gateway.numbers import Respelled, alike
+from rookery.gateway.session import Reply
+from rookery.gateway.tools import ToolsError
+from rookery.trajectories import key_of
+from tests.gateway.scripted import ANY_SPEED
+
+MESSAGES, RESPONSES = MessagesDialect(), ResponsesDialect()
+words = st.text('ab"\\\n\u2028é😀{}~_', min_size=1, max_size=6)
+arguments = st.sampled_from(
+    [
+        "{}",
+        "",
+        '{"a": 1.50,  "b": ["é", null]}',
+        '{"a":',
+        "[1]",
+        '"x"',
+        '{"a":1,"a":2}',
+        '{"input": "x"}',
+        '{"input": 5}',
+    ]
+)
+calls = st.lists(st.tuples(st.sampled_from(["look", "patch", "ns__find"]), arguments), max_size=3)
+
+
+@st.composite
+def conversations(draw: Any) -> tuple[Message, ...]:
+    """As agents hold them: every call is answered before somebody speaks again."""
+    found: list[Message] = []
+    if draw(st.booleans()):
+        found.append(Message("system", draw(words)))
+    number = 0
+    for _ in range(draw(st.integers(1, 3))):
+        found.append(Message("user", draw(words)))
+        for made in draw(st.lists(calls, max_size=2)):
+            own = tuple(ToolCall(f"call_{number + at}", name, text) for at, (name, text) in enumerate(made))
+            number += len(own)
+            said = draw(st.one_of(st.just(""), words))
+            thought = draw(st.none() | words)
+            found.append(Message("assistant", said if said or not own else None, own, reasoning=thought))
+            found += [Message("tool", draw(words), tool_call_id=call.id) for call in own]
+            if not own:
+                break
+        if found[-1].role == "tool":
+            found.append(Message("assistant", draw(words)))
+        if found[-1].role == "user":
+            break
+    if found[-1].role == "assistant":
+        found.append(Message("user", draw(words)))
+    return tuple(found)
+
+
+def reply(message: Message) -> Reply:
+    return Reply(message, "stop", Turn(attempt="x", index=0, response=message))
+
+
+def hinted(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[str, Any]:
+    return {**block, "cache_control": {"type": "ephemeral"}} if draw(st.booleans()) else block
+
+
+def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
+    """The request of a client that keeps its history in Anthropic's shape."""
+    body: dict[str, Any] = {"messages": [], "stream": draw(st.booleans())}
+    asked = Ask(own=True)
+    for message in messages:
+        if message.role == "system":
+            block = hinted(draw, {"type": "text", "text": message.text})
+            body["system"] = draw(st.sampled_from([message.text, [block]]))
+            continue
+        if message.role == "assistant":
+            said = msgspec.json.decode(MESSAGES.whole(asked, [reply(message)]))
+            body["messages"].append({"role": "assistant", "content": said["content"]})
+            continue
+        block = {"type": "text", "text": message.text}
+        if message.role == "tool":
+            inner = draw(st.sampled_from([message.text, [{"type": "text", "text": message.text}]]))
+            block = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": inner}
+        last = body["messages"][-1] if body["messages"] else None
+        if last is not None and last["role"] == "user" and draw(st.booleans()):
+            last["content"].append(hinted(draw, block))
+        else:
+            body["messages"].append({"role": "user", "content": [hinted(draw, block)]})
+    return body
+
+
+TOOLS = [
+    {"type": "function", "name": "look"},
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "ns", "description": "", "tools": [{"type": "function", "name": "find"}]},
+]
+
+
+def as_openai(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
+    """The request of a client that keeps its history as items."""
+    body: dict[str, Any] = {"input": [], "tools": TOOLS, "stream": draw(st.booleans())}
+    ids, sealed = draw(st.booleans()), draw(st.booleans())
+    include = ["reasoning.encrypted_content"] if sealed else []
+    asked = RESPONSES.ask(msgspec.json.encode({"input": "x", "tools": TOOLS, "include": include}))
+    custom: set[str] = set()
+    for at, message in enumerate(messages):
+        if message.role == "system":
+            body["instructions"] = message.text
+        elif message.role == "assistant":
+            named = msgspec.structs.replace(asked, id=f"{at:024x}")
+            for item in msgspec.json.decode(RESPONSES.whole(named, [reply(message)]))["output"]:
+                if not ids:
+                    del item["id"], item["status"]
+                if sealed and item["type"] == "reasoning":
+                    del item["content"]
+                if item["type"] == "custom_tool_call":
+                    custom.add(item["call_id"])
+                body["input"].append(item)
+        elif message.role == "tool":
+            called = str(message.tool_call_id)
+            kind = "custom_tool_call" if {called, called + "~"} & custom else "function_call"
+            called = called + "~" if called + "~" in custom else called
+            body["input"].append({"type": f"{kind}_output", "call_id": called, "output": message.text})
+        else:
+            part = [{"type": "input_text", "text": message.text}]
+            content = draw(st.sampled_from([message.text, part]))
+            body["input"].append({"role": "user", "content": content})
+    return body
+
+
+def spelled(draw: Any, body: dict[str, Any]) -> bytes:
+    return json.dumps(body, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans())).encode()
+
+
+@settings(ANY_SPEED, max_examples=100)
+@given(st.data(), conversations(), st.sampled_from(["messages", "responses"]))
+def test_a_conversation_comes_back_as_it_was(data: st.DataObject, said: tuple[Message, ...], name: str) -> None:
+    write = as_anthropic if name == "messages" else as_openai
+    found = dialects()[name].ask(spelled(data.draw, write(data.draw, said))).messages
+    assert all(isinstance(message, Message) for message in found)
+    assert [key_of(message) for message in found if isinstance(message, Message)] == [key_of(one) for one in said]
+    assert [one.reasoning for one in found if isinstance(one, Message)] == [one.reasoning for one in said]
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ("a a", ["a", "a"]),  # two answers, since nothing was called between them
+        ("r a r a", ["ra", "ra"]),
+        ("r r a", ["rra"]),
+        ("a c a", ["aac"]),  # text that came among the calls of one answer
+        ("r c c a", ["racc"]),
+        ("a c o a c", ["ac", "o", "ac"]),
+        ("c r a", ["c", "ra"]),
+    ],
+)
+def test_items_without_ids_are_one_answer_where_they_can_be(items: str, expected: list[str]) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "a": {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        "r": {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        "c": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        "o": {"type": "function_call_output", "call_id": "1", "output": "o"},
+    }
+    found = RESPONSES.ask(msgspec.json.encode({"input": [kinds[one] for one in items.split()]})).messages
+    told = [
+        (one.reasoning or "") + one.text + "c" * len(one.tool_calls) for one in found if isinstance(one, Message)
+    ]
+    assert told == expected
+
+
+def test_items_with_ids_are_one_answer_exactly_where_the_ids_say_so() -> None:
+    def item(kind: str, stem: str) -> dict[str, Any]:
+        return {**kinds[kind], "id": f"{kind}_{stem}_0"}
+
+    kinds: dict[str, dict[str, Any]] = {
+        "msg": {"type": "message", "role": "assistant", "content": "a"},
+        "rs": {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]},
+        "fc": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    }
+    items = [item("msg", "1"), item("rs", "1"), item("msg", "1"), item("fc", "2"), item("msg", "3")]
+    found = RESPONSES.ask(msgspec.json.encode({"input": items})).messages
+    assert [(one.text, one.reasoning, len(one.tool_calls)) for one in found if isinstance(one, Message)] == [
+        ("aa", "r", 0),
+        ("", None, 1),
+        ("a", None, 0),
+    ]
+
+
+json_values = st.recursive(
+    st.sampled_from([None, 0, -1, 2.5, "", "x", True, 2**70]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "messages",
+                    "input",
+                    "role",
+                    "user",
+                    "content",
+                    "type",
+                    "text",
+                    "tool_result",
+                    "tools",
+                    "name",
+                    "id",
+                    "system",
+                    "prompt",
+                    "tool_use",
+                    "function_call",
+                    "call_id",
+                    "output",
+                    "reasoning",
+                    "instructions",
+                    "tool_choice",
+                    "source",
+                    "thinking",
+                    "arguments",
+                    "message",
+                    "assistant",
+                    "image",
+                ]
+            ),
+            inner
+            | st.sampled_from(["user", "assistant", "message", "text", "tool_use", "tool_result", "reasoning"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(ANY_SPEED, max_examples=150)
+@given(
+    st.sampled_from(["completions", "messages", "responses"]), st.binary(max_size=20) | json_values.map(json.dumps)
+)
+def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(name: str, body: bytes | str) -> None:
+    found: Ask | str
+    try:
+        found = dialects()[name].ask(body.encode() if isinstance(body, str) else body)
+    except (BadRequestError, ToolsError) as error:
+        found = str(error)
+    assert found
+
+
+@settings(ANY_SPEED, max_examples=150)
+@given(
+    st.sampled_from(["messages", "input"]),
+    st.lists(
+        json_values
+        | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": json_values})
+    ),
+)
+def test_whatever_a_message_is_it_is_read_or_an_error_in_words(field: str, given: list[Any]) -> None:
+    name = "messages" if field == "messages" else "responses"
+    found: object
+    try:
+        found = dialects()[name].ask(json.dumps({field: given}).encode()).messages
+    except BadRequestError as error:
+        found = str(error)
+    assert found
+
+
+# ---- what differs by name only
+
+
+def test_every_dialect_is_found_by_its_entry_point_and_has_paths_of_its_own() -> None:
+    found = dialects()
+    assert {"chat", "completions", "messages", "responses"} <= set(found)
+    assert [name for name, dialect in found.items() if dialect.name != name] == []
+    paths = [path for dialect in found.values() for path in dialect.paths]
+    assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("problem", "retried"),
+    [
+        *((name, False) for name in ("bad_request", "unauthorized", "gone", "truncated", "context", "too_large")),
+        *((name, True) for name in ("unavailable", "timeout", "upstream", "internal")),
+    ],
+)
+@pytest.mark.parametrize("name", ["completions", "messages", "responses"])
+def test_an_error_has_its_providers_shape_and_only_what_a_retry_can_mend_is_retried(
+    name: str, problem: Any, retried: bool
+) -> None:
+    status, body = dialects()[name].error(problem, "said so", "messages")
+    found = msgspec.json.decode(body)
+    assert (status >= 500) == retried
+    assert status not in (408, 409, 429)
+    assert "said so" in found["error"]["message"]
+    if name == "messages":
+        assert (set(found), set(found["error"])) == ({"type", "error"}, {"type", "message"})
+        assert found["type"] == "error"
+    else:
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+
+
+# ---- numbers of JavaScript
+
+
+def javascript(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) > 2**53:
+        return int(
+            f"{float(value):.17g}".split("e")[0].replace(".", "").ljust(len(str(value)), "0")[: len(str(value))]
+        )
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1e21 else value
+    if isinstance(value, dict):
+        return {name: javascript(inner) for name, inner in value.items()}
+    return [javascript(inner) for inner in value] if isinstance(value, list) else value
+
+
+numbers = st.recursive(
+    st.sampled_from([0, 1, 1.0, -0.0, 2.5, 1e20, 1e21, True, "1.0", None])
+    | st.integers(-(2**53), 2**53)
+    | st.floats(-1e9, 1e9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b"]), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(ANY_SPEED)
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers, max_size=3), numbers)
+def test_arguments_that_went_through_javascript_are_those_that_were_sampled(
+    given: dict[str, Any], other: Any
+) -> None:
+    sampled, back = json.dumps(given, indent=1), json.dumps(javascript(given))
+    assert alike(sampled, back)
+    respelled = Respelled()
+    call = ToolCall("c", "f", sampled)
+    respelled.note(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
+    restored = respelled.restored(Message("assistant", None, (ToolCall("c", "f", back),)))
+    assert key_of(restored) == key_of(Message("assistant", None, (call,)))
+    edited = ToolCall("c", "f", json.dumps({**given, "d": other}))
+    assert respelled.restored(Message("assistant", None, (edited,))).tool_calls == (edited,)
+    elsewhere = ToolCall("another", "f", back)
+    assert respelled.restored(Message("assistant", None, (elsewhere,))).tool_calls == (elsewhere,)

@@ -1,0 +1,196 @@
+"""Whatever an engine tells, in whatever pieces: what libraries put together of a stream is the whole answer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import requests
+from anthropic import Anthropic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+
+from rookery.core import Finish, Message, ToolCall, UpstreamError
+from rookery.gateway.dialects.shared import CallsInOrder, Told
+from rookery.upstreams.protocol import CallDelta, Delta
+from tests.gateway.kit import KEY, Gateway, served_beside
+from tests.gateway.scripted import ANY_SPEED, Play, Scripted
+
+FEW = settings(ANY_SPEED, max_examples=15, suppress_health_check=list(HealthCheck))
+words = st.text('ab"\\\n\u2028é😀{}', min_size=1, max_size=6)
+arguments = st.sampled_from(
+    ["", "{}", '{"a": 1.50,  "b": "é\\n"}', '{"a":', "[1]", '{"a":1,"a":2}', '{"a":"\\ud800"}']
+)
+
+
+@dataclass
+class Told_:
+    """An answer and its pieces."""
+
+    message: Message
+    finish: Finish
+    pieces: tuple[Delta, ...] = ()
+
+
+@st.composite
+def answers(draw: Any) -> Told_:
+    calls: list[ToolCall] = []
+    pieces: list[Delta] = []
+    text, thought = [""], [""]
+    for step in draw(st.lists(st.sampled_from(["text", "text", "thought", "call", "nothing"]), max_size=8)):
+        if step == "text":
+            text.append(draw(words))
+            pieces.append(Delta(content=text[-1]))
+        elif step == "thought":
+            thought.append(draw(words))
+            pieces.append(Delta(reasoning=thought[-1]))
+        elif step == "nothing":
+            pieces.append(Delta())
+        else:
+            call = ToolCall(f"call_{len(calls)}", draw(st.sampled_from(["look", "stop"])), draw(arguments))
+            at = draw(st.integers(0, len(call.arguments)))
+            index = len(calls)
+            silent = call.arguments == "{}" and draw(st.booleans())  # engines may tell no arguments at all
+            told = "" if silent else call.arguments
+            pieces.append(Delta(tool_calls=(CallDelta(index, call.id, call.name, told[:at]),)))
+            pieces += [Delta(tool_calls=(CallDelta(index, arguments=one),)) for one in told[at:]]
+            calls.append(call)
+    said = "".join(text)
+    message = Message(
+        "assistant", said if said or not calls else None, tuple(calls), reasoning="".join(thought) or None
+    )
+    finish: Finish = draw(st.sampled_from(["stop", "length"]))
+    return Told_(message, "tool_calls" if calls and finish == "stop" else finish, tuple(pieces))
+
+
+@dataclass
+class Room:
+    gateway: Gateway
+    upstream: Scripted
+    base: str = ""
+    secret: str = ""
+    plays: list[Play] = field(default_factory=list)
+
+    def play(self, answer: Told_) -> None:
+        """Both times the same."""
+        play = Play("", pieces=answer.pieces, more={"message": answer.message, "finish": answer.finish})
+        self.upstream.then(play, play)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    made: list[Scripted] = []
+
+    def upstream() -> Scripted:
+        made.append(Scripted())
+        return made[0]
+
+    with served_beside(tmp_path_factory.mktemp("gateway"), upstream) as gateway:
+        opened = requests.post(
+            f"{gateway.url}/rollouts", json={"id": "one"}, headers={"Authorization": f"Bearer {KEY}"}, timeout=20
+        ).json()
+        yield Room(gateway, made[0], f"{gateway.url}/v1/rollouts/one", opened["secret"])
+
+
+def shown(message: Any) -> Any:
+    """What an Anthropic message says, however it is divided."""
+    blocks = message.content
+    return (
+        "".join(block.thinking for block in blocks if block.type == "thinking"),
+        "".join(block.text for block in blocks if block.type == "text"),
+        [(block.id, block.name, block.input) for block in blocks if block.type == "tool_use"],
+        (message.stop_reason, message.stop_sequence, message.usage.output_tokens),
+        bool([block for block in blocks if block.type != "thinking"]),
+    )
+
+
+def test_anthropics_library_puts_the_whole_message_together(room: Room) -> None:
+    with Anthropic(base_url=room.base, api_key=room.secret) as own:
+
+        @FEW
+        @given(answers())
+        def play(answer: Told_) -> None:
+            room.play(answer)
+            asked: Any = {
+                "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}],
+                "thinking": {"type": "adaptive"},
+            }  # fmt: skip
+            whole = own.messages.create(**asked)
+            with own.messages.stream(**asked) as stream:
+                final = stream.get_final_message()
+            assert shown(final) == shown(whole)
+            assert shown(whole)[:2] == (answer.message.reasoning or "", answer.message.text)
+
+        play()
+
+
+def said(response: Any) -> Any:
+    """What a response says, however it is divided."""
+    items = response.output
+    return (
+        "".join(part.text for item in items if item.type == "reasoning" for part in item.content or ()),
+        "".join(part.text for item in items if item.type == "message" for part in item.content),
+        [(item.call_id, item.name, item.arguments) for item in items if item.type == "function_call"],
+        (response.status, response.incomplete_details, response.usage),
+        any(item.type != "reasoning" for item in items),
+    )
+
+
+def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
+    with OpenAI(base_url=room.base, api_key=room.secret) as own:
+
+        @FEW
+        @given(answers())
+        def play(answer: Told_) -> None:
+            room.play(answer)
+            whole = own.responses.create(model="m", input="x")
+            final: Any = None
+            with own.responses.stream(model="m", input="x") as stream:
+                for sequence, event in enumerate(stream):
+                    assert event.sequence_number == sequence
+                    if event.type in ("response.completed", "response.incomplete"):
+                        final = event.response
+            assert said(final) == said(whole)
+            message = answer.message
+            calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+            assert said(whole)[:3] == (message.reasoning or "", message.text, calls)
+
+        play()
+
+
+# ---- calls, one after the other
+
+
+def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong() -> None:
+    calls = CallsInOrder()
+    _ = list(calls.feed(CallDelta(0, "a", "look", "{}")))
+    _ = list(calls.feed(CallDelta(1, "b", "look", "{")))
+    with pytest.raises(UpstreamError, match="came back to tool call 0"):
+        _ = list(calls.feed(CallDelta(0, arguments="x")))
+
+
+def test_a_call_without_a_name_waits_for_the_whole_answer() -> None:
+    calls = CallsInOrder()
+    told = [
+        *calls.feed(CallDelta(0, "a")),
+        *calls.feed(CallDelta(0, name="look")),
+        *calls.feed(CallDelta(0, arguments="{}")),
+    ]
+    assert told == []
+    assert [one.kind for one in calls.finish((ToolCall("a", "look", "{}"),))] == ["begin", "more", "end"]
+
+
+@settings(ANY_SPEED)
+@given(answers())
+def test_every_call_is_told_once_and_whole(answer: Told_) -> None:
+    calls = CallsInOrder()
+    told: list[Told] = [one for piece in answer.pieces for call in piece.tool_calls for one in calls.feed(call)]
+    told += calls.finish(answer.message.tool_calls)
+    ends = [ToolCall(one.id, one.name, one.text) for one in told if one.kind == "end"]
+    assert tuple(ends) == answer.message.tool_calls
+    for at, call in enumerate(answer.message.tool_calls):
+        own = [one for one in told if one.at == at]
+        assert [own[0].kind, own[-1].kind] == ["begin", "end"]
+        assert "".join(one.text for one in own[1:-1]) == call.arguments
+    assert [one.at for one in told] == sorted(one.at for one in told)
