@@ -87,6 +87,12 @@ class Context:
         """Another model role (judge, simulated user, sub-model)."""
         return self._session.model(role)
 
+    def sub_model(self, *, trained: bool) -> Model:
+        """A model for calls beside the conversation, each a branch of its own. Trained, they are the policy's;
+        else they have the role `sub`. Their budget is the caller's to keep; `Truncation` ends the one call alone.
+        """
+        return self._session.sub_model(trained=trained)
+
     @property
     def truncated(self) -> str | None:
         """The budget that ended the run stage, once one did."""
@@ -134,14 +140,13 @@ class Context:
             )
         if box is None:
             return self._open_door(None)
-        inner = box.inner if isinstance(box, WatchedSandbox) else box
-        if not isinstance(inner, Listening) or not inner.inside_url:
+        if not isinstance(box, Listening) or not box.inside_url:
             raise UsageError(
                 f"sandbox {box.id} has no way to the gateway: its network is {box.spec.network!r}, not 'model', "
                 f"or its provider {box.spec.provider or '?'} cannot give one",
                 cause="bug.environment",
             )
-        return self._open_door(inner)
+        return self._open_door(box)
 
     async def working(self, on: str, awaitable: Awaitable[T]) -> T:
         """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""

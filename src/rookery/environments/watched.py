@@ -1,11 +1,12 @@
 """A sandbox whose calls the attempt's watch sees: time spent there is the policy's, not the environment's."""
 
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.core import ExecResult
-from rookery.sandboxes.protocol import Command, OnOutput, Process, Sandbox, Shell
+from rookery.core import ExecResult, SandboxError
+from rookery.sandboxes.protocol import Command, Listening, OnOutput, Process, Sandbox, Shell
 
 
 class WatchedSandbox:
@@ -14,8 +15,7 @@ class WatchedSandbox:
     def __init__(
         self, inner: Sandbox, working: Callable[[str, Awaitable[Any]], Awaitable[Any]], forks: list[Sandbox]
     ) -> None:
-        self._inner = self.inner = inner
-        """Also for what only some providers can: ask it whether it is one of those."""
+        self._inner = inner
         self._working = working
         self._forks = forks
         """Where those of it go, for the attempt to close."""
@@ -59,6 +59,20 @@ class WatchedSandbox:
         changes: Mapping[str, str] = await self._working("sandbox", self._inner.diff(snapshot, timeout=timeout))
         return changes
 
+    @property
+    def inside_url(self) -> str:
+        """As `Listening` says; empty where the sandbox has no such address."""
+        return self._inner.inside_url if isinstance(self._inner, Listening) else ""
+
+    def listener(self) -> socket.socket:
+        if not isinstance(self._inner, Listening):
+            raise SandboxError(f"sandbox {self.id} has no network `model`", cause="sandbox.refused")
+        return self._inner.listener()
+
+    def unlisten(self) -> None:
+        if isinstance(self._inner, Listening):
+            self._inner.unlisten()
+
     async def close(self) -> None:
         await self._inner.close()
 
@@ -70,8 +84,9 @@ class WatchedShell:
         self._inner = inner
         self._working = working
 
-    async def run(self, script: str, *, timeout: float) -> ExecResult:
-        result: ExecResult = await self._working("sandbox", self._inner.run(script, timeout=timeout))
+    async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
+        running = self._inner.run(script, timeout=timeout, outside=outside)
+        result: ExecResult = await self._working("sandbox", running)
         return result
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
     if role.record == "tokens" and not prompt:
         prompt, added = await _prompt(session, role, place, call)
     sampling = call.sampling
-    if role.name == "policy":
+    if role.name == "policy" and not role.beside:
         sampling = session.budgeted(sampling, len(prompt) // 4)
     raw = role.upstream.raw_in
     request = ModelRequest(

@@ -38,6 +38,8 @@ Spell: TypeAlias = Callable[[bytes], list[bytes]]
 """The bytes that each of some ids stands for."""
 Tops: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 MODEL_CALL_SECONDS = 600.0
+SUB = "sub"
+"""The role of sub-models that do not train."""
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,9 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     record: Record = "messages"
     rendering: "Offloop | None" = None
     """The chat format, where `record` is tokens."""
+    beside: bool = False
+    """Calls beside the rollout's own conversation, as those of a sub-model: recorded, and trained where the role
+    is the policy, but whoever makes them keeps their budget, and what ends one does not end the rollout."""
 
 
 class Watch(Protocol):
@@ -129,6 +134,8 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
+        self.beside = 0
+        """Turns of the policy that were made beside the conversation."""
         self.promptless = 0
         """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
         self.rerendered = 0
@@ -162,6 +169,23 @@ class Session:
                     f"no model serves the role {role!r} (configured: {known})", cause="bug.environment"
                 )
             found = self._models[role] = Model(self, self.roles[role])
+        return found
+
+    def sub_model(self, *, trained: bool) -> "Model":
+        """A model for calls beside the conversation: the policy itself, whose turns train, or else the role `sub`,
+        which is served as the policy is where nobody configured it."""
+        name = "policy/beside" if trained else SUB
+        found = self._models.get(name)
+        if found is None:
+            policy = self.roles["policy"]
+            if trained and SUB in self.roles:
+                raise UsageError(
+                    f"the role {SUB!r} has an upstream of its own, and what it samples cannot train the policy: "
+                    "leave that role out, or do not train sub-calls",
+                    cause="bug.environment",
+                )
+            role = policy if trained else self.roles.get(SUB) or msgspec.structs.replace(policy, name=SUB)
+            found = self._models[name] = Model(self, msgspec.structs.replace(role, beside=True))
         return found
 
     @property
@@ -213,9 +237,9 @@ class Session:
 
         if self._closed:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
-        policy = role.name == "policy"
+        policy = role.name == "policy" and not role.beside
         limit = self.limits.turns
-        if policy and limit is not None and self.turns + self._asking >= limit:
+        if policy and limit is not None and self.turns - self.beside + self._asking >= limit:
             raise self.stop("turns", f"all {limit} turns are used")
         task = asyncio.current_task()
         assert task is not None
@@ -226,6 +250,8 @@ class Session:
         try:
             reply = await played(self, role, call, news)
         except Truncation as stop:
+            if role.beside:
+                raise
             if not policy:  # another role's limit is no budget of the rollout's
                 raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
             self.truncated = self.truncated or stop.reason
@@ -235,6 +261,7 @@ class Session:
             self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
+        self.beside += role.beside and role.name == "policy"
         length, context = reply.turn.prompt_tokens + reply.turn.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:
             raise self.stop("context", f"the sequence is longer than {context} tokens")
@@ -283,6 +310,8 @@ class Model:
         self._role = role
         self.role = role.name
         self.name = role.model
+        self.sampling = role.sampling
+        """How it samples where a call does not say otherwise."""
 
     async def chat(
         self,

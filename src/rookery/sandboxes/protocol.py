@@ -78,7 +78,9 @@ class Process(Protocol):
 class Shell(Protocol):
     """A persistent bash: cwd, variables, functions and background jobs stay between calls."""
 
-    async def run(self, script: str, *, timeout: float) -> ExecResult: ...
+    async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
+        """`outside` tells how many seconds so far do not count: those that the script spent waiting for us."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -20,6 +20,7 @@ import secrets
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -115,7 +116,7 @@ class Bash:
         with contextlib.suppress(BrokenPipeError):  # it is dead, which is seen by whoever waits for its word
             await self._feeder.write((line + _say(token)).encode("utf-8", "surrogateescape"))
 
-    async def until(self, token: str, timeout: float) -> int | None:
+    async def until(self, token: str, timeout: float, outside: Callable[[], float] | None = None) -> int | None:
         """The exit code said with this word; None when bash ended, was flooded, or the time was over."""
         wanted = token.encode() + b" "
         end = time.monotonic() + timeout
@@ -124,7 +125,7 @@ class Bash:
                 if line.startswith(wanted) and line[len(wanted) :].isdigit():
                     self._word.clear()
                     return int(line[len(wanted) :])
-            left = end - time.monotonic()
+            left = end - time.monotonic() + (outside() if outside is not None else 0.0)
             if self.job.promise.done() or self.flooded or left <= 0:
                 return None
             self._news.clear()
@@ -165,7 +166,7 @@ class GuardedShell:
         self._cancelled = False
         self._replaced = False
 
-    async def run(self, script: str, *, timeout: float) -> ExecResult:
+    async def run(self, script: str, *, timeout: float, outside: Callable[[], float] | None = None) -> ExecResult:
         async with self._lock:
             if self._closed:
                 raise SandboxError("the shell is closed")
@@ -184,7 +185,7 @@ class GuardedShell:
             try:
                 async with asyncio.timeout(timeout):
                     await bash.send(script, mark, token)
-                code = await bash.until(token, max(0.0, began + timeout - time.monotonic()))
+                code = await bash.until(token, max(0.0, began + timeout - time.monotonic()), outside)
                 finished = code is not None
             except asyncio.CancelledError:
                 self._cancelled = True

@@ -15,6 +15,7 @@ Promises:
 | `Worker.open(sandbox, *, limits, functions, restarts, cwd, env, timeout)` | starts one; a context manager |
 | `worker.run(source, *, limits, on_output, figures, files) -> Cell` | runs a cell; never raises for what it did |
 | `worker.savepoint() -> Savepoint` | waits until it is known whether there is a way back |
+| `worker.ready() -> int` | brings it back where it ended between cells; how often its state was lost so far |
 | `WorkerLimits`, `CellLimits` | of the worker and of one cell; a cell's None is the worker's |
 | `HostFunction(call=…, timeout=…)` | what cells can call; a bare callable does too |
 | `sandbox_for(limits, spec)` | a spec in which these limits hold and savepoints have room |

@@ -62,6 +62,7 @@ class Worker:
     ) -> None:
         self.limits = limits
         self.restarts_left = restarts
+        self.losses = 0
         self._sandbox = sandbox
         self._counting = sandbox if isinstance(sandbox, Counting) else None
         self._functions = declared
@@ -164,6 +165,13 @@ class Worker:
                 self._saved_news.clear()
                 await self._saved_news.wait()
             return self._saved or Savepoint(made=False, why="the worker is gone")
+
+    async def ready(self) -> int:
+        """Brings it back where it ended between cells. How often the state was lost so far: what has to be there
+        before a cell is put there again when that changed."""
+        async with self._lock:
+            await self._ready()
+            return self.losses
 
     async def _ready(self) -> None:
         """A worker that is there, brought back where it ended between cells."""
@@ -341,6 +349,7 @@ class Worker:
     def _spend(self, what: str) -> None:
         """One of the times that the state may be lost."""
         self.restarts_left -= 1
+        self.losses += 1
         if self.restarts_left < 0:
             self._given_up = WorkerRecoveryError(
                 f"the worker in sandbox {self._sandbox.id} lost its state more often than it may; "

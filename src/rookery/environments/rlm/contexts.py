@@ -1,0 +1,135 @@
+"""The long context: where it comes from, and how it gets into a sandbox.
+
+Promises:
+- it goes into the sandbox once, as a file or a folder, and into no message and no prompt;
+- a context that cannot be is the task's fault, in words, before the policy acts;
+- one that is made from a seed is made for its sandbox, and nothing of it stays on the host.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import TaskError
+from rookery.environments.rlm.recipes import Recipe
+from rookery.sandboxes.protocol import Sandbox
+
+Kind: TypeAlias = Literal["none", "text", "json", "bytes", "folder"]
+MOST = 1 << 30
+MOST_PART = 64 << 20
+"""Of a file that goes from one REPL to that of a sub-model: it passes through this process."""
+SECONDS = 120.0
+FOLDER = "context"
+_NAMES = {"text": "context.txt", "json": "context.json", "bytes": "context.bin", "folder": FOLDER}
+_FIELDS = ("context", "context_file", "context_folder", "recipe")
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A context that lies in a sandbox."""
+
+    kind: Kind = "none"
+    name: str = ""
+    """Of the file or folder, in the working folder."""
+    size: int = 0
+    files: int = 0
+    preview: str = ""
+
+    def described(self, repl: str) -> str:
+        """For a prompt."""
+        python = repl == "python"
+        variable = " and as the variable `context`" if python else ' ("$CONTEXT")'
+        match self.kind:
+            case "none":
+                return "There is no context."
+            case "text":
+                what = f"The context is a text of {self.size:,} bytes. It lies in the file {self.name}{variable}"
+                what += " (a str)." if python else "."
+            case "json":
+                what = f"The context is JSON, {self.size:,} bytes of it. It lies in the file {self.name}{variable}"
+                what += ", parsed." if python else "."
+            case "bytes":
+                what = f"The context is {self.size:,} bytes that are no text, in the file {self.name}{variable}."
+            case "folder":
+                what = (
+                    f"The context is {self.files:,} files, {self.size:,} bytes in all, in the folder {self.name}"
+                )
+                what += ", which `context` is as a pathlib.Path." if python else f"{variable}."
+        return f"{what} It begins with:\n{self.preview}" if self.preview else what
+
+
+def source_of(task: str, data: dict[str, Any]) -> Any:
+    """What a task's row says its context is: text, plain data, a path, or a recipe; None without one."""
+    given = [name for name in _FIELDS if data.get(name) is not None]
+    if len(given) > 1:
+        raise TaskError(f"task {task} has {' and '.join(given)}: a context is one of them")
+    if not given:
+        return None
+    value = data[given[0]]
+    match given[0]:
+        case "context":
+            if not isinstance(value, str | list | dict):
+                raise TaskError(f"task {task}: context must be a text, a list or an object, not {value!r:.80}")
+            return value
+        case "recipe":
+            try:
+                return msgspec.convert(value, Recipe)
+            except msgspec.ValidationError as error:
+                raise TaskError(f"task {task}: recipe: {error}") from None
+    path = Path(str(value)).expanduser()
+    folder = given[0] == "context_folder"
+    if not (path.is_dir() if folder else path.is_file()):
+        raise TaskError(f"task {task}: {given[0]}: there is no {'folder' if folder else 'file'} {path}")
+    return path
+
+
+async def put(sandbox: Sandbox, source: Any, *, preview: int = 0) -> Placed:
+    """The context in a sandbox's working folder, by one transfer."""
+    if source is None:
+        return Placed()
+    if isinstance(source, Path):
+        return await _uploaded(sandbox, source, preview)
+    if isinstance(source, Recipe):
+        with tempfile.TemporaryDirectory(prefix="rookery-context-") as folder:
+            made = await asyncio.to_thread(source.write, Path(folder))
+            return await _uploaded(sandbox, made, preview)
+    if isinstance(source, bytes):
+        kind: Kind = "text" if _is_text(source) else "bytes"
+        data = source
+    else:
+        kind = "text" if isinstance(source, str) else "json"
+        data = source.encode("utf-8", "replace") if isinstance(source, str) else msgspec.json.encode(source)
+    await sandbox.write(_NAMES[kind], data, timeout=SECONDS)
+    return Placed(kind, _NAMES[kind], len(data), 1, _shown(data, kind, preview))
+
+
+async def _uploaded(sandbox: Sandbox, path: Path, preview: int) -> Placed:
+    kind, size, files, head = await asyncio.to_thread(_looked_at, path)
+    if size > MOST:
+        raise TaskError(f"the context {path.name} has {size:,} bytes; {MOST:,} is the most")
+    await sandbox.upload(path, _NAMES[kind], timeout=SECONDS)
+    return Placed(kind, _NAMES[kind], size, files, _shown(head, kind, preview))
+
+
+def _looked_at(path: Path) -> tuple[Kind, int, int, bytes]:
+    if path.is_dir():
+        sizes = [one.stat().st_size for one in path.rglob("*") if one.is_file()]
+        return "folder", sum(sizes), len(sizes), b""
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    kind: Kind = "json" if path.suffix == ".json" else "text" if _is_text(head, whole=False) else "bytes"
+    return kind, path.stat().st_size, 1, head
+
+
+def _is_text(data: bytes, *, whole: bool = True) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return not whole and error.start >= len(data) - 4 and b"\0" not in data
+    return b"\0" not in data
+
+
+def _shown(data: bytes, kind: Kind, preview: int) -> str:
+    return data[: 4 * preview].decode("utf-8", "ignore")[:preview] if kind in ("text", "json") else ""

@@ -1,0 +1,96 @@
+"""What an `rlm` environment can be told.
+
+Promises:
+- a value of the wrong kind, or one that makes no sense, is a `UsageError` that names it, when the environment is
+  made.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from rookery.core import UsageError
+
+KINDS = ("needle", "aggregate", "join")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One value, passed along."""
+
+    repl: Literal["python", "bash"] = "python"
+    style: Literal["tags", "tool"] = "tags"
+    train_sub: bool = True
+    """Sub-calls are the policy's and train; else they have the role `sub`."""
+    max_depth: int = 1
+    max_calls: int = 500
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+    max_turns: int = 32
+    sub_max_tokens: int = 1024
+    sub_timeout: float = 120.0
+    sub_turns: int = 16
+    """Model calls of one sub-model with tools, or with a REPL of its own."""
+    concurrency: int = 16
+    """Sub-calls under way at once."""
+    children: int = 4
+    """Sub-models with a REPL of their own at once, at each depth."""
+    cell_seconds: float = 30.0
+    cell_memory: int = 1 << 30
+    max_output: int = 8192
+    end_on_timeout: bool = False
+    context_tokens: int | None = None
+    """The length that the model can take; None: the rollout's `limits.context`."""
+    compaction: Literal["none", "drop", "summary"] = "none"
+    preview: int = 0
+    """Characters of the context that the prompt shows."""
+    kinds: tuple[str, ...] = KINDS
+    megabytes: tuple[float, ...] = (1.0,)
+    size: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_depth", 0, 16),
+            ("max_calls", 0, 1_000_000),
+            ("max_tokens", 1, 1 << 40),
+            ("max_turns", 1, 1_000_000),
+            ("sub_max_tokens", 1, 1 << 30),
+            ("sub_turns", 1, 10_000),
+            ("concurrency", 1, 1024),
+            ("children", 1, 64),
+            ("cell_memory", 64 << 20, 1 << 50),
+            ("max_output", 16, 1 << 20),
+            ("context_tokens", 64, 1 << 30),
+            ("preview", 0, 4096),
+            ("size", 1, 100_000),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name} must be from {least:,} to {most:,}, not {value!r:.40}")
+        for name in ("max_seconds", "sub_timeout", "cell_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and 0 < value <= 1e7):
+                raise UsageError(f"{name} must be a number of seconds above 0, not {value!r:.40}")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise UsageError(f"kinds must be some of {', '.join(KINDS)}, not {self.kinds!r:.80}")
+        if not self.megabytes or not all(0.01 <= size <= 1024 for size in self.megabytes):
+            raise UsageError(f"megabytes must be sizes from 0.01 to 1024, not {self.megabytes!r:.80}")
+
+
+def options_of(given: dict[str, Any]) -> Options:
+    """Checked."""
+    listed = {name: _listed(value) if name in ("kinds", "megabytes") else value for name, value in given.items()}
+    unknown = sorted(set(listed) - set(Options.__struct_fields__))
+    if unknown:
+        raise UsageError(f"rlm takes no {', '.join(unknown)}; it takes {', '.join(Options.__struct_fields__)}")
+    try:
+        return msgspec.convert(listed, Options)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):
+            raise error.__cause__ from None
+        raise UsageError(f"rlm: {error}") from None
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | int | float) else value

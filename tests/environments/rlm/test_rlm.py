@@ -1,0 +1,246 @@
+"""The `rlm` environment from end to end."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.core import Completed, Failed, Truncated, UsageError
+from rookery.environments.rlm import RlmEnvironment
+from rookery.environments.schemas import tool
+from tests.environments.rlm.helpers import Models, all_played, by_role, one, said, trained_once, turns_of, until
+from tests.servers import Answer
+
+pytestmark = pytest.mark.needs("mount")
+TEXT = "abc " * 1000
+TASK: dict[str, Any] = {"id": "t", "prompt": "How long is the context?", "context": TEXT, "answer": 4000}
+
+
+async def test_the_context_lies_in_the_repl_and_in_no_prompt(tmp_path: Path) -> None:
+    models = Models(["<code>len(context)", "<code>answer(len(context))"])
+    rollout = await one(models, tmp_path, TASK)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert models.told[0].startswith("<result>\n4000\n[left: 500 sub-calls")
+    prompts = [str(request.body["messages"]) for request in models.server.requests]
+    assert all("abc abc" not in prompt and "4,000 bytes" in prompt for prompt in prompts)
+
+
+async def test_a_context_is_text_json_a_file_or_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes("héllo\r\n".encode())
+    (tmp_path / "data.json").write_text('{"x": 3}')
+    (tmp_path / "raw.bin").write_bytes(b"\x00\xff")
+    (tmp_path / "docs").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "docs" / name).write_text(name)
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"context": {"a": [1, 2]}}, "context['a']", "[1, 2]"),
+        ({"context": [{"b": 1}]}, "context", "[{'b': 1}]"),
+        ({"context_file": str(tmp_path / "notes.txt")}, "context", "'héllo\\r\\n'"),
+        ({"context_file": str(tmp_path / "data.json")}, "context['x']", "3"),
+        ({"context_file": str(tmp_path / "raw.bin")}, "context", "b'\\x00\\xff'"),
+        (
+            {"context_folder": str(tmp_path / "docs")},
+            "sorted(p.name for p in context.iterdir())",
+            "['a.txt', 'b.txt']",
+        ),
+        ({}, "print(context)", "None"),
+    ]
+    told: dict[str, str] = {}
+
+    def root(messages: list[dict[str, Any]]) -> str:
+        cell = messages[1]["content"]
+        if not said(messages):
+            return f"<code>{cell}"
+        told[cell] = told.get(cell, "") + messages[-1]["content"].split("\n")[1]
+        return "1"
+
+    tasks = [
+        {"id": str(at), "prompt": f"{cell}#{at}", "answer": 1, **row} for at, (row, cell, _) in enumerate(cases)
+    ]
+    groups = await all_played(Models(root), tmp_path, tasks)
+    assert [group.rollouts[0].reward for group in groups] == [1.0] * len(cases)
+    assert told == {f"{cell}#{at}": value for at, (_, cell, value) in enumerate(cases)}
+
+
+async def test_a_context_that_cannot_be_is_the_tasks_fault(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"context": 7}, "context must be a text"),
+        ({"context": "a", "context_file": "b"}, "a context is one of them"),
+        ({"context_file": "/nowhere/at/all"}, "there is no file"),
+        ({"recipe": {"kind": "needle", "seed": 1, "size": 5}}, "size must be"),
+        ({"answer": None}, "cannot be scored"),
+    ]
+    tasks = [{"id": str(at), "prompt": "?", "answer": 1, **row} for at, (row, _) in enumerate(cases)]
+    for group, (_, words) in zip(await all_played(Models(["never"]), tmp_path, tasks), cases, strict=True):
+        outcome = group.rollouts[0].outcome
+        assert isinstance(outcome, Failed)
+        assert outcome.cause == "task.invalid"
+        assert words in outcome.detail
+
+
+async def test_sub_calls_are_branches_that_train_as_the_policy(tmp_path: Path) -> None:
+    models = Models(
+        ["<code>x = llm('one', system='be brief')", "<code>print(llm_batch(['two', 'three', 'two']))", "4000"],
+        lambda messages: f"reply to {messages[-1]['content']}",
+    )
+    rollout = await one(models, tmp_path, TASK)
+    assert rollout.reward == 1.0
+    assert "['reply to two', 'reply to three', 'reply to two']" in models.told[1]
+    turns = turns_of(tmp_path, rollout)
+    assert {turn.role for turn in turns} == {"policy"}
+    # The root's three turns are one sequence. Equal sub-calls are equal prompts, but each answer trains.
+    assert sorted(len(segment.turns) for segment in rollout.segments) == [1, 1, 1, 1, 3]
+    assert trained_once(models, rollout.segments)
+
+
+async def test_sub_calls_that_do_not_train_have_a_role_of_their_own(tmp_path: Path) -> None:
+    models = Models(["<code>llm_batch(['a', 'b'])", "4000"], lambda messages: messages[-1]["content"] * 3)
+    rollout = await one(models, tmp_path, TASK, train_sub=False)
+    turns = turns_of(tmp_path, rollout)
+    found = by_role(turns)
+    assert {role: sum(len(one.turns) for one in parts) for role, parts in found.items()} == {"policy": 2, "sub": 2}
+    assert trained_once(models, [segment for parts in found.values() for segment in parts])
+    assert rollout.segments == found["policy"]
+    assert rollout.usage.others == {"sub": 8}
+    assert rollout.usage.turns == 2
+
+
+async def test_the_roots_turns_are_counted_without_sub_calls(tmp_path: Path) -> None:
+    models = Models(lambda _: "<code>_ = llm_batch(['x'] * 10)")
+    rollout = await one(models, tmp_path, TASK, max_turns=3)
+    assert rollout.outcome == Truncated("turns")
+    assert rollout.usage.turns == 33
+
+
+async def test_root_tools_are_functions_in_the_repl(tmp_path: Path) -> None:
+    @tool
+    async def lookup(name: str, top: int = 1) -> dict[str, Any]:
+        """Looks something up."""
+        return {"name": name, "top": top}
+
+    @tool
+    def broken() -> str:
+        """Fails."""
+        raise ValueError("not today")
+
+    models = Models(
+        [
+            "<code>lookup('a', top=2)['top']",
+            "<code>lookup(top='many')",
+            "<code>lookup('a', 1, 2)",
+            "<code>broken()",
+            "<code>answer(lookup('z')['name'])",
+        ]
+    )
+    rollout = await one(models, tmp_path, {**TASK, "answer": "z"}, tools=[lookup, broken])
+    assert rollout.reward == 1.0
+    assert models.told[0].startswith("<result>\n2\n")
+    assert "missing: name" in models.told[1]
+    assert "takes 2 arguments" in models.told[2]
+    assert "broken failed: ValueError: not today" in models.told[3]
+    assert "lookup(name, top): Looks something up." in str(models.server.requests[0].body["messages"][0])
+
+
+async def test_sub_models_may_use_tools(tmp_path: Path) -> None:
+    @tool
+    async def double(n: int) -> int:
+        """Doubles."""
+        return 2 * n
+
+    def sub(messages: list[dict[str, Any]]) -> Answer:
+        if messages[-1]["role"] == "tool":
+            return Answer(f"it is {messages[-1]['content']}")
+        return Answer("", calls=[("double", '{"n": 21}')], finish="tool_calls")
+
+    models = Models(["<code>llm('twice 21?')", "4000"], sub)
+    rollout = await one(models, tmp_path, TASK, sub_tools=[double])
+    assert models.told[0].startswith("<result>\n'it is 42'\n")
+    assert rollout.metrics["sub_calls"] == 2
+
+
+async def test_output_is_capped_by_characters_with_what_was_cut(tmp_path: Path) -> None:
+    models = Models(["<code>print('é' * 20_000)", "4000"])
+    await one(models, tmp_path, TASK)
+    head, cut, tail = models.told[0].split("\n")[1:4]
+    assert (len(head), len(tail)) == (4096, 4096)
+    assert cut == "… 11,808 characters cut …"
+
+
+async def test_an_answer_stands_whatever_its_cell_does_after_it(tmp_path: Path) -> None:
+    models = Models(["<code>answer(4000)\nraise SystemExit(3)"])
+    assert (await one(models, tmp_path, TASK)).reward == 1.0
+    models = Models(["<code>answer(4000)\nwhile True: pass"])
+    rollout = await one(models, tmp_path / "late", TASK, cell_seconds=2.0, end_on_timeout=True)
+    assert (rollout.outcome, rollout.reward) == (Truncated("time"), 1.0)
+
+
+async def test_a_tool_call_is_as_good_as_tags(tmp_path: Path) -> None:
+    models = Models(
+        [
+            Answer("", calls=[("repl", '{"code": "len(context)"}')], finish="tool_calls"),
+            Answer("", calls=[("repl", "{"), ("other", "{}")], finish="tool_calls"),
+            "4000",
+        ]
+    )
+    rollout = await one(models, tmp_path, TASK, style="tool")
+    assert rollout.reward == 1.0
+    assert models.told[0].startswith("4000\n[left: ")
+    assert models.told[1].startswith("There is no tool named 'other'")
+
+
+# ---- near the end of the context
+
+
+def long_winded(messages: list[dict[str, Any]]) -> str:
+    done = said(messages)
+    seen = "shortened" in str(messages) or "dropped" in str(messages)
+    if "Write no cell now" in messages[-1]["content"]:
+        return "I know that n is 4000."
+    return "4000" if done >= 8 or (seen and done >= 1) else f"<code>print('{done}' * 900)"
+
+
+@pytest.mark.parametrize("compaction", ["none", "drop", "summary"])
+async def test_history_is_shortened_as_a_fork_and_each_token_trains_once(tmp_path: Path, compaction: str) -> None:
+    models = Models(long_winded)
+    rollout = await one(models, tmp_path, TASK, compaction=compaction, context_tokens=6000)
+    assert rollout.reward == 1.0
+    assert "[warning: this conversation has about" in str(models.server.requests[-2].body["messages"]) or (
+        compaction != "none"
+    )
+    assert (rollout.metrics["compactions"] > 0) == (compaction != "none")
+    assert (len(rollout.segments) > 1) == (compaction != "none")
+    assert trained_once(models, rollout.segments)
+    if compaction == "summary":
+        assert "n is 4000" in models.server.requests[-1].body["messages"][2]["content"]
+
+
+def test_arguments_that_make_no_sense_are_said_when_the_environment_is_made() -> None:
+    for wrong, words in (
+        ({"repl": "perl"}, "repl"),
+        ({"max_calls": -1}, "max_calls"),
+        ({"sub_timeout": float("nan")}, "sub_timeout"),
+        ({"depth": 1}, "rlm takes no depth"),
+        ({"kinds": ["haystack"]}, "kinds"),
+        ({"megabytes": 5000}, "megabytes"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            RlmEnvironment(**wrong)
+
+    async def llm(x: int) -> int:
+        return x
+
+    with pytest.raises(UsageError, match="has that name already"):
+        RlmEnvironment([llm])
+    assert [schema.name for schema in RlmEnvironment(style="tool").tools()] == ["repl"]
+
+
+async def test_cancelling_the_rollout_cancels_its_sub_calls(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    models = Models(["<code>llm_batch(['a', 'b', 'c'])"], lambda _: Answer("late", hold=never))
+    playing = asyncio.create_task(one(models, tmp_path, TASK))
+    await until(lambda: len(models.subs) == 3)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert models.server.disconnects == 3

@@ -1,0 +1,352 @@
+"""Trees of sub-calls: depth, budgets at every level, calls that outlive their cell, and failures."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.core import Completed, Failed, Truncated, WorkerRecoveryError
+from rookery.engine.retry import RetryPolicy
+from rookery.environments import Context
+from rookery.environments.rlm import RlmEnvironment
+from rookery.environments.schemas import tool
+from tests.environments.rlm.helpers import Models, by_role, one, played, said, trained_once, turns_of, until
+from tests.servers import Answer
+
+pytestmark = pytest.mark.needs("mount")
+TASK: dict[str, Any] = {"id": "t", "prompt": "the root", "context": "abc", "answer": "done"}
+
+
+def deep(messages: list[dict[str, Any]]) -> str:
+    """Each level asks the next one, in a cell, and answers with what that said."""
+    question, done = messages[1]["content"], said(messages)
+    if question == "the root":
+        return ["<code>found = rlm('level one', context='x' * 10)", "<code>print(found)", "done"][done]
+    if question == "level one":
+        return ["<code>found = rlm('level two', context=context + 'y')", "<code>answer('one of ' + found)"][done]
+    return ["<code>found = llm('leaf: ' + context)", "<code>answer('two of ' + found)"][done]
+
+
+@pytest.mark.parametrize("train", [True, False])
+async def test_a_tree_three_deep_is_recorded_whole(tmp_path: Path, train: bool) -> None:
+    models = Models(deep, lambda messages: f"<{messages[-1]['content']}>")
+    rollout = await one(models, tmp_path, TASK, max_depth=3, train_sub=train)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert "one of two of <leaf: xxxxxxxxxxy>" in str(models.server.requests[-1].body["messages"])
+    assert (rollout.metrics["depth"], rollout.metrics["sub_calls"]) == (3, 5)
+    found = by_role(turns_of(tmp_path, rollout))
+    assert {role: sum(len(part.turns) for part in parts) for role, parts in found.items()} == (
+        {"policy": 8} if train else {"policy": 3, "sub": 5}
+    )
+    assert trained_once(models, [part for parts in found.values() for part in parts])
+    assert rollout.segments == found["policy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_depth": 2}, "sub-calls may go 2 deep, and this would be 3"),
+        ({"max_depth": 3, "max_calls": 4}, "all 4 sub-calls of this task are used"),
+        ({"max_depth": 3, "max_calls": 0}, "all 0 sub-calls of this task are used"),
+        ({"max_depth": 3, "max_calls": 1}, "all 1 sub-calls of this task are used"),
+    ],
+)
+async def test_a_budget_that_is_spent_is_told_at_the_level_that_spends_it(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    told: list[str] = []
+
+    def stubborn(messages: list[dict[str, Any]]) -> str:
+        told.append(messages[-1]["content"])
+        if "BudgetSpent" in messages[-1]["content"]:
+            return "gave up"
+        if messages[1]["content"] == "the root" and len(messages) > 2:
+            return "done"
+        return deep(messages)
+
+    models = Models(stubborn, lambda _: "leaf")
+    rollout = await one(models, tmp_path, TASK, **options)
+    assert rollout.outcome == Completed()
+    assert any(words in text for text in told)
+    assert rollout.metrics["sub_calls"] <= options.get("max_calls", 500)
+
+
+async def test_tokens_that_are_spent_at_one_level_are_missing_at_all(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    def stubborn(messages: list[dict[str, Any]]) -> str:
+        told.append((messages[1]["content"], messages[-1]["content"]))
+        if "BudgetSpent" in messages[-1]["content"]:
+            return "done"
+        return deep(messages)
+
+    start = [{"role": "system", "content": ""}, {"role": "user", "content": "the root"}]
+    first = len(deep(start)) + 1
+    start[1]["content"] = "level one"
+    spent = first + len(deep(start)) + 1
+    # The root's cell and that of level one use what sub-calls have; the tenth that is left is the root's.
+    models = Models(stubborn, lambda _: "leaf")
+    rollout = await one(models, tmp_path, TASK, max_depth=3, max_tokens=spent + spent // 9)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert models.subs == []
+    levels = [level for level, text in told if "tokens of this task are used" in text]
+    assert levels == ["the root"], "neither level two nor level one could speak any more"
+    assert rollout.metrics["sub_calls"] == 3
+
+
+async def test_tokens_are_a_budget_of_the_whole_tree(tmp_path: Path) -> None:
+    # An answer of a sub-model is 50 ids. A tenth of the tokens is left for the root to answer with.
+    models = Models(
+        ["<code>r = llm_batch(['p'] * 40, max_tokens=50)\nsum(x is not None for x in r)", "done"],
+        lambda _: "x" * 49,
+    )
+    rollout = await one(models, tmp_path, TASK, max_tokens=1000)
+    assert rollout.reward == 1.0
+    asked = [
+        request.body.get("max_completion_tokens") or request.body["max_tokens"]
+        for request in models.server.requests
+    ]
+    assert rollout.metrics["tree_tokens"] <= 1000
+    assert len(models.subs) == (900 - len("<code>r = llm_batch(['p'] * 40, max_tokens=50)\n") - 39) // 50 + 1
+    assert min(asked) < 50, "the last one got what was left"
+    assert "the 1000 tokens of this task are used" in models.told[0]
+
+
+async def test_a_root_without_tokens_is_truncated(tmp_path: Path) -> None:
+    models = Models(lambda _: f"<code>'{'x' * 80}'")
+    rollout = await one(models, tmp_path, TASK, max_tokens=300)
+    assert rollout.outcome == Truncated("tokens")
+
+
+FIVE_HUNDRED = """<code>r = llm_batch([f"#{i}" for i in range(490)])
+r += [llm(f"#{i}") for i in range(490, 500)]
+len(set(r))"""
+
+
+async def test_five_hundred_sub_calls_in_one_rollout(tmp_path: Path) -> None:
+    models = Models(
+        [
+            FIVE_HUNDRED,
+            "done",
+        ],
+        lambda messages: f"re {messages[-1]['content']}",
+    )
+    rollout = await one(models, tmp_path, TASK, concurrency=32)
+    assert models.told[0].startswith("<result>\n500\n[left: 0 sub-calls")
+    assert models.server.peak <= 32
+    assert len(rollout.segments) == 501
+    assert trained_once(models, rollout.segments)
+
+
+class _Seen(RlmEnvironment):
+    """Hands the attempt's context to the test."""
+
+    ctx: Context
+
+    async def setup(self, ctx: Context) -> None:
+        await super().setup(ctx)
+        self.ctx = ctx
+
+
+CRASHES = """<code>import os, threading, time
+def end():
+    while not os.path.exists("now"):
+        time.sleep(0.01)
+    os._exit(9)
+threading.Thread(target=end).start()
+llm_batch([f"p{i}" for i in range(4)])"""
+
+
+async def test_sub_calls_outlive_their_repl_and_are_not_asked_twice(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    script = [CRASHES, '<code>llm_batch([f"p{i}" for i in range(5)])', "done"]
+
+    def root(messages: list[dict[str, Any]]) -> str:
+        done = said(messages)
+        if done:
+            gate.set()  # the REPL was lost before any answer came
+            told.append(messages[-1]["content"])
+        return script[done]
+
+    told: list[str] = []
+    models = Models(root, lambda messages: Answer(f"re {messages[-1]['content']}", hold=gate))
+    env = _Seen()
+    playing = asyncio.create_task(one(models, tmp_path, TASK, env=env))
+    await until(lambda: len(models.subs) == 4)
+    await (await env.ctx.sandbox()).write("now", b"")
+    rollout = await playing
+    assert "[crash: The Python ended with exit code 9." in told[0]
+    assert "['re p0', 're p1', 're p2', 're p3', 're p4']" in told[1]
+    assert sorted(models.subs) == ["p0", "p1", "p2", "p3", "p4"], "what was under way was not asked again"
+    assert rollout.metrics["sub_calls"] == 5
+    assert trained_once(models, rollout.segments)
+
+
+async def test_a_sub_call_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    models = Models(
+        ["<code>print(llm_batch(['a', 'hang', 'b']))", "done"],
+        lambda messages: Answer("ok", hold=never if messages[-1]["content"] == "hang" else None),
+    )
+    rollout = await one(models, tmp_path, TASK, sub_timeout=2.5, cell_seconds=2.0)
+    assert rollout.reward == 1.0
+    assert "['ok', None, 'ok']" in models.told[0]
+    assert "#1: the sub-call took longer than its 2.5 s" in models.told[0]
+    assert "time_limit" not in models.told[0], "time in sub-calls is not the cell's own"
+    assert models.server.disconnects == 1
+
+
+async def test_a_prompt_that_is_refused_is_told_and_a_server_that_fails_is_infra(tmp_path: Path) -> None:
+    refused = Answer(status=400, error="too long", code="context_length_exceeded")
+    models = Models(["<code>llm('x')", "done"], lambda _: refused)
+    rollout = await one(models, tmp_path, TASK)
+    assert rollout.reward == 1.0
+    assert "CallFailed: the sub-call was refused" in models.told[0]
+    models = Models(["<code>llm('x')", "done"], lambda _: Answer(status=500))
+    rollout = await one(models, tmp_path / "broken", TASK)
+    assert isinstance(rollout.outcome, Failed)
+    assert rollout.outcome.fault == "infra"
+
+
+async def test_cells_that_fail_are_told_and_the_state_is_kept(tmp_path: Path) -> None:
+    models = Models(
+        [
+            "<code>x = 41",
+            "<code>while True: pass",
+            "<code>y = bytearray(1 << 30)",
+            "<code>exit()",
+            "<code>import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "<code>print(x + 1, context)",
+            "done",
+        ]
+    )
+    rollout = await one(models, tmp_path, TASK, cell_seconds=2.0, cell_memory=128 << 20)
+    assert rollout.reward == 1.0
+    assert ["time_limit" in models.told[1], "memory_limit" in models.told[2], "crash" in models.told[4]] == [
+        True
+    ] * 3
+    assert "42 abc" in models.told[5]
+
+
+async def test_a_state_that_was_lost_has_its_context_again(tmp_path: Path) -> None:
+    models = Models(
+        [
+            "<code>import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
+            "<code>import os; os._exit(1)",
+            "<code>print(context, llm_batch(['a']), 'threading' in globals())",
+            "done",
+        ]
+    )
+    await one(models, tmp_path, TASK)
+    assert "The state was reset" in models.told[1]
+    assert "`context` was loaded again." in models.told[1]
+    assert "abc ['sub'] False" in models.told[2]
+
+
+async def test_an_option_ends_the_rollout_on_a_cell_out_of_time(tmp_path: Path) -> None:
+    models = Models(["<code>while True: pass", "never asked"])
+    rollout = await one(models, tmp_path, TASK, cell_seconds=1.0, end_on_timeout=True)
+    assert (rollout.outcome, rollout.reward) == (Truncated("time"), 0.0)
+    assert len(models.server.requests) == 1
+
+
+class _Fails(RlmEnvironment):
+    """The worker of one member of the group cannot be brought back."""
+
+    async def run(self, ctx: Context) -> None:
+        if ctx.attempt.split(".")[1] == "3":
+            worker = ctx.state["repl"]._worker
+
+            async def start(*, sweep: bool) -> None:
+                raise WorkerRecoveryError(f"no Python can be started (sweep={sweep})")
+
+            worker._start = start
+            await worker._link.kill()
+        await super().run(ctx)
+
+
+async def test_recovery_that_fails_in_one_of_eight_is_infra_and_the_others_go_on(tmp_path: Path) -> None:
+    models = Models(["<code>llm('a')", "done"])
+    group = await played(models, tmp_path, TASK, k=8, env=_Fails(), retry=RetryPolicy(attempts=2, base=0.001))
+    outcomes = [rollout.outcome for rollout in group.rollouts]
+    lost = outcomes.pop(3)
+    assert isinstance(lost, Failed)
+    assert (lost.fault, lost.cause) == ("infra", "worker.unrecoverable")
+    assert len(group.rollouts[3].attempts) == 2
+    assert outcomes == [Completed()] * 7
+    assert group.rollouts[3].segments == []
+    assert sum(rollout.reward or 0 for rollout in group.rollouts) == 7
+
+
+# ---- bash
+
+
+STRANGER = """<code>port=$(grep -o 'tcp/127.0.0.1/[0-9]*' .rlm/llm | grep -o '[0-9]*$')
+(exec 3<>/dev/tcp/127.0.0.1/$port; echo 'wrong llm 0 0' >&3; cat <&3; echo nothing came)"""
+
+
+async def test_bash_has_the_same_verbs_as_commands(tmp_path: Path) -> None:
+    @tool
+    async def lookup(name: str) -> dict[str, str]:
+        """Looks up."""
+        return {"found": name}
+
+    models = Models(
+        [
+            '<code>cd /tmp; wc -c < "$CONTEXT"; llm two words; echo "from input" | llm summarise: -',
+            "<code>printf 'a\\n\"b\\\\nc\"\\n' > f; llm --system s --batch f; budget",
+            "<code>exit 3",
+            "<code>lookup '{\"name\": \"z\"}'; lookup '{}'; llm --max-tokens x y; llm </dev/null",
+            "<code>sleep 60",
+            STRANGER,
+            "<code>answer $(llm last)",
+        ],
+        lambda messages: f"[{messages[-1]['content']}]",
+    )
+    rollout = await one(
+        models, tmp_path, {**TASK, "answer": "[last]"}, repl="bash", tools=[lookup], cell_seconds=2.0
+    )
+    assert rollout.reward == 1.0
+    assert models.told[0].split("\n")[1:5] == ["3", "[two words]", "[summarise:", ""]
+    assert '"[a]"\n"[b\\nc]"\n{"calls_left":496' in models.told[1]
+    assert "exit code 3" in models.told[2]
+    assert "the shell was replaced" in models.told[2]
+    assert '{"found":"z"}' in models.told[3]
+    assert "missing: name" in models.told[3]
+    assert "--max-tokens takes a number" in models.told[3]
+    assert "there is no prompt" in models.told[3]
+    assert "time_limit" in models.told[4]
+    assert models.told[5].startswith("<result>\nnothing came\n")
+    assert models.subs[:2] == ["two words", "summarise:\n\nfrom input\n"]
+    assert trained_once(models, rollout.segments)
+
+
+async def test_a_bash_tree_is_recursive_over_files(tmp_path: Path) -> None:
+    def root(messages: list[dict[str, Any]]) -> str:
+        done = said(messages)
+        if messages[1]["content"] == "the root":
+            return ["<code>echo over there > part; rlm 'what is in it?' part", "done"][done]
+        return ['<code>answer "it says $(cat $CONTEXT)"'][done]
+
+    models = Models(root)
+    rollout = await one(models, tmp_path, TASK, repl="bash", max_depth=2)
+    assert rollout.reward == 1.0
+    assert "it says over there" in str(models.server.requests[-1].body["messages"][-1])
+
+
+async def test_a_script_that_is_stopped_leaves_its_sub_call_to_the_next_equal_one(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    def root(messages: list[dict[str, Any]]) -> str:
+        done = said(messages)
+        if done == 1:
+            gate.set()
+        return ["<code>timeout 2 llm slow", "<code>answer $(llm slow)"][done]
+
+    models = Models(root, lambda _: Answer("done", hold=gate))
+    rollout = await one(models, tmp_path, TASK, repl="bash", cell_seconds=1.5)
+    assert rollout.reward == 1.0
+    assert models.subs == ["slow"]
+    told = models.server.requests[2].body["messages"][-1]["content"]
+    assert "[exit code 124]" in told, "waiting for a sub-call is not the script's own time"
