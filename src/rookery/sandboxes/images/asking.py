@@ -164,10 +164,13 @@ class Images:
     async def close(self) -> None:
         """Ends what is still being made."""
         self._closed = True
-        tasks: list[asyncio.Task[Any]] = [*self._making.values(), *self._resting]
+        making = list(self._making.values())
+        tasks: list[asyncio.Task[Any]] = [*making, *self._resting]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if making:  # their programs were killed in the middle
+            await asyncio.to_thread(self._store.clean)
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
