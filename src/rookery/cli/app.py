@@ -18,6 +18,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL or Parquet."),
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
+    "tasks": ("rookery.cli.tasks:tasks", "List, show and convert tasks."),
+    "validate": ("rookery.cli.validate:validate", "Try whether tasks can be solved, and not be cheated."),
     "exec": ("rookery.cli.exec:exec_", "Run one command in a sandbox."),
     "images": ("rookery.cli.images:images", "List, fetch, import and prune images for sandboxes."),
     "doctor": ("rookery.cli.doctor:doctor", "Say what this machine can isolate, and what is missing."),

@@ -26,7 +26,7 @@ _TABLES: Final = "rookery.tables"
 _SOURCE: Final = "rookery.toml"
 _ALIASES: Final = {"n": "num_tasks", "k": "per_task", "c": "concurrency", "environment": "env"}
 _NOT_IN_FILE: Final = frozenset({"config", "json", "dry_run", "arg", "help"})
-_PARTS: Final = ("arguments", "limits", "sampling", "sandbox", "roles")
+_PARTS: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp")
 
 
 # ---- the file
@@ -60,6 +60,8 @@ def from_file(ctx: click.Context, _: click.Parameter, value: str | None) -> str 
     if value is None and not path.is_file():
         return None
     table = read_file(path)
+    if "tool-config" in table:
+        table["tool_config"] = table.pop("tool-config")
     ctx.meta[_SOURCE] = path.name if value is None else str(path)
     # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is.
     tables = [
@@ -170,6 +172,58 @@ def arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """What `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]` say, for the environment."""
+    found: dict[str, Any] = {}
+    names = [name.strip() for given in values["tools"] for name in given.split(",")]
+    if names:
+        found["tools"] = names
+    table = _tool_table(part(ctx, "tool_config"), values["tool_config"])
+    if table:
+        found["tool_config"] = table
+    servers = ctx.meta.get(_TABLES, {}).get("mcp")
+    if servers is not None:
+        if not isinstance(servers, list):
+            raise UsageError(f"{ctx.meta[_SOURCE]}: [run] mcp must be a list of tables, [[run.mcp]]")
+        found["mcp"] = servers
+    return found
+
+
+def _tool_table(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
+    import tomllib
+
+    import msgspec
+
+    made = {name: dict(value) if isinstance(value, dict) else value for name, value in below.items()}
+    for pair in given:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            try:
+                more = tomllib.loads(Path(pair).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"--tool-config {pair!r:.80} is neither KEY=VALUE nor a TOML file that can be read: {error}"
+                ) from None
+            for name, value in more.items():
+                old = made.get(name)
+                made[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            continue
+        # The last dot parts a tool from its field: a function's own name may hold some.
+        name, _, field = key.strip().rpartition(".")
+        try:
+            value = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            value = text
+        if not name:
+            made[field] = value
+        else:
+            table = made.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--tool-config {pair!r:.80}: {name} is no table")
+            table[field] = value
+    return made
+
+
 def absolute(spec: str) -> str:
     """The environment's name with the path of a file made absolute, so that a resume finds it from anywhere."""
     head, _, attr = spec.rpartition(":")
@@ -247,9 +301,11 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
     sandbox, named = sandbox_of(ctx, values)
     chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
+    if values["public_url"]:
+        chosen["public"] = values["public_url"]
     return EngineConfig(
         environment=env,
-        arguments=arguments(ctx, values["arg"]),
+        arguments={**arguments(ctx, values["arg"]), **tool_arguments(ctx, values)},
         upstreams={"policy": policy, **_roles(ctx)},
         sandbox=sandbox,
         sandbox_named=named,

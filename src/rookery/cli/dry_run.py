@@ -117,6 +117,7 @@ def _values(
         Value("concurrency", config.concurrency, origin(ctx, "concurrency")),
         Value("runners", config.runners, said, "the number of cores" if said == "default" else ""),
         Value("warm", f"{WARM} at most" if config.warm is None else config.warm, origin(ctx, "warm")),
+        *([Value("public-url", config.public, origin(ctx, "public_url"))] if config.public else []),
         Value("out", values["out"], origin(ctx, "out")),
         Value("seed", config.seed, origin(ctx, "seed")),
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),
@@ -187,11 +188,9 @@ def _file(ctx: click.Context) -> str:
 
 
 def _arguments(ctx: click.Context, values: dict[str, Any], config: "EngineConfig") -> list[Value]:
-    given = {pair.partition("=")[0].strip().replace("-", "_") for pair in values["arg"]}
-    return [
-        Value(f"arg.{name}", value, "command line" if name in given else _file(ctx))
-        for name, value in config.arguments.items()
-    ]
+    given = {pair.partition("=")[0].strip().replace("-", "_"): "command line" for pair in values["arg"]}
+    given |= {name: origin(ctx, name) for name in ("tools", "tool_config") if values[name]}
+    return [Value(f"arg.{name}", value, given.get(name, _file(ctx))) for name, value in config.arguments.items()]
 
 
 def _sampling(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:

@@ -102,7 +102,12 @@ def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
 
 _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
-    _option("--tasks", metavar="SRC", env="TASKS", help="A file of tasks (.jsonl, .json).  [default: its own]"),
+    _option(
+        "--tasks",
+        metavar="SRC",
+        env="TASKS",
+        help="A file of tasks (.jsonl, .json), task folders, an archive of them, or hf:….  [default: its own]",
+    ),
     _option(
         "--policy",
         metavar="URL",
@@ -185,6 +190,19 @@ _OPTIONS = (
         "--arg", metavar="KEY=VALUE", multiple=True, help="An argument for the environment; VALUE is JSON or text."
     ),
     _option(
+        "--tools",
+        metavar="NAMES",
+        multiple=True,
+        env="TOOLS",
+        help="The environment's tools: names, or functions as module:function, with commas.",
+    ),
+    _option(
+        "--tool-config",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Of its tools: preset=…, bash.output=8192, …; or a TOML file. VALUE is JSON or text.",
+    ),
+    _option(
         "--limit-turns",
         metavar="N",
         type=Number(int, 1),
@@ -253,6 +271,12 @@ _OPTIONS = (
         type=Number(int, 0),
         env="WARM",
         help="Sandboxes to make ahead of need where that takes long (docker).  [default: as many as -c, up to 32]",
+    ),
+    _option(
+        "--public-url",
+        metavar="URL",
+        env="PUBLIC_URL",
+        help="Where agents on other machines call models: a URL that leads here, or ssh:USER@HOST.",
     ),
     _option("--allow", metavar="HOST", multiple=True, help="A host that a sandbox may reach; repeat it."),
     _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),

@@ -46,6 +46,12 @@ _TABLE = (
         "The engine tries again in a fresh sandbox; if it repeats, read the sandbox's log.",
     ),
     Cause(
+        "tool.unreachable",
+        "infra",
+        "A tool server of the run did not start, or did not answer.",
+        "Check the server that the detail names, and the run's `mcp`.",
+    ),
+    Cause(
         "upstream.unreachable",
         "infra",
         "No connection to the model server could be made or kept.",
@@ -140,6 +146,24 @@ _TABLE = (
         "task",
         "The task's grader ended without a verdict.",
         "Fix the grader: it must always write its reward.",
+    ),
+    Cause(
+        "scoring.empty",
+        "task",
+        "The file that the task's grader writes its reward to is empty.",
+        "Fix the grader: it must write one finite number.",
+    ),
+    Cause(
+        "scoring.infinite",
+        "task",
+        "The reward of the task's grader is infinite or not a number.",
+        "Fix the grader: it must write one finite number.",
+    ),
+    Cause(
+        "scoring.range",
+        "task",
+        "The reward of the task's grader is outside of the declared range.",
+        "Fix the grader, or declare the range that its rewards have.",
     ),
     Cause("task.invalid", "task", "The row is not a valid task.", "Fix the named field of the named row."),
     Cause("task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."),

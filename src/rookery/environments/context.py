@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -107,6 +107,15 @@ class Context:
     def rng(self) -> random.Random:
         """Draws the same numbers each time this attempt is made."""
         return random.Random(self.seed)  # noqa: S311
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the stage's clock stands still: for waiting in a queue that is neither the policy's nor ours."""
+        self._watch.hold()
+        try:
+            yield
+        finally:
+            self._watch.release()
 
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
         """The attempt's sandbox: made at the first call, with the task's files in it, the same one afterwards.

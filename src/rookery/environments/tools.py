@@ -34,6 +34,7 @@ from rookery.core.errors import MAX_TRACEBACK, describe
 from rookery.environments.base import Environment, Score
 from rookery.environments.context import Context
 from rookery.environments.python_tool import python
+from rookery.environments.registered import find_tool
 from rookery.environments.results import clip, match_answer, render
 from rookery.environments.schemas import BadArguments, CallLimit, Tool, tool
 from rookery.environments.threads import in_thread
@@ -77,7 +78,7 @@ class ToolEnvironment(Environment):
 
     def __init__(
         self,
-        tools: Sequence[Tool | Callable[..., Any]] | None = None,
+        tools: Sequence[Tool | Callable[..., Any] | str] | None = None,
         *,
         system_prompt: str | None = None,
         max_turns: int | None = None,
@@ -126,6 +127,10 @@ class ToolEnvironment(Environment):
         """Asked after each turn's tools: whether the attempt ends here, without a further turn."""
         return False
 
+    def offered(self, ctx: Context) -> dict[str, Tool]:  # noqa: ARG002  (for those who override it)
+        """The tools of one attempt, by name."""
+        return self._tools
+
     def answer(self, ctx: Context) -> str:
         """The policy's final answer; empty where it did not get to one."""
         return str(ctx.state.get(ANSWER, ""))
@@ -162,6 +167,8 @@ class ToolEnvironment(Environment):
             chosen = () if methods else (python,)
         found: dict[str, Tool] = {}
         for entry in (*chosen, *methods):
+            if isinstance(entry, str):
+                entry = find_tool(entry)  # noqa: PLW2901
             made = entry if isinstance(entry, Tool) else Tool(entry)
             if made.method:
                 raise UsageError(f"the tool {made.name} is a method: it is found by itself, on its own class")
@@ -195,10 +202,11 @@ class ToolEnvironment(Environment):
     async def _call(self, ctx: Context, call: ToolCall) -> _Ended:
         """Runs one call. Raises only what ends the attempt."""
         ctx.tool_calls += 1
-        found = self._tools.get(call.name)
+        tools = self.offered(ctx)
+        found = tools.get(call.name)
         if found is None:
             _count(ctx, "bad_tool_calls")
-            known = ", ".join(self._tools) or "none"
+            known = ", ".join(tools) or "none"
             return _Ended(f"There is no tool named {clip(call.name, 100)!r}. The tools are: {known}.")
         try:
             arguments = found.parse(call.arguments)

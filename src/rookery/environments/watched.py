@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.core import ExecResult, SandboxError
+from rookery.core import ExecResult, SandboxError, SandboxSpec
 from rookery.sandboxes.protocol import Command, Listening, OnOutput, Process, Sandbox, Shell
 
 
@@ -50,8 +50,8 @@ class WatchedSandbox:
         name: str = await self._working("sandbox", self._inner.snapshot(timeout=timeout))
         return name
 
-    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> Sandbox:
-        fork: Sandbox = await self._working("sandbox", self._inner.fork(snapshot, timeout=timeout))
+    async def fork(self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None) -> Sandbox:
+        fork: Sandbox = await self._working("sandbox", self._inner.fork(snapshot, timeout=timeout, spec=spec))
         self._forks.append(fork)
         return WatchedSandbox(fork, self._working, self._forks)
 

@@ -205,6 +205,8 @@ class GuardedSandbox:
         except asyncio.CancelledError:
             clock.stop.set()
             await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # looked at: that it was stopped is what we asked for
             raise
         finally:
             del self._transfers[task]
@@ -219,7 +221,13 @@ class GuardedSandbox:
     async def snapshot(self, *, timeout: float = 60.0) -> str:  # noqa: ARG002
         self._cannot("take snapshots")
 
-    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "GuardedSandbox":  # noqa: ARG002
+    async def fork(
+        self,
+        snapshot: str,
+        *,
+        timeout: float = 60.0,  # noqa: ARG002
+        spec: SandboxSpec | None = None,  # noqa: ARG002
+    ) -> "GuardedSandbox":
         self._cannot(f"fork {snapshot!r}")
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:  # noqa: ARG002

@@ -116,7 +116,10 @@ class Sandbox(Protocol):
         """A name for the file system as it is now. Providers that cannot raise `SandboxError(sandbox.refused)`."""
         ...
 
-    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "Sandbox": ...
+    async def fork(self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None) -> "Sandbox":
+        """Another sandbox with the files of the snapshot. `spec`: where it differs in user, network, variables or
+        limits; its image is the snapshot's, whatever that says."""
+        ...
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         """Path → added | changed | removed, since the snapshot."""

@@ -259,8 +259,9 @@ def _copy_entry(
     info = os.stat(name, dir_fd=source, follow_symlinks=False)
     if stat.S_ISLNK(info.st_mode) and links:
         half = f".{secrets.token_hex(8)}.half"
+        leads = os.readlink(name, dir_fd=source)  # with our own rights: the source may be nobody else's
         with creating(user):
-            os.symlink(os.readlink(name, dir_fd=source), half, dir_fd=target)
+            os.symlink(leads, half, dir_fd=target)
             os.rename(half, name, src_dir_fd=target, dst_dir_fd=target)
         return
     if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):

@@ -1,8 +1,9 @@
-"""Tasks from JSONL and JSON files and from Python lists.
+"""Tasks from folders, archives, the hub, JSONL and JSON files and Python lists.
 
 Promises:
-- a missing or unreadable file, a folder, an empty file, a line that is not UTF-8 or not JSON, or one above
-  `MAX_LINE` raises `UsageError` that names it; no task is returned then;
+- what a source is follows from what is there: nothing has to be said about its format;
+- a missing or unreadable file, a folder without tasks, an empty file, a line that is not UTF-8 or not JSON, or one
+  above `MAX_LINE` raises `UsageError` that names it; no task is returned then;
 - blank lines are skipped and do not change the numbers of the others;
 - a row without an id gets its line number as id, so that it keeps it from run to run.
 """
@@ -10,14 +11,18 @@ Promises:
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 import msgspec
 
 from rookery.core import Task, Taskset, UsageError
+from rookery.tasks.report import TaskReport
 from rookery.tasks.rows import Rows
+
+if TYPE_CHECKING:
+    from rookery.tasks.inline import BoxRows
 
 MAX_LINE: Final = 64 << 20
 MAX_JSON: Final = 1 << 30
@@ -29,23 +34,72 @@ _decode = msgspec.json.Decoder().decode
 
 
 def load_tasks(
-    source: str | Path, *, limit: int | None = None, own_limits: frozenset[str] = frozenset()
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Taskset:
-    """The tasks of a file: `.jsonl`, or `.json` with a list, each also as `.gz`. At most `limit`, the first.
+    """The tasks of a source. At most `limit`, the first.
 
-    `own_limits`: as the environment has them."""
+    A source is a folder of task folders, one task folder, an archive of them,
+    `hf:OWNER/DATASET[@REVISION][:PATH]`, a `.jsonl`, or a `.json` with a list, each also as `.gz`.
+
+    `own_limits`: as the environment has them. `task_data`: where the folders lie that rows name by
+    `env_config.task_id`; without it they lie beside the rows. `variables`: what `${NAME}` means in tasks.
+    """
+    return read_tasks(source, limit=limit, own_limits=own_limits, task_data=task_data, variables=variables).tasks
+
+
+def check_tasks(
+    source: str | Path,
+    *,
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> TaskReport:
+    """Every problem of every task of a source."""
+    return read_tasks(source, task_data=task_data, variables=variables).report
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Tasks, and what is wrong with them."""
+
+    tasks: Taskset
+    report: TaskReport
+
+
+def read_tasks(
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Loaded:
+    """As `load_tasks`, and the report that it comes with."""
+    from rookery.tasks.sources import Places, find
+
     _check_limit(limit)
-    if "\0" in str(source):
-        raise UsageError(f"the tasks file {str(source)!r} cannot exist: its name holds a NUL")
-    try:
-        path = Path(source).expanduser()
-    except RuntimeError as error:  # ~nobody
-        raise UsageError(f"the tasks file {source} cannot be found: {error}") from None
+    place = find(source)
+    places = Places(place, task_data, variables or {})
+    if place.folder:
+        tasks, problems = places.folders(limit)
+    else:
+        maker = Rows("", "", own_limits, places.boxes)
+        tasks = _rows_of(place.path, limit, maker)
+        places.boxes.finish()
+        problems = places.problems(tasks)
+    if not tasks:
+        raise UsageError(f"{place.path} holds no tasks")
+    report = TaskReport(source=place.source, tasks=len(tasks), problems=tuple(problems))
+    return Loaded(Taskset(tasks, name=place.name, source=place.source), report)
+
+
+def _rows_of(path: Path, limit: int | None, maker: Rows) -> list[Task]:
     name = path.name.removesuffix(".gz")
     stem, dot, suffix = name.rpartition(".")
     suffix = f"{dot}{suffix}".lower() if stem else ""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file of tasks in it (.jsonl or .json)")
     if suffix not in (*_LINES, ".json"):
         raise UsageError(f"{path}: files of kind {suffix} are not read; {_ADVICE}")
     try:
@@ -53,18 +107,14 @@ def load_tasks(
             packed = path.name.endswith(".gz")
             file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
             if suffix == ".json":
-                tasks = _collect(_json_rows(file, path), limit, Rows("item", f"{path.name}, item", own_limits))
-            else:
-                tasks = _collect(_lines(file, path), limit, Rows("line", f"{path.name}, line", own_limits))
+                return _collect(_json_rows(file, path), limit, maker.called("item", f"{path.name}, item"))
+            return _collect(_lines(file, path), limit, maker.called("line", f"{path.name}, line"))
     except FileNotFoundError:
         raise UsageError(f"the tasks file {path} does not exist") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UsageError(f"{path} is not a whole gzip file: {error}") from None
     except OSError as error:
         raise UsageError(f"the tasks file {path} cannot be read: {error.strerror or error}") from None
-    if not tasks:
-        raise UsageError(f"{path} holds no tasks")
-    return Taskset(tasks, name=stem or name, source=str(path))
 
 
 def tasks_from(
@@ -81,10 +131,18 @@ def tasks_from(
     if isinstance(obj, str | bytes | dict) or not isinstance(obj, Iterable):
         raise UsageError(f"the tasks of {name} must be a list of tasks, rows or prompts, not {type(obj).__name__}")
     rows = (({"prompt": row} if isinstance(row, str) else row, n, "") for n, row in enumerate(obj, 1))
-    tasks = _collect(rows, limit, Rows("task", f"{name}, task", own_limits))
+    boxes = _boxes()
+    tasks = _collect(rows, limit, Rows("task", f"{name}, task", own_limits, boxes))
+    boxes.finish()
     if not tasks:
         raise UsageError(f"{name} defines no tasks")
     return Taskset(tasks, name=name)
+
+
+def _boxes() -> "BoxRows":
+    from rookery.tasks.sources import Places
+
+    return Places(None, None, {}).boxes
 
 
 def _check_limit(limit: int | None) -> None:

@@ -1,7 +1,7 @@
 """One row into one task, or into words about what is wrong with it. Pure.
 
 A row is `{"id"?, "prompt", "data"?, "files"?, "image"?, "limits"?}`; every other key goes into `data`, and so do
-limits that are not a rollout's but its environment's own.
+limits that are not a rollout's but its environment's own. Rows of tasks in a box are those of `inline`.
 
 Promises:
 - any value whatever gives a valid task or one with `invalid` set; nothing raises;
@@ -9,14 +9,18 @@ Promises:
 - a valid task can be written to a journal, and its files lie inside the sandbox's folder.
 """
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from rookery.core import Limits, Message, Task
 
+if TYPE_CHECKING:
+    from rookery.tasks.inline import BoxRows
+
 MAX_ID: Final = 200
 _FIELDS: Final = frozenset({"id", "prompt", "data", "files", "image", "limits"})
+_BOX: Final = frozenset({"env_config", "instruction", "steps"})
 _NO_LIMITS: Final = Limits()  # building one costs as much as the rest of a task
 _writable = msgspec.msgpack.Encoder().encode
 
@@ -29,14 +33,23 @@ class Rows:
     """Makes tasks of rows, one after the other, and remembers the ids it gave.
 
     A row without an id gets `kind` and its number as id; `where` and the number name it in what is said of it.
-    `own` are names of limits that the environment has besides those of every rollout.
+    `own` are names of limits that the environment has besides those of every rollout. `boxes` makes tasks of rows
+    that are tasks in a box.
     """
 
-    def __init__(self, kind: str, where: str, own: frozenset[str] = frozenset()) -> None:
-        self._kind = kind
+    def __init__(
+        self, kind: str, where: str, own: frozenset[str] = frozenset(), boxes: "BoxRows | None" = None
+    ) -> None:
         self._where = where
         self._own = own
-        self._ids: set[str] = set()
+        self._boxes = boxes
+        self._ids = Ids(kind)
+
+    def called(self, kind: str, where: str) -> "Rows":
+        """The same, for rows that are called so."""
+        self._ids = Ids(kind)
+        self._where = where
+        return self
 
     def task(self, row: object, number: int) -> Task:
         """The row's task, valid or not."""
@@ -44,21 +57,48 @@ class Rows:
         try:
             if not isinstance(row, dict):  # first, and not `Task`: looking for a Struct is ten times slower
                 if isinstance(row, Task):
-                    name = self._claim(row.id)
+                    name = self._ids.claim(row.id)
                     _files(row.files)
-                    return _checked(row)
+                    return keepable(row)
                 raise Invalid(f"a row must be an object with a prompt, got {_kind(row)}")
             given = row.get("id")
-            name = self._spare(number) if given is None else self._claim(given)
-            return _checked(_task(row, name, self._own))
+            if self._boxes is not None and not _BOX.isdisjoint(row) and _is_box_row(row):
+                name = self._box_name(row, number)
+                return keepable(self._boxes.task(row, name))
+            name = self._ids.spare(number) if given is None else self._ids.claim(given)
+            return keepable(_task(row, name, self._own))
         except Invalid as problem:
             return self.invalid(str(problem), number, name=name)
 
     def invalid(self, problem: str, number: int, *, name: str = "") -> Task:
         """A task that is none, and says why."""
-        return Task(id=name or self._spare(number), invalid=f"{self._where} {number}: {problem}")
+        return Task(id=name or self._ids.spare(number), invalid=f"{self._where} {number}: {problem}")
 
-    def _claim(self, given: object) -> str:
+    def _box_name(self, row: dict[str, Any], number: int) -> str:
+        """Its id, else that of its folder where no other row has it."""
+        if (given := row.get("id")) is not None:
+            return self._ids.claim(given)
+        config = row.get("env_config")
+        try:
+            return self._ids.claim(config.get("task_id") if isinstance(config, dict) else None)
+        except Invalid:
+            return self._ids.spare(number)
+
+
+def _is_box_row(row: dict[str, Any]) -> bool:
+    from rookery.tasks.inline import is_box_row
+
+    return is_box_row(row)
+
+
+class Ids:
+    """Ids that were given; one that has none is called by its kind and number."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._ids: set[str] = set()
+
+    def claim(self, given: object) -> str:
         if isinstance(given, int) and not isinstance(given, bool):
             given = f"{given:d}" if -(2**63) <= given < 2**64 else ""
         if not isinstance(given, str):
@@ -70,7 +110,7 @@ class Rows:
         self._ids.add(given)
         return given
 
-    def _spare(self, number: int) -> str:
+    def spare(self, number: int) -> str:
         first = found = f"{self._kind}-{number:06d}"
         n = 1
         while found in self._ids:
@@ -80,7 +120,8 @@ class Rows:
         return found
 
 
-def _checked(task: Task) -> Task:
+def keepable(task: Task) -> Task:
+    """The task, which a journal can hold; else `Invalid`."""
     try:
         _writable(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -113,15 +154,15 @@ def _task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
         limits = {key: value for key, value in limits.items() if key not in own}
     return Task(
         id=name,
-        prompt=_prompt(row.get("prompt")),
+        prompt=prompt_of(row.get("prompt")),
         data=data,
         files=_files(row.get("files")),
         image=image,
-        limits=_NO_LIMITS if limits is None else _limits(limits),
+        limits=_NO_LIMITS if limits is None else limits_of(limits),
     )
 
 
-def _prompt(value: object) -> tuple[Message, ...]:
+def prompt_of(value: object) -> tuple[Message, ...]:
     if isinstance(value, str):
         if not value.strip():
             raise Invalid("prompt is empty")
@@ -179,7 +220,10 @@ def _files(value: object) -> dict[str, str]:
     for path, text in value.items():
         if not isinstance(path, str) or not isinstance(text, str):
             raise Invalid(f"files[{str(path)[:80]!r}] must be a text, got {_kind(text)}")
-        _safe(path)
+        try:
+            checked_path(path)
+        except Invalid as problem:
+            raise Invalid(f"files: {problem}") from None
     for path in value:
         parts = path.split("/")
         for n in range(1, len(parts)):
@@ -188,19 +232,20 @@ def _files(value: object) -> dict[str, str]:
     return value
 
 
-def _safe(path: str) -> None:
+def checked_path(path: str) -> None:
+    """`Invalid` where it cannot be one inside of a folder."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
-        raise Invalid(f"files: the path {path[:80]!r} is not UTF-8") from None
+        raise Invalid(f"the path {path[:80]!r} is not UTF-8") from None
     parts = path.split("/")
     long = len(raw) > 1_024 or any(len(part.encode()) > 255 for part in parts)
     if long or "\0" in path or any(part in ("", ".", "..") for part in parts):
         why = "is too long" if long else "must be relative, without empty parts, '.', '..' or NUL"
-        raise Invalid(f"files: the path {path[:80]!r} {why}")
+        raise Invalid(f"the path {path[:80]!r} {why}")
 
 
-def _limits(value: object) -> Limits:
+def limits_of(value: object) -> Limits:
     if not isinstance(value, dict) and isinstance(value, Limits):
         return value
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Task, TaskError
+from rookery.core import Limits, Message, Task, TaskError
 
 KEY = "swe"
 """Where `Task.data` holds the description."""
@@ -21,7 +21,9 @@ LOGS = "/logs"
 """Below it: `agent`, `verifier`, `artifacts`."""
 WORKSPACE = "/workspace"
 
-SweFormat: TypeAlias = Literal["open-instruct", "harbor", "rows"]
+SweFormat: TypeAlias = str
+"""`open-instruct`, `harbor`, `rows`, or the name of another format that is installed."""
+BoxNetwork: TypeAlias = Literal["none", "allow", "all"]
 GradeMode: TypeAlias = Literal["fresh", "shared"]
 """`fresh`: the tests run in another box, over what the agent changed. `shared`: in the agent's own."""
 
@@ -46,6 +48,9 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether what the agent started must be alive while the tests run; in `shared` only."""
     reward_from_exit: bool = True
     """Whether the script's exit code is the reward where it wrote none."""
+    network: BoxNetwork | None = None
+    """What the task says about the network while its tests run; None: nothing."""
+    allow: tuple[str, ...] = ()
 
 
 class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,17 +60,22 @@ class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     instruction: str
     tests: tuple[Part, ...] = ()
     """Never in the box before the step is graded."""
+    files: tuple[Part, ...] = ()
+    """What comes into the box when the step begins, before its setup."""
     setup: str = ""
-    """A script of this machine that runs in the box before the agent gets the step."""
+    """A script of this machine that runs in the box, in the working folder, before the agent gets the step."""
     solution: tuple[Part, ...] = ()
     """For `rookery validate` alone."""
     solve: str = "solve.sh"
     """Below `SOLUTION`."""
+    solve_env: dict[str, str] = {}
     timeout: float | None = None
     """Seconds the agent has."""
     verifier: Verifier = Verifier()
     enough: float | None = None
     """The reward below which the steps after this one are not begun."""
+    enough_parts: dict[str, float] = {}
+    """The same for named parts of the reward; one that is missing is below."""
 
 
 class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,11 +98,44 @@ class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: int | None = None
     cpus: float | None = None
     disk: int | None = None
-    network: Literal["none", "allow", "all"] = "none"
+    gpus: int | None = None
+    network: BoxNetwork = "none"
     allow: tuple[str, ...] = ()
     mcp: tuple[dict[str, Any], ...] = ()
     """MCP servers that the task offers, as its format describes them."""
+    rewards: Literal["mean", "final"] = "mean"
+    """Of several steps: the mean of all (one not begun counts as 0), or the last one's."""
+    build: float | None = None
+    """Seconds that making the image may take."""
     metadata: dict[str, Any] = {}
+
+
+SCORE_ROOM = 120.0
+"""Seconds besides the tests themselves: a box is made, files are moved."""
+SETUP_ROOM = 300.0
+
+
+def task_of(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
+    """The task that an engine runs. `prompt`: instead of the first step's instruction."""
+    steps = task.steps
+    run = None
+    if all(step.timeout is not None for step in steps):
+        # All but the last are graded while the rollout runs.
+        graded = sum(step.verifier.timeout + SCORE_ROOM for step in steps[:-1])
+        run = sum(step.timeout or 0.0 for step in steps) + graded
+    limits = Limits(
+        run=run,
+        # Twice: a grader that fails on a submission is run once more.
+        score=2 * steps[-1].verifier.timeout + SCORE_ROOM,
+        setup=task.build + SETUP_ROOM if task.build is not None else None,
+    )
+    return Task(
+        id=task.id,
+        prompt=prompt or (Message("user", steps[0].instruction),),
+        image=task.image,
+        limits=limits,
+        data={KEY: msgspec.to_builtins(task)},
+    )
 
 
 def swe_task(task: Task) -> SweTask:

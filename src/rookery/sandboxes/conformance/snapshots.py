@@ -1,5 +1,7 @@
 """Snapshots, forks and diffs, where a provider has them; one that has none says so."""
 
+import msgspec
+
 from rookery.core import SandboxError
 from rookery.sandboxes.conformance.tools import Check, box, sh
 from rookery.sandboxes.protocol import Provider, Sandbox
@@ -62,6 +64,24 @@ async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provid
         await fork.close()
 
 
+async def a_fork_can_have_another_user_and_other_variables(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        await sh(sandbox, MADE)
+        name = await snapshot_of(sandbox)
+        if name is None:
+            return
+        spec = msgspec.structs.replace(sandbox.spec, user="root", env={"WORD": "said"}, image="another")
+        fork = await sandbox.fork(name, spec=spec)
+        try:
+            assert fork.spec == msgspec.structs.replace(spec, image=sandbox.spec.image)
+            await fork.write("/tmp/mine", b"x")  # noqa: S108  (the sandbox's own)
+            found = await sh(fork, "id -u; echo $WORD; cat d/one; stat -c %u /tmp/mine")
+            assert found.stdout == b"0\nsaid\none\n0\n", found
+            assert (await fork.diff(name)).get("/tmp/mine") == "added"  # noqa: S108
+        finally:
+            await fork.close()
+
+
 async def a_diff_tells_what_was_added_changed_and_removed(provider: Provider) -> None:
     async with box(provider) as sandbox:
         await sh(sandbox, MADE)
@@ -95,6 +115,7 @@ async def a_snapshot_that_is_not_there_is_refused(provider: Provider) -> None:
 CHECKS: tuple[Check, ...] = (
     a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own,
     a_fork_can_be_forked_and_outlives_what_it_was_made_of,
+    a_fork_can_have_another_user_and_other_variables,
     a_diff_tells_what_was_added_changed_and_removed,
     a_snapshot_that_is_not_there_is_refused,
 )

@@ -34,7 +34,7 @@ from rookery.sandboxes.docker.snapshots import Family, Looking, compared, still
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.local import users
-from rookery.sandboxes.local.provider import URL, WORK, _within
+from rookery.sandboxes.local.provider import URL, WORK, _forked, _within
 from rookery.sandboxes.protocol import Command, Egress, Home, OnOutput
 
 if TYPE_CHECKING:
@@ -355,10 +355,14 @@ class DockerSandbox(GuardedSandbox):
                     self._made_by.engine, orphans.name_of(self.id), self.id, orphans.labels(lease), look
                 )
 
-    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "DockerSandbox":
+    async def fork(
+        self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
+    ) -> "DockerSandbox":
         family = self._layered()
         family.named(snapshot)
-        return await self._made_by.make(self.spec, self._attempt, timeout, family, snapshot)
+        if spec is not None and (problems := wanted.refused(spec)):
+            raise SandboxError(" ".join(problems), cause="sandbox.refused")
+        return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, family, snapshot)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         taken = self._layered().named(snapshot)

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.core.sandboxes import mount_problems
 from rookery.sandboxes import leases, transfers
@@ -326,10 +328,14 @@ class LocalSandbox(GuardedSandbox):
             async with asyncio.timeout(timeout):
                 return await line.snapshot(given.name, given.layer)
 
-    async def fork(self, snapshot: str, *, timeout: float = 60.0) -> "LocalSandbox":
+    async def fork(
+        self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
+    ) -> "LocalSandbox":
         self._layered()
+        if spec is not None and (problems := self._made_by._refused(spec)):
+            raise SandboxError(" ".join(problems), cause="sandbox.refused")
         use = self._made_by.images().hold_again(self._use) if self._use is not None else None
-        return await self._made_by.make(self.spec, self._attempt, timeout, snapshot, use)
+        return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, snapshot, use)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
         given, line = self._layered()
@@ -372,6 +378,11 @@ class LocalSandbox(GuardedSandbox):
         self._given = None
         if self._use is not None:
             self._use.close()
+
+
+def _forked(of: SandboxSpec, asked: SandboxSpec | None) -> SandboxSpec:
+    """What a fork is: as asked, with the image that it has anyway."""
+    return of if asked is None else msgspec.structs.replace(asked, provider=of.provider, image=of.image)
 
 
 def _reference(image: str | None) -> "Reference | None":

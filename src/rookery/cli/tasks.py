@@ -1,0 +1,262 @@
+"""`rookery tasks`: what tasks there are, what is wrong with them, and in which format they are.
+
+Promises:
+- every problem of every task is shown, and there being one is exit code 1;
+- tests and solutions are shown only where they are asked for;
+- nothing that a task holds can move the cursor or change colours;
+- `convert` overwrites nothing, and says what each task loses.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rookery.core import Task
+    from rookery.tasks.load import Loaded
+    from rookery.tasks.report import TaskProblem
+    from rookery.tasks.swe import Part, SweStep, SweTask
+
+_HELP = """Tasks for boxes: list them, look at one, turn them into another format.
+
+\b
+  rookery tasks list ./task-data                           all, with everything that is wrong with them
+  rookery tasks show hf:owner/dataset fix-parser           one of them
+  rookery tasks convert ./task-data rows.jsonl --to rows   into another format
+
+SOURCE is a folder of tasks (open-instruct or Harbor), one task, an archive of them,
+hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 1: some tasks cannot be attempted.
+"""
+_BROKEN = 1
+_SHOWN = 4_000
+
+_source = click.argument("source", metavar="SOURCE")
+_data = click.option(
+    "--task-data", metavar="SOURCE", help="Where the folders lie that rows name by their task_id."
+)
+
+
+@click.group(help=_HELP, short_help="List, show and convert tasks.")
+def tasks() -> None:
+    pass
+
+
+@tasks.command(name="list", short_help="All tasks, and everything that is wrong with them.")
+@_source
+@_data
+@click.option("--json", is_flag=True, help="One JSON object a task.")
+def list_(source: str, task_data: str | None, json: bool) -> int:
+    """All tasks of SOURCE, and everything that is wrong with them."""
+    import msgspec
+
+    from rookery.cli.text import bold, dim, line, plural, table
+
+    loaded = _loaded(source, task_data)
+    found = _by_task(loaded)
+    if json:
+        for task in loaded.tasks:
+            click.echo(msgspec.json.encode({**_row(task), "problems": found.pop(task.id, [])}))
+        for name, rest in found.items():  # folders that are no tasks
+            click.echo(msgspec.json.encode({"id": name, "format": "", "problems": rest}))
+        return 0 if loaded.report.ok else _BROKEN
+    rows = [[dim(word) for word in ("task", "format", "image", "steps", "problems")]]
+    for task in loaded.tasks:
+        row, mine = _row(task), found.get(task.id, [])
+        wrong = sum(not one.warning for one in mine)
+        warned = len(mine) - wrong
+        said = [click.style(plural(wrong, "problem"), fg="red")] if wrong else []
+        said += [plural(warned, "warning")] if warned else []
+        steps = str(row["steps"]) if row["steps"] else ""
+        rows.append(
+            [
+                bold(line(task.id, 60)),
+                line(row["format"], 20),
+                line(row["image"] or "", 50),
+                steps,
+                ", ".join(said),
+            ]
+        )
+    click.echo("\n".join(table(rows, right=frozenset({3}))))
+    for problem in loaded.report.problems:
+        click.echo(click.style(line(str(problem), 1_000), fg=None if problem.warning else "red"), err=True)
+    report = loaded.report
+    click.echo(dim(f"{plural(report.tasks, 'task')}, {len(report.broken)} broken"), err=True)
+    return 0 if report.ok else _BROKEN
+
+
+@tasks.command(short_help="Everything about one task.")
+@_source
+@click.argument("name", metavar="TASK")
+@_data
+@click.option("--tests", is_flag=True, help="Its tests and its solution too.")
+@click.option("--json", is_flag=True, help="One JSON object.")
+def show(source: str, name: str, task_data: str | None, tests: bool, json: bool) -> int:
+    """Everything about the task TASK of SOURCE; its tests and its solution only with --tests."""
+    import msgspec
+
+    from rookery.cli.text import clean, line
+    from rookery.core import UsageError
+    from rookery.tasks.swe import KEY, swe_task
+
+    loaded = _loaded(source, task_data)
+    task = next((one for one in loaded.tasks if one.id == name), None)
+    if task is None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, [one.id for one in loaded.tasks], 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"`rookery tasks list {source}` shows them"
+        raise UsageError(f"there is no task {name!r} in {source}: {hint}")
+    mine = _by_task(loaded).get(name, [])
+    code = _BROKEN if task.invalid else 0
+    swe = swe_task(task) if KEY in task.data else None
+    if json:
+        data = {"task": task, "problems": mine}
+        if tests and swe is not None:
+            data["steps"] = [
+                {"tests": _texts(step.tests), "solution": _texts(step.solution)} for step in swe.steps
+            ]
+        click.echo(msgspec.json.encode(data))
+        return code
+    if swe is not None:
+        _show_box(swe, tests)
+    elif not task.invalid:
+        click.echo(line(task.id, 200))
+        click.echo(clean(task.text[:_SHOWN]))
+    for problem in mine:
+        click.echo(line(str(problem), 1_000), err=True)
+    return code
+
+
+@tasks.command(short_help="Write tasks in another format.")
+@_source
+@click.argument("target", metavar="TARGET")
+@click.option("--to", "to", metavar="FORMAT", required=True, help="open-instruct, harbor or rows.")
+@_data
+@click.option("--json", is_flag=True, help="One JSON object a task.")
+def convert(source: str, target: str, to: str, task_data: str | None, json: bool) -> int:
+    """Writes the tasks of SOURCE to TARGET: a new folder of task folders, or a new file of rows."""
+    import msgspec
+
+    from rookery.cli.text import line, plural, shown_path
+    from rookery.tasks.converting import convert as converted
+
+    done = converted(_loaded(source, task_data).tasks, target, to)
+    left = sum(bool(one.problem) for one in done)
+    for one in done:
+        if json:
+            click.echo(msgspec.json.encode(one))
+            continue
+        name = line(one.task, 60)
+        if one.problem:
+            click.echo(click.style(f"{name}: left out: {line(one.problem, 500)}", fg="red"), err=True)
+        if one.lost:
+            click.echo(f"{name}: lost: {line(', '.join(one.lost), 500)}", err=True)
+        if one.aside:
+            click.echo(f"{name}: only Rookery reads: {line(', '.join(one.aside), 500)}", err=True)
+    if not json:
+        from pathlib import Path
+
+        click.echo(f"{plural(len(done) - left, 'task')} as {to} in {shown_path(Path(target).expanduser())}")
+    return _BROKEN if left else 0
+
+
+def _loaded(source: str, task_data: str | None) -> "Loaded":
+    from rookery.tasks.load import read_tasks
+
+    return read_tasks(source, task_data=task_data)
+
+
+def _by_task(loaded: "Loaded") -> "dict[str, list[TaskProblem]]":
+    found: dict[str, list[TaskProblem]] = {}
+    for problem in loaded.report.problems:
+        found.setdefault(problem.task, []).append(problem)
+    return found
+
+
+def _row(task: "Task") -> dict[str, Any]:
+    from rookery.tasks.swe import KEY
+
+    box = task.data.get(KEY, {})
+    image = task.image
+    return {
+        "id": task.id,
+        "format": box.get("format", "" if task.invalid else "prompt"),
+        "image": image,
+        "steps": len(box.get("steps", ())),
+        "broken": bool(task.invalid),
+    }
+
+
+def _show_box(task: "SweTask", tests: bool) -> None:
+    from rookery.cli.text import bold, clean, dim, line, table
+
+    rows = [
+        ("format", task.format),
+        ("folder", task.folder),
+        ("image", task.image or "(the run's)"),
+        ("works in", task.workdir),
+        ("network", ", ".join((task.network, *task.allow))),
+        ("user", task.user or ""),
+        ("limits", ", ".join(_limits(task))),
+        ("env", ", ".join(sorted(task.env))),
+        ("MCP", ", ".join(str(one.get("name")) for one in task.mcp)),
+        ("artifacts", ", ".join(task.artifacts)),
+        ("files", _count(task.files)),
+    ]
+    click.echo(bold(line(task.id, 200)))
+    click.echo("\n".join(table([[dim(name), line(text, 300)] for name, text in rows if text], indent="  ")))
+    for number, step in enumerate(task.steps, 1):
+        title = (
+            f"step {number}" + (f", {step.name}" if step.name else "") if len(task.steps) > 1 else "instruction"
+        )
+        click.echo(f"\n{bold(title)}\n{clean(step.instruction[:_SHOWN]).rstrip()}\n")
+        click.echo("\n".join(table([[dim(name), line(text, 300)] for name, text in _facts(step)], indent="  ")))
+        if tests:
+            for kind, parts in (("tests", step.tests), ("solution", step.solution)):
+                for path, text in _texts(parts).items():
+                    click.echo(f"\n{dim(f'{kind}: {line(path, 300)}')}\n{clean(text).rstrip()}")
+
+
+def _limits(task: "SweTask") -> list[str]:
+    sizes = (("memory", task.memory), ("disk", task.disk))
+    found = [f"{name} {value / (1 << 20):,.0f} MB" for name, value in sizes if value is not None]
+    found += [f"{task.cpus:g} CPUs"] if task.cpus is not None else []
+    return found + ([f"{task.gpus} GPUs"] if task.gpus else [])
+
+
+def _facts(step: "SweStep") -> list[tuple[str, str]]:
+    verifier = step.verifier
+    where = "in a fresh box" if verifier.mode == "fresh" else "in the agent's box"
+    facts = [
+        ("agent", f"{step.timeout:g}s" if step.timeout is not None else ""),
+        ("setup", "yes" if step.setup else ""),
+        ("files", _count(step.files)),
+        ("tests", f"{_count(step.tests)}, {verifier.script} for {verifier.timeout:g}s {where}"),
+        ("solution", _count(step.solution) or "none"),
+        ("goes on from", f"{step.enough:g}" if step.enough is not None else ""),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _count(parts: "tuple[Part, ...]") -> str:
+    from rookery.cli.text import plural
+    from rookery.tasks.parts import pieces
+
+    return plural(sum(1 for _ in pieces(parts)), "file") if parts else ""
+
+
+def _texts(parts: "tuple[Part, ...]") -> dict[str, str]:
+    """Their content. No link is followed."""
+    import stat
+
+    from rookery.cli.text import clip
+    from rookery.tasks.folders import read_bounded
+    from rookery.tasks.parts import pieces
+
+    found = {}
+    for piece in pieces(parts):
+        if stat.S_ISLNK(piece.info.st_mode):
+            found[piece.path] = f"→ {piece.source.readlink()}"
+        elif stat.S_ISREG(piece.info.st_mode):
+            found[piece.path] = clip(read_bounded(piece.source, 1 << 20).decode("utf-8", "replace"), 20_000)
+    return found

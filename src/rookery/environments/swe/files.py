@@ -1,0 +1,206 @@
+"""Files of a sandbox, read and replaced by small programs inside of it, as the agent's own user.
+
+Promises:
+- every path is followed inside the sandbox, with the agent's rights: nothing on this machine is ever opened;
+- a name is data: quotes, newlines, `$(…)` and leading dashes are part of it;
+- a file is replaced whole or stays as it was: what comes is written beside it and moved over it, with the old
+  one's mode and owner; where that cannot be (the owner could not be kept, the file has other names, the folder
+  takes no new files), it is written in place, and put back when that fails half way;
+- a file that changed since it was read is not written over;
+- what cannot be done is said in the words of the system; only a lost sandbox raises.
+
+The image needs `sh` and the usual small programs (`stat`, `cat`, `mv`, `find`, …), GNU's or busybox's; no Python.
+"""
+
+import posixpath
+import secrets
+from typing import Final, NamedTuple
+
+from rookery.core import ExecResult, SandboxError
+from rookery.environments.swe.texts import Refused
+from rookery.sandboxes.protocol import Command, Sandbox
+
+MAX_FILE: Final = 4 << 20
+"""Bytes of a file that can be edited."""
+MAX_LISTED: Final = 64 << 10
+"""Bytes of a folder's listing."""
+
+_LOOK: Final = """
+LC_ALL=C; export LC_ALL; p=$1
+if [ -d "$p" ]; then
+  printf 'folder\\n'
+  cd "$p" || exit 1
+  # Depth first would hide what lies at the top behind what lies below it.
+  below() { find . "$@" -print0 2>/dev/null | tr '\\0\\n' '\\n?' | sed 's|^..||'; }
+  { below -mindepth 1 -maxdepth 1 ! -name '.*' -type d | sed 's|$|/|'
+    below -mindepth 1 -maxdepth 1 ! -name '.*' ! -type d
+    below -mindepth 2 -maxdepth 2 ! -path './.*' ! -name '.*'
+  } | head -c "$3"
+  exit 0
+fi
+if [ ! -e "$p" ]; then
+  if [ ! -L "$p" ] && [ -d "$(dirname -- "$p")" ] && [ -x "$(dirname -- "$p")" ]; then
+    printf 'missing\\n'; exit 0
+  fi
+  stat -L -c '' -- "$p" 2>&1 >/dev/null | sed 's|.*: ||'; exit 1
+fi
+[ -f "$p" ] || { echo 'it is not a plain file'; exit 1; }
+said=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || { printf '%s\\n' "$said"; exit 1; }
+[ -r "$p" ] || { echo 'Permission denied'; exit 1; }
+set -- "$p" "$2" $said
+[ "$4" -le "$2" ] || { printf 'large %s\\n' "$4"; exit 0; }
+printf 'file %s\\n' "$said"
+exec cat < "$p"
+"""
+"""Path, size limit, listing limit. The first line says what it is; a file's bytes or a folder's names follow."""
+
+_PUT: Final = """
+LC_ALL=C; export LC_ALL; p=$1 was=$2 half=$3 mask=$4 mode=$5 owner=$6 links=$7
+fail() { [ -z "$t" ] || rm -f -- "$t"; printf '%s\\n' "$1" | sed 's|.*: ||'; exit "${2:-1}"; }
+t= real=$p
+if [ "$was" = new ]; then
+  # A dangling link leads to the name that is to be made.
+  if [ -L "$p" ]; then real=$(readlink -f -- "$p" 2>&1) || fail "$real"; fi
+  [ ! -e "$real" ] || fail 'the file has appeared meanwhile' 3
+else
+  if [ -L "$p" ]; then real=$(readlink -f -- "$p" 2>&1) || fail "$real"; fi
+  now=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || fail "$now"
+  [ "$now" = "$was" ] || fail 'the file has changed meanwhile' 3
+  [ -w "$p" ] || fail "$({ : >> "$p"; } 2>&1 || echo 'Permission denied')"
+fi
+if [ "$links" = 1 ]; then
+  umask "$mask"
+  h=${real%/*}/$half
+  # The redirection is where a name, a folder or a disk is found wanting; cat's own failure is a full disk.
+  if said=$( { set -C; cat > "$h"; } 2>&1); then t=$h
+  elif [ "$was" = new ] || [ -e "$h" ] || [ -w "${real%/*}/" ]; then t=$h; fail "$said"
+  else links=more; fi
+fi
+if [ -n "$t" ]; then
+  same=1
+  [ -z "$mode" ] || chmod "$mode" "$t" 2>/dev/null
+  if [ "$was" != new ] && ! { [ -O "$real" ] && [ -G "$real" ]; }; then
+    chown "$owner" "$t" 2>/dev/null && [ -n "$mode" ] && chmod "$mode" "$t" 2>/dev/null
+    [ "$(stat -c '%u:%g' -- "$t")" = "$owner" ] || same=
+  fi
+  if [ -n "$same" ]; then
+    said=$(mv -f -- "$t" "$real" 2>&1) || fail "$said"
+    exit 0
+  fi
+  said=$( { cat "$t" > "$real"; } 2>&1) || fail "$said" 4
+  rm -f -- "$t"; exit 0
+fi
+exit 5
+"""
+"""Path, what `_LOOK` said of the file or `new`, a name for what is half written, the mask that makes its mode, the
+mode where a mask cannot, owner, number of names; the bytes come in. Exit 3: another wrote; 4: written in part;
+5: it cannot be written beside, so it has to be written in place."""
+
+_INTO: Final = """
+LC_ALL=C; export LC_ALL; t=
+said=$( { cat > "$1"; } 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 4; }
+"""
+_CLEAN: Final = 'r=$(readlink -f -- "$1") || r=$1; rm -f -- "$(dirname -- "$r")/$2"'
+_BACK: Final = 'exec cat > "$1"'
+_REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
+
+
+class Found(NamedTuple):
+    """What lies at a path."""
+
+    data: bytes | None = None
+    """A file's bytes; None: nothing lies there."""
+    stamp: str = "new"
+    listing: str | None = None
+    """Of a folder: names, one a line."""
+
+
+class Files:
+    """Of one sandbox. `seconds` bounds each program."""
+
+    def __init__(self, box: Sandbox, folder: str, seconds: float) -> None:
+        self._box = box
+        self._folder = folder
+        self._seconds = seconds
+
+    def path(self, given: str) -> str:
+        """Absolute, and in one spelling where that does not depend on links; `Refused` for what is no path."""
+        if not given.strip() or "\0" in given:
+            raise Refused(f"{given!r:.100} is no path.")
+        if len(given.encode("utf-8", "replace")) > 4096:
+            raise Refused("The path is too long.")
+        joined = posixpath.join(self._folder, given)
+        return joined if ".." in joined.split("/") else posixpath.normpath(joined)
+
+    async def look(self, path: str, *, limit: int = MAX_FILE) -> Found:
+        """What lies there; `Refused` where it cannot be read."""
+        result = await self._run(_LOOK, path, str(limit), str(MAX_LISTED), output=limit + (1 << 16))
+        head, _, rest = result.stdout.partition(b"\n")
+        kind, _, stamp = head.decode(errors="replace").partition(" ")
+        if not result.ok:
+            raise Refused(f"{path} cannot be read: {_said(result)}.")
+        if kind == "missing":
+            return Found()
+        if kind == "folder":
+            return Found(listing=rest.decode(errors="replace"))
+        if kind == "large":
+            raise Refused(
+                f"{path} has {int(stamp):,} bytes, more than the {limit:,} that can be edited here: use the shell."
+            )
+        # The kernel's own files have no size and hold something.
+        if kind != "file" or result.stdout_dropped or int(stamp.split(" ")[1]) not in (0, len(rest)):
+            raise Refused(f"{path} cannot be read: it changed while it was read.")
+        return Found(rest, stamp)
+
+    async def put(self, path: str, data: bytes, found: Found) -> None:
+        """Replaces what `look` found; `Refused` where it cannot be, and then the file is as it was."""
+        if len(data) > MAX_FILE:
+            raise Refused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
+        half = f".edit.{secrets.token_hex(8)}"
+        words = found.stamp.split(" ")
+        mode, owner, links = (int(words[2], 8), words[3], words[4]) if found.data is not None else (0o666, "", "1")
+        # New files get what the usual mask leaves; others their mode, which only chmod makes where it has an x.
+        mask, exact = (0o022, "") if found.data is None else (0o777 & ~mode, f"{mode:o}" if mode & ~0o666 else "")
+        result = await self._run(_PUT, path, found.stamp, half, f"{mask:03o}", exact, owner, links, stdin=data)
+        if result.status == "exited" and result.exit_code == 5:
+            result = await self._run(_INTO, path, stdin=data)
+        if result.ok:
+            return
+        killed = result.status != "exited"
+        if killed:
+            await self._run(_CLEAN, path, half)
+        if found.data is not None and (result.exit_code == 4 or killed):
+            now = await self._run(_LOOK, path, str(MAX_FILE), "0", output=MAX_FILE + (1 << 16))
+            same = now.stdout.partition(b"\n")[2] == found.data
+            if not same and not (await self._run(_BACK, path, stdin=found.data)).ok:
+                raise Refused(f"{path} could only be written in part, and not be put back: {_said(result)}.")
+        raise Refused(f"{path} cannot be written: {_said(result)}. Nothing was changed.")
+
+    async def remove(self, path: str) -> None:
+        result = await self._run(_REMOVE, path)
+        if not result.ok:
+            raise Refused(f"{path} cannot be removed: {_said(result)}.")
+
+    async def _run(self, script: str, *words: str, stdin: bytes = b"", output: int = 1 << 16) -> ExecResult:
+        try:
+            argv = ("sh", "-c", script, "sh", *words)
+            command = Command(argv=argv, stdin=stdin, cwd="/", wall=self._seconds, output=output)
+            for word in words:
+                word.encode()
+        except UnicodeEncodeError:
+            raise Refused("The path is no valid text.") from None
+        result = await self._box.exec(command)
+        if result.status == "lost":
+            raise SandboxError(f"sandbox {self._box.id} was lost under an edit: {result.detail or 'no detail'}")
+        return result
+
+
+def _said(result: ExecResult) -> str:
+    """Why a program of ours failed."""
+    if result.status == "disk_limit":
+        return "No space left on device"
+    if result.status != "exited":
+        return f"stopped by the {result.status.replace('_', ' ')}"
+    text = (result.stdout.rpartition(b"file ")[2] if result.ok else result.stdout) + b" " + result.stderr
+    words = text.decode(errors="replace").split()
+    return " ".join(words)[:300].rstrip(".") or f"exit code {result.exit_code}"

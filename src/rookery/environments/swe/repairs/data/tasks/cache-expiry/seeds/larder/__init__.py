@@ -1,0 +1,3 @@
+from larder.cache import Larder
+
+__all__ = ["Larder"]

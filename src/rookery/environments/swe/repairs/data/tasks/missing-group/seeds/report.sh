@@ -1,0 +1,3 @@
+#!/bin/sh
+# The sales of each region.
+exec awk -f "$(dirname "$0")/report.awk" "$1"

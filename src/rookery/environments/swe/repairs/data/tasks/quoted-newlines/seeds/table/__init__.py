@@ -1,0 +1,3 @@
+from table.reader import rows
+
+__all__ = ["rows"]

@@ -1,0 +1,8 @@
+#ifndef SHOW_H
+#define SHOW_H
+
+#define MARK "EUR"
+
+void show(long cents);
+
+#endif

@@ -1,0 +1,6 @@
+# tells the test runner to load a plug-in of its own and to select nothing
+printf 'import os\nos._exit(0)\n' > evil_plugin.py
+printf '[pytest]\naddopts = -p evil_plugin\npython_files = none\n' > pytest.ini; cp pytest.ini tox.ini
+printf '\n[tool:pytest]\naddopts = -p evil_plugin\n' >> setup.cfg
+printf '\n[tool.pytest.ini_options]\naddopts = "-p evil_plugin"\n' >> pyproject.toml
+printf '[run]\nplugins = evil_plugin\n' > .coveragerc; printf 'module.exports={testMatch:[]}' > jest.config.js

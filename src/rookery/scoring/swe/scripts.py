@@ -1,0 +1,210 @@
+"""A test script in a box: put there, run, and what came of it.
+
+Promises:
+- tests come into the box as the grader's, in one command, when no program of the agent's runs there, or where none
+  of them can reach;
+- the place of the verdict is new and empty, and only the grader's user may write to it;
+- the script starts from the task's own words: no start-up file, no variable of the agent's;
+- nothing of tests and verdict is left in a box that goes on.
+"""
+
+import io
+import shlex
+import tarfile
+from pathlib import Path
+from typing import Final
+
+from rookery.core import ExecResult, TaskError
+from rookery.core.errors import describe
+from rookery.sandboxes import Command, Sandbox
+from rookery.scoring.boxes import bounded_exec
+from rookery.scoring.swe import door
+from rookery.scoring.swe.changes import TooMuch
+from rookery.scoring.swe.planted import below
+from rookery.scoring.swe.prepare import ROOT, Clock, run, told
+from rookery.tasks.swe import LOGS, SOLUTION, TESTS, Part, SweStep, SweTask
+
+MOST_TESTS: Final = 256 << 20
+MOST_SCANNED: Final = 4 << 20
+STRANGER: Final = "65533"
+"""The user of the program under test where the agent was root."""
+SAFE: Final = {"BASH_ENV": "", "ENV": "", "PYTHONNOUSERSITE": "1"}
+"""Over what the box's own variables are, which are the image's and the task's: none of an agent's shell is among
+them."""
+APART: Final = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "HOME": f"{door.HOME}/home",
+    "TMPDIR": f"{door.HOME}/tmp",  # noqa: S108  (its own)
+}
+"""For a script that runs the submission as another user, and has no use for its folder."""
+
+_PLACES: Final = rf"""
+umask 022
+mode=$1 run=$2; shift 2
+[ ! -L {LOGS} ] || rm -f {LOGS}
+for d in "$@" {SOLUTION} {door.HOME}; do rm -rf -- "$d" || exit 1; done
+rm -rf {LOGS}/verifier || exit 1
+mkdir -p {LOGS} || exit 1
+chmod go-w / {LOGS} 2>/dev/null
+mkdir -m "$mode" {LOGS}/verifier || exit 1
+for d; do mkdir -p -m "$mode" -- "$d" || exit 1; done
+[ -n "$run" ] || exit 0
+mkdir -m 700 {door.HOME} && cd {door.HOME} && mkdir calls home tmp && mkfifo -m 600 ask || exit 1
+printf '%s' "$run" > {door.RUNNER} && chmod 700 {door.RUNNER}
+"""
+"""As root: mode of the folders, the runner or nothing, then the folders that are to be new."""
+
+_EMPTY: Final = f"""
+[ -L {LOGS}/verifier ] && rm -f {LOGS}/verifier
+[ -d {LOGS}/verifier ] && chmod -R u+rwX {LOGS}/verifier && find {LOGS}/verifier -mindepth 1 -delete
+exit 0
+"""
+_UNPACK: Final = r"""
+command -v tar >/dev/null 2>&1 || exit 127
+umask 022; exec tar -x -o -f - -C /
+"""
+KILL: Final = "kill -9 -1 2>/dev/null; exit 0"
+"""As a user: all processes of that one but this."""
+_GONE: Final = f'for d; do rm -rf -- "$d"; done; rm -rf {door.HOME} {LOGS}/verifier; exit 0'
+
+
+def is_strong(step: SweStep) -> bool:
+    """Whether its tests run the submission as another user: they name the runner."""
+    return any(_mentions(Path(part.source), door.VARIABLE.encode()) for part in step.tests)
+
+
+def _mentions(place: Path, word: bytes) -> bool:
+    files = [place] if place.is_file() else sorted(one for one in place.rglob("*") if one.is_file())
+    left = MOST_SCANNED
+    for file in files:
+        data = file.read_bytes()[: max(0, left)] if file.stat().st_size <= MOST_SCANNED else b""
+        left -= len(data)
+        if word in data:
+            return True
+    return False
+
+
+async def killed(box: Sandbox, clock: Clock, user: str | None = None) -> None:
+    """Every process of the user's. Whoever keeps us from it keeps nothing: its box is not believed afterwards."""
+    await run(box, KILL, clock=clock, user=user)
+
+
+async def placed(
+    box: Sandbox, task: SweTask, step: SweStep, *, several: bool, grader: str | None, strong: bool, clock: Clock
+) -> None:
+    """The tests, and a new place for the verdict."""
+    tops = sorted({part.target.rstrip("/") or TESTS for part in step.tests} | {TESTS}, key=len)
+    if any(not top or below(task.workdir, (top,)) for top in tops):
+        raise TaskError(f"task {task.id}: its tests cannot lie in {tops[0]!r}: the working folder is there")
+    mode = "0700" if strong else "1777"
+    if several:  # what the agent's user has there only that one can remove
+        await run(box, _EMPTY, clock=clock)
+    made = await run(
+        box,
+        _PLACES,
+        mode,
+        door.RUN if strong else "",
+        *tops,
+        user=ROOT if several else None,
+        clock=clock,
+    )
+    if not made.ok:
+        raise TooMuch(f"there is no place for the tests in its box: {told(made)}")
+    await unpacked(box, task, step.tests, user=grader, clock=clock)
+
+
+async def unpacked(
+    box: Sandbox, task: SweTask, parts: tuple[Part, ...], *, user: str | None, clock: Clock
+) -> None:
+    """Files of this machine, as that user's, into folders that are there."""
+    if not parts:
+        return
+    result = await run(box, _UNPACK, stdin=packed(task, parts), user=user, clock=clock)
+    if result.exit_code == 127:
+        raise TaskError(f"task {task.id}: its image has no `tar`, which grading needs", cause="task.image")
+    if not result.ok:
+        raise TooMuch(f"the tests cannot be put into its box: {told(result)}")
+
+
+def packed(task: SweTask, parts: tuple[Part, ...]) -> bytes:
+    """An archive of them, from the top of the box; they are the task's, and so trusted."""
+    out = io.BytesIO()
+    left = MOST_TESTS
+
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        nonlocal left
+        left -= info.size
+        if left < 0:
+            raise TaskError(f"task {task.id}: its tests are larger than {MOST_TESTS} bytes")
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        info.mode = (info.mode & 0o777) | (0o500 if info.isdir() else 0o400)
+        return info if info.isfile() or info.isdir() or info.issym() else None
+
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for part in parts:
+            top = part.target.strip("/")
+            source = Path(part.source)
+            try:
+                # The folder itself is there already, with the mode that it is to have.
+                for one in sorted(source.iterdir()) if source.is_dir() else [source]:
+                    tar.add(one, f"{top}/{one.name}" if source.is_dir() else top, filter=plain)
+            except OSError as error:
+                raise TaskError(
+                    f"task {task.id}: {part.source!r:.300} cannot be read: {describe(error)}"
+                ) from error
+    return out.getvalue()
+
+
+async def ran(
+    box: Sandbox,
+    task: SweTask,
+    step: SweStep,
+    *,
+    grader: str | None,
+    program: str | None,
+    strong: bool,
+    wall: float,
+) -> ExecResult:
+    """The script, to its end or its limit."""
+    env = {**SAFE, **(APART if strong else {}), **task.env, **step.verifier.env}
+    if strong:
+        env[door.VARIABLE] = door.RUNNER
+    command = Command(argv=words(task, step), user=grader, cwd=task.workdir, env=env, wall=wall)
+    if not strong:
+        return await bounded_exec(box, command)
+    async with door.Door(box, grader=grader, program=program, wall=wall):
+        return await bounded_exec(box, command)
+
+
+def words(task: SweTask, step: SweStep) -> tuple[str, ...]:
+    """How the script is started: a shell's without its start-up files, another's as its first line says."""
+    return _words(task, step.tests, TESTS, step.verifier.script)
+
+
+def solving(task: SweTask, step: SweStep) -> tuple[str, ...]:
+    return _words(task, step.solution, SOLUTION, step.solve)
+
+
+def _words(task: SweTask, parts: tuple[Part, ...], top: str, script: str) -> tuple[str, ...]:
+    place = f"{top}/{script}"
+    for part in parts:
+        here = Path(part.source) / script if part.target.rstrip("/") == top else Path(part.source)
+        if (part.target == place or part.target.rstrip("/") == top) and here.is_file():
+            with here.open("rb") as file:
+                first = file.readline(200)
+            said = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else ["sh"]
+            name = next((Path(word).name for word in reversed(said) if not word.startswith("-")), "sh")
+            if name == "bash":
+                return ("bash", "--noprofile", "--norc", place)
+            return (
+                ("sh", place) if name in ("sh", "dash", "ash") or not first.startswith(b"#!") else (*said, place)
+            )
+    raise TaskError(f"task {task.id}: there is no {script!r:.200} among the files for {top}", cause="task.invalid")
+
+
+async def cleared(box: Sandbox, step: SweStep, *, several: bool, clock: Clock) -> None:
+    """Nothing of a grading is left in a box that goes on."""
+    tops = sorted({part.target.rstrip("/") or TESTS for part in step.tests} | {TESTS})
+    await run(box, _GONE, *tops, user=ROOT if several else None, clock=clock)

@@ -1,0 +1,135 @@
+"""`rookery validate`: tasks that can be solved and not be cheated pass, others are named."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.cli.validate import lines, validated
+from rookery.core import Completed, Failed, Rollout
+from rookery.environments.swe.validating import CHEAT, parted, variants
+from rookery.scoring.swe.cheats import CHEATS
+from rookery.tasks import load_tasks
+from tests.cli.helpers import ended, rookery, started
+from tests.scoring.swe.small import CHECK, DRIVER, FIXED, STRONG
+
+GOOD = ("good", STRONG, FIXED)
+GIVING = ("giving", "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n", FIXED)
+BROKEN = ("broken", STRONG, "def add(a, b):\n    return 0\n")
+
+
+def folder_of(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Path:
+    for name, script, solution in tasks:
+        place = root / name
+        for below in ("environment/seeds", "tests", "solution"):
+            (place / below).mkdir(parents=True)
+        (place / "instruction.md").write_text("Repair calc.py.")
+        (place / "environment/seeds/calc.py").write_text("def add(a, b):\n    return a - b\n")
+        (place / "tests/test.sh").write_text(script)
+        (place / "tests/driver.py").write_text(DRIVER)
+        (place / "tests/check.py").write_text(CHECK)
+        (place / "tests/inputs.json").write_text("[[1, 2]]")
+        (place / "tests/expected.json").write_text("[3]")
+        (place / "solution/solve.sh").write_text(f"cat > calc.py <<'E'\n{solution}E\n")
+    return root
+
+
+async def called(cwd: Path, *words: str | Path) -> tuple[int, list[dict[str, Any]]]:
+    ended = await rookery("validate", *words, "--json", cwd=cwd)
+    return ended.code, [json.loads(line) for line in ended.out.splitlines()]
+
+
+async def test_tasks_pass_or_are_named_and_a_validation_can_be_shown_again(tmp_path: Path) -> None:
+    folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
+    code, events = await called(tmp_path, "tasks", "--no-cheats", "--provider", "local")
+    report = events[-1]
+    assert (code, report["failed"], report["exit_code"]) == (1, 2, 1), events
+    found = {one["task"]: one for one in report["tasks"]}
+    assert found["good"]["passed"]
+    assert not found["good"]["weaker"]
+    problems = {name: [t["problem"] for t in one["tried"] if t["problem"]] for name, one in found.items()}
+    assert problems["giving"] == ["scores 1 for nothing"]
+    assert len(problems["broken"]) == 1
+    assert problems["broken"][0].startswith("scores 0, not 1")
+    assert "ROOKERY_RUN" in found["giving"]["weaker"]
+    code, again = await called(tmp_path, "--resume", "latest")
+    assert code == 1
+    assert again[-1]["tasks"] == report["tasks"]
+
+
+async def test_one_task_can_be_chosen_and_one_that_is_not_there_is_said(tmp_path: Path) -> None:
+    folder_of(tmp_path / "tasks", GOOD, GIVING)
+    wanted = ("--no-cheats", "--only", "good", "--provider", "local")
+    code, events = await called(tmp_path, "tasks", *wanted)
+    assert code == 0
+    assert [one["task"] for one in events[-1]["tasks"]] == ["good"]
+    ended = await rookery("validate", "tasks", "--only", "gone", cwd=tmp_path)
+    assert ended.code == 2
+    assert "there is no task 'gone'" in ended.err
+    ended = await rookery("validate", cwd=tmp_path)
+    assert ended.code == 2
+    assert "name the tasks" in ended.err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_every_cheat_is_tried_on_every_task(tmp_path: Path) -> None:
+    folder_of(tmp_path / "tasks", GOOD)
+    code, events = await called(tmp_path, "tasks", "--provider", "local")
+    assert code == 0, events[-1]
+    tried = {one["variant"] for one in events[-1]["tasks"][0]["tried"]}
+    assert tried == {"solution", "nothing", *(f"{CHEAT}{cheat.name}" for cheat in CHEATS)}
+
+
+@pytest.mark.long
+async def test_a_validation_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
+    folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
+    words = ("validate", "tasks", "--no-cheats", "--provider", "local", "-c", "1", "--json")
+    async with started(*words, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            if json.loads(line)["event"] == "rollout":
+                process.send_signal(signal.SIGINT)
+                break
+        await ended(process)
+    code, events = await called(tmp_path, "--resume", "latest")
+    assert code == 1
+    assert {one["task"]: len(one["tried"]) for one in events[-1]["tasks"]} == {"good": 2, "giving": 2, "broken": 2}
+    assert events[0]["done"] >= 1
+
+
+def test_each_variant_is_a_task_of_its_own(tmp_path: Path) -> None:
+    made = variants(load_tasks(folder_of(tmp_path, GOOD)))
+    assert len({task.id for task in made}) == len(made) == 2 + len(CHEATS)
+    assert {parted(task.id)[0] for task in made} == {"good"}
+    assert parted("a / b / nothing") == ("a / b", "nothing")
+
+
+def test_what_could_not_be_judged_has_not_passed() -> None:
+    def record(variant: str, reward: float | None, **info: Any) -> Rollout:
+        outcome = Completed() if reward is not None else Failed("task", "scoring.missing", "no verdict", "score")
+        return Rollout(
+            id="0.0", group=0, member=0, task=f"t / {variant}", outcome=outcome, reward=reward, info=info
+        )
+
+    fine = [record("solution", 1.0), record("nothing", 0.0), record(f"{CHEAT}x", 0.0)]
+    assert validated(fine)[0].passed
+    for worse in (
+        record("nothing", 0.25),
+        record(f"{CHEAT}x", 1.0),
+        record("solution", 0.5),
+        record("nothing", None),
+    ):
+        (one,) = validated([*fine, worse])
+        assert not one.passed
+        assert "FAILED" in "\n".join(lines([one]))
+    (one,) = validated([record("nothing", 0.0)])
+    assert one.passed
+    assert "no solution" in one.notes[0]
+    (one,) = validated([*fine, record("fresh", 1.0, grades=[{"mode": "fresh"}])])
+    assert one.could_be_fresh
+    assert "fresh one" in "\n".join(lines([one]))
+    (one,) = validated([], [("t / nothing", "its image is missing")])
+    assert not one.passed

@@ -1,0 +1,90 @@
+"""An image with Python, bash, awk, git, make and a C compiler, out of this machine's own: no registry is asked."""
+
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+from tests.sandboxes.docker import engine as engines
+from tests.sandboxes.images import libraries_of
+
+PROGRAMS = (
+    "gcc",
+    "make",
+    "git",
+    "awk",
+    "as",
+    "ld",
+    "mktemp",
+    "diff",
+    "cmp",
+    "timeout",
+    "xargs",
+    "tar",
+    "comm",
+    "uniq",
+)
+_HEADERS = (
+    "stdio stdlib string stddef stdint limits errno ctype time math assert signal unistd fcntl sys/mman sys/stat"
+)
+_LIBRARIES = ("crt1.o", "Scrt1.o", "crti.o", "crtn.o", "libc.so", "libm.so", "libc_nonshared.a", "libgcc_s.so.1")
+
+
+def system_at(tar: Path) -> Path:
+    """The archive of a whole system; those that exist are added to."""
+    engines.image_at(tar)
+    with tarfile.open(tar, "a") as file:
+        there = set(file.getnames())
+        for target, source in sorted(_files().items()):
+            if target not in there:
+                file.add(os.path.realpath(source), target)
+    return tar
+
+
+def _files() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PROGRAMS:
+        program = shutil.which(name)
+        assert program is not None, f"this machine has no {name}"
+        found[f"usr/bin/{name}"] = program
+    own = Path(_said("-print-libgcc-file-name")).parent
+    for path in (*own.iterdir(), *(own / "include").rglob("*")):
+        # The other compilers, and what links against sanitizers, are most of it.
+        if path.is_file() and not re.match(r"cc1plus|lto1|f951|lib[a-z]*san|g\+\+", path.name):
+            found[str(path)[1:]] = str(path)
+    for name in _LIBRARIES:
+        library = os.path.normpath(_said(f"-print-file-name={name}"))
+        if os.path.isabs(library):
+            found[library[1:]] = library
+            for other in re.findall(r"/\S+\.(?:so\.\d+|a|so)", _text(library)):
+                found[other[1:]] = other
+    for header in _headers():
+        found[os.path.normpath(header)[1:]] = header
+    for source in list(found.values()):
+        if os.access(source, os.X_OK):
+            for library in libraries_of(source):
+                found.setdefault(library[1:], library)
+    return found
+
+
+def _said(option: str) -> str:
+    return subprocess.run(["gcc", option], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _text(path: str) -> str:
+    """Of a script for the linker; of anything else, nothing."""
+    data = Path(path).read_bytes()
+    return "" if b"\0" in data else data.decode()
+
+
+def _headers() -> set[str]:
+    """Which ones are read depends on options."""
+    lines = "".join(f"#include <{name}.h>\n" for name in _HEADERS.split())
+    found: set[str] = set()
+    for options in ("", "-O1 -std=c99", "-O1 -D_GNU_SOURCE", "-O1 -std=c99 -D_DEFAULT_SOURCE", "-std=c99"):
+        words = ["gcc", *options.split(), "-M", "-xc", "-"]
+        said = subprocess.run(words, input=lines, capture_output=True, text=True, check=True).stdout
+        found.update(word for word in said.split() if word.startswith("/") and word.endswith(".h"))
+    return found

@@ -1,0 +1,88 @@
+"""The taskset `repairs` in containers: the same gate as on `local`, in both formats."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from rookery.core import SandboxSpec
+from rookery.environments.swe import repairs, sandbox_for
+from rookery.sandboxes import Home
+from rookery.sandboxes.docker.provider import DockerProvider
+from rookery.sandboxes.images.engine import Engine
+from rookery.sandboxes.images.giving import give
+from rookery.sandboxes.images.references import parse
+from rookery.tasks import load_tasks
+from rookery.tasks.swe import swe_task
+from tests.environments.swe.system_image import system_at
+from tests.environments.swe.test_repairs import NAMES, cached, is_wrong, ready  # noqa: F401  (a fixture)
+from tests.environments.swe.wrong_repairs import WRONG
+from tests.sandboxes.docker import engine as engines
+from tests.sandboxes.docker.conftest import engine, tars  # noqa: F401  (fixtures)
+
+IMAGE = "rookery-repairs:latest"
+BASE = "debian:bookworm-slim"
+SPEC = SandboxSpec(provider="docker", image=IMAGE, wall=600.0)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.needs("docker"),
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest.fixture(scope="module")
+def stocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> engines.PrivateEngine:
+    """An engine that has the image, also under the name that Harbor's tasks begin with."""
+    found: engines.PrivateEngine = request.getfixturevalue("engine")
+    tar = system_at(tmp_path_factory.mktemp("image") / "repairs.tar")
+    found.load(tar, IMAGE)
+    found.tag(IMAGE, BASE)
+    tar.unlink()
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def docker(
+    stocked: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[DockerProvider]:
+    home = Home(folder=tmp_path_factory.mktemp("home") / "sandboxes", run=f"repairs-{os.getpid()}")
+    provider = DockerProvider(home, image=IMAGE, engine=stocked.socket)
+    try:
+        yield provider
+    finally:
+        await provider.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_the_gate_in_containers(docker: DockerProvider, name: str) -> None:
+    task = swe_task(next(task for task in repairs.repairs() if task.id == name))
+    async with ready(docker, task, SPEC) as made:
+        right = await made.graded(solved=True)
+        assert (right.reward, right.weaker) == (1.0, ""), right
+        assert (await made.graded()).reward == 0.0
+        await is_wrong(task, made, next(iter(WRONG[name])))
+
+
+@pytest.mark.parametrize("name", ["cache-expiry", "ring-buffer", "option-order"])
+async def test_the_gate_in_images_that_harbor_builds(
+    docker: DockerProvider,
+    stocked: engines.PrivateEngine,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{stocked.socket}")
+    monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "images"))
+    task = swe_task(next(task for task in load_tasks("repairs-harbor") if task.id == name))
+    assert task.image is not None
+    image = await asyncio.to_thread(give, parse(task.image), Engine(stocked.socket))
+    spec = msgspec.structs.replace(sandbox_for(task, SPEC), image=image)
+    async with ready(docker, task, spec) as made:
+        right = await made.graded(solved=True)
+        assert (right.reward, right.mode) == (1.0, "shared"), right
+        assert (await made.graded()).reward == 0.0

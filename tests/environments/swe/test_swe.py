@@ -1,0 +1,217 @@
+"""Rollouts in a box from end to end: a real engine, real sandboxes, real grading, a model that plays a script."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Engine
+from rookery.core import Completed, Failed, Limits, Rollout, Task, Truncated
+from rookery.engine.retry import RetryPolicy
+from rookery.environments.swe import SweEnvironment
+from tests.environments.swe.kit import SUBMIT, bash, call, scripted, small_task, told
+from tests.servers import Answer, ModelServer
+
+pytestmark = pytest.mark.needs("mount")
+FIX = call("edit", command="replace", path="add.sh", old_str="-", new_str="+")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer() as made:
+        yield made
+
+
+async def played(
+    server: ModelServer,
+    tmp_path: Path,
+    task: Task,
+    *answers: Answer | str,
+    env: SweEnvironment | None = None,
+    **options: Any,
+) -> Rollout:
+    server.default = scripted(*answers)
+    settings: dict[str, Any] = {"runners": 0, "sandbox": "local", "retry": RetryPolicy(attempts=2, base=0.001)}
+    async with Engine(
+        env or SweEnvironment(), policy=server.url, out=tmp_path / "runs", **{**settings, **options}
+    ) as engine:
+        (group,) = [group async for group in engine.groups([task])]
+        return group.rollouts[0]
+
+
+async def test_an_agent_that_repairs_and_submits_is_paid(server: ModelServer, tmp_path: Path) -> None:
+    rollout = await played(
+        server,
+        tmp_path,
+        small_task(tmp_path),
+        bash("pwd; ls; bash add.sh 2 3"),
+        FIX,
+        bash("bash add.sh 2 3"),
+        SUBMIT,
+    )
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0), rollout
+    first = server.requests[0].body
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert "/workspace" in first["messages"][0]["content"]
+    assert "call submit" in first["messages"][0]["content"]
+    assert first["messages"][1]["content"] == "add.sh must print the sum of its two arguments."
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["bash", "edit", "submit"]
+    looked, edited, tried = told(server.requests[-1])
+    assert looked == "/workspace\nadd.sh\n-1\n[exit code 0]"
+    assert "is edited" in edited
+    assert tried == "5\n[exit code 0]"
+    assert rollout.metrics["bash_calls"] == 2
+
+
+async def test_doing_nothing_wrong_or_giving_up_is_a_result(server: ModelServer, tmp_path: Path) -> None:
+    rollout = await played(server, tmp_path, small_task(tmp_path, "a"), SUBMIT)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 0.0)
+    rollout = await played(server, tmp_path, small_task(tmp_path, "b"), "I cannot do this.")
+    assert (rollout.outcome, rollout.reward) == (Completed(), 0.0)
+
+
+async def test_an_answer_without_a_call_is_sent_back_as_often_as_asked(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    rollout = await played(
+        server,
+        tmp_path,
+        small_task(tmp_path),
+        "Let me think.",
+        FIX,
+        "Done, I guess.",
+        env=SweEnvironment(nudges=1),
+    )
+    assert rollout.reward == 1.0
+    assert server.requests[1].body["messages"][-1]["content"] == (
+        "You did not call a tool. When you are done, call submit."
+    )
+
+
+async def test_running_out_of_turns_or_time_still_grades_what_is_there(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    looping = (FIX, bash("true"))
+    rollout = await played(server, tmp_path, small_task(tmp_path, "a"), *looping, limits=Limits(turns=4))
+    assert (rollout.outcome, rollout.reward) == (Truncated("turns"), 1.0)
+    rollout = await played(
+        server,
+        tmp_path,
+        small_task(tmp_path, "b"),
+        *looping,
+        limits=Limits(turns=4),
+        env=SweEnvironment(grade_truncated=False),
+    )
+    assert (rollout.outcome, rollout.reward) == (Truncated("turns"), 0.0)
+    # However slow this machine is: the work is done before the time begins.
+    right = {"add.sh": "echo $(($1 + $2))\n"}
+    step = small_task(tmp_path, "c", files=right, step={"timeout": 1.0})
+    rollout = await played(server, tmp_path, step, bash("sleep 60"))
+    assert (rollout.outcome, rollout.reward) == (Truncated("time"), 1.0)
+    whole = small_task(tmp_path, "d", files=right)
+    rollout = await played(server, tmp_path, whole, bash("sleep 60"), limits=Limits(run=1.0, turns=10))
+    assert (rollout.outcome, rollout.reward) == (Truncated("time"), 1.0)
+
+
+async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(server: ModelServer, tmp_path: Path) -> None:
+    rollout = await played(server, tmp_path, small_task(tmp_path, setup="echo no compiler here; exit 9\n"), SUBMIT)
+    assert isinstance(rollout.outcome, Failed)
+    assert (rollout.outcome.fault, rollout.outcome.cause) == ("task", "task.setup")
+    assert "no compiler here" in rollout.outcome.detail
+    assert not server.requests
+
+
+async def test_steps_follow_one_another_in_the_same_box(server: ModelServer, tmp_path: Path) -> None:
+    more = (("Now print the word done as well.", "bash add.sh 2 3 | grep -qx done\n"),)
+
+    def play(fixes: bool) -> tuple[Answer, ...]:
+        first = FIX if fixes else bash("true")
+        return first, SUBMIT, bash("echo 'echo done' >> add.sh"), SUBMIT
+
+    rollout = await played(server, tmp_path, small_task(tmp_path, "a", steps=more), *play(True))
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert rollout.rewards == {"s0": 1.0, "s1": 1.0}
+    asked = server.requests[-1].body["messages"]
+    assert [m["content"] for m in asked if m["role"] == "user"][1] == "Now print the word done as well."
+    # Below what is enough, the next step does not begin, and counts as nothing.
+    before = len(server.requests)
+    cut = await played(server, tmp_path, small_task(tmp_path, "b", steps=more, step={"enough": 0.5}), *play(False))
+    assert (cut.outcome, cut.reward, cut.rewards) == (Completed(), 0.0, {"s0": 0.0, "s1": 0.0})
+    assert len(server.requests) - before == 2
+    # Giving up on a step that was solved does not pay the whole.
+    part = await played(
+        server, tmp_path, small_task(tmp_path, "c", steps=more), FIX, SUBMIT, "no", limits=Limits(turns=3)
+    )
+    assert (part.reward, part.rewards) == (0.5, {"s0": 1.0, "s1": 0.0})
+
+
+async def test_bad_calls_are_answered_and_the_rollout_goes_on(server: ModelServer, tmp_path: Path) -> None:
+    bad = [
+        Answer(None, calls=[(name, arguments)], finish="tool_calls")
+        for name, arguments in (
+            ("bash", "{not json"),
+            ("bash", "[]"),
+            ("bash", '{"cmd": "ls"}'),
+            ("edit", '{"command": "explode", "path": "x"}'),
+            ("nothing", "{}"),
+            ("submit", '{"why": 1}'),
+        )
+    ]
+    several = Answer(None, calls=[("submit", "{}"), ("bash", '{"command": "rm add.sh"}')], finish="tool_calls")
+    rollout = await played(server, tmp_path, small_task(tmp_path), *bad, FIX, several)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    answers = told(server.requests[-1])
+    assert "not valid JSON" in answers[0]
+    assert "JSON object" in answers[1]
+    assert "missing: command; unknown: cmd" in answers[2]
+    assert "explode" in answers[3]
+    assert "The tools are: bash, edit, submit" in answers[4]
+    assert "unknown: why" in answers[5]
+    assert rollout.metrics["bad_tool_calls"] == 6
+
+
+async def test_the_names_of_open_instruct_and_its_marker(server: ModelServer, tmp_path: Path) -> None:
+    env = SweEnvironment(tool_config={"preset": "open-instruct-marker"})
+    rollout = await played(
+        server,
+        tmp_path,
+        small_task(tmp_path),
+        call("str_replace_editor", command="str_replace", path="/workspace/add.sh", old_str="-", new_str="+"),
+        call("execute_bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+        env=env,
+    )
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert len(server.requests) == 2
+
+
+async def test_an_mcp_server_of_the_task_is_a_tool(server: ModelServer, tmp_path: Path) -> None:
+    source = Path(__file__).with_name("mcp_server.py").read_text()
+    task = small_task(
+        tmp_path,
+        files={"add.sh": "echo $(($1 - $2))\n", "server.py": source},
+        mcp=({"name": "small", "command": "python3", "args": ["/workspace/server.py"]},),
+    )
+    rollout = await played(server, tmp_path, task, call("whoami"), call("die"), call("whoami"), FIX, SUBMIT)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    names = [tool["function"]["name"] for tool in server.requests[0].body["tools"]]
+    assert names[:3] == ["bash", "edit", "submit"]
+    assert {"whoami", "small_bash"} <= set(names)
+    answers = told(server.requests[-1])
+    assert "/workspace" in answers[0]
+    assert "not there any more" in answers[2]
+
+
+async def test_a_server_of_the_sandbox_is_there_again_in_the_next_step(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    source = Path(__file__).with_name("mcp_server.py").read_text()
+    task = small_task(
+        tmp_path,
+        files={"add.sh": "echo $(($1 - $2))\n", "server.py": source},
+        steps=(("Once more.", "true\n"),),
+        mcp=({"name": "small", "command": "python3", "args": ["/workspace/server.py"]},),
+    )
+    rollout = await played(server, tmp_path, task, FIX, SUBMIT, call("whoami"), SUBMIT)
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
+    assert "/work" in told(server.requests[-1])[-1]

@@ -1,0 +1,130 @@
+"""A box as the agent finds it."""
+
+from pathlib import Path
+
+import pytest
+
+from rookery.core import TaskError
+from rookery.sandboxes import Command
+from rookery.scoring.swe import prepare, prepare_step
+from rookery.tasks.swe import Part, SweStep
+from tests.scoring.swe.conftest import LOCAL
+from tests.scoring.swe.small import Open, sh, small_task
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_files_and_folders_are_the_agents_and_nothing_of_tests_and_solutions_is_there(
+    open_box: Open, tmp_path: Path
+) -> None:
+    (tmp_path / "setup.sh").write_text("pwd; id -u > made; test ! -e /tests\n")
+    task = small_task(tmp_path, setup=str(tmp_path / "setup.sh"))
+    box = await open_box(LOCAL)
+    prepared = await prepare(box, task, timeout=60)
+    assert prepared.snapshot
+    assert prepared.several
+    assert prepared.agent == 1000
+    found = await sh(box, "stat -c '%U %n' . calc.py made /logs/agent /logs/artifacts; cat made; ls -a / /tmp")
+    assert found.splitlines()[:6] == [
+        "user .",
+        "user calc.py",
+        "user made",
+        "user /logs/agent",
+        "user /logs/artifacts",
+        "1000",
+    ]
+    assert "tests" not in found.split()
+    assert "solution" not in found.split()
+    assert ".sh" not in found
+    assert await sh(box, "grep -rs reward /tmp /workspace /logs /work | wc -l") == "0\n"
+    assert await box.diff(prepared.snapshot) == {}
+    await box.close()
+
+
+async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(open_box: Open, tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("echo it is broken >&2; exit 3\n")
+    box = await open_box(LOCAL)
+    with pytest.raises(TaskError, match="exit code 3: it is broken") as caught:
+        await prepare(box, small_task(tmp_path, setup=str(tmp_path / "setup.sh")), timeout=60)
+    assert (caught.value.code, caught.value.fault) == ("task.setup", "task")
+    elsewhere = small_task(tmp_path, files=(Part(source=str(tmp_path), target="/usr/x"),))
+    with pytest.raises(TaskError, match="cannot be put to"):
+        await prepare(box, elsewhere, timeout=60)
+    await box.close()
+
+
+async def test_history_beyond_the_tasks_commit_is_gone(open_box: Open, tmp_path: Path) -> None:
+    box = await open_box(LOCAL)
+    await prepare(box, small_task(tmp_path, history=True), timeout=60)
+    assert (await sh(box, "git log --all --reflog --format=%s")).split() == ["broken"]
+    assert (
+        await sh(box, "git stash list; git tag; git remote; git reflog; git notes list; git fsck --full 2>&1")
+        == ""
+    )
+    assert await sh(box, "git status --porcelain") == ""
+    everything = "git cat-file --batch-all-objects --batch --buffer | grep -ac SECRET || true"
+    assert await sh(box, everything) == "0\n"
+    assert await sh(box, "grep -ra SECRET .git | wc -l") == "0\n"
+    assert (
+        await sh(
+            box,
+            "git -c user.name=a -c user.email=a commit -q --allow-empty -m x; git log --format=%s",
+        )
+        == "x\nbroken\n"
+    )
+    await box.close()
+
+
+async def test_repositories_below_and_detached_and_empty_ones_are_stripped_too(
+    open_box: Open, tmp_path: Path
+) -> None:
+    task = small_task(tmp_path)
+    seeds = tmp_path / "seeds"
+    setup = """
+    export GIT_CONFIG_GLOBAL=/dev/null GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a
+    export GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a
+    mkdir -p sub/deep empty && git init -q empty && cd sub/deep
+    git init -q . && echo 1 > f && git add f && git commit -qm one
+    echo 2 > f && git commit -qam SECRET && git checkout -q HEAD~1
+    """
+    (tmp_path / "setup.sh").write_text(setup)
+    task = small_task(tmp_path, setup=str(tmp_path / "setup.sh"))
+    assert seeds.is_dir()
+    box = await open_box(LOCAL)
+    await prepare(box, task, timeout=60)
+    assert await sh(box, "cd sub/deep && git log --all --reflog --format=%s && cat f") == "one\n1\n"
+    assert await sh(box, "git -C sub/deep cat-file --batch-all-objects --batch | grep -ac SECRET || true") == "0\n"
+    await box.close()
+
+
+async def test_names_in_tasks_are_data(open_box: Open, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    names = ["$(touch owned)", "`id`", "-rf", "quo'te\"s", "new\nline", "a b"]
+    for name in names:
+        (odd / name).write_text("x")
+    target = "/workspace/$(touch owned) 'x\n-y"
+    task = small_task(tmp_path, id="$(touch owned)", workdir=target, files=(Part(source=str(odd), target=target),))
+    box = await open_box(LOCAL)
+    await prepare(box, task, timeout=60)
+    found = await box.exec(Command(argv=("find", target, "-type", "f", "-printf", r"%f\0"), cwd="/"))
+    assert sorted(found.stdout.decode().split("\0")[:-1]) == sorted(names)
+    assert "owned" not in (await sh(box, "ls / /tmp /workspace /work")).split()
+    await box.close()
+
+
+async def test_the_setup_of_a_later_step_runs_in_the_box_as_it_is(open_box: Open, tmp_path: Path) -> None:
+    (tmp_path / "one.sh").write_text("echo first >> order\n")
+    (tmp_path / "two.sh").write_text("echo second >> order\n")
+    (tmp_path / "extra").write_text("x")
+    one = SweStep(instruction="a", setup=str(tmp_path / "one.sh"))
+    extra = (Part(source=str(tmp_path / "extra"), target="/workspace/extra"),)
+    two = SweStep(instruction="b", setup=str(tmp_path / "two.sh"), files=extra)
+    task = small_task(tmp_path, steps=(one, two))
+    box = await open_box(LOCAL)
+    await prepare(box, task, timeout=60)
+    await prepare_step(box, task, one, timeout=60)
+    await sh(box, "echo agent >> order")
+    await prepare_step(box, task, two, timeout=60)
+    assert await sh(box, "cat order extra") == "first\nagent\nsecond\nx"
+    await box.close()

@@ -1,0 +1,25 @@
+"""Every test of tasks has a cache of its own session, never the user's."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def task_cache(tmp_path_factory):
+    place = tmp_path_factory.mktemp("task-cache")
+    before = os.environ.get("ROOKERY_TASK_CACHE")
+    os.environ["ROOKERY_TASK_CACHE"] = str(place)
+    yield place
+    if before is None:
+        del os.environ["ROOKERY_TASK_CACHE"]
+    else:
+        os.environ["ROOKERY_TASK_CACHE"] = before
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty one for a test that looks into it."""
+    place = tmp_path / "own-cache"
+    monkeypatch.setenv("ROOKERY_TASK_CACHE", str(place))
+    return place

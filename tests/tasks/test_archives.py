@@ -1,0 +1,201 @@
+"""Promises of archives: nothing outside is written, what is odd is refused in words, bombs end."""
+
+import gzip
+import io
+import os
+import tarfile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import UsageError
+from rookery.tasks import load_tasks
+from rookery.tasks.archives import unpack
+from rookery.tasks.swe import swe_task
+from tests.tasks import kit
+
+
+def entry(name, data=b"", kind=tarfile.REGTYPE, link="", mode=0o644):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode, info.size = kind, link, mode, len(data)
+    return info, data
+
+
+def archive(path, *entries, how="w:gz"):
+    with tarfile.open(path, how, format=tarfile.PAX_FORMAT) as tar:
+        for info, data in entries:
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def refused(path, tmp_path, *words, **bounds):
+    target = tmp_path / "into"
+    target.mkdir(exist_ok=True)
+    with pytest.raises(UsageError) as caught:
+        unpack(path, target, **bounds)
+    for word in (path.name, *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["w", "w:gz", "w:xz", "w:bz2"])
+def test_an_archive_of_folders_is_loaded(tmp_path, own_cache, how):
+    made = kit.open_instruct(tmp_path / "made" / "one")
+    os.chmod(made / "tests/test.sh", 0o4755)
+    name = f"task-data.tar{how[1:].replace(':', '.')}"
+    with tarfile.open(tmp_path / name, how) as tar:
+        tar.add(made, "./task-data/one")
+    (task,) = load_tasks(tmp_path / name)
+    found = swe_task(task)
+    assert (task.id, found.format) == ("one", "open-instruct")
+    assert found.folder.startswith(str(own_cache / "content"))
+    assert os.stat(f"{found.folder}/tests/test.sh").st_mode & 0o7777 == 0o755
+    assert load_tasks(tmp_path / name).name == "task-data"
+
+
+def test_an_archive_that_changed_is_unpacked_anew(tmp_path, own_cache):
+    for text in ("first", "second!"):
+        archive(tmp_path / "t.tar.gz", entry("a/instruction.md", text.encode()), entry("a/tests/test.sh", b"x"))
+        assert load_tasks(tmp_path / "t.tar.gz")[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("entries", "word"),
+    [
+        ([entry("../out", b"x")], "leads out"),
+        ([entry("a/../../out", b"x")], "leads out"),
+        ([entry("/abs", b"x")], "absolute"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="/etc/passwd")], "link that leads out"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="../x")], "link that leads out"),
+        ([entry("d/a", kind=tarfile.SYMTYPE, link="../../x")], "link that leads out"),
+        (
+            [entry("a", kind=tarfile.SYMTYPE, link="."), entry("b", kind=tarfile.SYMTYPE, link="a/../..")],
+            "leads out",
+        ),
+        ([entry("a", kind=tarfile.SYMTYPE, link="d"), entry("a/x", b"x")], "both a folder"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="/etc"), entry("a/x", b"x")], "both a folder"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="/etc/passwd")], "absolute"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="../x")], "leads out"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="later"), entry("later", b"x")], "no file before"),
+        (
+            [entry("s", kind=tarfile.SYMTYPE, link="x"), entry("a", kind=tarfile.LNKTYPE, link="s")],
+            "no file before",
+        ),
+        ([entry("a", kind=tarfile.CHRTYPE)], "device"),
+        ([entry("a", kind=tarfile.BLKTYPE)], "device"),
+        ([entry("a", kind=tarfile.FIFOTYPE)], "device"),
+        ([entry("a", b"x"), entry("a", b"y")], "twice"),
+        ([entry("a", b"x"), entry("./a", b"y")], "twice"),
+        ([entry("a", b"x"), entry("a/b", b"y")], "both a folder"),
+        ([entry("a/b", b"x"), entry("a", b"y")], "twice"),
+        ([entry("d/" * 101 + "x", b"x")], "too deep"),
+        ([entry("n" * 300, b"x")], "too long"),
+    ],
+)
+def test_unsafe_entries_are_refused_in_words(tmp_path, entries, word):
+    refused(archive(tmp_path / "bad.tar.gz", *entries), tmp_path, "refused", word)
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(UsageError, match="refused"):
+        load_tasks(tmp_path / "bad.tar.gz")
+
+
+def test_names_that_are_no_utf8_or_hold_a_nul_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "raw.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
+        tar.addfile(tarfile.TarInfo("\udcff"))
+    refused(tmp_path / "raw.tar", tmp_path, "not UTF-8")
+    info = tarfile.TarInfo("x")
+    info.pax_headers = {"path": "a\0b"}
+    with tarfile.open(tmp_path / "nul.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info)
+    refused(tmp_path / "nul.tar", tmp_path, "NUL")
+
+
+def test_links_that_stay_inside_and_second_names_are_kept(tmp_path):
+    path = archive(
+        tmp_path / "fine.tar.gz",
+        entry("t/a", b"x"),
+        entry("t/b", kind=tarfile.SYMTYPE, link="a"),
+        entry("t/d/up", kind=tarfile.SYMTYPE, link="../a"),
+        entry("t/c", kind=tarfile.LNKTYPE, link="t/a"),
+    )
+    target = tmp_path / "into"
+    target.mkdir()
+    unpack(path, target)
+    assert (os.readlink(target / "t/b"), (target / "t/d/up").read_text(), (target / "t/c").read_text()) == (
+        "a",
+        "x",
+        "x",
+    )
+
+
+def test_bombs_end_at_a_bound(tmp_path):
+    zeroes = archive(tmp_path / "zeroes.tar.gz", entry("x", bytes(8 << 20)))
+    assert zeroes.stat().st_size < 1 << 15
+    refused(zeroes, tmp_path, "longer than", most=1 << 20)
+    many = archive(tmp_path / "many.tar.gz", *(entry(f"f{n}") for n in range(50)))
+    refused(many, tmp_path, "more than 20 entries", entries=20)
+    endless = tmp_path / "endless.tar.gz"  # a file that claims little, and a stream that does not end
+    endless.write_bytes(gzip.compress(tarfile.TarInfo("x").tobuf() + b"\1" * (16 << 20)))
+    refused(endless, tmp_path, most=1 << 20, entries=10)
+
+
+@pytest.mark.parametrize("data", [b"", b"no archive at all" * 100, gzip.compress(b"x" * 2000), gzip.compress(b"")])
+def test_what_is_no_archive_is_said_to_be_none(tmp_path, data):
+    (tmp_path / "x.tar.gz").write_bytes(data)
+    with pytest.raises(UsageError, match=r"x\.tar\.gz|holds no tasks"):
+        load_tasks(tmp_path / "x.tar.gz")
+
+
+def test_an_archive_that_was_cut_is_refused_and_nothing_of_it_stays(tmp_path, own_cache):
+    whole = archive(tmp_path / "t.tar.gz", *(entry(f"a/{n}", os.urandom(2000)) for n in range(20)))
+    data = whole.read_bytes()
+    for cut in (10, len(data) // 2, len(data) - 9):
+        whole.write_bytes(data[:cut])
+        with pytest.raises(UsageError, match="not a whole archive"):
+            load_tasks(whole)
+        assert not list((own_cache / "content").iterdir())
+        assert not list((own_cache / "work").iterdir())
+
+
+pieces = st.sampled_from(["a", "b", "..", ".", "", "/", "x/y", "\n", "$(id)"])
+kinds = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    entries=st.lists(
+        st.tuples(
+            st.lists(pieces, min_size=1, max_size=4).map("/".join),
+            kinds,
+            st.lists(pieces, max_size=4).map("/".join),
+        ),
+        max_size=6,
+    )
+)
+def test_whatever_an_archive_holds_nothing_outside_is_written(tmp_path, entries):
+    import shutil
+
+    place = tmp_path / "deep" / "er" / "into"
+    shutil.rmtree(tmp_path / "deep", ignore_errors=True)
+    place.mkdir(parents=True)
+    made = archive(
+        tmp_path / "any.tar",
+        *(
+            entry(name, b"evil" if kind == tarfile.REGTYPE else b"", kind, link)
+            for name, kind, link in entries
+            if name
+        ),
+        how="w",
+    )
+    refusal = None
+    try:
+        unpack(made, place)
+    except UsageError as error:
+        refusal = error
+    assert sorted(os.listdir(tmp_path)) == ["any.tar", "deep"]
+    assert os.listdir(tmp_path / "deep") == ["er"]
+    assert os.listdir(tmp_path / "deep" / "er") == ["into"]
+    if refusal is None:
+        for here, folders, files in os.walk(place):
+            for name in folders + files:
+                assert os.path.realpath(os.path.join(here, name)).startswith(str(place.resolve()))

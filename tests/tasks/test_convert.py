@@ -1,0 +1,129 @@
+"""Promises of conversion: there and back is the same task; what is lost is said; nothing is overwritten."""
+
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from rookery.core import Message, Task, UsageError
+from rookery.tasks import load_tasks
+from rookery.tasks.converting import convert
+from rookery.tasks.parts import described, differences
+from rookery.tasks.swe import swe_task, task_of
+from tests.tasks import kit
+
+few = settings(
+    max_examples=8,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def there_and_back(task, tmp_path, formats):
+    """The task after each conversion, loaded anew."""
+    tasks = [task_of(task)]
+    for number, to in enumerate(formats):
+        target = tmp_path / f"{number}-{to}{'.jsonl' if to == 'rows' else ''}"
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        (done,) = convert(tasks, target, to)
+        assert not done.problem, done.problem
+        assert done.lost == ()
+        tasks = list(load_tasks(target))
+        assert not tasks[0].invalid, tasks[0].invalid
+        yield swe_task(tasks[0])
+
+
+@few
+@given(shape=kit.shapes())
+def test_a_task_of_one_step_survives_every_format_and_back(tmp_path, shape):
+    task = kit.build(shape, tmp_path / "made")
+    for found in there_and_back(
+        task, tmp_path, ("harbor", "open-instruct", "rows", "harbor", "rows", "open-instruct")
+    ):
+        assert described(found) == described(task)
+
+
+@few
+@given(shape=kit.shapes(steps=3))
+def test_a_task_of_several_steps_survives_harbor_and_rows(tmp_path, shape):
+    task = kit.build(shape, tmp_path / "made")
+    for found in there_and_back(task, tmp_path, ("harbor", "rows", "harbor")):
+        assert described(found) == described(task)
+
+
+def test_an_image_that_is_built_goes_along(tmp_path):
+    files = {"environment/Dockerfile": "FROM debian\nWORKDIR /srv/work\n", "environment/extra/x": "x"}
+    kit.harbor(tmp_path / "h" / "a", "[environment]\nbuild_timeout_sec = 77\n", files)
+    tasks = load_tasks(tmp_path / "h")
+    first = swe_task(tasks[0])
+    assert (first.image, first.workdir) == (f"dockerfile:{tmp_path}/h/a/environment", "/srv/work")
+    assert first.build == 77
+    for to in ("open-instruct", "rows"):
+        (done,) = convert(tasks, tmp_path / to, to)
+        assert done.lost == ()
+        (found,) = load_tasks(tmp_path / to)
+        assert differences(first, swe_task(found)) == []
+        assert swe_task(found).image.startswith("dockerfile:")
+
+
+def test_what_is_lost_is_said_by_task_and_field(tmp_path):
+    rows = kit.jsonl(
+        tmp_path / "r.jsonl", {"id": "a", "instruction": "x", "tests": "exit 0", "messages": "be kind", "level": 3}
+    )
+    (done,) = convert(load_tasks(rows), tmp_path / "h", "harbor")
+    assert set(done.lost) == {"data.level", "prompt"}
+    (again,) = convert(load_tasks(rows), tmp_path / "again.jsonl", "rows")
+    assert again.lost == ()
+    assert load_tasks(tmp_path / "again.jsonl")[0] == load_tasks(rows)[0]
+
+
+def test_what_only_rookery_reads_is_said(tmp_path):
+    kit.harbor(tmp_path / "h" / "a", '[environment]\ndocker_image = "python:3.12"\n[agent]\ntimeout_sec = 5\n')
+    (done,) = convert(load_tasks(tmp_path / "h"), tmp_path / "o", "open-instruct")
+    assert {"workdir", "network", "steps[0].timeout", "steps[0].verifier"} == set(done.aside)
+
+
+def test_a_task_that_the_format_has_no_place_for_is_left_out(tmp_path):
+    steps = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    more = {f"steps/{name}/instruction.md": name for name in ("one", "two")}
+    kit.harbor(tmp_path / "h" / "many", steps, more)
+    kit.harbor(tmp_path / "h" / "one")
+    kit.harbor(tmp_path / "h" / "worse", "oops")
+    done = {one.task: one for one in convert(load_tasks(tmp_path / "h"), tmp_path / "o", "open-instruct")}
+    assert "2 steps" in done["many"].problem
+    assert "task.toml" in done["worse"].problem
+    assert not done["one"].problem
+    assert [path.name for path in (tmp_path / "o").iterdir()] == ["one"]
+
+
+def test_nothing_is_overwritten_and_nothing_half_made_is_left(tmp_path):
+    tasks = load_tasks(kit.harbor(tmp_path / "h"))
+    for name in ("there", "file"):
+        (tmp_path / name).mkdir() if name == "there" else (tmp_path / name).write_text("mine")
+        with pytest.raises(UsageError, match="exists already"):
+            convert(tasks, tmp_path / name, "harbor")
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(UsageError, match="none of the tasks"):
+        convert([Task(id="x", invalid="no")], tmp_path / "new", "rows")
+    with pytest.raises(UsageError, match="no format"):
+        convert(tasks, tmp_path / "new", "nonsense")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "h", "there"]
+
+
+def test_an_id_that_is_no_folder_name_is_left_out(tmp_path):
+    rows = [{"id": name, "instruction": "x", "tests": "exit 0"} for name in ("../out", "a/b", ".hidden", "fine")]
+    tasks = load_tasks(kit.jsonl(tmp_path / "r.jsonl", *rows))
+    done = convert(tasks, tmp_path / "o", "open-instruct")
+    assert [bool(one.problem) for one in done] == [True, True, True, False]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "r.jsonl"]
+
+
+def test_a_task_of_another_environment_cannot_be_converted(tmp_path):
+    task = Task(id="a", prompt=(Message("user", "x"),))
+    with pytest.raises(UsageError, match="no task for a box"):
+        convert([task], tmp_path / "o", "harbor")
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,146 @@
+"""Promises of the hub: one commit, fetched once; offline what was fetched before; keys never in words."""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from rookery.core import UsageError
+from rookery.tasks import hub as hub_module
+from rookery.tasks.cache import Cache
+from tests.tasks import kit
+from tests.tasks.hub_server import COMMIT, Hub
+
+pytest.importorskip("huggingface_hub")
+
+LOAD = """
+import os, sys
+from rookery.core import UsageError
+from rookery.tasks import load_tasks
+import rookery.tasks.sources, rookery.tasks.hub, huggingface_hub
+source, count = sys.argv[1], int(sys.argv[2])
+def go():
+    for one in source.split():
+        load(one)
+def load(source):
+    try:
+        for task in load_tasks(source):
+            os.write(1, f"{task.id} {task.invalid or task.text.strip()}\\n".encode())
+    except UsageError as error:
+        os.write(1, f"refused: {error}\\n".encode())
+if count == 1:
+    go()
+else:
+    children = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            go()
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+"""
+
+
+def load(source, url, tmp_path, *, count=1, **more):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, source, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines(), done.stderr
+
+
+def packed(tmp_path):
+    made = kit.open_instruct(tmp_path / "made" / "one")
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        tar.add(made, "task-data/one")
+    return file.getvalue()
+
+
+def test_an_archive_is_fetched_once_by_many_and_is_there_without_a_network(tmp_path, own_cache):
+    with Hub({"task-data.tar.gz": packed(tmp_path), "README.md": b"x"}) as hub:
+        lines, _ = load("hf:team/tasks", hub.url, tmp_path, count=6)
+        assert lines == ["one Fix it."] * 6
+        assert hub.downloads("task-data.tar.gz") == 1
+        assert hub.downloads("README.md") == 0
+        url = hub.url
+    # The hub is gone: nothing listens there any more.
+    assert load("hf:team/tasks", url, tmp_path)[0] == ["one Fix it."]
+    both = f"hf:team/tasks hf:team/tasks@{COMMIT}"
+    assert load(both, url, tmp_path, HF_HUB_OFFLINE="1")[0] == ["one Fix it."] * 2
+    # Ours is gone too: the hub's own cache has it.
+    assert load("hf:team/tasks", url, tmp_path, HF_HUB_OFFLINE="1", ROOKERY_TASK_CACHE=str(tmp_path / "b"))[0] == [
+        "one Fix it."
+    ]
+    # And nothing at all.
+    (line,), _ = load(
+        "hf:team/tasks",
+        url,
+        tmp_path,
+        HF_HUB_OFFLINE="1",
+        ROOKERY_TASK_CACHE=str(tmp_path / "c"),
+        HF_HOME=str(tmp_path / "d"),
+    )
+    assert line.startswith("refused: hf:team/tasks cannot be had")
+
+
+def test_a_repository_of_folders_and_a_path_in_it(tmp_path, own_cache):
+    files = {
+        "tasks/two/instruction.md": b"Two.",
+        "tasks/two/tests/test.sh": b"exit 0",
+        "rows.jsonl": b'{"env_config": {"task_id": "one"}}\n',
+    }
+    with Hub(files) as hub:
+        three = "hf:team/tasks hf:team/tasks@main:tasks hf:team/tasks:missing.tar.gz"
+        first, second, third = load(three, hub.url, tmp_path)[0]
+        assert first == second == "two Two."
+        assert third.startswith("refused: ")
+    with Hub({**files, "task-data.tar.gz": packed(tmp_path)}, commit="d" * 40) as hub:
+        assert load("hf:team/tasks:rows.jsonl", hub.url, tmp_path)[0] == ["one Fix it."]
+
+
+def test_the_key_is_the_librarys_and_is_in_no_message(tmp_path, own_cache):
+    with Hub({"task-data.tar.gz": packed(tmp_path)}, token="hf_right") as hub:
+        (line,), err = load("hf:team/tasks", hub.url, tmp_path, HF_TOKEN="hf_wrongs3cret")
+        assert line.startswith("refused: hf:team/tasks is refused by the hub with 401")
+        assert "s3cret" not in line + err
+        (good, other), _ = load("hf:team/tasks hf:team/other", hub.url, tmp_path, HF_TOKEN="hf_right")
+        assert good == "one Fix it."
+        assert "404" in other
+
+
+def test_who_waited_takes_the_answer_of_who_asked(own_cache, monkeypatch):
+    class Waited(Cache):
+        def alone(self, key, what):
+            self.remember("team/tasks@main", COMMIT)  # as another process would, while we wait
+            return super().alone(key, what)
+
+    monkeypatch.setattr(hub_module, "_library", lambda: pytest.fail("asked again"))
+    assert hub_module._commit(hub_module.parse("hf:team/tasks"), Waited().open()) == COMMIT
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf:", "hf:x", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/b:../c", "hf:a/b:c//d", "hf:a/b\n", "hf:-/x@y z"],
+)
+def test_what_names_no_dataset_is_refused(text):
+    with pytest.raises(UsageError, match="names no dataset"):
+        hub_module.parse(text)
