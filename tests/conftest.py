@@ -1,5 +1,6 @@
 """What every test is held to: a skip needs a probed reason, and the run leaves nothing on the machine."""
 
+import gc
 import os
 import shutil
 import signal
@@ -55,6 +56,28 @@ def _has_docker() -> bool:
     return os.geteuid() == 0 and os.access(DOCKERD, os.X_OK) and _can_mount()
 
 
+SSHD = TOKENIZERS.parent / "ssh" / "root" / "usr" / "sbin" / "sshd"
+"""What `make ssh-server` makes."""
+
+
+def _has_ssh() -> bool:
+    return os.geteuid() == 0 and os.access(SSHD, os.X_OK) and shutil.which("ssh") is not None and _can_mount()
+
+
+_loaded = 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_weight_of_the_last_modules() -> None:
+    """What packages hold for good is not looked at again by each `gc.collect` of a test: with those of a trainer
+    loaded, one takes half a second."""
+    global _loaded  # noqa: PLW0603  (of this process, as what is loaded is)
+    if len(sys.modules) > _loaded + 200:
+        gc.collect()
+        gc.freeze()
+        _loaded = len(sys.modules)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_programs_of_the_last_module() -> Iterator[None]:
     """`run_code` keeps a thread and a keeper until its process ends. Here the next module has the same process."""
@@ -68,10 +91,12 @@ PROBES: dict[str, Callable[[], bool]] = {
     "mount": _can_mount,
     "tokenizers": _has_tokenizers,
     "docker": _has_docker,
+    "ssh": _has_ssh,
 }
 HINTS = {
     "tokenizers": " (make tokenizers)",
     "docker": " engine of its own for the tests (make docker-engine, as root)",
+    "ssh": " and a server of its own for the tests (make ssh-server, as root)",
 }
 _found: dict[str, bool] = {}
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,13 +31,7 @@ exec "$2" -D -e -f "$1/config"
 """
 
 
-def can_be_had() -> bool:
-    return os.geteuid() == 0 and os.access(ROOT / "usr/sbin/sshd", os.X_OK) and shutil.which("ssh") is not None
-
-
-needs_server = pytest.mark.skipif(
-    not can_be_had(), reason="needs root, ssh, and an SSH server's programs: make ssh-server"
-)
+needs_server = pytest.mark.needs("ssh")
 
 
 class Server:

@@ -44,7 +44,8 @@ async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, 
             turns = await exact(gateway, session, noting)
             assert [turn.get("parent") for turn in turns[:4]] == [None, 0, None, 2]
             assert turns[1].get("prefix")
-            assert turns[3].get("prefix")
+            # An answer that was cut within a tool call comes back without it, and is another history then.
+            assert turns[3].get("prefix") or not turns[2]["response"]["content"], turns[2:4]
 
 
 async def test_in_messages_mode_the_engine_gets_chat_and_what_it_told_is_recorded(tmp_path: Path) -> None:
