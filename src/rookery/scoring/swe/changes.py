@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rookery.core import SandboxError
+from rookery.core import ExecResult, SandboxError
 from rookery.core.errors import behind, describe
 from rookery.sandboxes import Sandbox
 from rookery.scoring.swe.planted import below
@@ -34,23 +34,21 @@ LARGE: Final = 32 << 20
 """What a machine carries in the time that gradings have."""
 MOST_LOOKED: Final = 10_000
 AT_ONCE: Final = 8
+MOST_WORDS: Final = 32 << 10
+"""Bytes on one command line: the kernel takes more, and a box's own variables count too."""
 _GONE: Final = (errno.ENOENT, errno.ENOTDIR)
 _NOT_PLAIN: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
 
-_LOOK: Final = r"""xargs -0 -r sh -c 'for p; do
-  if [ -L "$p" ]; then printf "%s\0l%s\0" "$p" "$(readlink -- "$p")"
-  elif [ -d "$p" ]; then printf "%s\0d%s\0" "$p" "$(stat -c %a -- "$p")"; fi
-done' sh"""
-"""Paths in; each with where it leads, or with a folder's mode."""
-
-_CLEAR: Final = r"""
-xargs -0 -r sh -c 'for p; do case $p in
+_CLEAR: Final = r"""for p; do case $p in
+  \?*) p=${p#?}
+     if [ -L "$p" ]; then printf "%s\0l%s\0" "$p" "$(readlink -- "$p")"
+     elif [ -d "$p" ]; then printf "%s\0d%s\0" "$p" "$(stat -c %a -- "$p")"; fi ;;
   =*) p=${p#=}; [ -d "$p" ] && [ ! -L "$p" ] || rm -rf -- "$p" ;;
   *) p=${p#-}; [ -e "$p" ] || [ -L "$p" ] || continue
      rm -rf -- "$p" 2>/dev/null || { chmod -R u+rwX -- "$p" 2>/dev/null; rm -rf -- "$p"; } ;;
-esac; done; exit 0' sh
-"""
-"""Paths that begin with `-` go; of those with `=` what is no folder goes."""
+esac; done; exit 0"""
+"""Paths that begin with `-` go; of those with `=` what is no folder goes; of those with `?` it says where they
+lead, or a folder's mode."""
 
 
 class TooMuch(Exception):  # noqa: N818  (what a submission did, not an error of ours)
@@ -142,11 +140,11 @@ async def take(
 async def put(box: Sandbox, taken: Taken, tops: Collection[str], clock: Clock) -> None:
     """A submission into a box that has the state that it was compared with; it belongs to the box's own user."""
     marks = [f"-{path}" for path in (*taken.removed, *taken.replaced)] + [f"={path}" for path in taken.folders]
-    if marks:
-        cleared = await run(box, _CLEAR, stdin=_listed(marks), clock=clock)
-        if not cleared.ok:
-            raise TooMuch(f"its place cannot be cleared: {told(cleared)}")
-    await _uploaded(box, box, taken, tops, clock)
+    passed = _passed(taken)
+    cleared = await _for_each(box, _CLEAR, [*marks, *(f"?{path}" for path in passed)], clock)
+    if not cleared.ok:
+        raise TooMuch(f"its place cannot be cleared: {told(cleared)}")
+    await _uploaded(box, taken, tops, _seen(cleared, passed), clock)
 
 
 async def whole(box: Sandbox, tops: Collection[str], into: Path, clock: Clock) -> Taken:
@@ -181,15 +179,22 @@ async def undo(
             place.parent.mkdir(parents=True, exist_ok=True)
             if not place.exists() and path not in _above(remove):
                 place.touch(0o600)
-    await _uploaded(box, pristine, taken, {f"/{path.split('/')[1]}" for path in (*remove, *restore)}, clock)
+    tops = {f"/{path.split('/')[1]}" for path in (*remove, *restore)}
+    await _uploaded(box, taken, tops, await _looked(pristine, _passed(taken), clock), clock)
     if remove:
-        await run(box, _CLEAR, stdin=_listed([f"-{path}" for path in remove]), clock=clock)
+        await _for_each(box, _CLEAR, [f"-{path}" for path in remove], clock)
 
 
-async def _uploaded(box: Sandbox, pristine: Sandbox, taken: Taken, tops: Collection[str], clock: Clock) -> None:
-    """The tree, folder by folder; those on the way keep the modes that they have in the pristine box."""
-    passed = [f"/{folder.relative_to(taken.tree)}" for folder in _folders_of(taken.tree)]
-    seen = await _looked(pristine, [path for path in passed if path not in taken.folders], clock)
+def _passed(taken: Taken) -> list[str]:
+    """Folders on the way to what was taken, which are not a part of it."""
+    found = (f"/{folder.relative_to(taken.tree)}" for folder in _folders_of(taken.tree))
+    return [path for path in found if path not in taken.folders][:MOST_LOOKED]
+
+
+async def _uploaded(
+    box: Sandbox, taken: Taken, tops: Collection[str], seen: Mapping[str, str], clock: Clock
+) -> None:
+    """The tree, folder by folder; those on the way keep the modes that they were seen with."""
     dressed(taken.tree, {path: said[1:] for path, said in seen.items() if said.startswith("d")})
     for top in sorted(tops):
         source = _host(taken.tree, top)
@@ -261,7 +266,11 @@ async def _file(box: Sandbox, path: str, tree: Path, room: _Room, clock: Clock) 
 async def _looked(box: Sandbox, paths: list[str], clock: Clock) -> dict[str, str]:
     if not paths:
         return {}
-    result = await run(box, _LOOK, stdin=_listed(paths[:MOST_LOOKED]), clock=clock)
+    asked = paths[:MOST_LOOKED]
+    return _seen(await _for_each(box, _CLEAR, [f"?{path}" for path in asked], clock), asked)
+
+
+def _seen(result: ExecResult, paths: Collection[str]) -> dict[str, str]:
     parts = result.stdout.decode("utf-8", "surrogateescape").split("\0")
     wanted = set(paths)
     return {path: said for path, said in zip(parts[::2], parts[1::2], strict=False) if path in wanted and said[1:]}
@@ -303,5 +312,11 @@ def _host(tree: Path, path: str) -> Path:
     return tree.joinpath(*names)
 
 
-def _listed(paths: Collection[str]) -> bytes:
-    return b"".join(os.fsencode(path) + b"\0" for path in paths)
+async def _for_each(box: Sandbox, script: str, items: Collection[str], clock: Clock) -> ExecResult:
+    """A script without single quotes, over items that are data; those that are too many for one line come in."""
+    listed = b"".join(os.fsencode(item) + b"\0" for item in items)
+    if not items:
+        return ExecResult(status="exited", exit_code=0)
+    if len(listed) < MOST_WORDS:
+        return await run(box, script, *items, clock=clock)
+    return await run(box, f"exec xargs -0 -r sh -c '{script}' sh", stdin=listed, clock=clock)

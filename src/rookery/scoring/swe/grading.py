@@ -209,7 +209,7 @@ class SweGrader:
             async with self._pristine(box, prepared, step, clock) as fresh:
                 tops, taken = await self._taken(box, fresh, prepared, step, who, here, clock)
                 await moving.put(fresh, taken, tops, clock)
-                done = await self._judged(fresh, prepared, step, who, clock)
+                done = await self._judged(fresh, prepared, step, who, clock, used=bool(self._task.artifacts))
         return done._replace(left_out=taken.left_out)
 
     async def _taken(
@@ -271,16 +271,25 @@ class SweGrader:
                     await moving.undo(where, fresh, remove, restore, here, clock)
             if not step.verifier.services:
                 await scripts.killed(where, clock)  # what the first program of a planted shell may have left
-        return await self._judged(where, prepared, step, who, clock)
+        return await self._judged(where, prepared, step, who, clock, used=True)
 
-    async def _judged(self, box: Sandbox, prepared: Prepared, step: SweStep, who: _Who, clock: Clock) -> _Run:
+    async def _judged(
+        self, box: Sandbox, prepared: Prepared, step: SweStep, who: _Who, clock: Clock, *, used: bool
+    ) -> _Run:
         """The script in a box that is ready for it."""
         task, verifier = self._task, step.verifier
         if who.strong and who.program is not None:
             own = (task.workdir, *task.artifacts)
             await run(box, _SHARE, *own, clock=clock)
         await scripts.placed(
-            box, task, step, several=prepared.several, grader=who.grader, strong=who.strong, clock=clock
+            box,
+            task,
+            step,
+            several=prepared.several,
+            used=used,
+            grader=who.grader,
+            strong=who.strong,
+            clock=clock,
         )
         if clock.over:
             raise SandboxError("grading ran out of time before its tests began", cause="scoring.timeout")

@@ -19,9 +19,9 @@ STRIP: Final = r"""
 export LC_ALL=C HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_TERMINAL_PROMPT=0
 most=$1; shift
 # A folder is a repository where it has these three; a worktree of another one has none of its own objects.
-found=$(for top; do
-  [ -d "$top" ] && find "$top" -type d -name objects -prune -print 2>/dev/null
-done | sed 's|/objects$||' | while IFS= read -r one; do
+found=$(for top; do [ -d "$top" ] && find "$top" -type d -name objects -prune -print 2>/dev/null; done)
+[ -n "$found" ] || exit 0
+found=$(printf '%s\n' "$found" | sed 's|/objects$||' | while IFS= read -r one; do
   [ -f "$one/HEAD" ] && [ -d "$one/refs" ] && printf '%s\n' "$one"
 done | sort -u | head -n "$most")
 [ -n "$found" ] || exit 0

@@ -43,12 +43,11 @@ _PLACES: Final = rf"""
 umask 022
 mode=$1 run=$2; shift 2
 [ ! -L {LOGS} ] || rm -f {LOGS}
-for d in "$@" {SOLUTION} {door.HOME}; do rm -rf -- "$d" || exit 1; done
-rm -rf {LOGS}/verifier || exit 1
-mkdir -p {LOGS} || exit 1
+rm -rf -- "$@" {SOLUTION} {door.HOME} {LOGS}/verifier || exit 1
+[ -d {LOGS} ] || mkdir -p {LOGS} || exit 1
 chmod go-w / {LOGS} 2>/dev/null
 mkdir -m "$mode" {LOGS}/verifier || exit 1
-for d; do mkdir -p -m "$mode" -- "$d" || exit 1; done
+mkdir -p -m "$mode" -- "$@" || exit 1
 [ -n "$run" ] || exit 0
 mkdir -m 700 {door.HOME} && cd {door.HOME} && mkdir calls home tmp && mkfifo -m 600 ask || exit 1
 printf '%s' "$run" > {door.RUNNER} && chmod 700 {door.RUNNER}
@@ -91,14 +90,22 @@ async def killed(box: Sandbox, clock: Clock, user: str | None = None) -> None:
 
 
 async def placed(
-    box: Sandbox, task: SweTask, step: SweStep, *, several: bool, grader: str | None, strong: bool, clock: Clock
+    box: Sandbox,
+    task: SweTask,
+    step: SweStep,
+    *,
+    several: bool,
+    used: bool,
+    grader: str | None,
+    strong: bool,
+    clock: Clock,
 ) -> None:
-    """The tests, and a new place for the verdict."""
+    """The tests, and a new place for the verdict. `used`: an agent was there, or something of it may lie there."""
     tops = sorted({part.target.rstrip("/") or TESTS for part in step.tests} | {TESTS}, key=len)
     if any(not top or below(task.workdir, (top,)) for top in tops):
         raise TaskError(f"task {task.id}: its tests cannot lie in {tops[0]!r}: the working folder is there")
     mode = "0700" if strong else "1777"
-    if several:  # what the agent's user has there only that one can remove
+    if several and used:  # what the agent's user has there only that one can remove
         await run(box, _EMPTY, clock=clock)
     made = await run(
         box,
