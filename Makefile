@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-cgroup2 setup peers tokenizers docker-engine ssh-server clean help
+.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine ssh-server clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -16,9 +16,11 @@ help:
 	@echo "make lint    ruff, mypy and the order of the rooms"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
 	@echo "make test-long  the tests that take many seconds each: thousands of boxes, of streams, of kills"
+	@echo "make test-agents  Claude Code and Codex, from npm, in real boxes (slow: a gigabyte)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
+	@echo "make agents  real agents under .peers/, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make clean   remove what make made"
@@ -60,6 +62,15 @@ test-long: $(STAMP)
 # Not a part of `make test`: where this machine has no v2 controllers, it fetches and boots a kernel.
 test-cgroup2: $(STAMP)
 	$(BIN)/python tools/run_cgroup2.py $(ARGS)
+
+# Not a part of `make test`: what it installs is large, and outside of Python's packages.
+test-agents: $(STAMP)
+	ROOKERY_AGENTS=$(abspath .peers/agents) $(BIN)/python -m pytest tests/environments/agent/npm_agents.py $(ARGS)
+
+# Quick once they are there, and without a call to the network.
+agents: $(STAMP)
+	ROOKERY_AGENTS=$(abspath .peers/agents) $(BIN)/python -m rookery.environments.agent \
+		openai-sdk anthropic-sdk openai-agents mini-swe-agent
 
 # Quick, and without a call to the network, once they are there.
 tokenizers: $(STAMP)

@@ -224,6 +224,17 @@ def _tool_table(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]
     return made
 
 
+def _with_launcher(found: dict[str, Any], launcher: str | None) -> dict[str, Any]:
+    """Files by their absolute paths, so that a resume finds them from anywhere."""
+    if launcher is not None:
+        found["launcher"] = launcher
+    for name in ("launcher", "script"):
+        value = found.get(name)
+        if isinstance(value, str) and value.endswith((".toml", ".py")):
+            found[name] = str(Path(value).expanduser().absolute())
+    return found
+
+
 def absolute(spec: str) -> str:
     """The environment's name with the path of a file made absolute, so that a resume finds it from anywhere."""
     head, _, attr = spec.rpartition(":")
@@ -305,7 +316,9 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         chosen["public"] = values["public_url"]
     return EngineConfig(
         environment=env,
-        arguments={**arguments(ctx, values["arg"]), **tool_arguments(ctx, values)},
+        arguments=_with_launcher(
+            {**arguments(ctx, values["arg"]), **tool_arguments(ctx, values)}, values["launcher"]
+        ),
         upstreams={"policy": policy, **_roles(ctx)},
         sandbox=sandbox,
         sandbox_named=named,

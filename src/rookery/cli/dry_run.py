@@ -189,7 +189,7 @@ def _file(ctx: click.Context) -> str:
 
 def _arguments(ctx: click.Context, values: dict[str, Any], config: "EngineConfig") -> list[Value]:
     given = {pair.partition("=")[0].strip().replace("-", "_"): "command line" for pair in values["arg"]}
-    given |= {name: origin(ctx, name) for name in ("tools", "tool_config") if values[name]}
+    given |= {name: origin(ctx, name) for name in ("tools", "tool_config", "launcher") if values[name]}
     return [Value(f"arg.{name}", value, given.get(name, _file(ctx))) for name, value in config.arguments.items()]
 
 

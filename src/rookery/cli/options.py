@@ -187,6 +187,12 @@ _OPTIONS = (
         help="Root of all seeds.",
     ),
     _option(
+        "--launcher",
+        metavar="NAME",
+        env="LAUNCHER",
+        help="For the environment agent: which agent, by name or as FILE.toml.",
+    ),
+    _option(
         "--arg", metavar="KEY=VALUE", multiple=True, help="An argument for the environment; VALUE is JSON or text."
     ),
     _option(

@@ -57,7 +57,27 @@ def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None")
     config = engine_config(ctx, values)
     engine = Engine(config.environment, config=config, out=values["out"])
     tasks = chosen_tasks(engine.environment, values)
+    _ready(engine, events)
     return finish(driven(engine, tasks, values["per_task"], open_progress(events)), events)
+
+
+def _ready(engine: "Engine", events: "JsonLines | None") -> None:
+    """An agent that is not there yet is installed before the run's clock starts, for boxes without an image."""
+    from rookery.environments.agent import AgentEnvironment
+
+    env = engine.environment
+    if not isinstance(env, AgentEnvironment) or engine.sandbox.image is not None:
+        return
+    import asyncio
+
+    def say(text: str) -> None:
+        if events is not None:
+            events.write("agent", detail=text)
+        else:
+            click.echo(text, err=True)
+
+    engine.check_sandbox()
+    asyncio.run(env.ready(say))
 
 
 def driven(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "Drive":

@@ -165,6 +165,18 @@ _TABLE = (
         "The reward of the task's grader is outside of the declared range.",
         "Fix the grader, or declare the range that its rewards have.",
     ),
+    Cause(
+        "agent.install",
+        "infra",
+        "A command-line agent could not be installed for the sandboxes.",
+        "Read the end of the output in the detail; check the package index, the disk and the launcher's install.",
+    ),
+    Cause(
+        "agent.missing",
+        "task",
+        "The task's sandbox lacks a program that the launcher needs.",
+        "Use another image, or another launcher.",
+    ),
     Cause("task.invalid", "task", "The row is not a valid task.", "Fix the named field of the named row."),
     Cause("task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."),
     Cause("task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."),

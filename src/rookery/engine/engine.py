@@ -216,6 +216,8 @@ class Engine:
             check_sandbox(self.sandbox, self._out)
         elif self.environment.needs_sandbox:
             raise UsageError(self._unsettled)
+        if problems := self.environment.check(self.sandbox):
+            raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
 
     def _reference(self) -> EnvironmentRef:
         if self._given is not None:

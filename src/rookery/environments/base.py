@@ -54,6 +54,10 @@ class Environment:
         """Whether its attempts open doors for programs that call models themselves: the run then has a gateway."""
         return False
 
+    def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for those who override it)
+        """What cannot work in the sandboxes of a run, in sentences; asked before its start, starts nothing."""
+        return ()
+
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
         """The built-in taskset, for runs that name none."""
         raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")

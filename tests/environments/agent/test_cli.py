@@ -1,0 +1,50 @@
+"""`rookery run agent --launcher …`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.sandbox_kit import boxes, called
+
+__all__ = ["boxes"]
+
+LAUNCHER = """
+command = ["{python}", "-c", "print(42)", "{prompt}"]
+"""
+
+
+def rows(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text(json.dumps({"prompt": "6 * 7?", "answer": 42}) + "\n")
+    (folder / "mine.toml").write_text(LAUNCHER)
+
+
+@pytest.mark.usefixtures("boxes")
+def test_a_launcher_of_ones_own_runs_by_its_file(tmp_path: Path) -> None:
+    rows(tmp_path)
+    done = called(
+        *("run", "agent", "--launcher", "mine.toml", "--tasks", "tasks.jsonl", "--policy", "embedded", "-k", "2"),
+        *("--record", "plain", "--sandbox", "local", "--runners", "1", "--json"),
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done
+    assert [one["reward"] for one in done.events if one["event"] == "rollout"] == [1.0, 1.0], done
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--launcher", "nobody"], "there is no launcher 'nobody'"),
+        (["--launcher", "nowhere.toml"], "does not exist"),
+        (["--launcher", "program"], "needs a program of yours"),
+        ([], "launcher"),
+        (["--launcher", "mine.toml", "--network", "none"], "network is 'none'"),
+        (["--launcher", "mine.toml", "--sandbox", "subprocess", "--unsafe"], "cannot restrict the network"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(options: list[str], said: str, tmp_path: Path) -> None:
+    rows(tmp_path)
+    done = called("run", "agent", "--tasks", "tasks.jsonl", "--policy", "embedded", *options, cwd=tmp_path)
+    assert done.code == 2, done
+    assert said in done.err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,110 @@
+"""Launchers are data, and what is wrong with one is said when it is made."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.core import SandboxSpec, UsageError
+from rookery.environments.agent import AgentEnvironment, Launcher, find_launcher, known_launchers
+from rookery.environments.agent.launchers import PLACEHOLDERS, filled, placeholders
+
+BUILT_IN = {
+    "anthropic-sdk",
+    "claude-code",
+    "codex",
+    "mini-swe-agent",
+    "openai-agents",
+    "openai-sdk",
+    "program",
+}
+
+
+def test_every_built_in_launcher_can_be_made_and_read_again() -> None:
+    assert set(known_launchers()) >= BUILT_IN
+    for name in BUILT_IN:
+        made = find_launcher(name)
+        assert (made.name, bool(made.about)) == (name, True)
+        assert msgspec.convert(msgspec.to_builtins(made), Launcher) == made
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({}, "has no command"),
+        ({"command": []}, "has no command"),
+        ({"command": ["x", "{prompt}"], "comand": 1}, "no key 'comand'"),
+        ({"command": ["x", "{promt}"]}, "unknown placeholder {promt}"),
+        ({"command": ["x"], "environment": {"A": "{url}"}}, "environment.A has the unknown placeholder {url}"),
+        ({"command": ["x"]}, "no {prompt}"),
+        ({"command": ["x"], "prompt": "file"}, "{prompt_file} stands nowhere"),
+        ({"command": ["{agent}/x", "{prompt}"]}, "installs nothing"),
+        ({"command": ["x", "{script}", "{prompt}"]}, "script = true"),
+        ({"command": ["x", "{prompt}"], "script": True}, "{script} go together"),
+        ({"command": ["x", "{mcp_file}", "{prompt}"]}, "has no [mcp]"),
+        ({"command": ["x", "{prompt}"], "dialect": "morse"}, "dialect"),
+        ({"command": ["x", "{prompt}"], "check": ["{key}"]}, "check may use"),
+        ({"command": ["x", "{prompt}"], "install": {"pip": []}}, "pip"),
+        ({"command": ["x", "{prompt}"], "install": {"seconds": -1}}, "install.seconds"),
+        ({"command": ["x", "{prompt}"], "name": "a b"}, "its name must be"),
+        ({"command": ["x", "{driver}", "{prompt}"], "driver": "../x.py"}, "beside its TOML"),
+    ],
+)
+def test_what_is_wrong_with_a_launcher_is_said_in_words(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        find_launcher({"name": "mine", **table})
+    assert said in str(error.value)
+
+
+def test_a_file_of_the_users_own_is_a_launcher(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('command = "sh {driver} {prompt}"\ndriver = "go.sh"\n[environment]\nX = "{{{model}}}"\n')
+    (tmp_path / "go.sh").write_text("echo $1\n")
+    made = find_launcher(path)
+    assert (made.name, made.command, made.driver_text) == ("mine", ("sh", "{driver}", "{prompt}"), "echo $1\n")
+    assert filled(made.environment["X"], {"model": "m"}) == "{m}"
+    for text, said in (("command = [", "is not TOML"), ("x = 1", "no key 'x'")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            find_launcher(str(path))
+    with pytest.raises(UsageError, match="does not exist"):
+        find_launcher(str(tmp_path / "other.toml"))
+
+
+def test_a_name_that_nobody_knows_is_answered_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match=r"there is no launcher 'cladue-code'; there are .*claude-code"):
+        AgentEnvironment("cladue-code")
+
+
+@given(st.text(alphabet=string.ascii_lowercase + "{}_ ", max_size=40), st.sampled_from(sorted(PLACEHOLDERS)))
+def test_what_fills_a_placeholder_is_never_filled_in_itself(prompt: str, name: str) -> None:
+    assert filled(f"<{{{name}}}>", {name: prompt}) == f"<{prompt}>"
+    assert filled(f"{{{{{name}}}}}", {}) == f"{{{name}}}"
+    assert placeholders(f"{{{{{name}}}}}") == []
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({"launcher": "program"}, "needs a program of yours"),
+        ({"launcher": "mini-swe-agent", "script": "x.py"}, "takes no script"),
+        ({"launcher": "program", "script": "/nowhere/x.py"}, "cannot be read"),
+        ({"launcher": "mini-swe-agent", "args": "-v"}, "list of texts"),
+        ({"launcher": "mini-swe-agent", "timeout": 0}, "timeout"),
+        ({"launcher": "mini-swe-agent", "model": ""}, "model"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused_when_it_is_made(given_: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        AgentEnvironment(**given_)
+
+
+@pytest.mark.parametrize("network", ["none", "allow"])
+def test_a_network_that_does_not_lead_to_the_gateway_is_refused_before_the_start(network: Any) -> None:
+    (said,) = AgentEnvironment({"name": "x", "command": ["x", "{prompt}"]}).check(SandboxSpec(network=network))
+    assert "'model'" in said
+    assert network in said

@@ -1,0 +1,90 @@
+"""Tasks in a box, by agents: the built-in repairs, and what a task's MCP servers become."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.core import Task, label
+from rookery.environments import Log
+from rookery.environments.agent import AgentEnvironment, find_launcher
+from rookery.environments.agent.mcp import mcp_text
+from rookery.tasks.swe import SweStep, SweTask, swe_task
+from tests.cli.sandbox_kit import boxes
+from tests.environments.agent.kit import (
+    agents_at,
+    agents_home,
+    all_of,
+    real_agent,
+    scripted,
+    scripted_engine,
+    trainable,
+)
+from tests.servers import ModelServer
+
+__all__ = ["boxes"]
+swe = pytest.importorskip("rookery.environments.swe")
+
+
+def repair(name: str) -> tuple[Task, str]:
+    """One of the built-in ones, and the lines of shell that repair it."""
+    from rookery.environments.swe.repairs import repairs
+
+    task = next(one for one in repairs() if one.id == name)
+    (part,) = swe_task(task).steps[0].solution
+    top = Path(part.source) / "files"
+    lines = [
+        f"cat > {path.relative_to(top)} <<'END OF FILE'\n{path.read_text()}END OF FILE"
+        for path in sorted(top.rglob("*"))
+        if path.is_file()
+    ]
+    return task, "\n".join(lines)
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
+    real_agent("mini-swe-agent")
+    task, lines = repair("backup-rotation")
+    steps = scripted(
+        ("bash", {"command": lines}), ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
+    )
+    with agents_at(agents_home()):
+        env = AgentEnvironment("mini-swe-agent")
+        async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as made:
+            (found,) = await all_of(made, [task])
+    trainable(found, 2)
+    assert found.reward == 1.0, found.info
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_a_box_that_an_agent_left_as_it_was_is_graded_too(tmp_path: Path) -> None:
+    task, _ = repair("backup-rotation")
+    env = AgentEnvironment({"name": "idle", "command": ["sh", "-c", "pwd; exit 9", "sh", "{prompt}"]})
+    async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
+        (found,) = await all_of(made, [task])
+    assert label(found.outcome) == "completed", found.outcome
+    assert found.reward == 0.0
+    assert found.info["agents"][0]["stdout"].strip() == swe_task(task).workdir
+
+
+SERVER = {"name": "my server", "command": "python3", "args": ["-m", "serve", "a 'b' \"c\""], "env": {"K": "v\\n"}}
+SERVED = SweTask(id="t", format="harbor", folder="/none", steps=(SweStep(instruction="x"),), mcp=(SERVER,))
+
+
+def log(lines: list[dict[str, Any]]) -> Log:
+    return Log(lambda _, fields: lines.append(fields))
+
+
+def test_a_tasks_mcp_servers_are_written_as_each_agent_reads_them() -> None:
+    found = json.loads(mcp_text(find_launcher("claude-code"), SERVED, log([])))["mcpServers"]["my server"]
+    assert (found["command"], found["args"], found["env"]) == ("python3", SERVER["args"], SERVER["env"])
+    table = tomllib.loads(mcp_text(find_launcher("codex"), SERVED, log([])))["mcp_servers"]["my server"]
+    assert table == {"command": "python3", "args": SERVER["args"], "env": SERVER["env"]}
+
+
+def test_an_agent_that_knows_no_mcp_is_started_without_and_that_is_said() -> None:
+    lines: list[dict[str, Any]] = []
+    assert mcp_text(find_launcher("mini-swe-agent"), SERVED, log(lines)) == ""
+    assert "without the task's servers" in lines[0]["message"]
