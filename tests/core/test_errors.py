@@ -42,7 +42,7 @@ ALL = [
     ScoringError,
 ]
 KINDS = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-ROOMS = {"sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "bug"}
+ROOMS = {"agent", "sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "tool", "bug"}
 
 
 class Foreign(Exception):
