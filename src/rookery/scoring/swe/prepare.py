@@ -33,8 +33,11 @@ LEAST: Final = 1.0
 
 _OPEN: Final = r"""
 umask 022; top=$1; shift
-[ -d "$top" ] || mkdir -p -- "$top" || exit 1
 seen=:
+if [ ! -d "$top" ]; then
+  mkdir -p -m 1777 -- "$top" || exit 1
+  printf '755 %s\n' "$top"; seen=:$top:
+fi
 for d; do
   [ ! -d "$d" ] || continue
   while [ ! -d "$d" ]; do
