@@ -310,7 +310,7 @@ def test_a_newer_format_is_refused_in_words_and_untouched(run: Path) -> None:
     assert not is_locked(run)
 
 
-@pytest.mark.parametrize("content", [b"not a database at all" * 100, os.urandom(8192)])
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, os.urandom(8192)], ids=["text", "noise"])
 def test_a_file_that_is_no_journal_is_refused_in_words(run: Path, content: bytes) -> None:
     (run / FILE).write_bytes(content)
     for opening in (Journal.open, RunReader):
