@@ -95,6 +95,7 @@ async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_lef
     assert [path.name for path in tmp_path.iterdir()] == ["temp"]
 
 
+@pytest.mark.long
 async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
     server: ModelServer, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ async def test_a_setup_or_score_deadline_in_a_sandbox_or_model_is_infra(
     assert [len(group.rollouts[0].attempts) for group in groups] == [3, 3]
 
 
+@pytest.mark.long
 async def test_what_swallows_its_cancellation_gets_its_record_and_its_runner_is_replaced(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ async def test_a_rollout_that_kills_its_runner_costs_only_itself(
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deed", ["block", "spin"])
 async def test_a_rollout_that_blocks_the_loop_is_seen_with_its_stack_and_convicted_alone(
     model: ModelServer, tmp_path: Path, deed: str

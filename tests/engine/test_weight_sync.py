@@ -143,7 +143,7 @@ def mixed_turns(segments: list[Segment]) -> int:
 # ---- new weights while rollouts are under way
 
 
-@pytest.mark.parametrize("runners", [0, 1, 2])
+@pytest.mark.parametrize("runners", [0, pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_new_weights_under_way_cost_callers_nothing_but_time(
@@ -413,6 +413,7 @@ async def test_a_pause_that_cannot_be_is_refused(options: dict[str, Any], words:
         assert not (await made.status())["paused"]
 
 
+@pytest.mark.long
 async def test_the_run_clock_excludes_a_pause_with_calls_under_way(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,

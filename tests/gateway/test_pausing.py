@@ -237,6 +237,7 @@ async def test_a_pause_that_nobody_ends_is_over_at_its_deadline_and_an_error_for
         assert len(server.requests) == 2
 
 
+@pytest.mark.long
 async def test_a_pause_is_over_at_its_deadline_in_a_shard_that_was_born_during_it_whether_anybody_waits_or_not(
     tmp_path: Path,
 ) -> None:
@@ -251,6 +252,7 @@ async def test_a_pause_is_over_at_its_deadline_in_a_shard_that_was_born_during_i
         assert time.time() >= now + 3
 
 
+@pytest.mark.long
 async def test_a_sessions_deadline_does_not_run_during_a_pause_and_does_after_it() -> None:
     """With a deadline that any pause here is longer than."""
     async with ModelServer() as server, gateway(server.url) as served:

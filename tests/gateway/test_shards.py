@@ -282,6 +282,7 @@ async def test_without_a_folder_nothing_is_left_behind(shallow: Path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
+@pytest.mark.long
 async def test_calls_under_way_do_not_keep_a_gateway_from_closing() -> None:
     never = asyncio.Event()
     async with ModelServer(Answer(hold=never)) as server, gateway(server.url) as served:

@@ -282,6 +282,7 @@ async def test_warm_boxes_are_made_again(local: LocalProvider) -> None:
     await at_rest(keeper)
 
 
+@pytest.mark.long
 async def test_a_keeper_stays_as_small_as_it_was(home: Home, local: LocalProvider) -> None:
     async def cycle(count: int) -> None:
         for at in range(0, count, 10):

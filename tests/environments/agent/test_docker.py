@@ -46,6 +46,7 @@ def where(engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
 
 
+@pytest.mark.long
 async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollout(
     tmp_path: Path,
     engine: PrivateEngine,
@@ -63,6 +64,7 @@ async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollo
     assert engine.containers() == []
 
 
+@pytest.mark.long
 async def test_an_agent_that_cannot_start_in_an_image_is_no_failure_of_the_policy(tmp_path: Path) -> None:
     """This image lacks a library that its packages need."""
     real_agent("openai-sdk")

@@ -56,6 +56,7 @@ async def _all_get_what_they_earned(tmp_path: Path, count: int, only: tuple[str,
     assert len(os.listdir("/proc/self/fd")) <= files + 5
 
 
+@pytest.mark.long
 async def test_every_agent_gets_the_right_outcome_and_reward(tmp_path: Path) -> None:
     await _all_get_what_they_earned(tmp_path, 24, QUICK)
 

@@ -132,19 +132,21 @@ async def is_wrong(task: SweTask, made: Ready, label: str) -> None:
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NAMES)
-async def test_twenty_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+async def test_gradings_agree_again_and_again(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
     """Inputs are new each time; what they tell is not."""
     async with ready(provider, tasks[name]) as made:
-        assert [(await made.graded(solved=True)).reward for _ in range(20)] == [1.0] * 20
-        assert [(await made.graded()).reward for _ in range(20)] == [0.0] * 20
+        assert [(await made.graded(solved=True)).reward for _ in range(6)] == [1.0] * 6
+        assert [(await made.graded()).reward for _ in range(6)] == [0.0] * 6
         for label in WRONG[name]:
-            found = [(await wrong_grade(tasks[name], made, label)).score.parts for _ in range(5)]
-            assert found == [WRONG[name][label].parts or {}] * 5, label
+            found = [(await wrong_grade(tasks[name], made, label)).score for _ in range(2)]
+            assert [score.parts for score in found] == [WRONG[name][label].parts or {}] * 2, label
+            assert all(score.reward < 1.0 for score in found), label
 
 
 # ------------------------------------------------------------------------------------------------------ cheats
 
 
+@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 async def test_whatever_the_submission_does_it_gets_nothing(provider: Provider, tasks: dict[str, SweTask]) -> None:
     async with ready(provider, tasks["cache-expiry"]) as made:

@@ -28,7 +28,7 @@ from tests.sandboxes.images import archived, system_at
 from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
 from tests.sandboxes.images_store.registries import PASSWORD, TOKEN, USER, Registry
 
-pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 SPEC = SandboxSpec(provider="docker", memory=64 << 20, pids=32)
 MARK = b"here\n"
 

@@ -19,7 +19,7 @@ from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
 
-pytestmark = [pytest.mark.needs("docker"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 MB = 1 << 20
 SPEC = SandboxSpec(memory=96 * MB, pids=32, disk=64 * MB, wall=30.0, output=16 << 10, env={"OF_SPEC": "s"})
 AS_ROOT = msgspec.structs.replace(SPEC, user="root")

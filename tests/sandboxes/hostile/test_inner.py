@@ -239,6 +239,7 @@ async def test_a_lying_interpreter_keeps_no_command_from_starting(boxes: LocalPr
     await gone(box)
 
 
+@pytest.mark.long
 async def test_an_interpreter_that_is_killed_or_stopped_is_done_without(boxes: LocalProvider) -> None:
     sandbox, box = await create(boxes)
     cfg = (

@@ -19,6 +19,27 @@ async def snapshot_of(sandbox: Sandbox) -> str | None:
         return None
 
 
+async def a_change_of_the_same_length_right_after_a_fork_is_seen(provider: Provider) -> None:
+    async with box(provider) as sandbox:
+        await sh(sandbox, "mkdir d; for n in 1 2 3 4 5 6; do echo one > d/$n; done")
+        name = await snapshot_of(sandbox)
+        if name is None:
+            return
+        fork = await sandbox.fork(name)
+        try:
+            # Whatever time the files had, they have it again: what counts is what they hold.
+            await sh(
+                fork, "cd d; for n in 1 2 3; do touch -r $n then; echo two > $n; touch -r then $n; done; rm then 4"
+            )
+            found = dict(await fork.diff(name))
+            where = (await sh(fork, "pwd")).stdout.decode().strip()
+            found.pop(f"{where}/d", None)
+            wanted = {f"{where}/d/{n}": "removed" if n == 4 else "changed" for n in (1, 2, 3, 4)}
+            assert found == wanted, found
+        finally:
+            await fork.close()
+
+
 async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: Provider) -> None:
     async with box(provider) as sandbox:
         await sh(sandbox, MADE)
@@ -113,6 +134,7 @@ async def a_snapshot_that_is_not_there_is_refused(provider: Provider) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
+    a_change_of_the_same_length_right_after_a_fork_is_seen,
     a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own,
     a_fork_can_be_forked_and_outlives_what_it_was_made_of,
     a_fork_can_have_another_user_and_other_variables,

@@ -368,12 +368,14 @@ class DockerSandbox(GuardedSandbox):
         taken = self._layered().named(snapshot)
         if taken.taken_of != self.id and self._below != snapshot:
             self._cannot(f"compare with {snapshot!r}: it is of another sandbox, and not what this one was made of")
-        before = taken.seen if taken.taken_of == self.id else {}
+        own = taken.taken_of == self.id
         look = Looking(self.place(), timeout)
         engine, name = self._made_by.engine, orphans.name_of(self.id)
         with _within(timeout, f"the diff of sandbox {self.id}"):
             async with asyncio.timeout(timeout), still(engine, name):
-                return compared(before, await look.at(engine, name))
+                if own:
+                    return compared(taken.seen, await look.at(engine, name))
+                return compared({}, await look.since(taken, engine, name))
 
     # ---- its end
 

@@ -112,7 +112,22 @@ class Looking:
 
     async def at(self, engine: api.Engine, container: str) -> dict[str, Seen]:
         told = await engine.call("GET", api.path("containers", container, "changes")) or ()
-        paths = {one["Path"]: int(one["Kind"]) for one in told if not _is_ours(one["Path"])}
+        return await self._of({one["Path"]: int(one["Kind"]) for one in told if not _is_ours(one["Path"])})
+
+    async def since(self, taken: Snapshot, engine: api.Engine, container: str) -> dict[str, Seen]:
+        """What differs from the snapshot that a container was made of.
+
+        Engines may compare by size and by whole seconds: what the snapshot held is looked at here, also where the
+        engine does not name it, so that no change of the same length is missed that came right after the fork.
+        """
+        now = await self.at(engine, container)
+        unnamed = {path: _MODIFIED for path, seen in taken.seen.items() if seen.digest and path not in now}
+        for path, seen in (await self._of(unnamed)).items():
+            if seen.digest != taken.seen[path].digest:
+                now[path] = seen if seen.digest else Seen(_DELETED, False, "")
+        return now
+
+    async def _of(self, paths: Mapping[str, int]) -> dict[str, Seen]:
         try:
             return await asyncio.to_thread(self._all, paths)
         except asyncio.CancelledError:
