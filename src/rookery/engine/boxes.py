@@ -80,14 +80,8 @@ class Boxes:
 
     async def open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
         spec = self._named(spec)
-        due = self._due.pop(attempt, None)
-        if due is not None and (due == spec) != self._wanted:
-            self._wanted = due == spec
-            self._expect()
         provider = self._provider(spec.provider)
-        # Many that ask one that is slow together wait for their turn; their stage has a deadline of its own.
-        seconds = START_SECONDS if isinstance(provider, Pool) else CREATE_SECONDS
-        creation = begin_apart(provider.create(spec, attempt=attempt, timeout=seconds))
+        creation = begin_apart(self._create(provider, spec, attempt))
         try:
             return await creation
         except asyncio.CancelledError:
@@ -98,6 +92,18 @@ class Boxes:
                 self._closing.add(closing)
                 closing.add_done_callback(self._closed)
             raise
+
+    async def _create(self, provider: Provider, spec: SandboxSpec, attempt: str) -> Sandbox:
+        """What is asked for is due no longer. The pool counts it off by itself, in the same step: counted off
+        twice, as when others begin between the two, it would close a warm one that is needed."""
+        due = self._due.get(attempt)
+        if due is not None and (due == spec) != self._wanted:
+            self._wanted = due == spec
+            self._expect()
+        self._due.pop(attempt, None)
+        # Many that ask one that is slow together wait for their turn; their stage has a deadline of its own.
+        seconds = START_SECONDS if isinstance(provider, Pool) else CREATE_SECONDS
+        return await provider.create(spec, attempt=attempt, timeout=seconds)
 
     def _closed(self, closing: "asyncio.Task[None]") -> None:
         self._closing.discard(closing)
