@@ -1,7 +1,10 @@
 """Snapshots of local boxes: the same as what was there, by a reference that knows nothing of layers."""
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -190,17 +193,39 @@ async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_b
     sandbox = await local.create(SPEC, attempt="a")
     keeper = await keeper_of(local)
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
-    task = asyncio.create_task(sandbox.snapshot())
-    await eventually(lambda: not list(Path(f"/proc/{keeper}/cwd/kept").iterdir()))
+    task, done = await held_in_the_middle(sandbox, keeper)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/kept").iterdir())))
+    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/kept").iterdir())) > done)
     with pytest.raises(SandboxError, match="took longer"):
         await sandbox.snapshot(timeout=0.0)
     assert (await sandbox.exec(Command(argv=("echo", "on")))).stdout == b"on\n"
     name = await sandbox.snapshot()
     assert await sandbox.diff(name) == {}
+
+
+def told(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":
+    """A snapshot whose work was stopped before its end, and how many were done before they could be."""
+    for tried in range(50):
+        before = set(procs.children_of(keeper))
+        task = asyncio.create_task(sandbox.snapshot())
+        new: set[int] = set()
+        while not task.done() and not new:
+            await asyncio.sleep(0)
+            new = set(procs.children_of(keeper)) - before
+        told(new, signal.SIGSTOP)
+        await asyncio.wait({task}, timeout=0.2)
+        if not task.done():
+            return task, tried
+        told(new, signal.SIGCONT)
+    raise AssertionError("every snapshot was done before it could be stopped")
 
 
 async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
@@ -209,13 +234,11 @@ async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
     """The provider hangs up in the middle; the fixture of the home finds nothing left."""
     sandbox = await local.create(SPEC, attempt="a")
     await sh(sandbox, "mkdir d; cd d; for i in $(seq 3000); do echo $i > $i; done")
-    task = asyncio.create_task(sandbox.snapshot())
     keeper = await keeper_of(local)
-    await eventually(lambda: not list(Path(f"/proc/{keeper}/cwd/kept").iterdir()))
+    task, _ = await held_in_the_middle(sandbox, keeper)
     await local.close()
-    (ended,) = await asyncio.gather(task, return_exceptions=True)
-    # A name where the keeper was quicker than the owner's end: then, too, nothing of it is left.
-    assert isinstance(ended, SandboxError | str), ended
+    with pytest.raises(SandboxError):
+        await task
     assert procs.stat_of(keeper) is None
 
 
