@@ -5,6 +5,8 @@ STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core
 # This version is a CPU build where no GPU is; others bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Real agents are installed there, once.
+AGENTS ?= $(abspath .peers/agents)
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -16,7 +18,7 @@ help:
 	@echo "make lint    ruff, mypy and the order of the rooms"
 	@echo "make unit    the tests alone (ARGS='-k name' chooses)"
 	@echo "make test-long  the tests that take many seconds each: thousands of boxes, of streams, of kills"
-	@echo "make test-agents  Claude Code and Codex, from npm, in real boxes (slow: a gigabyte)"
+	@echo "make test-agents  Claude Code and Codex, from npm, in real boxes (slow: a gigabyte; RECORD=1 keeps what they send)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
@@ -65,11 +67,11 @@ test-cgroup2: $(STAMP)
 
 # Not a part of `make test`: what it installs is large, and outside of Python's packages.
 test-agents: $(STAMP)
-	ROOKERY_AGENTS=$(abspath .peers/agents) $(BIN)/python -m pytest tests/environments/agent/npm_agents.py $(ARGS)
+	ROOKERY_AGENTS=$(AGENTS) RECORD=$(RECORD) $(BIN)/python -m pytest tests/environments/agent/npm_agents.py $(ARGS)
 
 # Quick once they are there, and without a call to the network.
 agents: $(STAMP)
-	ROOKERY_AGENTS=$(abspath .peers/agents) $(BIN)/python -m rookery.environments.agent \
+	ROOKERY_AGENTS=$(AGENTS) $(BIN)/python -m rookery.environments.agent \
 		openai-sdk anthropic-sdk openai-agents mini-swe-agent
 
 # Quick, and without a call to the network, once they are there.

@@ -14,7 +14,7 @@ from rookery.gateway.renderings.protocol import Rendering
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.protocol import Upstream
-from tests.gateway.kit import Gateway, Registered, served
+from tests.gateway.kit import Answered, Gateway, Registered, request, served
 from tests.gateway.rooms import Noting
 
 
@@ -65,6 +65,27 @@ async def exact(
     if segments is not None:
         assert len(found["segments"]) == segments
     return [turns[index] for index in sorted(turns)]
+
+
+async def sent(
+    gateway: Gateway, session: Registered, path: str, body: bytes, headers: dict[str, str]
+) -> list[Any]:
+    """The events that come back."""
+    async with await gateway.wire() as wire:
+        wire.send(request("POST", f"{session.path}{path}", body, x_api_key=session.secret, **headers))
+        return events_of(await wire.answer())
+
+
+def events_of(answer: Answered) -> list[Any]:
+    """Of a whole stream whose events have names."""
+    assert answer.status == 200, answer.body
+    assert answer.whole
+    events = []
+    for part in answer.body.split(b"\n\n")[:-1]:
+        name, data = part.split(b"\n")
+        events.append(msgspec.json.decode(data.removeprefix(b"data: ")))
+        assert name == f"event: {events[-1]['type']}".encode()
+    return events
 
 
 def sealed(text: str) -> str:

@@ -1,5 +1,5 @@
-"""What Claude Code and Codex send, over a real chat format and vocabulary: what they do to their histories edits
-nothing that was sampled."""
+"""What Claude Code and Codex send and was not recorded of them (`test_recorded`), over a real chat format and
+vocabulary: what they do to their histories edits nothing that was sampled."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +15,14 @@ from tests.gateway.dialects.agents import (
     HEADERS,
     REMINDER,
     as_codex_keeps,
+    blocks,
     claude_code,
     codex,
     codex_message,
+    output,
 )
-from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import Gateway, Registered, request
+from tests.gateway.dialects.kit import exact, rendered, sent
+from tests.gateway.kit import Gateway, Registered
 from tests.gateway.renderings.support import rendering
 from tests.gateway.rooms import Noting, Script
 
@@ -41,51 +43,6 @@ async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, No
         yield gateway, noting, await gateway.register(id="agent")
 
 
-async def sent(
-    gateway: Gateway, session: Registered, path: str, body: bytes, headers: dict[str, str]
-) -> list[Any]:
-    """The events that come back."""
-    async with await gateway.wire() as wire:
-        wire.send(request("POST", f"{session.path}{path}", body, x_api_key=session.secret, **headers))
-        answer = await wire.answer()
-    assert answer.status == 200, answer.body
-    assert answer.whole
-    events = []
-    for part in answer.body.split(b"\n\n")[:-1]:
-        name, data = part.split(b"\n")
-        events.append(msgspec.json.decode(data.removeprefix(b"data: ")))
-        assert name == f"event: {events[-1]['type']}".encode()
-    return events
-
-
-def blocks(events: list[Any]) -> list[dict[str, Any]]:
-    """A message as Claude Code puts it together; JavaScript writes a tool's input anew."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        if event["type"] == "content_block_start":
-            found.append(dict(event["content_block"]))
-        elif event["type"] == "content_block_delta":
-            delta = event["delta"]
-            match delta["type"]:
-                case "text_delta":
-                    found[-1]["text"] += delta["text"]
-                case "thinking_delta":
-                    found[-1]["thinking"] += delta["thinking"]
-                case "signature_delta":
-                    found[-1]["signature"] = delta["signature"]
-                case _:
-                    found[-1]["input"] = _javascript(msgspec.json.decode(delta["partial_json"]))
-    return found
-
-
-def _javascript(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {name: _javascript(inner) for name, inner in value.items()}
-    return value
-
-
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",   "timeout": 5.0}}\n</tool_call>'
 
 
@@ -94,18 +51,16 @@ async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks:
     said = (
         f"<think>\nI look.\n</think>\n\nLet me look.\n\n{CALL}\n{CALL}",
         f"<think>\nMore.\n</think>\n\n{CALL}",
-        "<think>\nSub.\n</think>\n\nA sub-agent's answer.",
         "<think>\nDone.\n</think>\n\nIt is done.",
         "A summary.",
-        "On we go.",
     )
     async with scripted(tmp_path, *said) as (gateway, noting, session):
         head = await gateway.ask("HEAD", session.path, key=session.secret)
         assert head.status == 200
 
-        async def ask(history: list[Any], turn: int, **more: Any) -> list[dict[str, Any]]:
-            body = claude_code(history, turn, **more)
-            assert more or len(body) > 50_000
+        async def ask(history: list[Any], turn: int) -> list[dict[str, Any]]:
+            body = claude_code(history, turn)
+            assert len(body) > 30_000
             events = await sent(gateway, session, "/v1/messages?beta=true", body, HEADERS)
             found = blocks(events)
             return found if thinks else [block for block in found if block["type"] != "thinking"]
@@ -124,22 +79,10 @@ async def test_claude_codes_conversation_is_one_sequence(tmp_path: Path, thinks:
             assert len(results) == 2 - turn
             main += [{"role": "assistant", "content": answer}, {"role": "user", "content": [*results, REMINDER]}]
             main.append({"role": "system", "content": f"Turn {turn} is over."})
-        helper = await ask([{"role": "user", "content": "Look around."}], 7, system="You help.", tools=5)
-        assert [block["type"] for block in helper][-1] == "text"
-        last = await ask(main, 9)
-        main.append({"role": "assistant", "content": last})
-        compact = [*main, {"role": "user", "content": "Summarise our conversation."}]
-        summary = await ask(compact, 10)
-        counted = await gateway.ask(
-            "POST",
-            f"{session.path}/v1/messages/count_tokens?beta=true",
-            claude_code(compact, 10),
-            key=session.secret,
-        )
-        assert counted.json == {"input_tokens": len(noting.noted[4][0].tokens) // 4}
-        await ask([{"role": "user", "content": f"So far: {summary[-1]['text']}"}], 11)
-        turns = await exact(gateway, session, noting, segments=3)
-        assert [turn.get("parent") for turn in turns] == [None, 0, None, 1, 3, None]
+        main.append({"role": "assistant", "content": await ask(main, 2)})
+        await ask([*main, {"role": "user", "content": "Summarise our conversation."}], 3)
+        turns = await exact(gateway, session, noting, segments=1)
+        assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2]
         assert all(turn.get("prefix") for turn in turns if turn.get("parent") is not None)
         assert turns[0]["response"]["tool_calls"][0]["arguments"] == '{"command": "ls",   "timeout": 5.0}'
         first = turns[0]["messages"]
@@ -156,14 +99,6 @@ async def test_arguments_that_are_no_json_come_back_as_they_were_sampled(tmp_pat
         await sent(gateway, session, "/messages", claude_code(history, 1), HEADERS)
         turns = await exact(gateway, session, noting, segments=1)
         assert turns[1].get("prefix")
-
-
-def output(events: list[Any]) -> list[dict[str, Any]]:
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["type"] == "response.completed"
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert events[-1]["response"]["output"] == done
-    return done
 
 
 PATCH = (
@@ -224,19 +159,6 @@ async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2]
         assert [message["role"] for message in turns[0]["messages"]] == ["system", "user", "user", "user"]
         assert turns[0]["messages"][0]["content"].endswith("\n\n<permissions>All is allowed.</permissions>")
-
-
-async def test_codexs_compaction_and_its_sub_agents_fork(tmp_path: Path) -> None:
-    async with scripted(tmp_path, "One.", "Sub.", "Two.", "New.") as (gateway, noting, session):
-        items: list[Any] = [codex_message("user", "Fix it.")]
-        first = output(await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS))
-        await sent(gateway, session, "/responses", codex([codex_message("user", "Review.")]), CODEX_HEADERS)
-        items += [*map(as_codex_keeps, first), codex_message("user", "Summarise.")]
-        await sent(gateway, session, "/responses", codex(items), CODEX_HEADERS)
-        fresh = [codex_message("user", "Fix it."), codex_message("user", "A summary: …")]
-        await sent(gateway, session, "/responses", codex(fresh), CODEX_HEADERS)
-        turns = await exact(gateway, session, noting)
-        assert [turn.get("parent") for turn in turns] == [None, None, 0, None]
 
 
 async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path: Path) -> None:

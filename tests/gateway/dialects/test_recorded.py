@@ -1,0 +1,319 @@
+"""What Claude Code and Codex really sent, sent again: `recorded`, made by `make test-agents RECORD=1`.
+
+Each recorded request goes through a real gateway over a model that says what it said then. The ids of calls are
+new each time, and go back as a client would send them.
+"""
+
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic.types import MessageTokensCount
+from anthropic.types.beta import BetaContentBlock, BetaRawMessageStreamEvent
+from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from rookery.core import Message, ToolCall
+from rookery.environments.agent import find_launcher
+from rookery.gateway.door import KEY
+from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.renderings.protocol import Rendering
+from rookery.upstreams.embedded import chat
+from rookery.upstreams.protocol import ModelRequest
+from tests.gateway.dialects.agents import blocks, output
+from tests.gateway.dialects.kit import events_of, exact, rendered
+from tests.gateway.dialects.recordings import Exchange, clients, conversations
+from tests.gateway.kit import Answered, Gateway, Registered, Wire, request
+from tests.gateway.renderings.support import rendering
+from tests.gateway.rooms import Noting, Script
+
+CONVERSATIONS = [(client, name) for client in clients() for name in conversations(client)]
+TREES = {
+    ("claude-code", "beside"): [2],
+    ("claude-code", "compaction"): [1, 1, 2],
+    ("claude-code", "sub_agent"): [2, 3],
+    ("claude-code", "terminal"): [1, 2],
+    ("claude-code", "tool"): [2],
+    ("codex", "compaction"): [1, 1, 2],
+    ("codex", "sub_agent"): [2, 4],
+    ("codex", "tool"): [2],
+}
+"""How many turns train in each segment."""
+EVENTS: dict[str, TypeAdapter[Any]] = {
+    "messages": TypeAdapter(BetaRawMessageStreamEvent),
+    "responses": TypeAdapter(ResponseStreamEvent),
+}
+ITEMS: dict[str, TypeAdapter[Any]] = {
+    "messages": TypeAdapter(BetaContentBlock),
+    "responses": TypeAdapter(ResponseOutputItem),
+}
+
+# ---- models that say what was said
+
+
+def qwen(answer: dict[str, Any]) -> list[int]:
+    """Cut into tokens in an odd place, but for the format's marks: those are tokens."""
+    family = rendering("qwen3")
+    calls = [f'{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}' for call in answer["calls"]]
+    thought = f"<think>\n{answer['reasoning']}\n</think>\n\n" if answer["reasoning"] else ""
+    text = thought + answer["text"]
+    text = "\n".join([text, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
+    cut = text.index(answer["reasoning"]) + 4
+    return [*family.tokenizer.encode(text[:cut]), *family.tokenizer.encode(text[cut:]), family.stop[0]]
+
+
+def embedded(answer: dict[str, Any]) -> list[int]:
+    """Its format has no reasoning."""
+    calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in answer["calls"])
+    return chat.message_ids(Message("assistant", answer["text"] or None, calls))[1:]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A chat format, and an answer in its ids."""
+
+    ids: Callable[[dict[str, Any]], list[int]]
+    rendering: Callable[[], Rendering]
+    thinks: bool
+
+
+FORMATS = {
+    "qwen3": Format(qwen, lambda: rendering("qwen3"), thinks=True),
+    "embedded": Format(embedded, Embedded, thinks=False),
+}
+
+
+# ---- a client that says what it said
+
+
+@dataclass
+class Client:
+    """Sends recorded requests to an attempt's own door, and reads what comes back as its library does."""
+
+    port: int
+    thinks: bool
+    _ids: dict[str, str] = field(default_factory=dict)
+    """Of calls: those of the recording, and what they are this time."""
+
+    async def answered(self, exchange: Exchange, path: str = "") -> Answered:
+        body = None if exchange.body is None else self.body(exchange)
+        headers = {name.replace("-", "_"): value or KEY for name, value in exchange.headers.items()}
+        async with await Wire.to(self.port) as wire:
+            wire.send(request(exchange.method, path or exchange.path, body, **headers))
+            return await wire.answer(head_only=exchange.method == "HEAD")
+
+    async def send(self, exchange: Exchange) -> list[dict[str, Any]]:
+        """One that asks a model; the blocks or items of the answer."""
+        assert exchange.answer is not None
+        kind = kind_of(exchange)
+        events = events_of(await self.answered(exchange))
+        for event in events:
+            if event["type"] != "ping":  # their libraries pass over it
+                EVENTS[kind].validate_python(event)
+        found = blocks(events) if kind == "messages" else output(events)
+        for one in found:
+            ITEMS[kind].validate_python(one)
+        new = [one["id"] if kind == "messages" else one["call_id"] for one in found if one["type"] in CALLED]
+        self._ids |= zip((call["id"] for call in exchange.answer["calls"]), new, strict=True)
+        return found
+
+    def body(self, exchange: Exchange) -> bytes:
+        given = exchange.body if self.thinks else thoughtless(exchange.body)
+        text = json.dumps(given)
+        return re.sub(r'(?<=")call_\d+_\d+(?=")', lambda found: self._ids.get(found[0], found[0]), text).encode()
+
+
+@asynccontextmanager
+async def door(gateway: Gateway, session: Registered) -> AsyncIterator[int]:
+    """The port of a listener of the session's own, as boxes have them."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    assert gateway.shard.server is not None
+    server = await gateway.shard.server.listen(listener, bound=session.id)
+    try:
+        yield port
+    finally:
+        await gateway.shard.server.unlisten(server, session.id)
+
+
+CALLED = ("tool_use", "function_call")
+THOUGHTS = ("thinking", "reasoning")
+
+
+def kind_of(exchange: Exchange) -> str:
+    return "messages" if "/messages" in exchange.path else "responses"
+
+
+def thoughtless(value: Any) -> Any:
+    """What a client sends that brings no reasoning back."""
+    if isinstance(value, list):
+        return [thoughtless(one) for one in value if not (isinstance(one, dict) and one.get("type") in THOUGHTS)]
+    return {name: thoughtless(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def asked(exchanges: list[Exchange]) -> list[Exchange]:
+    return [one for one in exchanges if one.answer is not None]
+
+
+# ---- the tree that the requests themselves tell of
+
+
+def plain(value: Any) -> Any:
+    """Without what an agent moves between its turns."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: plain(one) for name, one in value.items() if name != "cache_control"}
+    match found.get("content"):
+        case [{"type": "text", "text": str(text), **rest}] if not rest and found.get("role") == "system":
+            found["content"] = text
+        case _:
+            pass
+    return found
+
+
+def parents_of(exchanges: list[Exchange]) -> list[int | None]:
+    """For each: which answer it goes on from, by its own words."""
+    found: list[int | None] = []
+    told: list[tuple[Any, list[Any]]] = []
+    for exchange in exchanges:
+        body = plain(exchange.body)
+        first = [part for part in body.get("system") or () if not part["text"].startswith("x-anthropic-billing")]
+        history: list[Any] = body["messages"] if "messages" in body else body["input"]
+        head = (first, body.get("tools"))
+        best: int | None = None
+        for at, (other, said) in enumerate(told):
+            if head != other or history[: len(said)] != said or len(history) == len(said):
+                continue
+            answer = exchanges[at].answer or {}
+            longest = best is None or len(said) >= len(told[best][1])
+            if longest and (answer["reasoning"] or answer["text"]) in json.dumps(history[len(said)]):
+                best = at
+        told.append((head, history))
+        found.append(best)
+    return found
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.needs("tokenizers")), "embedded"])
+@pytest.mark.parametrize(("client", "conversation"), CONVERSATIONS)
+async def test_every_recorded_conversation_is_answered_and_recorded_token_by_token(
+    tmp_path: Path, client: str, conversation: str, name: str
+) -> None:
+    form, exchanges = FORMATS[name], conversations(client)[conversation]
+    turns = asked(exchanges)
+    left = [form.ids(turn.answer or {}) for turn in turns]
+
+    def answer(_: ModelRequest) -> list[int]:
+        return left.pop(0)
+
+    given = form.rendering()
+    async with rendered(tmp_path, Script(answer, given), given) as (gateway, noting):
+        session = await gateway.register(id="agent")
+        async with door(gateway, session) as port:
+            agent = Client(port, form.thinks)
+            for exchange in exchanges:
+                if exchange.answer is not None:
+                    told(exchange.answer, await agent.send(exchange), thinks=form.thinks)
+                    await counted(agent, exchange, noting)
+                else:
+                    await beside(agent, exchange, noting)
+        assert not left
+        found = await exact(gateway, session, noting, segments=len(TREES[client, conversation]))
+        assert [turn.get("parent") for turn in found] == parents_of(turns)
+        assert all(turn.get("prefix") for turn in found if turn.get("parent") is not None)
+        trajectory = await gateway.trajectory(session)
+        assert sorted(len(one["turns"]) for one in trajectory["segments"]) == TREES[client, conversation]
+
+
+def told(answer: dict[str, Any], found: list[dict[str, Any]], *, thinks: bool) -> None:
+    """The client was told what the model said, in order."""
+    text = "".join(
+        one["text"] if one["type"] == "text" else "".join(part["text"] for part in one["content"])
+        for one in found
+        if one["type"] in ("text", "message")
+    )
+    assert text.strip() == answer["text"].strip()
+    calls = [one for one in found if one["type"] in CALLED]
+    names = [
+        "__".join(filter(None, (one.get("namespace"), one["name"]))) if "namespace" in one else one["name"]
+        for one in calls
+    ]
+    assert names == [call["name"] for call in answer["calls"]]
+    inputs = [one["input"] if "input" in one else json.loads(one["arguments"]) for one in calls]
+    assert inputs == [json.loads(call["arguments"]) for call in answer["calls"]]
+    if thinks and answer["reasoning"]:
+        assert found[0]["type"] in THOUGHTS
+        assert answer["reasoning"] in json.dumps(found[0])
+
+
+async def counted(agent: Client, exchange: Exchange, noting: Noting) -> None:
+    """Asked for the count of the request that was just answered, the gateway says what it sent to the engine."""
+    if kind_of(exchange) == "messages":
+        answer = await agent.answered(exchange, exchange.path.replace("/messages", "/messages/count_tokens"))
+        assert answer.json == {"input_tokens": len(noting.noted[-1][0].tokens) // 4}
+
+
+async def beside(agent: Client, exchange: Exchange, noting: Noting) -> None:
+    """A call that asks no model is answered as it was, and is no turn."""
+    before = len(noting.noted)
+    answer = await agent.answered(exchange)
+    assert answer.status == exchange.status, answer.body
+    if exchange.method == "POST":
+        assert exchange.path.startswith("/v1/messages/count_tokens")
+        assert MessageTokensCount.model_validate(answer.json).input_tokens > 0
+    assert len(noting.noted) == before
+
+
+def test_what_is_recorded_is_what_the_tests_know() -> None:
+    assert sorted(CONVERSATIONS) == sorted(TREES)
+
+
+@pytest.mark.parametrize("client", clients())
+def test_recordings_are_of_the_versions_that_are_installed(client: str) -> None:
+    (package,) = find_launcher(client).install.node
+    turns = [turn for one in conversations(client).values() for turn in asked(one)]
+    told = {value for turn in turns for name, value in turn.headers.items() if name.lower() == "user-agent"}
+    assert {value.partition("/")[2] for value in told} == {package.rpartition("@")[2]}, "RECORD=1 records anew"
+
+
+@pytest.mark.parametrize("client", clients())
+def test_recordings_hold_what_the_agents_are_known_for(client: str) -> None:
+    found = conversations(client)
+    turns = [turn for one in found.values() for turn in asked(one)]
+    assert all(turn.status == 200 and turn.body["stream"] for turn in turns)
+    text = json.dumps([turn.body for turn in turns])
+    if client == "codex":
+        kinds = {tool["type"] for turn in turns for tool in turn.body.get("tools", ())}
+        assert kinds >= {"function", "namespace", "web_search"}
+        assert all(turn.body["include"] == ["reasoning.encrypted_content"] for turn in turns)
+        assert "rk1." in text
+        assert "session-id" in turns[0].headers
+        return
+    assert any(message["role"] == "system" for turn in turns for message in turn.body["messages"])
+    titles = [turn for turn in turns if "format" in turn.body["output_config"]]
+    assert titles, "what a session is called is asked beside it"
+    assert all(
+        turn.body["thinking"]["type"] == "adaptive" and turn.body["context_management"]
+        for turn in turns
+        if turn not in titles
+    )
+    assert all(turn.body["system"][0]["text"].startswith("x-anthropic-billing-header:") for turn in turns)
+    places = {str([cached(message) for message in turn.body["messages"]]) for turn in turns}
+    assert len(places) > 1, "its cache hints move"
+    assert '"signature"' in text
+    assert {one.method for one in found["beside"]} == {"HEAD", "POST"}
+
+
+def cached(message: dict[str, Any]) -> list[bool]:
+    content = message["content"]
+    return ["cache_control" in block for block in content] if isinstance(content, list) else []

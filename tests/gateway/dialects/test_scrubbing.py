@@ -1,0 +1,122 @@
+"""What is recorded of other people's programs: their shape, and none of their words."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.gateway.dialects.recordings import OWN, RECORDED, clients, conversations, packed, unpacked
+from tests.gateway.dialects.scrubbing import FILLER, Scrubber, foreign, prose, survivors
+
+MINE = ("6 * 7?", "it is done")
+WORDS = st.sampled_from(
+    ["always", "be", "Careful", "with", "the", "user's", "files", "42", "naïve", "—", "`ls`", "/home/ann", "a"]
+)
+SENTENCES = st.lists(WORDS, min_size=2, max_size=30).map(" ".join)
+TEXTS = st.one_of(
+    SENTENCES,
+    st.builds("{}\n\n{}".format, SENTENCES, st.sampled_from(MINE)),
+    st.builds("<system-reminder>\n{}\n</system-reminder>".format, SENTENCES),
+    st.builds(lambda one: json.dumps({"said": one, "n": 1}, ensure_ascii=False), SENTENCES),
+    st.sampled_from(MINE),
+    st.sampled_from(["object", "tool_use", "exec_command", "claude-code-20250219"]),
+)
+KEYS = st.sampled_from(["text", "description", "type", "name", "properties", "content", "enum"])
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.integers(0, 9), st.booleans(), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=40)
+@given(VALUES)
+def test_no_run_of_words_survives(value: Any) -> None:
+    after = Scrubber(MINE).body(value)
+    assert survivors(value, after, MINE, most=1) == []
+    assert foreign(after, MINE, most=1) == []
+
+
+@settings(max_examples=40)
+@given(VALUES)
+def test_the_shape_stays(value: Any) -> None:
+    assert shape(Scrubber(MINE).body(value)) == shape(value)
+
+
+def shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: shape(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [shape(inner) for inner in value]
+    return re.sub(r"[^\W_]", "x", value) if isinstance(value, str) else value
+
+
+@settings(max_examples=40)
+@given(VALUES)
+def test_equal_texts_stay_equal_and_what_is_ours_stays(value: Any) -> None:
+    scrubber = Scrubber(MINE)
+    first = scrubber.body(value)
+    assert scrubber.body(value) == first
+    for before, after in zip(prose(value), prose(first), strict=True):
+        for text in MINE:
+            assert before.count(text) <= after.count(text)
+
+
+def test_what_tells_of_a_machine_or_a_person_is_gone() -> None:
+    one, other = "6f0c1f1e-1111-4222-8333-944444444444", "0123456789abcdef0123"
+    body = {
+        "metadata": {"user_id": json.dumps({"device": other, "session": one})},
+        "cwd": "/home/ann/work",
+        "at": 1_794_787_739_181,
+        "thread": f"{one}:0",
+        "version": "Linux 6.1",
+        "id": f"rs_{other}_0",
+    }
+    found = Scrubber().body(body)
+    text = json.dumps(found)
+    assert not any(secret in text for secret in (one, other, "ann", "1794787739181", "6.1"))
+    inner = json.loads(found["metadata"]["user_id"])
+    assert found["thread"] == f"{inner['session']}:0"
+    assert found["id"] == f"rs_{inner['device']}_0"
+    assert len(found["cwd"]) == len(body["cwd"])  # type: ignore[arg-type]
+    headers = Scrubber().headers(
+        {
+            "Host": "127.0.0.1:1",
+            "Authorization": "Bearer sk-1",
+            "X-Stainless-OS": "Linux",
+            "X-Id": one,
+            "x-app": "cli",
+        }
+    )
+    assert headers == {
+        "Authorization": "", "X-Stainless-OS": "", "X-Id": "00000000-0000-4000-8000-000000000001", "x-app": "cli",
+    }  # fmt: skip
+
+
+def test_a_sentence_that_was_left_is_found() -> None:
+    for text in ("Always be careful with files.", "The other person ate rooks.", "Rook nest wing soar twig"):
+        assert foreign([text], ()) == [text]
+    assert foreign(json.dumps({"a": ["Always be careful with files."]}), ())
+    assert not foreign(["6 * 7? Rook eryn estp erch."], MINE)
+    assert survivors("Never do that at home.", ["xx never, do that (at) home"], ())
+    assert re.fullmatch("[a-z]+", FILLER)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_a_file_holds_what_was_kept(value: Any) -> None:
+    twice = {"one": value, "two": value, "three": ["x" * 200, {"text": "x" * 200}]}
+    assert unpacked(packed(twice)) == twice
+    assert json.dumps(packed(twice)).count("x" * 200) == 1
+
+
+@pytest.mark.parametrize("client", clients())
+def test_recordings_hold_no_sentence_that_is_not_ours(client: str) -> None:
+    text = (RECORDED / f"{client}.json").read_text(encoding="utf-8")
+    whole = [(one.body, one.answer) for turns in conversations(client).values() for one in turns]
+    assert foreign([list(one) for one in whole], OWN) == []
+    assert not re.search(r"/(?:home|root|tmp|work|usr|opt)/|Bearer", text)
+    assert len(text) < 250_000
