@@ -67,7 +67,8 @@ test-cgroup2: $(STAMP)
 
 # Not a part of `make test`: what it installs is large, and outside of Python's packages.
 test-agents: $(STAMP)
-	ROOKERY_AGENTS=$(AGENTS) RECORD=$(RECORD) $(BIN)/python -m pytest tests/environments/agent/npm_agents.py $(ARGS)
+	ROOKERY_AGENTS=$(AGENTS) RECORD=$(RECORD) $(BIN)/python -m pytest \
+		tests/environments/agent/npm_agents.py tests/environments/agent/npm_mcp.py $(ARGS)
 
 # Quick once they are there, and without a call to the network.
 agents: $(STAMP)

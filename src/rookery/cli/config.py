@@ -314,6 +314,8 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
     if values["public_url"]:
         chosen["public"] = values["public_url"]
+    if values["gateway_listen"]:
+        chosen["gateway_listen"] = values["gateway_listen"]
     return EngineConfig(
         environment=env,
         arguments=_with_launcher(

@@ -118,6 +118,11 @@ def _values(
         Value("runners", config.runners, said, "the number of cores" if said == "default" else ""),
         Value("warm", f"{WARM} at most" if config.warm is None else config.warm, origin(ctx, "warm")),
         *([Value("public-url", config.public, origin(ctx, "public_url"))] if config.public else []),
+        *(
+            [Value("gateway-listen", config.gateway_listen, origin(ctx, "gateway_listen"))]
+            if config.gateway_listen
+            else []
+        ),
         Value("out", values["out"], origin(ctx, "out")),
         Value("seed", config.seed, origin(ctx, "seed")),
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),

@@ -284,6 +284,12 @@ _OPTIONS = (
         env="PUBLIC_URL",
         help="Where agents on other machines call models: a URL that leads here, or ssh:USER@HOST.",
     ),
+    _option(
+        "--gateway-listen",
+        metavar="HOST:PORT",
+        env="GATEWAY_LISTEN",
+        help="Where the run's gateway listens, for a --public-url that leads to it.",
+    ),
     _option("--allow", metavar="HOST", multiple=True, help="A host that a sandbox may reach; repeat it."),
     _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),
     _option(

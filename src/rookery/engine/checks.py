@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rookery.core import SandboxSpec, UsageError
+from rookery.gateway.public import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import Home
 from rookery.upstreams import open_upstream, settled
@@ -26,6 +27,20 @@ def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
     problems = provider.check(spec)
     if problems:
         raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
+
+
+def no_way(spec: SandboxSpec, public: str) -> list[str]:
+    """Why programs in such a sandbox would not reach the gateway at its public address, in sentences."""
+    if spec.network != "all" or spec.provider != "docker":
+        return []  # a box has a listener of its own, or this machine's loopback
+    if is_url(public) and not is_loopback(public):
+        return []
+    said = (
+        "with the network 'all' a container reaches the gateway at its public address, and that is a loopback "
+        "here, which a container does not reach: name an address of this machine (--public-url http://HOST:PORT "
+        "--gateway-listen 0.0.0.0:PORT), or use the network 'model'"
+    )
+    return [said]
 
 
 async def checked_upstreams(

@@ -7,9 +7,11 @@ import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
 from rookery.engine.retry import RetryPolicy
+from rookery.gateway.public import checked_url, is_url, listened
 from rookery.gateway.session import Record
 from rookery.gateway.tunnels import tunnel_of
 from rookery.upstreams.protocol import UpstreamConfig
+from rookery.upstreams.urls import redact
 
 WARM = 32
 """Sandboxes made ahead, at most, where a run does not say: enough to make up for how long each takes."""
@@ -46,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
     public: str = ""
     """Where programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a tunnel."""
+    gateway_listen: str = ""
+    """`HOST:PORT` where the run's gateway listens, for a public URL to lead to; else a free port of 127.0.0.1."""
     stream: dict[str, Any] = {}
     """`k`, `want`, … of the run's main stream, for `resume`."""
 
@@ -61,10 +65,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
             raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")
-        if self.public and not self.public.startswith(("http://", "https://")):
-            tunnel_of(self.public, 0)  # says what is wrong with it
+        self._check_public()
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
+
+    def _check_public(self) -> None:
+        """What is wrong with the gateway's addresses, before anything listens."""
+        if not is_url(self.public):
+            if self.public:
+                tunnel_of(self.public, 0)  # says what is wrong with it
+            if self.gateway_listen:
+                raise UsageError(
+                    "where the gateway listens (--gateway-listen) is for a public URL to lead to: name that too "
+                    "(--public-url http://HOST:PORT)"
+                )
+            return
+        checked_url(self.public)
+        if not self.gateway_listen:
+            raise UsageError(
+                f"the public URL {redact(self.public)} must lead to the run's gateway, and that listens at any "
+                "free port of 127.0.0.1: say where it is to listen (--gateway-listen HOST:PORT)"
+            )
+        listened(self.gateway_listen)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -4,6 +4,7 @@ Promises:
 - it is there before a runner could open a door, and gone when the last runner is;
 - a pause of the run holds the calls at its doors too, and a resume lets them go on with the version it names;
 - where its public address is a tunnel's, that is one for the whole run, and is kept up;
+- a public address that does not lead to it is a `UsageError` before anything is admitted;
 - it keeps nothing from one start of the run to the next: sessions belong to attempts, and those ended.
 """
 
@@ -20,6 +21,7 @@ from rookery.core.errors import describe
 from rookery.engine.wire import RunSettings
 from rookery.gateway.client import GatewayAddress
 from rookery.gateway.config import GatewayConfig
+from rookery.gateway.public import is_url, listened
 from rookery.gateway.shards import Gateway
 from rookery.gateway.tunnels import Tunnel, tunnel_of
 from rookery.upstreams.protocol import PauseMode
@@ -46,11 +48,14 @@ class RunGateway:
             record=settings.record,
             rendering=settings.rendering or None,
             shards=max(1, settings.share),
-            public=settings.public if settings.public.startswith("http") else "",
+            public=settings.public if is_url(settings.public) else "",
         )
-        gateway = Gateway(config, self._folder, logs=Path(settings.folder) / "logs")
+        host, port = listened(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)
+        gateway = Gateway(config, self._folder, host=host, port=port, logs=Path(settings.folder) / "logs")
         self._gateway = await gateway.__aenter__()
-        if settings.public and not config.public:
+        if config.public:
+            await gateway.prove(config.public)
+        elif settings.public:
             tunnel = tunnel_of(settings.public, gateway.address.port)
             await tunnel.open()
             self._tunnel = tunnel

@@ -17,7 +17,7 @@ from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, U
 from rookery.engine import processes
 from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
-from rookery.engine.checks import check_sandbox, checked_upstreams, upstream_of
+from rookery.engine.checks import check_sandbox, checked_upstreams, no_way, upstream_of
 from rookery.engine.config import WARM, EngineConfig
 from rookery.engine.control import Control
 from rookery.engine.flights import Policy
@@ -216,7 +216,10 @@ class Engine:
             check_sandbox(self.sandbox, self._out)
         elif self.environment.needs_sandbox:
             raise UsageError(self._unsettled)
-        if problems := self.environment.check(self.sandbox):
+        problems = list(self.environment.check(self.sandbox))
+        if self.environment.needs_gateway:
+            problems += no_way(self.sandbox, self.config.public)
+        if problems:
             raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
 
     def _reference(self) -> EnvironmentRef:
@@ -245,6 +248,7 @@ class Engine:
             record=self.config.recording,
             rendering=self.config.rendering,
             public=self.config.public,
+            gateway_listen=self.config.gateway_listen,
         )
 
     def _warm(self) -> int:

@@ -448,10 +448,10 @@ class Live:
         if self._events <= EVENTS_PER_ATTEMPT:
             self.executor.send(Note(kind, plain_event({"attempt": self.start.attempt, **fields})))
 
-    def _open_door(self, box: Listening | None) -> AbstractAsyncContextManager[Door]:
+    def _open_door(self, box: Listening | None, timed: bool) -> AbstractAsyncContextManager[Door]:
         gateway = self.executor.gateway
         assert gateway is not None
-        left = self._clock.remaining(self._loop.time())
+        left = self._clock.remaining(self._loop.time()) if timed else float("inf")
         sampling = self.executor.roles["policy"].sampling
         wish = registration(self.start.attempt, self.limits, sampling, self.start.seed, left)
         if box is None:

@@ -47,6 +47,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     rendering: dict[str, Any] = {}
     public: str = ""
     """The gateway's address as other machines write it, or where a tunnel to it leads."""
+    gateway_listen: str = ""
 
 
 # ---- to a runner

@@ -14,7 +14,7 @@ from rookery.gateway.door import Door
 from rookery.sandboxes.protocol import Listening, Sandbox
 
 T = TypeVar("T")
-OpenDoor: TypeAlias = Callable[[Listening | None], AbstractAsyncContextManager[Door]]
+OpenDoor: TypeAlias = Callable[[Listening | None, bool], AbstractAsyncContextManager[Door]]
 LOST = ("sandbox.lost", "worker.unrecoverable")
 """What a policy could do to its own sandbox for a free try."""
 
@@ -135,11 +135,12 @@ class Context:
     async def _opened(self, spec: SandboxSpec) -> Sandbox:
         return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working, self.forks)
 
-    def door(self, box: Sandbox | None = None) -> AbstractAsyncContextManager[Door]:
+    def door(self, box: Sandbox | None = None, *, timed: bool = True) -> AbstractAsyncContextManager[Door]:
         """A door for programs that call models themselves, with this attempt's budgets and recording.
 
         In a sandbox whose network is `model`, at its own loopback address; without one, at the gateway's public
-        address. Turns are the attempt's when the door ends.
+        address. Turns are the attempt's when the door ends. `timed`: calls end with the stage's time as it is now;
+        without it who opens the door keeps the time, which then may be `held` meanwhile.
         """
         if self._open_door is None:
             raise UsageError(
@@ -148,14 +149,14 @@ class Context:
                 cause="bug.environment",
             )
         if box is None:
-            return self._open_door(None)
+            return self._open_door(None, timed)
         if not isinstance(box, Listening) or not box.inside_url:
             raise UsageError(
                 f"sandbox {box.id} has no way to the gateway: its network is {box.spec.network!r}, not 'model', "
                 f"or its provider {box.spec.provider or '?'} cannot give one",
                 cause="bug.environment",
             )
-        return self._open_door(box)
+        return self._open_door(box, timed)
 
     async def working(self, on: str, awaitable: Awaitable[T]) -> T:
         """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
+from rookery.gateway.public import checked_url
 from rookery.gateway.session import Record
 from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
@@ -37,8 +38,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def __post_init__(self) -> None:
         if "policy" not in self.upstreams:
             raise UsageError("a gateway needs an upstream for the policy")
-        if self.public and not self.public.startswith(("http://", "https://")):
-            raise UsageError(f"the public URL {self.public!r} does not begin with http:// or https://")
+        if self.public:
+            checked_url(self.public)
         if not 1 <= self.shards <= 256:
             raise UsageError(f"a gateway has 1 to 256 shards, not {self.shards}")
 

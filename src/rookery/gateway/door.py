@@ -94,14 +94,19 @@ class Door:
     async def spent(self, every: float = LOOK_SECONDS) -> TruncatedReason:
         """Returns when a budget is spent. Meanwhile, what the programs waited for others is no time of theirs."""
         while True:
-            state = await self._client.status(self.name)
-            if state.held > self._held:
-                self._session.watch.credit(state.held)
-                self._held = state.held
-            if state.truncated is not None:
-                self.record = merged(self.record, Record(truncated=state.truncated))
-                return state.truncated
+            if (reason := await self.look()) is not None:
+                return reason
             await asyncio.sleep(every)
+
+    async def look(self) -> TruncatedReason | None:
+        """The budget that is spent by now, if one is."""
+        state = await self._client.status(self.name)
+        if state.held > self._held:
+            self._session.watch.credit(state.held)
+            self._held = state.held
+        if state.truncated is not None:
+            self.record = merged(self.record, Record(truncated=state.truncated))
+        return state.truncated
 
 
 def registration(name: str, limits: Limits, sampling: Sampling, seed: int, left: float) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rookery.core import RookeryError, UsageError
 from rookery.core.errors import behind
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settled_format
+from rookery.gateway.public import checked_url, proved
 from rookery.upstreams.listening import bound
 
 log = logging.getLogger("rookery.gateway")
@@ -159,6 +160,10 @@ class Gateway:
     async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """One of the admin's addresses; raises what it says is wrong."""
         return await self._reached.ask(method, path, body, timeout=timeout)
+
+    async def prove(self, public: str) -> None:
+        """`UsageError` where this address does not lead here."""
+        await proved(self._reached, checked_url(public))
 
     async def hand(self, session: str, listener: socket.socket) -> None:
         """Serves a session at a listener of its own; kept, and handed over again after a restart."""

@@ -63,8 +63,9 @@ async def test_a_prompt_arrives_as_it_is(launcher: dict[str, Any], tmp_path: Pat
 async def test_a_prompt_that_no_argument_can_hold_is_the_tasks_fault(tmp_path: Path) -> None:
     env = AgentEnvironment({**SHELL, "command": ["echo", "{prompt}"]})
     async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
-        (found,) = await all_of(made, [{"prompt": "x" * 200_000, "answer": 1}])
-    assert label(found.outcome) == "task.invalid", found.outcome
+        found = await all_of(made, [{"prompt": one, "answer": 1} for one in ("x" * 200_000, "a\0b")])
+    assert [label(one.outcome) for one in found] == ["task.invalid"] * 2, found
+    assert all(len(one.attempts) == 1 for one in found)
 
 
 async def test_what_an_agent_writes_into_its_file_is_scored_and_not_what_it_prints(tmp_path: Path) -> None:

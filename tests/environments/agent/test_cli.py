@@ -40,6 +40,11 @@ def test_a_launcher_of_ones_own_runs_by_its_file(tmp_path: Path) -> None:
         ([], "launcher"),
         (["--launcher", "mine.toml", "--network", "none"], "network is 'none'"),
         (["--launcher", "mine.toml", "--sandbox", "subprocess", "--unsafe"], "cannot restrict the network"),
+        (
+            ["--launcher", "mine.toml", "--sandbox", "subprocess", "--unsafe", "--network", "all"],
+            "folders of its own",
+        ),
+        (["--launcher", "mine.toml", "--public-url", "http://127.0.0.1:9"], "say where it is to listen"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(options: list[str], said: str, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rookery.core import SandboxSpec, label
 from rookery.environments.agent import AgentEnvironment
+from tests.environments.agent.folders import StepFolder, harbor_task
 from tests.environments.agent.kit import (
     PLAIN,
     agents_at,
@@ -17,11 +19,14 @@ from tests.environments.agent.kit import (
     scripted_engine,
     trainable,
 )
+from tests.environments.swe.system_image import system_at
 from tests.sandboxes.docker.conftest import engine, tars
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 from tests.servers import ModelServer
 
 __all__ = ["engine", "tars"]
+SYSTEM = "rookery-agent-steps:latest"
+"""This machine's system: grading needs more of one than the small image has."""
 BOX = SandboxSpec(provider="docker", image=IMAGE, network="model", memory=512 << 20)
 ROW = {"prompt": "6 * 7?", "answer": 42}
 SIX = {
@@ -61,6 +66,35 @@ async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollo
     for one in found:
         trainable(one, 2)
         assert one.reward == 1.0, one.info
+    assert engine.containers() == []
+
+
+@pytest.mark.long
+async def test_steps_of_a_task_in_a_container_each_with_an_agent_of_its_own(
+    tmp_path: Path, engine: PrivateEngine
+) -> None:
+    """As root, who may remove the folder that the next one starts in."""
+    steps = (
+        StepFolder("one", "true"),
+        StepFolder("two", "test -e two && test ! -e one", reward='{"reward": 0.5}'),
+    )
+    script = """
+import shutil, subprocess
+open(sys.argv[1], "w").close()
+if ask(messages)["content"] == "42" and sys.argv[1] == "one":
+    shutil.rmtree("/workspace")
+"""
+    env = AgentEnvironment("program", script=program(tmp_path, script))
+    engine.load(system_at(tmp_path / "system.tar"), SYSTEM)
+    box = msgspec.structs.replace(BOX, image=SYSTEM, user="root")
+    async with (
+        ModelServer(scripted("42")) as server,
+        scripted_engine(server, env, tmp_path, sandbox=box) as made,
+    ):
+        (found,) = await all_of(made, [harbor_task(tmp_path, *steps)])
+    assert label(found.outcome) == "completed", found.outcome
+    assert found.info["agents"][1]["exit_code"] == 127, found.info
+    assert found.reward == 0.0, found.info
     assert engine.containers() == []
 
 

@@ -1,17 +1,12 @@
-"""Tasks in a box, by agents: the built-in repairs, and what a task's MCP servers become."""
+"""Tasks in a box, by agents: the built-in repairs."""
 
-import json
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rookery.core import Task, label
-from rookery.environments import Log
-from rookery.environments.agent import AgentEnvironment, find_launcher
-from rookery.environments.agent.mcp import mcp_text
-from rookery.tasks.swe import SweStep, SweTask, swe_task
+from rookery.environments.agent import AgentEnvironment
+from rookery.tasks.swe import swe_task
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.kit import (
     agents_at,
@@ -67,24 +62,3 @@ async def test_a_box_that_an_agent_left_as_it_was_is_graded_too(tmp_path: Path) 
     assert label(found.outcome) == "completed", found.outcome
     assert found.reward == 0.0
     assert found.info["agents"][0]["stdout"].strip() == swe_task(task).workdir
-
-
-SERVER = {"name": "my server", "command": "python3", "args": ["-m", "serve", "a 'b' \"c\""], "env": {"K": "v\\n"}}
-SERVED = SweTask(id="t", format="harbor", folder="/none", steps=(SweStep(instruction="x"),), mcp=(SERVER,))
-
-
-def log(lines: list[dict[str, Any]]) -> Log:
-    return Log(lambda _, fields: lines.append(fields))
-
-
-def test_a_tasks_mcp_servers_are_written_as_each_agent_reads_them() -> None:
-    found = json.loads(mcp_text(find_launcher("claude-code"), SERVED, log([])))["mcpServers"]["my server"]
-    assert (found["command"], found["args"], found["env"]) == ("python3", SERVER["args"], SERVER["env"])
-    table = tomllib.loads(mcp_text(find_launcher("codex"), SERVED, log([])))["mcp_servers"]["my server"]
-    assert table == {"command": "python3", "args": SERVER["args"], "env": SERVER["env"]}
-
-
-def test_an_agent_that_knows_no_mcp_is_started_without_and_that_is_said() -> None:
-    lines: list[dict[str, Any]] = []
-    assert mcp_text(find_launcher("mini-swe-agent"), SERVED, log(lines)) == ""
-    assert "without the task's servers" in lines[0]["message"]

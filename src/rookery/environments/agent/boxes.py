@@ -39,12 +39,13 @@ class Boxes:
         self._launcher = launcher
         self._pythons: dict[str, PythonOf] = {}
         self._seen: dict[tuple[str | None, ...], Seen] = {}
-        self._asking = asyncio.Lock()
+        self._asking: dict[str, asyncio.Lock] = {}
 
     async def python_in(self, ctx: Context, spec: SandboxSpec) -> PythonOf:
         """Of an image."""
         assert spec.image is not None
-        async with self._asking:
+        # One image may have to be fetched first: the others do not wait for it.
+        async with self._asking.setdefault(spec.image, asyncio.Lock()):
             found = self._pythons.get(spec.image)
             if found is None:
                 found = self._pythons[spec.image] = await self._probed(ctx, spec)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Final
 
 from msgspec.structs import replace
 
-from rookery.core import Limits, Mount, RookeryError, SandboxSpec, TaskError, Truncation, UsageError
+from rookery.core import Limits, Mount, RookeryError, SandboxError, SandboxSpec, TaskError, Truncation, UsageError
+from rookery.core.errors import describe
 from rookery.environments.agent import kinds
 from rookery.environments.agent.boxes import AGENT, HOME, Boxes, fed, read_file
 from rookery.environments.agent.following import Ended, follow
@@ -22,6 +23,7 @@ from rookery.environments.code.limits import OWN
 from rookery.environments.context import Context
 from rookery.environments.results import clip
 from rookery.gateway.door import Door
+from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import Forms
 from rookery.tasks.swe import SweTask, swe_task
@@ -97,6 +99,10 @@ class AgentEnvironment(Environment):
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         """What cannot work in the run's sandboxes, in sentences; starts nothing."""
         said = []
+        if spec.provider and not is_isolated(spec.provider):
+            said.append(
+                f"an agent needs a sandbox with folders of its own, and {spec.provider} has this machine's"
+            )
         if spec.network not in ("model", "all"):
             said.append(
                 "an agent reaches the gateway by the network 'model' (or 'all', at its public address), and the "
@@ -119,6 +125,7 @@ class AgentEnvironment(Environment):
         kind = ctx.state["kind"] = kinds.kind_of(ctx)
         task = ctx.state["task"] = swe_task(ctx.task) if kind == "swe" else None
         ctx.state["step"], ctx.state["grades"] = 0, []
+        ctx.state["mcp"] = mcp_text(self.launcher, task, ctx.log) if task is not None else ""
         spec = ctx.spec if task is None else _box_of(task, ctx.spec)
         if task is not None and task.network != "none":
             ctx.log.warning(
@@ -160,12 +167,15 @@ class AgentEnvironment(Environment):
         if launcher.mcp is not None:
             values["mcp_file"] = filled(launcher.mcp.file, values)
         ctx.state["values"] = values
-        if launcher.driver_text:
-            await box.write(values["driver"], launcher.driver_text.encode())
+        await self._programs_laid(box, values)
+        ctx.state["prompt"] = kinds.asked(ctx, kind, values["workdir"], told=self.instructions)
+
+    async def _programs_laid(self, box: Sandbox, values: Mapping[str, str]) -> None:
+        if self.launcher.driver_text:
+            await box.write(values["driver"], self.launcher.driver_text.encode())
         if self.script is not None:
             data = await asyncio.to_thread(self.script.read_bytes)
             await box.write(values["script"], data, mode=0o755)
-        ctx.state["prompt"] = kinds.asked(ctx, kind, values["workdir"], told=self.instructions)
 
     # ---- run
 
@@ -173,7 +183,9 @@ class AgentEnvironment(Environment):
         box = await ctx.sandbox()
         task: SweTask | None = ctx.state["task"]
         inside = box.spec.network == "model"
-        async with ctx.door(box if inside else None) as door:
+        # Between two steps the stage's clock may stand, and a session's would not.
+        timed = task is None or len(task.steps) == 1
+        async with ctx.door(box if inside else None, timed=timed) as door:
             try:
                 late = await self._steps(ctx, box, door, task)
             except BaseException:
@@ -198,20 +210,41 @@ class AgentEnvironment(Environment):
 
                 ctx.state["step"], ctx.state["prompt"] = number, step.instruction
                 await prepare_step(box, task, step, timeout=max(1.0, ctx.remaining))
-            ended = await self._played(ctx, box, door, step.timeout if step is not None else None)
+            command = await self._begun(ctx, box, door, number)
+            if command is None:
+                break
+            ended = await self._played(ctx, box, door, command, step.timeout if step is not None else None)
             if ended.why != "exited":
                 return ended.why == "deadline"
             if step is not None and number + 1 < len(steps):
+                if await door.look() is not None:  # it ended because its calls were refused
+                    break
                 score = await kinds.box_graded(ctx, number, low, high, seconds=_part(ctx.remaining))
-                if step.enough is not None and score.reward < step.enough:
+                if not kinds.enough(step, score):
                     ctx.log.info("the next steps are not begun: the reward of this one is too low", step=step.name)
                     break
         return False
 
-    async def _played(self, ctx: Context, box: Sandbox, door: Door, limit: float | None) -> Ended:
+    async def _begun(self, ctx: Context, box: Sandbox, door: Door, number: int) -> Command | None:
+        """The command of a step, with its files in place; None where an agent before left no room for them."""
+        try:
+            if number:  # the agent of another step could change them
+                await self._programs_laid(box, ctx.state["values"])
+            return await self._command(ctx, box, door)
+        except (OSError, SandboxError) as error:
+            lost = isinstance(error, SandboxError) and error.code != "sandbox.refused"
+            if not number or lost or isinstance(error, TimeoutError):
+                raise
+            # There was room when the attempt began: what is in the way is the policy's own doing.
+            about = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
+            ctx.info.setdefault("agents", []).append(about)
+            return None
+
+    async def _played(
+        self, ctx: Context, box: Sandbox, door: Door, command: Command, limit: float | None
+    ) -> Ended:
         """One agent, from its start to its end, and what it left."""
         left = _deadline(ctx, min((one for one in (limit, self.timeout) if one is not None), default=math.inf))
-        command = await self._command(ctx, box, door)
         process = await box.start(command)
         stdin = ctx.state["prompt"].encode() if self.launcher.prompt == "stdin" else b""
         ended = await ctx.working("tool", self._followed(process, stdin, door, left))
@@ -262,7 +295,7 @@ class AgentEnvironment(Environment):
             "key": door.key,
         }
         task: SweTask | None = ctx.state["task"]
-        servers = mcp_text(launcher, task, ctx.log) if task is not None and task.mcp else ""
+        servers: str = ctx.state["mcp"]
         files = {filled(path, values): filled(text, values) for path, text in launcher.files.items()}
         if servers and launcher.mcp is not None:
             path = values["mcp_file"]
@@ -278,9 +311,15 @@ class AgentEnvironment(Environment):
                 f"holds no more: use a launcher whose prompt goes by file or stdin, not {launcher.name}"
             )
         env = {name: filled(text, values) for name, text in launcher.environment.items()}
+        if any("\0" in text for text in (*argv, *env.values())):
+            raise TaskError(
+                f"task {ctx.task.id}: its prompt has a NUL, which no argument of a program can hold: use a "
+                f"launcher whose prompt goes by file or stdin, not {launcher.name}"
+            )
         return Command(
             argv=argv,
-            env={**door.environment(), **(task.env if task is not None else {}), **env, **self.environment},
+            # A task's own key for some model must not lead the agent away from its door.
+            env={**(task.env if task is not None else {}), **door.environment(), **env, **self.environment},
             cwd=values["workdir"],
             output=4 * self.max_log,
         )

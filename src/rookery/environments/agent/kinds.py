@@ -2,11 +2,14 @@
 
 Promises:
 - a task that cannot be scored is the task's fault, before anything is started for it;
+- no more boxes of a run are graded at once on a machine than it has cores for, whatever the number of rollouts;
 - each kind is graded as its own environment grades it: answers are matched, programs run in fresh sandboxes, boxes
   are graded by the task's tests where no agent was.
 """
 
 import asyncio
+import functools
+from contextlib import AsyncExitStack
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -18,7 +21,7 @@ from rookery.environments.results import match_answer
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, code_task
 from rookery.scoring.grading import Forms, Grader
-from rookery.tasks.swe import KEY, SweTask, swe_task
+from rookery.tasks.swe import KEY, SweStep, SweTask, swe_task
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
 AT_ONCE: Final = 4
@@ -69,13 +72,15 @@ def file_of(ctx: Context, kind: Kind) -> str:
 
 def asked(ctx: Context, kind: Kind, workdir: str, *, told: bool) -> str:
     """The prompt as the agent gets it. `told`: with where to leave what is scored."""
-    if kind == "swe":
-        return swe_task(ctx.task).steps[0].instruction
     parts = [message.text for message in ctx.task.prompt if message.role in ("system", "developer", "user")]
     text = "\n\n".join(part for part in parts if part)
+    if kind == "swe" and not text:
+        text = swe_task(ctx.task).steps[0].instruction
     if not text:
         raise TaskError(f"task {ctx.task.id} has no prompt")
-    if not told:
+    if any("\ud800" <= one <= "\udfff" for one in text):
+        raise TaskError(f"task {ctx.task.id}: its prompt has half of a character, which cannot be written down")
+    if not told or kind == "swe":
         return text
     path = file_of(ctx, kind)
     path = path if path.startswith("/") else f"{workdir.rstrip('/')}/{path}"
@@ -125,13 +130,32 @@ async def prepared(ctx: Context, box: Any, task: SweTask) -> Any:
     return await prepare(box, task, timeout=ctx.remaining)
 
 
+@functools.cache
+def _gate() -> Any:
+    """The places of a machine where submissions of a run are graded: those of the environment `swe`."""
+    from rookery.environments.swe.gate import Gate, cores, name_of_run
+
+    return Gate(max(2, cores()), name_of_run())
+
+
+def enough(step: SweStep, score: Score) -> bool:
+    """Whether the next step begins."""
+    from rookery.environments.swe.rewards import enough as well
+
+    return bool(well(step, score))
+
+
 async def box_graded(ctx: Context, step: int, low: float, high: float, *, seconds: float) -> Score:
-    """One step, over the box as it is now."""
+    """One step, over the box as it is now. Waiting for a place is off the clock."""
     from rookery.scoring.swe import SweGrader
 
     spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
     grader = SweGrader(ctx.sandbox, ctx.state["task"], spec, low=low, high=high)
-    grade = await grader.grade(await ctx.sandbox(), ctx.state["prepared"], step, timeout=seconds)
+    box = await ctx.sandbox()
+    async with AsyncExitStack() as stack:
+        with ctx.held():
+            await ctx.working("sandbox", stack.enter_async_context(_gate().passed()))
+        grade = await grader.grade(box, ctx.state["prepared"], step, timeout=seconds)
     ctx.state["grades"].append(grade.score)
     ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
     score: Score = grade.score

@@ -2,7 +2,8 @@
 
 Promises:
 - a server is either a command, which runs inside the sandbox, or a URL, which this machine asks;
-- only the run's own configuration may name a URL: what task data names never makes this machine connect;
+- only the run's own configuration may name a URL: what task data names never makes this machine connect, and is
+  taken for the sandbox's own loopback alone, where a program in the sandbox connects;
 - what is wrong with an entry is said with its name and field, before anything starts.
 """
 
@@ -14,6 +15,7 @@ import msgspec
 
 from rookery.core import TaskError, UsageError
 
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _ALIASES: Final = {"transport": "type"}
 
 
@@ -62,17 +64,27 @@ def servers_of(given: Any) -> tuple[McpServer, ...]:
     return found
 
 
-def servers_of_task(task: str, given: tuple[dict[str, Any], ...]) -> tuple[McpServer, ...]:
-    """A task's own servers; `TaskError` for what is no server, or one that would not be inside the sandbox."""
+def servers_of_task(
+    task: str, given: tuple[dict[str, Any], ...], *, inside: bool = False
+) -> tuple[McpServer, ...]:
+    """A task's own servers; `TaskError` for what is no server, or one that would not be inside the sandbox.
+
+    `inside`: they are asked by a program in the sandbox, so that a URL may name its loopback.
+    """
     try:
         found = tuple(_server(entry) for entry in given)
     except (msgspec.ValidationError, ValueError) as error:
         raise TaskError(f"task {task}: mcp: {error}") from None
     for server in found:
-        if server.url:
+        if server.url and not (inside and urlsplit(server.url).hostname in LOOPBACK):
+            other = (
+                f"a URL there begins with http://127.0.0.1, not {server.url!r:.200}"
+                if inside
+                else "One that this machine may ask is named in the run's own `mcp`"
+            )
             raise TaskError(
                 f"task {task}: its MCP server {server.name!r} is named by a URL; a task's servers run in its own "
-                "sandbox and need a command. One that this machine may ask is named in the run's own `mcp`"
+                f"sandbox and need a command. {other}"
             )
     _single(found, TaskError)
     return found

@@ -306,6 +306,8 @@ class SweGrader:
         if result.exit_code is None:
             return _Run("memory" if result.status == "memory_limit" else "crash", result=result)
         if result.exit_code in (126, 127) and result.detail:
+            if not (await run(box, 'test -d "$1"', task.workdir, clock=clock)).ok:
+                return _Run("crash", result=result)  # it was made before the submission: that took it away
             raise TaskError(f"task {task.id}: its tests cannot be started: {result.detail}", cause="task.image")
         if not who.strong and not verifier.services:
             await scripts.killed(box, clock, who.grader)  # nobody writes to the verdict any more
