@@ -9,9 +9,10 @@
 """
 
 import asyncio
+import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -251,8 +252,13 @@ async def raw_server(
 @asynccontextmanager
 async def nobody() -> AsyncIterator[str]:
     """The URL of a port that refuses connections."""
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    yield f"http://127.0.0.1:{port}"
+    with closed_port() as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections: held, so that nobody else is given it meanwhile, and never listened at."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -61,6 +63,16 @@ def walless() -> tuple[str, ...]:
     if not _can_lose_walls():
         pytest.skip("[probed] no user namespace can be made here to take them away in")
     return WALLESS
+
+
+@pytest.fixture
+def own_folder() -> Iterator[tuple[Path, int]]:
+    """An ordinary user, and a folder of their own: pytest's are closed to others."""
+    user = os.geteuid() or 65534
+    folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
+    os.chown(folder, user, -1)
+    yield folder, user
+    shutil.rmtree(folder)
 
 
 @functools.cache

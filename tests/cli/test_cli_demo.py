@@ -8,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -21,10 +19,12 @@ from rookery.cli.demo import _before
 from rookery.journal import RunReader
 from rookery.sandboxes import Best, best_provider
 from tests.cli.helpers import Ended, ended, environ, rookery, runs, started
+from tests.cli.sandbox_kit import own_folder, python_for
 from tests.cli.test_cli_run import recorded
 from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
 from tests.sandboxes.plugins import plugin
 
+__all__ = ["own_folder"]
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -197,34 +197,9 @@ def test_where_nothing_isolates_it_says_so_and_why() -> None:
 # ---- who runs it, and where
 
 
-def _python_for(user: int) -> str:
-    """A Python of this version that the user may execute: ours may lie in a folder that only root can enter."""
-    for found in (
-        sys.executable,
-        shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin"),
-    ):
-        try:
-            subprocess.run([found or "none", "-c", ""], user=user, check=True, capture_output=True, cwd="/")
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        assert found is not None
-        return found
-    return pytest.skip("[probed] no Python of this version that an ordinary user may execute")
-
-
-@pytest.fixture
-def own_folder() -> Iterator[tuple[Path, int]]:
-    """An ordinary user, and a folder of their own: pytest's are closed to others."""
-    user = os.geteuid() or 65534
-    folder = Path(tempfile.mkdtemp(prefix="rookery-user-"))
-    os.chown(folder, user, -1)
-    yield folder, user
-    shutil.rmtree(folder)
-
-
 async def test_an_ordinary_user_can_run_it(own_folder: tuple[Path, int]) -> None:
     folder, user = own_folder
-    python = _python_for(user)
+    python = python_for(user)
     site = Path(click.__file__).parents[1]
     env = environ(HOME=str(folder), PYTHONPATH=f"{ROOT / 'src'}:{site}", PYTHONDONTWRITEBYTECODE="1")
     switch = {"user": user, "group": user, "extra_groups": []} if os.geteuid() == 0 else {}

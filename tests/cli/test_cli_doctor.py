@@ -9,8 +9,8 @@ import pytest
 from rookery.sandboxes.local import machine
 from rookery.sandboxes.local.probe import Proof
 from tests.cli.helpers import rookery
-from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, walless
-from tests.cli.test_cli_exec import own_folder, scratch
+from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
+from tests.cli.test_cli_exec import scratch
 from tests.sandboxes.plugins import plugin
 
 __all__ = ["boxes", "own_folder", "scratch", "walless"]

@@ -4,10 +4,8 @@ import asyncio
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from rookery.cli.options import Size, shown_size
 from rookery.core import ExecResult, ExecStatus
 from rookery.sandboxes.reaper import SCRATCH
 from tests.cli.helpers import COMMAND, Ended, ended, environ, rookery, started
-from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, walless
+from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
 
-__all__ = ["boxes", "walless"]
+__all__ = ["boxes", "own_folder", "walless"]
 
 
 @pytest.fixture(autouse=True)
@@ -390,16 +388,6 @@ async def test_after_sigkill_the_next_command_removes_what_is_left(tmp_path: Pat
 
 
 # ---- who runs it
-
-
-@pytest.fixture
-def own_folder() -> Iterator[tuple[Path, int]]:
-    """An ordinary user, and a folder of their own: pytest's are closed to others."""
-    user = os.geteuid() or 65534
-    folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
-    os.chown(folder, user, -1)
-    yield folder, user
-    shutil.rmtree(folder)
 
 
 @pytest.mark.usefixtures("boxes")

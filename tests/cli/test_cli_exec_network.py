@@ -1,18 +1,15 @@
 """`rookery exec --allow`: named hosts are reached, the others are not, for root and for ordinary users."""
 
 import http.server
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.sandbox_kit import boxes, called, called_as
+from tests.cli.sandbox_kit import boxes, called, called_as, own_folder
 
-__all__ = ["boxes"]
+__all__ = ["boxes", "own_folder"]
 
 FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=20).read().decode())"
 
@@ -47,15 +44,6 @@ def test_what_is_allowed_is_reached_and_nothing_else(port: int, tmp_path: Path) 
     assert "refused" in done.err
     done = called("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, "http://b.invalid", cwd=tmp_path)
     assert "HTTP Error 403" in done.err
-
-
-@pytest.fixture
-def own_folder() -> Iterator[tuple[Path, int]]:
-    user = os.geteuid() or 65534
-    folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
-    os.chown(folder, user, -1)
-    yield folder, user
-    shutil.rmtree(folder)
 
 
 @pytest.mark.usefixtures("boxes")

@@ -17,6 +17,7 @@ import pytest
 
 from rookery.cli.gateway import KEY_ENV
 from rookery.cli.gateway import gateway as command
+from rookery.sandboxes import procs
 from tests.cli.helpers import ended, rookery, started
 from tests.servers import Answer, ModelServer
 
@@ -45,10 +46,6 @@ async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tup
                 assert told, line
                 key = told[1]
         yield process, found[1], key
-
-
-def children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:
@@ -82,7 +79,7 @@ async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_lef
         async with api_of(seat) as api:
             answer = await api.chat.completions.create(model="m", messages=HI)
             assert answer.choices[0].message.content == "42"
-        shards = children(process.pid)
+        shards = procs.children_of(process.pid)
         assert len(shards) == 2
         for pid in shards:  # neither arguments nor environment say what only the admin may know
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()

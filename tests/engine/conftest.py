@@ -12,6 +12,7 @@ from rookery import Engine
 from rookery.core import Group, Rollout
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
+from tests.processes import below
 from tests.servers import Answer, ModelServer, Request
 
 ENV = "tests.engine.envs:Misbehaving"
@@ -63,31 +64,12 @@ def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
         return [dict(event.payload) for event in reader.events(limit=100_000) if event.kind == kind]
 
 
-def children() -> set[int]:
-    """Pids of every process below this one."""
-    found: set[int] = set()
-    todo = [os.getpid()]
-    while todo:
-        pid = todo.pop()
-        try:
-            tasks = os.listdir(f"/proc/{pid}/task")
-            below = [
-                int(child)
-                for task in tasks
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-            ]
-        except OSError:
-            continue
-        found.update(below)
-        todo.extend(below)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Any:
-    before = children()
+    before = set(below(os.getpid()))
     yield
-    assert children() - before == set()
+    # What was there before, as an engine of containers that other tests share, goes on with its own.
+    assert below(os.getpid(), without=before) == []
     for run in (tmp_path / "runs").glob("2*"):
         boxes = run / "sandboxes"
         assert not boxes.exists() or [path for path in boxes.rglob("*") if path.name != "leases"] == []

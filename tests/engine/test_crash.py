@@ -19,26 +19,10 @@ from rookery.journal import RunReader
 from rookery.sandboxes import procs
 from tests.engine.conftest import engine, records
 from tests.engine.crash_run import TASKS, K
+from tests.processes import below, cmdline
 from tests.servers import ModelServer
 
 KINDS = ["supervisor", "runner", "guard", "payload"]
-
-
-def below(pid: int) -> list[int]:
-    """Every process below one, parents first."""
-    found, todo = [], [pid]
-    while todo:
-        parent = todo.pop(0)
-        try:
-            threads = os.listdir(f"/proc/{parent}/task")
-            below = [
-                int(p) for t in threads for p in Path(f"/proc/{parent}/task/{t}/children").read_text().split()
-            ]
-        except OSError:
-            continue
-        found += below
-        todo += below
-    return found
 
 
 def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
@@ -47,17 +31,10 @@ def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
         return supervisor
     tree = below(supervisor)
     sandboxed = [pid for pid in tree if procs.variable_of(pid, procs.MARKER)]
-    runners = [pid for pid in tree if b"rookery.engine.runner" in _cmdline(pid)]
+    runners = [pid for pid in tree if b"rookery.engine.runner" in cmdline(pid)]
     guards = [pid for pid in tree if pid not in sandboxed and pid not in runners]
     choice = {"runner": runners, "guard": guards, "payload": sandboxed}[kind]
     return rng.choice(choice) if choice else None
-
-
-def _cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 Launch = Callable[[str, Path, str], Awaitable[asyncio.subprocess.Process]]

@@ -18,8 +18,8 @@ from rookery.gateway.door import merged
 from rookery.trajectories import Recorder
 from rookery.upstreams import UpstreamConfig
 from tests.cli.sandbox_kit import boxes
-from tests.engine.conftest import QUICK
-from tests.engine.test_weight_sync import judged, push
+from tests.engine import sync_kit
+from tests.engine.sync_kit import judged, push
 from tests.standins import StandinServer, standin
 
 __all__ = ["boxes"]
@@ -55,17 +55,9 @@ def agent(turns: int) -> str:
 
 
 def engine(server: StandinServer, tmp_path: Path, **options: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "runners": 0,
-        "retry": QUICK,
-        "record": "tokens",
-        "rendering": {"name": "embedded"},
-        "concurrency": 6,
-        "sandbox": "local",
-        "sampling": Sampling(max_tokens=12, extra={"ignore_eos": True}),
-    }
-    policy = UpstreamConfig(kind="vllm", urls=(server.root,))
-    return Engine("tests.engine.door_envs:Agents", policy=policy, out=tmp_path / "runs", **{**settings, **options})
+    few = Sampling(max_tokens=12, extra={"ignore_eos": True})
+    more: dict[str, Any] = {"sandbox": "local", "sampling": few, **options}
+    return sync_kit.engine(server, tmp_path, "tests.engine.door_envs:Agents", **more)
 
 
 def tasks(count: int, turns: int = 3, **data: Any) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ async def client(url: str | Path) -> AsyncIterator[Client]:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await process.wait()
         except TimeoutError:
             process.kill()
@@ -285,7 +285,7 @@ async def test_over_tcp_nothing_is_answered_before_the_key_was_shown(model: Mode
         host, _, port = address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write((HELLO_BYTES + 1).to_bytes(4, "little"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await reader.read() == b"", "a large frame of a stranger is not waited for"
         writer.close()
         async with await Engine.connect(url) as far:

@@ -162,10 +162,10 @@ async def test_pausing_stops_admission_and_model_calls_and_resumes_on_every_path
 
 
 async def test_the_run_clock_excludes_pauses(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, limits=Limits(run=1.0)) as made:
+    async with engine(model, tmp_path, limits=Limits(run=3.0)) as made:
         stream = made.groups([row(run="wait-for-door")])
         async with made.paused():
-            await asyncio.sleep(1.2)  # longer than the whole run stage may take
+            await asyncio.sleep(3.2)  # longer than the whole run stage may take
         groups = [group async for group in stream]
     assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"]
 

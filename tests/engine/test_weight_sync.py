@@ -1,144 +1,33 @@
-"""New weights under a run: who asks, in which mode, and what goes wrong.
-
-The vLLM stand-in really changes its weights. The oracle is a plain model of both: every sampled token must have
-the chance that the weights of its version gave it.
-"""
+"""New weights under a run: who asks, in which mode, and what goes wrong."""
 
 import asyncio
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from rookery import Engine, SyncEngine
-from rookery.core import Group, Limits, RookeryError, Sampling, Segment, UsageError, label
-from rookery.engine import pauses
+from rookery.core import Group, Sampling, label
 from rookery.upstreams import UpstreamConfig
-from rookery.upstreams.embedded import Weights
 from rookery.upstreams.protocol import PauseMode
-from tests.engine.conftest import QUICK, events
+from tests.engine.conftest import events
+from tests.engine.sync_kit import (
+    NEW,
+    TALKING,
+    engine,
+    judged,
+    matches,
+    mixed_turns,
+    push,
+    taken,
+    talks,
+    versions,
+)
 from tests.standins import StandinServer, small_weights, standin
-from tests.upstreams.embedded_reference import logprobs
-
-TALKING = "tests.engine.envs:Talking"
-LONG = Sampling(max_tokens=400, extra={"ignore_eos": True})
-NEW = 7
-"""The version of the second weights. The first have none: the server does not say."""
-
-
-def weights(version: int) -> Path:
-    return small_weights(2, 2) if version == NEW else small_weights()
-
-
-async def push(server: StandinServer, version: int = NEW) -> None:
-    status, said = await server.post("/update_weights", {"update_info": {"path": str(weights(version))}})
-    assert status == 200, said
-
-
-def engine(server: StandinServer, tmp_path: Path, **options: Any) -> Engine:
-    policy = UpstreamConfig(kind="vllm", urls=(server.root,))
-    settings: dict[str, Any] = {
-        "runners": 0,
-        "retry": QUICK,
-        "record": "tokens",
-        "rendering": {"name": "embedded"},
-        "concurrency": 6,
-        "sampling": Sampling(max_tokens=40, extra={"ignore_eos": True}),
-    }
-    return Engine(TALKING, policy=policy, out=tmp_path / "runs", **{**settings, **options})
-
-
-def talks(count: int, **data: Any) -> list[dict[str, Any]]:
-    return [{"prompt": f"question {number}", **data} for number in range(count)]
-
-
-@asynccontextmanager
-async def taken(
-    made: Engine, server: StandinServer, tasks: list[dict[str, Any]], freeze: int = 0
-) -> AsyncIterator[list[Group]]:
-    """A consumer, which must come to its own end within the block. With `freeze`, the engine stands still before
-    the block, at an answer with so many tokens; else calls are under way."""
-    groups: list[Group] = []
-
-    async def take() -> None:
-        groups.extend([group async for group in stream])
-
-    async with asyncio.timeout(60):
-        while not all(link.ready for link in made.supervisor.fleet.links):  # so that all of them get work
-            await asyncio.sleep(0.005)
-    with server.freezing(freeze):
-        stream = made.groups(tasks)
-        task = asyncio.create_task(take())
-        try:
-            if freeze:
-                await server.frozen(freeze)
-            else:
-                async with asyncio.timeout(60):
-                    while not (await server.running())[0]:
-                        await asyncio.sleep(0.001)
-        except BaseException:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
-    try:
-        yield groups
-        async with asyncio.timeout(90):
-            await task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def judged(groups: list[Group], count: int, mode: PauseMode = "abort") -> list[Segment]:
-    """Nothing failed or ran twice; every token trains once, with the chance that its version's weights gave it."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * count
-    assert {len(rollout.attempts) for rollout in rollouts} == {1}
-    found = [segment for rollout in rollouts for segment in rollout.segments]
-    for rollout in rollouts:
-        assert sum(segment.trained for segment in rollout.segments) == rollout.usage.sampled_tokens
-        assert sorted(turn for segment in rollout.segments for turn in segment.turns) == list(
-            range(rollout.usage.turns)
-        )
-    for segment in found:
-        _matches(segment, mode)
-    return found
-
-
-def _matches(segment: Segment, mode: PauseMode) -> None:
-    ids = np.frombuffer(segment.tokens, "<i4")
-    given = np.frombuffer(segment.logprobs, "<f4")
-    chances = {
-        version: logprobs(Weights.load(weights(version)), ids.tolist())[np.arange(len(ids) - 1), ids[1:]]
-        for version in (0, NEW)
-    }
-    for span in segment.versions:
-        assert span.version in chances
-        for at in range(span.start, span.end):
-            near = {version: abs(each[at - 1] - given[at]) < 1e-3 for version, each in chances.items()}
-            # Kept, and not told when which token came: the older version may be said, never a newer one.
-            assert near[span.version] or (mode == "keep" and span.version == 0 and near[NEW]), (span, at)
-
-
-def versions(segments: list[Segment]) -> set[int]:
-    return {span.version for segment in segments for span in segment.versions}
-
-
-def mixed_turns(segments: list[Segment]) -> int:
-    """Turns that two versions sampled: two spans that touch."""
-    return sum(
-        left.end == right.start
-        for segment in segments
-        for left, right in zip(segment.versions, segment.versions[1:], strict=False)
-    )
-
 
 # ---- new weights while rollouts are under way
 
@@ -253,7 +142,7 @@ async def test_a_runner_that_is_killed_during_a_pause_is_replaced_by_one_that_st
     assert max(len(rollout.attempts) for rollout in rollouts) == 2
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     for segment in segments:
-        _matches(segment, "abort")
+        matches(segment, "abort")
     assert NEW in versions(segments)
     again = [segment for rollout in rollouts if len(rollout.attempts) == 2 for segment in rollout.segments]
     assert versions(again) == {NEW}
@@ -304,147 +193,6 @@ async def test_pausing_without_naming_a_version_leaves_the_upstreams_own(tmp_pat
         span.version for group in groups for segment in group.rollouts[0].segments for span in segment.versions
     }
     assert found == {5}
-
-
-# ---- pauses that are not as they should be
-
-
-@pytest.mark.parametrize("runners", [0, 2])
-async def test_a_missing_resume_ends_at_its_deadline_with_an_event_and_fails_nobody(
-    runners: int, tmp_path: Path
-) -> None:
-    async with (
-        standin("vllm") as server,
-        engine(server, tmp_path, runners=runners) as made,
-        taken(made, server, talks(6), 10) as groups,
-    ):
-        await made.upstream.pause("abort", deadline=0.5)
-    judged(groups, 6)
-    assert [event["detail"] for event in events(tmp_path, "pause.overdue")] == [
-        "nobody resumed within 0.5 seconds: work goes on with the version before"
-    ]
-
-
-async def test_a_sync_that_takes_longer_than_its_deadline_says_so(tmp_path: Path) -> None:
-    async with standin("vllm") as server, engine(server, tmp_path) as made:
-        with pytest.raises(RookeryError, match="the weights were not loaded before the pause's deadline"):
-            async with made.upstream.sync(NEW, lambda: asyncio.Event().wait(), deadline=0.2):
-                raise AssertionError("never loaded")
-        assert made.upstream.version == 0
-        with pytest.raises(RookeryError, match=r"ended at its deadline of 0\.2 seconds"):  # noqa: PT012
-            async with made.upstream.sync(NEW, deadline=0.2):
-                while (await made.status())["paused"]:
-                    await asyncio.sleep(0.01)
-        assert not (await made.status())["paused"]
-
-
-async def test_nobody_ends_the_pause_of_another(tmp_path: Path) -> None:
-    async with standin("vllm") as server, engine(server, tmp_path) as made:
-        async with made.upstream.sync(NEW):
-            await made.upstream.resume()  # holds none
-            assert (await made.status())["paused"]
-            await made.upstream.pause("keep")
-            await made.upstream.resume()
-            await made.upstream.resume()
-            assert (await made.status())["paused"]
-            async with await Engine.connect(str(made.folder)) as far:
-                await far.upstream.resume(3)
-                assert (await made.status())["paused"]
-                async with far.paused():
-                    pass
-                assert (await made.status())["paused"]
-        assert not (await made.status())["paused"]
-        assert made.upstream.version == NEW
-
-
-async def test_pauses_nest_and_a_stronger_mode_replaces_a_weaker_one(tmp_path: Path) -> None:
-    async with (
-        standin("vllm") as server,
-        engine(server, tmp_path) as made,
-        taken(made, server, talks(6, streams=True), 10) as groups,
-    ):
-        fleet = made.supervisor.fleet
-        await made.upstream.pause("keep")
-        assert sum(await server.running()) > 0
-        await made.upstream.pause("abort")
-        assert fleet.pauses.mode == "abort"
-        assert await server.running() == (0, 0)
-        await made.upstream.pause("keep")
-        assert fleet.pauses.mode == "abort"
-        await made.upstream.resume()
-        await made.upstream.resume(NEW)
-        assert (await made.status())["paused"]
-        await push(server)
-        await made.upstream.resume()
-        assert not (await made.status())["paused"]
-        await made.upstream.resume()
-    assert versions(judged(groups, 6)) == {0, NEW}
-
-
-async def test_a_server_that_cannot_be_paused_is_an_error_in_words_and_the_run_goes_on(tmp_path: Path) -> None:
-    async with (
-        standin("vllm") as server,
-        engine(server, tmp_path, runners=1) as made,
-        taken(made, server, talks(6)) as groups,
-    ):
-        await server.fault(path="/pause", status=500, count=10)
-        async with asyncio.timeout(20):
-            with pytest.raises(RookeryError, match=r"model calls cannot be held back in runner-1: .*500"):
-                await made.upstream.pause("keep", timeout=60)
-        assert not (await made.status())["paused"]
-    judged(groups, 6)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "stop"}, "there is no pause mode 'stop'; there is keep, drain and abort"),
-        ({"timeout": 0}, "above 0 seconds"),
-        ({"deadline": -1.0}, "above 0 seconds"),
-    ],
-)
-async def test_a_pause_that_cannot_be_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    async with standin("vllm") as server, engine(server, tmp_path) as made:
-        with pytest.raises(UsageError, match=words):
-            await made.upstream.pause(**options)
-        async with await Engine.connect(str(made.folder)) as far:
-            with pytest.raises(UsageError, match=words):
-                await far.upstream.pause(**options)
-        assert not (await made.status())["paused"]
-
-
-@pytest.mark.long
-async def test_the_run_clock_excludes_a_pause_with_calls_under_way(tmp_path: Path) -> None:
-    async with (
-        standin("vllm") as server,
-        # Long enough that no answer is whole before the first pause is there.
-        engine(server, tmp_path, limits=Limits(run=5.0), sampling=LONG) as made,
-        taken(made, server, talks(2, turns=1, streams=True), 10) as groups,
-    ):
-        assert (await server.running())[0] > 0
-        for mode in ("keep", "abort"):
-            async with made.upstream.sync(NEW, mode=mode):
-                await asyncio.sleep(2.6)  # together longer than the whole run stage may take
-    rollouts = [group.rollouts[0] for group in groups]
-    assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 2
-    assert max(rollout.timing.paused for rollout in rollouts) > 5.0, [
-        (rollout.timing, rollout.attempts) for rollout in rollouts
-    ]
-
-
-async def test_paused_has_no_model_call_under_way_and_no_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pauses, "SLACK", 5.0)
-    async with (
-        standin("vllm") as server,
-        engine(server, tmp_path, runners=1) as made,
-        taken(made, server, talks(6)) as groups,
-        made.paused(),
-    ):
-        assert await server.running() == (0, 0)
-        assert made.supervisor.fleet.pauses._overdue is None
-    assert versions(judged(groups, 6)) == {0}
 
 
 # ---- from elsewhere

@@ -281,7 +281,7 @@ async def test_what_one_rollout_kept_never_stops_the_others(
 async def test_metrics_that_are_no_mapping_keep_nobody_waiting(model: ModelServer, tmp_path: Path) -> None:
     try:
         async with (
-            asyncio.timeout(3),
+            asyncio.timeout(60),
             engine(model, tmp_path, env="tests.engine.test_wire:Keeping") as made_engine,
         ):
             tasks = [Task(id="m", data={"name": "(no metrics)"})]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from rookery.core import Finish, Message, ToolCall, ToolSchema, floats, ints
 from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, News, PauseMode, UpstreamInfo
 
-WAIT: Final = 20.0
+WAIT: Final = 60.0
 """Nothing that a test waits for takes so long: who waits longer has failed."""
 END: Final = "\x03"
 ANY_SPEED: Final = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

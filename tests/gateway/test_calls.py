@@ -1,7 +1,6 @@
 """A model call over HTTP: what is asked of the upstream, told to the client and recorded; clients that go away."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,6 @@ from tests.gateway.kit import Gateway, busy, on_both_loops, said, served
 from tests.gateway.scripted import END, WAIT, Play, Scripted, letters, pieces_of
 
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
 
 
 # ---- streaming and the record
@@ -302,6 +290,7 @@ async def test_tool_calls_reach_the_client_piece_by_piece(gateway: Gateway, upst
 
 
 async def test_usage_is_told_where_it_is_asked_for(gateway: Gateway, upstream: Scripted) -> None:
+    upstream.default = Play("ok")
     session = await gateway.register()
     usage = (await gateway.chat(session, n=2)).json["usage"]
     prompt = len("\x01user\x02hello\x03\x01assistant\x02")

@@ -1,7 +1,6 @@
 """Marked retries of model calls over HTTP: the recorded answer again, and never somebody else's."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,6 @@ from tests.gateway.kit import Gateway, busy, said, served
 from tests.gateway.scripted import Play, Scripted
 
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
 
 
 # ---- the same again

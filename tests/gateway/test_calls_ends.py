@@ -1,7 +1,6 @@
 """Budgets and the end of a session, in the middle of model calls over HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,6 @@ from tests.gateway.kit import Gateway, Registered, busy, said, served
 from tests.gateway.scripted import Play, Scripted
 
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
 
 
 # ---- budgets
@@ -81,7 +69,7 @@ async def test_a_spent_budget_ends_in_an_error_of_openais_shape_and_the_session_
 async def test_a_deadline_cancels_the_call_and_truncates_the_session(
     gateway: Gateway, upstream: Scripted, stream: bool
 ) -> None:
-    session = await gateway.register(budgets={"deadline": 0.2})
+    session = await gateway.register(budgets={"deadline": 1.0})
     upstream.then(Play("abc", held=True))
     asking = asyncio.create_task(gateway.chat(session, stream=stream))
     asked = await upstream.called()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rookery.core import ToolCall, UpstreamError
-from tests.gateway.kit import KEY, Gateway, Registered, served
+from tests.gateway.kit import KEY, Gateway, Registered
 from tests.gateway.scripted import Play, Scripted
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -20,22 +19,6 @@ TOOLS: Any = [
     for name in ("look", "stop")
 ]
 CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop", "{}"))
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted("the answer")
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
-
-
-@pytest.fixture
-async def session(gateway: Gateway) -> Registered:
-    return await gateway.register(id="0.0-1")
 
 
 def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncOpenAI:

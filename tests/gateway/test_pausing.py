@@ -221,7 +221,7 @@ async def test_a_pause_that_nobody_ends_is_over_at_its_deadline_and_an_error_for
     async with ModelServer() as server, gateway(server.url, shards=2) as served:
         seats = [await served.register({"id": owned_by(shard, 2)}) for shard in range(2)]
         apis = [client(seat, retries=0) for seat in seats]
-        await tell(served, 0, "/pause", {"mode": "drain", "deadline": 2})
+        await tell(served, 0, "/pause", {"mode": "drain", "deadline": 4})
         calls = [asyncio.create_task(said(api, HI, stream=False)) for api in apis]
         for call in calls:
             with pytest.raises(openai.InternalServerError) as raised:

@@ -380,7 +380,9 @@ async def test_a_run_of_the_embedded_policy_records_tokens_and_leaves_no_thread(
     from rookery.engine import executor
 
     assert executor.NEVER > 1e8
+    before = set(threading.enumerate())
     async with Engine("arithmetic", policy="embedded", record="tokens", runners=0, out=tmp_path / "runs") as made:
         groups = [group async for group in made.groups([{"prompt": "x" * LONG, "answer": 1}])]
     assert groups[0].rollouts[0].segments
-    assert [thread for thread in threading.enumerate() if thread.name.startswith("rendering-")] == []
+    new = set(threading.enumerate()) - before
+    assert [thread for thread in new if thread.name.startswith("rendering-")] == []

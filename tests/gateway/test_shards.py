@@ -16,6 +16,7 @@ import pytest
 
 from rookery.core import RookeryError, UsageError
 from rookery.gateway.shards import Gateway
+from rookery.sandboxes import procs
 from rookery.upstreams.listening import bound
 from tests.gateway.shard_kit import (
     HI,
@@ -323,10 +324,6 @@ async def test_a_shard_that_is_asked_to_end_by_itself_is_started_again() -> None
             assert await said(api, HI, stream=False) == "ok"
 
 
-def children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["nothing kept", "kept"])
 async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
     kept: bool, tmp_path: Path, shallow: Path
@@ -341,7 +338,7 @@ async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
         assert process.stdout is not None
         async with asyncio.timeout(60):
             assert (await process.stdout.readline()).startswith(b"serving at ")
-        shards = children(process.pid)
+        shards = procs.children_of(process.pid)
         assert len(shards) == 3
         assert len(list(temp.iterdir())) == 1
         os.kill(shards[0], signal.SIGKILL)  # one of them is not there to clear up

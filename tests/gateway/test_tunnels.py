@@ -19,6 +19,7 @@ from rookery.engine import doors
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import SshTunnel, Tunnel, Tunnels, tunnel_of
 from tests.gateway.shard_kit import eventually, gateway
+from tests.processes import below, cmdline
 from tests.servers import ModelServer
 
 ROOT = Path(__file__).parents[2] / ".peers" / "ssh" / "root"
@@ -88,7 +89,7 @@ PidFile none
         """With every connection that it serves."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                for pid in children_of(self.process.pid):
+                for pid in below(self.process.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 self.process.kill()
@@ -102,18 +103,8 @@ PidFile none
         return SshTunnel("root@127.0.0.1", port, options=(*key, *options))
 
 
-def children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(word) for word in (task / "children").read_text().split()]
-    return [*found, *(below for child in found for below in children_of(child))]
-
-
 def ssh_pids() -> set[int]:
-    return {
-        pid for pid in children_of(os.getpid()) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ssh\0")
-    }
+    return {pid for pid in below(os.getpid()) if cmdline(pid).startswith(b"ssh\0")}
 
 
 @pytest.fixture
@@ -158,8 +149,8 @@ async def test_one_tunnel_for_all_who_need_it_and_the_last_closes_it(server: Ser
         assert ssh_pids() == set()
 
 
-async def entered(shared: Tunnels, port: int) -> str:
-    async with shared.to("ssh:here", port) as url:
+async def entered(shared: Tunnels, port: int, place: str = "ssh:here") -> str:
+    async with shared.to(place, port) as url:
         return url
 
 
@@ -212,9 +203,7 @@ asyncio.run(main())
     assert Path(f"/proc/{pid}").exists()
     owner.kill()
     await owner.wait()
-    await eventually(
-        lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    await eventually(lambda: not cmdline(pid))
 
 
 @needs_server
@@ -270,7 +259,59 @@ async def test_users_may_leave_in_any_order_and_be_cancelled() -> None:
         task.cancel()
     await asyncio.wait(users)
     await eventually(lambda: opened == ["open", "close"])
-    assert shared._open == {}
+    assert shared._ways == {}
+
+
+async def test_nobody_waits_for_the_tunnel_to_another_place() -> None:
+    never = asyncio.Event()
+
+    class Fake:
+        def __init__(self, place: str) -> None:
+            self.url = place
+
+        async def open(self) -> None:
+            if self.url == "unreachable":
+                await never.wait()
+
+        async def close(self) -> None:
+            if self.url == "stuck":
+                await never.wait()
+
+    shared = Tunnels(lambda place, port: Fake(place))
+    stuck = asyncio.create_task(entered(shared, 1, "stuck"))
+    hangs = asyncio.create_task(entered(shared, 1, "unreachable"))
+    async with asyncio.timeout(30):
+        assert await entered(shared, 1, "near") == "near"
+    for task in (stuck, hangs):
+        task.cancel()
+    await asyncio.wait({stuck, hangs})
+    never.set()
+    await eventually(lambda: not shared._leaving)
+    assert shared._ways == {}
+
+
+async def test_who_comes_while_the_last_one_leaves_has_a_tunnel_of_its_own() -> None:
+    closing, go, opened = asyncio.Event(), asyncio.Event(), 0
+
+    class Fake:
+        url = "far"
+
+        async def open(self) -> None:
+            nonlocal opened
+            opened += 1
+
+        async def close(self) -> None:
+            closing.set()
+            await go.wait()
+
+    shared = Tunnels(lambda place, port: Fake())
+    first = asyncio.create_task(entered(shared, 1, "x"))
+    await closing.wait()
+    second = asyncio.create_task(entered(shared, 1, "x"))
+    await asyncio.sleep(0)
+    go.set()
+    assert await first == await second == "far"
+    assert (opened, shared._ways) == (2, {})
 
 
 @needs_server

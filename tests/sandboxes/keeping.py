@@ -41,7 +41,7 @@ async def busy(provider: LocalProvider, count: int) -> list[dict[str, object]]:
     return known
 
 
-async def eventually(what: Callable[[], object], seconds: float = 20.0) -> None:
+async def eventually(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Until it says nothing; the last of what it said is the failure."""
     said: object = None
     try:

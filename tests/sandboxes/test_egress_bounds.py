@@ -142,6 +142,7 @@ async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
         async with proxy(slow, "*.slow.test") as (made, port):
             said = await asyncio.gather(*(asked(port, connect(f"h{n}.slow.test", 443)) for n in range(10)))
             assert all(one.startswith(b"HTTP/1.1 504 ") for one in said)
+            await eventually(lambda: len(threads) < egress.LOOKUPS)  # one may be given up before it begins
             assert len(threads) == egress.LOOKUPS
             assert {one.verdict for one in made.record.all()} == {"failed"}
             go.set()
@@ -198,7 +199,7 @@ async def test_nothing_is_left_when_it_is_closed(outside: Mapped, site: Site) ->
     assert outside.proxies == set()
     for sock in held:
         with sock:
-            sock.settimeout(10)
+            sock.settimeout(60)
             while True:
                 try:
                     if not sock.recv(4096):

@@ -215,7 +215,7 @@ async def test_a_request_that_is_given_up_makes_no_box(home: Home) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         kept = await line.create(asked)  # served after all that were asked for before
         try:
-            await eventually(lambda: [p for p in procs.children_of(keeper) if p != kept.pid], 5)
+            await eventually(lambda: [p for p in procs.children_of(keeper) if p != kept.pid])
         finally:
             kept.close()
     finally:

@@ -1,16 +1,23 @@
 """A tiny Llama made on the spot, served by the embedded upstream and trained by TRL on a CPU."""
 
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 
+from rookery.engine.retry import RetryPolicy
 from rookery.upstreams.embedded import LlamaShape, Weights
 from rookery.upstreams.embedded.chat import END, VOCAB
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+ONCE = RetryPolicy(attempts=1)
+Workers: TypeAlias = Callable[[], list[threading.Thread]]
 
 SHAPE = LlamaShape(
     vocab_size=VOCAB,
@@ -47,6 +54,29 @@ def tiny(path: Path, seed: int = 3) -> Weights:
     head[END, 0] = 0.0
     weights.save(path)
     return weights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    tiny(tmp_path / "policy.safetensors")
+    return tmp_path / "policy.safetensors"
+
+
+@pytest.fixture
+def workers() -> Workers:
+    """The engines' threads that began in this test."""
+    before = set(threading.enumerate())
+    return lambda: [one for one in threading.enumerate() if one.name.startswith("rookery") and one not in before]
 
 
 def config(folder: Path, **settings: Any) -> Any:

@@ -85,3 +85,9 @@ async def fails(built: OpenAIUpstream, cause: str, request: ModelRequest = ASK, 
     assert KEY not in message
     assert message.endswith(".")
     return message
+
+
+def overdue(built: HttpUpstream) -> None:
+    """The one call under way is out of time, now: its deadline was long, so that it got here on any machine."""
+    (deadline,) = (one for replica in built.replicas for one in replica._deadlines)
+    deadline.reschedule(0)

@@ -10,6 +10,7 @@ import pytest
 
 from rookery.core import UsageError
 from rookery.upstreams.http import Client, NotConnected
+from tests.servers import closed_port
 from tests.upstreams.http_kit import Script, Wire, answering, both_loops, fetch, run, whole
 
 OK = whole(b"ok")
@@ -35,22 +36,18 @@ def _names(monkeypatch: pytest.MonkeyPatch, **known: list[Any]) -> list[str]:
     return lookups
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @both_loops
 def test_a_refused_connection_says_so_and_nothing_was_sent(loop: str, tmp_path: Path) -> None:
     async def main() -> None:
         stale = str(tmp_path / "stale")
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(stale)
-        for client in (Client("127.0.0.1", _free_port()), Client(path=stale)):
-            with pytest.raises(NotConnected, match="the connection was refused") as caught:
-                await client.send("GET", "/")
-            assert caught.value.why == "refused"
-            await client.close()
+        with closed_port() as port:
+            for client in (Client("127.0.0.1", port), Client(path=stale)):
+                with pytest.raises(NotConnected, match="the connection was refused") as caught:
+                    await client.send("GET", "/")
+                assert caught.value.why == "refused"
+                await client.close()
 
     run(main(), loop)
 
@@ -107,17 +104,18 @@ def test_a_name_is_resolved_once_for_many_connections(loop: str, monkeypatch: py
 @both_loops
 def test_addresses_are_tried_in_order_until_one_answers(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with Script(answering(OK), tcp=True) as server:
-            dead = ("127.0.0.1", _free_port())
-            lookups = _names(monkeypatch, engine=[dead, dead, ("127.0.0.1", server.port)], dead=[dead, dead])
-            async with Client("engine", server.port) as client:
-                assert await fetch(client) == b"ok"
-            async with Client("dead", server.port) as client:
-                for _ in range(2):
-                    with pytest.raises(NotConnected, match="refused"):
-                        await fetch(client)
-            # Where every address failed, the name is asked for again: it may have moved.
-            assert lookups == ["engine", "dead", "dead"]
+        with closed_port() as port:
+            async with Script(answering(OK), tcp=True) as server:
+                dead = ("127.0.0.1", port)
+                lookups = _names(monkeypatch, engine=[dead, dead, ("127.0.0.1", server.port)], dead=[dead, dead])
+                async with Client("engine", server.port) as client:
+                    assert await fetch(client) == b"ok"
+                async with Client("dead", server.port) as client:
+                    for _ in range(2):
+                        with pytest.raises(NotConnected, match="refused"):
+                            await fetch(client)
+                # Where every address failed, the name is asked for again: it may have moved.
+                assert lookups == ["engine", "dead", "dead"]
 
     run(main(), loop)
 
@@ -136,7 +134,7 @@ def test_an_address_that_swallows_packets_leaves_time_for_the_next(
                 async with Script(answering(OK), tcp=True) as server:
                     where = full.getsockname()
                     _names(monkeypatch, engine=[where, ("127.0.0.1", server.port)], dead=[where])
-                    async with Client("engine", 80, connect=1.0) as client:
+                    async with Client("engine", 80, connect=2.0) as client:
                         assert await fetch(client) == b"ok"
                     async with Client("dead", 80, connect=0.2) as client:
                         with pytest.raises(NotConnected, match=r"no connection within 0.2 s") as caught:

@@ -10,7 +10,7 @@ from rookery.core import Truncation, UpstreamError
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.replica import Replica
 from tests.servers import Answer, ModelServer, nobody, raw_server
-from tests.upstreams.helpers import ASK, KEY, fails, upstream
+from tests.upstreams.helpers import ASK, KEY, fails, overdue, upstream
 
 # ------------------------------------------------------------------------------------------------- errors
 
@@ -160,7 +160,10 @@ async def test_another_replica_is_tried_where_one_is_gone():
 
 async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
-        assert "0.5 s" in await fails(up, "upstream.timeout", timeout=0.5)
+        failing = asyncio.create_task(fails(up, "upstream.timeout", timeout=60))
+        await server.requested(1)
+        overdue(up)
+        assert "within 60 s" in await failing
         await server.disconnected()
         server.default = Answer("free")
         assert (await up.complete(ASK, timeout=30)).message.text == "free"
@@ -222,16 +225,22 @@ async def test_places_are_given_in_order_and_waiting_is_reported():
         assert all(seconds >= 0.01 for seconds in queued[1:])
 
 
-async def test_waiting_for_a_place_is_not_part_of_the_deadline(monkeypatch):
-    hold = asyncio.Event()
-    given: list[float] = []
+@pytest.fixture
+def given(monkeypatch):
+    """The seconds that each exchange was given."""
+    found: list[float] = []
     exchange = Replica.exchange
 
     async def noted(self: Replica, *args: Any, seconds: float) -> Any:
-        given.append(seconds)
+        found.append(seconds)
         return await exchange(self, *args, seconds=seconds)
 
     monkeypatch.setattr(Replica, "exchange", noted)
+    return found
+
+
+async def test_waiting_for_a_place_is_not_part_of_the_deadline(given):
+    hold = asyncio.Event()
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
         server.then(Answer(hold=hold))
         calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
@@ -242,15 +251,7 @@ async def test_waiting_for_a_place_is_not_part_of_the_deadline(monkeypatch):
         assert given == [60, 60, 60]
 
 
-async def test_failed_tries_are_part_of_the_deadline(monkeypatch):
-    given: list[float] = []
-    exchange = Replica.exchange
-
-    async def noted(self: Replica, *args: Any, seconds: float) -> Any:
-        given.append(seconds)
-        return await exchange(self, *args, seconds=seconds)
-
-    monkeypatch.setattr(Replica, "exchange", noted)
+async def test_failed_tries_are_part_of_the_deadline(given):
     async with ModelServer(Answer(status=503)) as server, upstream(server.url, retries=3) as up:
         await fails(up, "upstream.overloaded", timeout=60)
         assert given[0] == 60

@@ -1,8 +1,9 @@
 """Places are given in order, never more than the limit, and none is lost."""
 
 import asyncio
+from collections import deque
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rookery.upstreams.places import Places
@@ -19,18 +20,41 @@ steps = st.lists(
 )
 
 
+class Line(deque[asyncio.Future[None]]):
+    """Those who wait, with their numbers. Who is given a place goes on a tick later: the next may be quicker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asking = -1
+        self.numbers: dict[asyncio.Future[None], int] = {}
+        self.given: list[int] = []
+
+    def append(self, turn: asyncio.Future[None]) -> None:
+        self.numbers[turn] = self.asking
+        super().append(turn)
+
+    def popleft(self) -> asyncio.Future[None]:
+        turn = super().popleft()
+        if not turn.done():
+            self.given.append(self.numbers[turn])
+        return turn
+
+
 @given(st.integers(1, 4), steps)
+@example(1, [("take",), ("take",), ("take",), ("take",), ("tick",), ("resize", 3), ("take",)])
 def test_places_are_given_in_order_and_none_is_lost(limit, plan):
     async def play() -> None:
         places = Places(limit)
-        order: list[int] = []
+        line = places._waiting = Line()
         tasks: list[asyncio.Task[None]] = []
         leave: list[asyncio.Event] = []
 
         async def visit(number: int) -> None:
+            line.asking = number
             await places.take()
             try:
-                order.append(number)
+                if number not in line.numbers.values():
+                    line.given.append(number)
                 await leave[number].wait()
             finally:
                 places.give()
@@ -55,7 +79,9 @@ def test_places_are_given_in_order_and_none_is_lost(limit, plan):
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert (places.taken, places.waiting) == (0, 0)
-        assert order == sorted(order)
+        assert line.given == sorted(line.given)
+        assert len(line.given) == len(set(line.given))
+        assert {at for at, task in enumerate(tasks) if not task.cancelled()} <= set(line.given)
         assert places.take_now()
 
     asyncio.run(play())

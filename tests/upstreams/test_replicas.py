@@ -1,12 +1,14 @@
 """Several replicas: another one when nothing was delivered, those that fail left out until they answer."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from rookery.core import UpstreamError
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.health import SHORTEST
+from rookery.upstreams.replica import Replica
 from tests.servers import Answer, ModelServer
 from tests.upstreams.engines import Engine, Play
 from tests.upstreams.helpers import ASK, of_kind, upstream
@@ -112,7 +114,13 @@ async def test_where_all_are_left_out_calls_go_on_trying():
             assert (await up.complete(ASK, timeout=30)).message.text == "two"
 
 
-async def test_a_replica_that_times_out_is_left_out_only_after_some():
+async def test_a_replica_that_times_out_is_left_out_only_after_some(monkeypatch):
+    exchange = Replica.exchange
+
+    async def hurried(self: Replica, *args: Any, seconds: float) -> Any:
+        return await exchange(self, *args, seconds=0.1 if self is up.replicas[0] else seconds)
+
+    monkeypatch.setattr(Replica, "exchange", hurried)
     async with (
         ModelServer("two") as two,
         ModelServer(Answer(hold=asyncio.Event())) as one,
@@ -120,7 +128,7 @@ async def test_a_replica_that_times_out_is_left_out_only_after_some():
     ):
         results = []
         for _ in range(8):
-            results += await asyncio.gather(up.complete(ASK, timeout=0.1), return_exceptions=True)
+            results += await asyncio.gather(up.complete(ASK, timeout=30), return_exceptions=True)
         timeouts = [result for result in results if isinstance(result, UpstreamError)]
         assert [error.code for error in timeouts] == ["upstream.timeout"] * 3
         assert not up.states()[0].well

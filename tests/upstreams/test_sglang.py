@@ -13,7 +13,7 @@ from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from rookery.upstreams.format import About, Ask, WireError
 from rookery.upstreams.sglang import Generate, SglangUpstream
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import ASK, News, of_kind
+from tests.upstreams.helpers import ASK, News, of_kind, overdue
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
 TOKENS = ModelRequest(model="m", tokens=ints([1, 2, 3]))
@@ -316,12 +316,12 @@ async def test_a_call_that_is_given_up_is_aborted_by_its_name(streamed, how):
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, play)
         engine.on("/abort_request", Play({}))
-        call = asyncio.create_task(
-            up.complete(TOKENS, timeout=0.2 if how == "timeout" else 30, news=news if streamed else None)
-        )
+        call = asyncio.create_task(up.complete(TOKENS, timeout=60, news=news if streamed else None))
         await engine.until(lambda: engine.asked(GENERATE))
         if how == "cancelled":
             call.cancel()
+        elif how == "timeout":
+            overdue(up)
         with pytest.raises((asyncio.CancelledError, UpstreamError, ValueError)):
             await call
         await engine.until(lambda: engine.asked("/abort_request"))

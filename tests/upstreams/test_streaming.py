@@ -11,7 +11,8 @@ from rookery.upstreams import ModelRequest
 from rookery.upstreams.http import Response
 from rookery.upstreams.protocol import Delta
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import ASK, KEY, News, of_kind
+from tests.upstreams.helpers import ASK, KEY, News, of_kind, overdue
+from tests.upstreams.http_kit import until
 
 CHAT = "/v1/chat/completions"
 
@@ -146,8 +147,11 @@ async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[FIRST, said("a", 1), said("b", 2)], stall=asyncio.Event()))
         news = News()
+        call = asyncio.create_task(up.complete(ASK, timeout=60, news=news))
+        await until(lambda: news.content == "a")
+        overdue(up)
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(ASK, timeout=0.3, news=news)
+            await call
         assert (caught.value.code, news.content) == ("upstream.timeout", "a")
         await engine.until(lambda: engine.gone == 1)
         assert len(engine.requests) == 1
@@ -282,6 +286,10 @@ async def test_cancelling_a_stream_closes_its_connection():
         assert up.replicas[0].load == 0
 
 
+def open_responses() -> list[Response]:
+    return [one for one in gc.get_objects() if isinstance(one, Response) and one.connection is not None]
+
+
 async def test_a_slow_reader_costs_no_memory():
     """20 MB are sent to somebody who reads nothing: they stay with the server."""
     block = said("x" * 50_000, 1)
@@ -293,11 +301,12 @@ async def test_a_slow_reader_costs_no_memory():
 
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[*[block] * 400, said("", 2, finish="stop"), DONE]))
+        before = open_responses()
         call = asyncio.create_task(up.complete(ASK, timeout=30, news=news))
         await slow.wait()
         for _ in range(50):
             await asyncio.sleep(0)
-        (response,) = [one for one in gc.get_objects() if isinstance(one, Response) and one.connection is not None]
+        (response,) = [one for one in open_responses() if one not in before]
         assert response.unread < 1 << 20, "what was taken in, told or not, is bounded"
         hold.set()
         assert (await call).sampled_tokens == 401

@@ -237,14 +237,14 @@ async def test_frozen_time_is_not_part_of_a_deadline():
         engine.on("/pause", Play({"status": "paused"}))
         engine.on("/resume", Play({"status": "resumed"}))
         engine.on(GENERATE, Play(answer(7), hold=hold))
-        call = asyncio.create_task(up.complete(TOKENS, timeout=0.5))
+        call = asyncio.create_task(up.complete(TOKENS, timeout=60))
         await engine.until(lambda: engine.asked(GENERATE))
         assert await up.freeze("keep", timeout=5)
         (deadline,) = up.replicas[0]._deadlines
         assert deadline.when() is None
         await up.thaw(timeout=5)
         left = deadline.when() - asyncio.get_running_loop().time()
-        assert 0 < left <= 0.5
+        assert 0 < left <= 60
         hold.set()
         await call
 

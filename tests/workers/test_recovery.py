@@ -73,7 +73,7 @@ async def test_every_good_cell_is_right_and_every_bad_one_typed_in_any_order(
 async def test_what_earlier_cells_left_running_goes_on_and_is_told(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value
-    cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=QUICK)
+    cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=CellLimits(wall=2))
     assert "1 process that the cell had started was ended with it." in cell.notice
     assert "1 process of earlier cells goes on." in cell.notice
     assert (await worker.run(f"open('/proc/{pid}/stat').read().rpartition(') ')[2][0]")).value in ("'S'", "'R'")

@@ -87,9 +87,11 @@ class RunGateway:
 
     async def close(self) -> None:
         tunnel, self._tunnel = self._tunnel, None
-        if tunnel is not None:
-            await tunnel.close()
         gateway, self._gateway = self._gateway, None
-        if gateway is not None:
-            await gateway.close()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        try:
+            if tunnel is not None:
+                await tunnel.close()
+        finally:
+            if gateway is not None:
+                await gateway.close()
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

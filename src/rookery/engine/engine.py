@@ -18,25 +18,24 @@ from rookery.engine import processes
 from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.checks import check_sandbox, checked_upstreams, no_way, upstream_of
-from rookery.engine.config import WARM, EngineConfig
+from rookery.engine.config import EngineConfig
 from rookery.engine.control import Control
-from rookery.engine.flights import Policy
 from rookery.engine.pacing import Pace
 from rookery.engine.schedule import Stream
+from rookery.engine.settling import described, policy_of, reference_to, run_settings
 from rookery.engine.state import StreamState, dump_state, load_state
 from rookery.engine.steps import StepStream
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
 from rookery.engine.taskbook import REGISTERED, TaskBook
 from rookery.engine.upstream import EngineUpstream
-from rookery.engine.wire import NOT_ISOLATED, RunSettings
+from rookery.engine.wire import NOT_ISOLATED
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
 from rookery.gateway.config import settled_format
 from rookery.journal import Journal, RunReader, create_run
-from rookery.sandboxes import is_pooled, settle
+from rookery.sandboxes import settle
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
-from rookery.upstreams.urls import redact
 
 if TYPE_CHECKING:
     from rookery.engine.remote import RemoteEngine
@@ -173,7 +172,8 @@ class Engine:
         else:
             self._journal = Journal.open(self.folder)
         try:
-            self._supervisor = Supervisor(self._settings(ref), self.environment, self._journal, self._policy())
+            settings = run_settings(self.config, self.sandbox, self.folder, ref)
+            self._supervisor = Supervisor(settings, self.environment, self._journal, policy_of(self.config))
             self._supervisor.ledger.on_record = self._on_record
             self._supervisor.ledger.on_event = self._on_event
             if self._resume:
@@ -223,54 +223,9 @@ class Engine:
             raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
 
     def _reference(self) -> EnvironmentRef:
-        if self._given is not None:
-            return reference(self._given) if self.config.runners else EnvironmentRef(source="")
-        import sys
-
-        source = self.config.environment
-        path, _, attr = source.rpartition(":") if not source.endswith(".py") else (source, "", "")
-        if path.endswith(".py"):
-            resolved = str(Path(path).expanduser().resolve())
-            source = f"{resolved}:{attr}" if attr else resolved
-        return EnvironmentRef(source=source, config=self.config.arguments, path=tuple(sys.path))
-
-    def _settings(self, ref: EnvironmentRef) -> RunSettings:
-        assert self.folder is not None
-        return RunSettings(
-            run=self.folder.name,
-            folder=str(self.folder.resolve()),
-            environment=ref,
-            upstreams={**self.config.upstreams, "policy": self._sampled(self.config.upstreams["policy"])},
-            sandbox=self.sandbox,
-            limits=self.config.limits,
-            share=max(1, self.config.runners),
-            warm=self._warm(),
-            record=self.config.recording,
-            rendering=self.config.rendering,
-            public=self.config.public,
-            gateway_listen=self.config.gateway_listen,
-        )
-
-    def _warm(self) -> int:
-        """How many sandboxes to have ready ahead of need; none where they are made in no time."""
-        if not self.sandbox.provider or not is_pooled(self.sandbox.provider):
-            return 0
-        return min(WARM, self.config.concurrency) if self.config.warm is None else self.config.warm
-
-    def _sampled(self, policy: UpstreamConfig) -> UpstreamConfig:
-        """The policy's upstream with the run's sampling, where it says nothing itself."""
-        return msgspec.structs.replace(policy, sampling=policy.sampling.over(self.config.sampling))
-
-    def _policy(self) -> Policy:
-        config = self.config
-        return Policy(
-            runners=config.runners,
-            concurrency=config.concurrency,
-            seed=config.seed,
-            retry=config.retry,
-            breaker=config.breaker,
-            block_limit=config.block_limit,
-        )
+        if self._given is None:
+            return reference_to(self.config)
+        return reference(self._given) if self.config.runners else EnvironmentRef(source="")
 
     def _on_record(self, record: Rollout) -> None:
         if self.on_record is not None:
@@ -288,15 +243,7 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """The configuration as plain data, without secrets."""
-        plain = msgspec.structs.replace(
-            self.config,
-            upstreams={
-                role: msgspec.structs.replace(up, urls=tuple(redact(url) for url in up.urls))
-                for role, up in self.config.upstreams.items()
-            },
-        )
-        described: dict[str, Any] = msgspec.to_builtins(plain)
-        return described
+        return described(self.config)
 
     def pids(self) -> list[int]:
         """This process and its runners."""

@@ -29,13 +29,12 @@ from rookery.core import (
     SandboxSpec,
     Stage,
     StageClock,
-    Timing,
     Truncated,
     Turn,
-    Usage,
     failed,
 )
 from rookery.core.errors import describe
+from rookery.engine.accounts import Account, usage_of
 from rookery.engine.loose import LooseTasks
 from rookery.engine.verdicts import StageEnd, verdict
 from rookery.engine.wire import Done, Note, Start, plain_event
@@ -62,23 +61,20 @@ class Live:
 
     __slots__ = (
         "__weakref__",
+        "_account",
         "_asked",
         "_began",
         "_clock",
         "_events",
         "_expired",
         "_extents",
-        "_held",
         "_hung_on_others",
         "_loop",
         "_loose",
         "_result",
         "_sandboxes",
-        "_seconds",
         "_tainted",
         "_timer",
-        "_waited",
-        "_waits",
         "cancelled",
         "ctx",
         "ended",
@@ -104,10 +100,7 @@ class Live:
         self._clock = StageClock(0.0, float("inf"))
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._waits: dict[str, int] = {}
-        self._waited: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
-        self._held = 0.0
+        self._account = Account()
         self._extents: list[Extent] = []
         self._events = 0
         self._tainted = False
@@ -166,13 +159,7 @@ class Live:
 
     def waiting(self, on: str, step: int) -> None:
         """Watch: counts what the attempt waits on, and for how long."""
-        now = self._loop.time()
-        count = self._waits.get(on, 0)
-        if count == 0:
-            self._waited[on] = self._waited.get(on, 0.0) - now
-        elif count + step == 0:
-            self._waited[on] += now
-        self._waits[on] = count + step
+        self._account.waiting(on, step, self._loop.time())
 
     # ---- stages
 
@@ -244,8 +231,7 @@ class Live:
             await self._absorb()
             error = error or asyncio.CancelledError()
         self._disarm()
-        self._seconds[stage] = self._loop.time() - began
-        self._held += self._clock.held
+        self._account.stage(stage, self._loop.time() - began, self._clock.held)
         return value, error
 
     async def _call(self, call: Callable[[Context], Any]) -> Any:
@@ -337,7 +323,7 @@ class Live:
             self._arm()
             return
         self._expired = True
-        self._hung_on_others = any(self._waits.values())
+        self._hung_on_others = self._account.waits
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -391,8 +377,7 @@ class Live:
         self.executor.done(self, done)
 
     def _done(self, outcome: Outcome, score: Score | None, now: float, *, policy_loss: bool) -> Done:
-        session, ctx = self.session, self.ctx
-        seconds, waited = self._seconds, self._waited
+        ctx = self.ctx
         return Done(
             attempt=self.start.attempt,
             outcome=outcome,
@@ -402,24 +387,8 @@ class Live:
             rewards=score.parts if score else {},
             metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
             info=ctx.info,
-            usage=Usage(
-                session.turns,
-                session.prompt_tokens,
-                session.sampled_tokens,
-                int(ctx.tool_calls),
-                session.others,
-                session.recorder.counts.drifted + session.promptless,
-            ),
-            timing=Timing(
-                queue=self.start.queued,
-                setup=seconds.get("setup", 0.0),
-                run=seconds.get("run", 0.0),
-                score=seconds.get("score", 0.0),
-                teardown=seconds.get("teardown", 0.0),
-                model=waited.get("model", 0.0),
-                sandbox=waited.get("sandbox", 0.0),
-                paused=self._held,
-            ),
+            usage=usage_of(self.session, ctx),
+            timing=self._account.timing(self.start.queued, self._loop.time()),
             tokens=tuple(self._extents),
             policy_loss=policy_loss,
             minimum=self.executor.rewards[0],

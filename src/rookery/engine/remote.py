@@ -11,13 +11,13 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from rookery.core import Group, RookeryError, Task, UsageError
+from rookery.core.closing import AsyncClosing
 from rookery.core.errors import describe
 from rookery.engine.control import SOCKET, Answer, Call, answers, short_path
 from rookery.engine.upstream import EngineUpstream
@@ -27,7 +27,7 @@ from rookery.upstreams.protocol import PauseMode
 CONNECT_SECONDS = 10.0
 
 
-class RemoteEngine:
+class RemoteEngine(AsyncClosing):
     """What `Engine.connect` returns. Closing it cancels the streams it opened."""
 
     def __init__(self) -> None:
@@ -159,14 +159,6 @@ class RemoteEngine:
     async def close(self) -> None:
         self._lost = self._lost or "this connection to the engine was closed"
         self._wire.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _without_key(url: str) -> str:

@@ -1,7 +1,8 @@
 """A gateway's admin side, for programs that have its key: the process that started it, and a run's runners.
 
 Promises:
-- what the gateway says is wrong is raised, in its words; one that does not answer in time is said to be so;
+- what the gateway says is wrong is raised, in its words; one that does not answer in time is said to be so, with
+  what it said or failed with last;
 - while shards start again, what can be asked twice is asked again;
 - a listener that was handed over is served until it is taken back or this client closes;
 - closing takes back every listener.
@@ -9,15 +10,19 @@ Promises:
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from rookery.core import RookeryError, TruncatedReason, Turn
+from rookery.gateway.answers import wrong_in
 from rookery.gateway.handed import Giver
 from rookery.gateway.registry import owner
 from rookery.upstreams.http import Client, HttpFailure, header_lines
+
+T = TypeVar("T")
 
 MAX_ANSWER: Final = 1 << 30
 MSGPACK: Final = "application/msgpack"
@@ -48,6 +53,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _record = msgspec.msgpack.Decoder(Record).decode
+_status = msgspec.json.Decoder(Record).decode
+
+
+class UnansweredError(RookeryError):
+    """Nobody knows whether the gateway did what it was asked for."""
 
 
 class GatewayClient:
@@ -69,16 +79,12 @@ class GatewayClient:
 
     async def record(self, session: str, *, timeout: float = 60.0) -> Record:
         """The same with token data as it was recorded."""
-        _, body = await self._again("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
-        try:
-            return _record(body)
-        except msgspec.DecodeError as error:
-            raise RookeryError(f"the gateway's record of {session} cannot be read: {error}") from error
+        body = await self._again("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
+        return _read(_record, body, f"record of {session}")
 
     async def status(self, session: str, *, timeout: float = 60.0) -> Record:
         """How far it is, without its turns."""
-        _, body = await self._again("GET", f"/rollouts/{session}", timeout)
-        return msgspec.json.decode(body, type=Record)
+        return _read(_status, await self._again("GET", f"/rollouts/{session}", timeout), f"status of {session}")
 
     async def cancel(self, session: str, *, timeout: float = 60.0) -> None:
         """It takes no more calls; those under way are cancelled, up to the upstream."""
@@ -93,26 +99,31 @@ class GatewayClient:
         try:
             async with asyncio.timeout(timeout):
                 status, answer = await self._send(method, path, body)
-        except (TimeoutError, HttpFailure) as error:
-            raise RookeryError(f"the gateway does not answer: {error}") from error
-        return msgspec.json.decode(_good(status, answer))
+        except TimeoutError as error:
+            raise UnansweredError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
+        except HttpFailure as error:
+            raise UnansweredError(f"the gateway does not answer {method} {path}: {error}") from error
+        return _read(msgspec.json.decode, _good(status, answer), f"answer to {method} {path}")
 
-    async def _again(self, method: str, path: str, timeout: float, accept: str = "") -> tuple[int, bytes]:
+    async def _again(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
         """For what may be asked twice: a shard that starts again is waited for."""
-        wait = AGAIN_SECONDS
+        wait, last = AGAIN_SECONDS, ""
         try:
             async with asyncio.timeout(timeout):
                 while True:
                     try:
                         status, answer = await self._send(method, path, accept=accept)
                         if status < 500:
-                            return status, _good(status, answer)
-                    except HttpFailure:
-                        pass  # it is asked again below, until the time is up
+                            return _good(status, answer)
+                        last = f"; it last said {status}: {wrong_in(answer)}"
+                    except HttpFailure as error:
+                        last = f"; it last failed with: {error}"
                     await asyncio.sleep(wait)
                     wait = min(1.0, 2 * wait)
         except TimeoutError as error:
-            raise RookeryError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
+            raise UnansweredError(
+                f"the gateway does not answer {method} {path} within {timeout:g} s{last}"
+            ) from error
 
     async def _send(self, method: str, path: str, body: Any = None, accept: str = "") -> tuple[int, bytes]:
         lines = {"Authorization": f"Bearer {self.address.key}", "Content-Type": "application/json"}
@@ -146,8 +157,11 @@ class GatewayClient:
 def _good(status: int, answer: bytes) -> bytes:
     if status < 400:
         return answer
+    raise RookeryError(f"the gateway answers {status}: {wrong_in(answer)}")
+
+
+def _read(decode: Callable[[bytes], T], answer: bytes, what: str) -> T:
     try:
-        message = msgspec.json.decode(answer)["error"]["message"]
-    except (msgspec.DecodeError, TypeError, KeyError):
-        message = answer[:200].decode("utf-8", "replace")
-    raise RookeryError(f"the gateway answers {status}: {message}")
+        return decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RookeryError(f"the gateway's {what} cannot be read: {error}") from error

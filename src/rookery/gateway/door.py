@@ -9,7 +9,6 @@ Promises:
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import Limits, RookeryError, Sampling, SandboxError, TruncatedReason
-from rookery.gateway.client import GatewayClient, Record
+from rookery.gateway.client import GatewayClient, Record, UnansweredError
 from rookery.gateway.session import Session
 
 log = logging.getLogger("rookery.gateway")
@@ -27,6 +26,8 @@ log = logging.getLogger("rookery.gateway")
 CLOSE_SECONDS: Final = 15.0
 LOOK_SECONDS: Final = 1.0
 """Between two looks at a session's budgets: what is spent is refused at once, and its program ended soon after."""
+NO_TIME: Final = 0.001
+"""Seconds: a deadline is above 0."""
 KEY: Final = "rookery"
 """What programs in a box send: their address opens their one session, so that there is nothing to steal."""
 
@@ -110,12 +111,12 @@ class Door:
 
 
 def registration(name: str, limits: Limits, sampling: Sampling, seed: int, left: float) -> dict[str, Any]:
-    """What the gateway is told: the budgets of an attempt that has `left` seconds."""
+    """What the gateway is told: the budgets of an attempt that has `left` seconds, which may be none."""
     budgets = {
         "max_turns": limits.turns,
         "max_sequence_length": limits.context,
         "max_tokens": limits.tokens,
-        "deadline": left if 0 < left < float("inf") else None,
+        "deadline": max(left, NO_TIME) if left < float("inf") else None,
     }
     return {
         "id": name,
@@ -137,9 +138,11 @@ async def open_door(
     """A door for this session: at a listener of a box's own, or else at the gateway's public address."""
     try:
         said = await client.register(wish)
-    except BaseException:
+    except BaseException as error:
         if listener is not None:
             listener.close()
+        if isinstance(error, UnansweredError | asyncio.CancelledError):  # it may be there all the same
+            await _closed(client, wish["id"])
         raise
     name = said["id"]
     public = client.address.public
@@ -156,14 +159,12 @@ async def open_door(
     finally:
         if listener is not None:
             client.take(name)
-        await _closed(client, door)
+        await _closed(client, name)
 
 
-async def _closed(client: GatewayClient, door: Door) -> None:
+async def _closed(client: GatewayClient, name: str) -> None:
     """Leaves nothing at the gateway; a gateway that is gone has nothing left."""
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await client.delete(door.name, timeout=CLOSE_SECONDS)
+        await client.delete(name, timeout=CLOSE_SECONDS)
     except RookeryError as error:
-        log.warning("the session %s could not be deleted at the gateway: %s", door.name, error)
+        log.warning("the session %s could not be deleted at the gateway: %s", name, error)

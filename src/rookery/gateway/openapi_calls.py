@@ -2,73 +2,71 @@
 
 from typing import Any, Final
 
-ANSWER: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-    "properties": {
-        "object": {"const": "chat.completion"},
-        "choices": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["index", "message", "finish_reason"],
-                "properties": {
-                    "message": {"type": "object", "required": ["role", "content"]},
-                    "finish_reason": {"enum": ["stop", "length", "tool_calls", "content_filter"]},
-                },
-            },
-        },
-        "usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
-    },
-}
-
 _COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
+_NUMBER = {"type": ["number", "null"], "minimum": 0, "maximum": 100}
+_SHARE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}
+_FLAG = {"type": ["boolean", "null"]}
+_OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+_TEXTS = {"type": ["array", "null"], "items": {"type": "string"}}
+_STOPS = {"type": ["string", "array", "null"], "items": {"type": "string"}}
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _list_of(item: dict[str, Any]) -> dict[str, Any]:
+    """At least one."""
+    return {"type": "array", "minItems": 1, "items": item}
+
+
+def _messages(roles: list[str], content: dict[str, Any]) -> dict[str, Any]:
+    return _list_of(_object(["role", "content"], role={"enum": roles}, content=content))
+
+
+def _completion(kind: str, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What OpenAI's chat and its older completions answer."""
+    required = ["id", "object", "created", "model", "choices", "usage"]
+    return _object(required, object={"const": kind}, choices=_list_of(choice), **more)
+
+
+ANSWER: dict[str, Any] = _completion(
+    "chat.completion",
+    _object(
+        ["index", "message", "finish_reason"],
+        message={"type": "object", "required": ["role", "content"]},
+        finish_reason={"enum": ["stop", "length", "tool_calls", "content_filter"]},
+    ),
+    usage={"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
+)
+
 CHAT: dict[str, Any] = {
     "type": "object",
     "required": ["messages"],
     "properties": {
         "model": {"type": "string"},
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-                },
-            },
-        },
-        "stream": {"type": ["boolean", "null"]},
-        "stream_options": {
-            "type": ["object", "null"],
-            "properties": {"include_usage": {"type": ["boolean", "null"]}},
-        },
-        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "messages": _messages(
+            ["system", "developer", "user", "assistant", "tool"],
+            {"type": ["string", "array", "null"], "items": {"type": "object"}},
+        ),
+        "stream": _FLAG,
+        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+        "tools": _OBJECTS,
         "tool_choice": {"type": ["string", "object", "null"]},
         "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
-        "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 100},
-        "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+        "temperature": _NUMBER,
+        "top_p": _SHARE,
         "max_tokens": _COUNT,
         "max_completion_tokens": _COUNT,
-        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+        "stop": _STOPS,
         "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
-        "logprobs": {"type": ["boolean", "null"]},
+        "logprobs": _FLAG,
         "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
     },
 }
 
-_NUMBER = {"type": ["number", "null"], "minimum": 0, "maximum": 100}
-_SHARE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}
-_FLAG = {"type": ["boolean", "null"]}
 _NAMED = {"type": "string", "minLength": 1}
-_FUNCTION = {
-    "type": "object",
-    "required": ["type", "name"],
-    "properties": {"type": {"const": "function"}, "name": _NAMED, "parameters": {"type": "object"}},
-}
+_FUNCTION = _object(["type", "name"], type={"const": "function"}, name=_NAMED, parameters={"type": "object"})
 _USAGE = {"type": "object", "required": ["input_tokens", "output_tokens"]}
 
 COMPLETION: dict[str, Any] = {
@@ -88,29 +86,18 @@ COMPLETION: dict[str, Any] = {
         "temperature": _NUMBER,
         "top_p": _SHARE,
         "max_tokens": _COUNT,
-        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+        "stop": _STOPS,
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 5},
     },
 }
-COMPLETION_ANSWER: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-    "properties": {
-        "object": {"const": "text_completion"},
-        "choices": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["index", "text", "finish_reason", "logprobs"],
-                "properties": {
-                    "text": {"type": "string"},
-                    "finish_reason": {"enum": ["stop", "length", "content_filter"]},
-                },
-            },
-        },
-    },
-}
+COMPLETION_ANSWER: dict[str, Any] = _completion(
+    "text_completion",
+    _object(
+        ["index", "text", "finish_reason", "logprobs"],
+        text={"type": "string"},
+        finish_reason={"enum": ["stop", "length", "content_filter"]},
+    ),
+)
 RESPONSE: dict[str, Any] = {
     "type": "object",
     "required": ["input"],
@@ -132,7 +119,7 @@ RESPONSE: dict[str, Any] = {
         "instructions": {"type": ["string", "null"]},
         "stream": _FLAG,
         "store": _FLAG,
-        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "include": _TEXTS,
         "max_output_tokens": _COUNT,
         "temperature": _NUMBER,
         "top_p": _SHARE,
@@ -159,31 +146,19 @@ MESSAGES: dict[str, Any] = {
     "required": ["messages"],
     "properties": {
         "model": {"type": "string"},
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"enum": ["user", "assistant", "system"]},
-                    "content": {
-                        "type": ["string", "array"],
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        },
-                    },
-                },
+        "messages": _messages(
+            ["user", "assistant", "system"],
+            {
+                "type": ["string", "array"],
+                "items": _object(["type", "text"], type={"const": "text"}, text={"type": "string"}),
             },
-        },
+        ),
         "system": {"type": ["string", "null"], "description": "Or a list of blocks."},
         "stream": _FLAG,
         "max_tokens": _COUNT,
         "temperature": _NUMBER,
         "top_p": _SHARE,
-        "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+        "stop_sequences": _TEXTS,
         "thinking": {"type": ["object", "null"], "properties": {"type": {"type": "string"}}},
         "tools": {
             "type": ["array", "null"],

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-import msgspec
-
 from rookery.core import RookeryError
+from rookery.gateway.answers import wrong_in
 from rookery.gateway.app import PASSED_ON
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.http import Answer, Request
@@ -112,17 +111,21 @@ class Siblings:
         answers = await asyncio.gather(*(self._ask(shard, request, within) for shard in self._clients))
         return [answer for answer in answers if answer is not None]
 
+    async def _exchange(self, shard: int, request: Request, seconds: float) -> tuple[int, bytes]:
+        """The status and the whole answer."""
+        async with asyncio.timeout(seconds):
+            response = await self._send(shard, request)
+            try:
+                return response.status, await response.read(MAX_PAGE)
+            finally:
+                response.close()
+
     async def _ask(self, shard: int, request: Request, within: float) -> bytes | None:
         try:
-            async with asyncio.timeout(within):
-                response = await self._send(shard, request)
-                try:
-                    body = await response.read(MAX_PAGE)
-                finally:
-                    response.close()
+            status, body = await self._exchange(shard, request, within)
         except (TimeoutError, HttpFailure):
             return None
-        return body if response.status == 200 else None
+        return body if status == 200 else None
 
     async def told(self, request: Request, seconds: float) -> None:
         """Has every other shard do the same; raises where one that lives does not.
@@ -136,18 +139,13 @@ class Siblings:
 
     async def _tell(self, shard: int, request: Request, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):
-                response = await self._send(shard, request)
-                try:
-                    body = await response.read(MAX_PAGE)
-                finally:
-                    response.close()
+            status, body = await self._exchange(shard, request, seconds)
         except HttpFailure:
             return  # it ended: the next reads what was written down
         except TimeoutError:
             raise RookeryError(f"shard {shard} did not do it within {seconds:g} seconds") from None
-        if response.status != 200:
-            raise RookeryError(f"shard {shard}: {msgspec.json.decode(body)['error']['message']}")
+        if status != 200:
+            raise RookeryError(f"shard {shard}: {wrong_in(body)}")
 
     async def close(self) -> None:
         for client in self._clients.values():

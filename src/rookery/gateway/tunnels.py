@@ -5,6 +5,7 @@
 
 Promises:
 - one tunnel for each place and gateway, however many use it; the last to leave closes it;
+- nobody waits for the tunnel to another place;
 - a tunnel that dies is made again, at the same address, for as long as somebody uses it;
 - it ends with this process, however that ends;
 - what cannot be is an error in words when the tunnel is made; nothing of a key is in a message.
@@ -164,10 +165,12 @@ class SshTunnel:
     async def close(self) -> None:
         """Closing twice is fine."""
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.wait({keeping})
-        await self._end()
+        try:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.wait({keeping})
+        finally:
+            await self._end()
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -189,27 +192,36 @@ def tunnel_of(place: str, port: int) -> Tunnel:
     raise UsageError(f"{place!r:.100} is neither a URL nor ssh:USER@HOST")
 
 
+class _Way:
+    """One place's tunnel, who uses it or waits for it, and whose turn it is to open or close it."""
+
+    def __init__(self) -> None:
+        self.tunnel: Tunnel | None = None
+        self.users = 0
+        self.turn = asyncio.Lock()
+
+
 class Tunnels:
     """Those of one process, shared by all who need them."""
 
     def __init__(self, make: Callable[[str, int], Tunnel] = tunnel_of) -> None:
         self._make = make
-        self._open: dict[tuple[str, int], tuple[Tunnel, int]] = {}
-        self._turn = asyncio.Lock()
+        self._ways: dict[tuple[str, int], _Way] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def to(self, place: str, port: int) -> AsyncIterator[str]:
         """The address by which a far place reaches a port here, while somebody is in this block."""
         key = (place, port)
-        async with self._turn:
-            tunnel, users = self._open.get(key, (None, 0))
-            if tunnel is None:
-                tunnel = self._make(place, port)
-                await tunnel.open()
-            self._open[key] = tunnel, users + 1
+        way = self._ways.setdefault(key, _Way())
+        way.users += 1
         try:
-            yield tunnel.url
+            async with way.turn:
+                if way.tunnel is None:
+                    tunnel = self._make(place, port)
+                    await tunnel.open()
+                    way.tunnel = tunnel
+            yield way.tunnel.url
         finally:
             # Also where its user is cancelled once more: a tunnel without users is closed.
             leaving = asyncio.get_running_loop().create_task(self._leave(key), context=apart())
@@ -218,10 +230,15 @@ class Tunnels:
             await asyncio.shield(leaving)
 
     async def _leave(self, key: tuple[str, int]) -> None:
-        async with self._turn:
-            tunnel, users = self._open[key]
-            if users > 1:
-                self._open[key] = tunnel, users - 1
+        way = self._ways[key]
+        way.users -= 1
+        async with way.turn:
+            if way.users:
                 return
-            del self._open[key]
-            await tunnel.close()
+            tunnel, way.tunnel = way.tunnel, None
+            try:
+                if tunnel is not None:
+                    await tunnel.close()
+            finally:
+                if not way.users and self._ways.get(key) is way:
+                    del self._ways[key]

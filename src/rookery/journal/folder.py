@@ -16,10 +16,9 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rookery.core import JournalError, UsageError
+from rookery.core.closing import Closing
 from rookery.journal.schema import FILE, LOCK, TOKENS
 
 LATEST = "latest"
@@ -106,7 +105,7 @@ def _some(names: list[str]) -> str:
     return f"{shown}, …" if len(names) > _NEAR else shown
 
 
-class RunLock:
+class RunLock(Closing):
     """The right to write a run; held until closed or until the process is gone."""
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -117,14 +116,6 @@ class RunLock:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_lock(folder: Path, *, patience: float = 0.5) -> RunLock:

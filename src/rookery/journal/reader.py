@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, rollout_place
+from rookery.core.closing import Closing
 from rookery.journal.batch import Totals
 from rookery.journal.folder import is_locked, run_names
 from rookery.journal.schema import (
@@ -81,7 +81,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class RunReader:
+class RunReader(Closing):
     """One run, read-only. For one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -296,14 +296,6 @@ class RunReader:
     def close(self) -> None:
         self._db.close()
         self.tokens.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _News:

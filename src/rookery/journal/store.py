@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 import rookery
 from rookery.core import Attempt, Failed, JournalError, Rollout, Task, label
+from rookery.core.closing import Closing
 from rookery.journal.batch import (
     ADD_ATTEMPT,
     ADD_GROUP,
@@ -64,7 +64,7 @@ _json = msgspec.json.Encoder()
 _NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
-class Journal:
+class Journal(Closing):
     """The one writer of a run. Puts may come from any thread; `committed` and `room` are awaited on a loop."""
 
     def __init__(
@@ -386,14 +386,6 @@ class Journal:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error:
             return  # everything is in the -wal file, which every reader reads
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:

@@ -18,13 +18,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from zlib import crc32
 
 import msgspec
 
 from rookery.core import Extent, JournalError, Turn
+from rookery.core.closing import Closing
 
 MAGIC = b"RKfr"
 VERSION = 1
@@ -55,7 +54,7 @@ def decode_turn(payload: bytes) -> Turn:
         raise JournalError(f"a token frame does not hold a turn: {error}") from error
 
 
-class TokenWriter:
+class TokenWriter(Closing):
     """One process's token files in a run: `<writer>-<n>.rtk`, begun anew above `max_bytes`. For one thread."""
 
     def __init__(self, folder: Path, writer_id: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -187,16 +186,8 @@ class TokenWriter:
             self._closed = True
             self._close_file()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class TokenReader:
+class TokenReader(Closing):
     """Reads frames of a run's `tokens` folder; keeps a few files open. For one thread at a time."""
 
     def __init__(self, folder: Path, *, open_files: int = 16) -> None:
@@ -316,11 +307,3 @@ class TokenReader:
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

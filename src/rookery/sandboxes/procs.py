@@ -63,12 +63,10 @@ def children_of(pid: int) -> list[int]:
         every = (int(name) for name in os.listdir("/proc") if name.isdigit())
         return [other for other in every if (stat_of(other) or ("", 0))[1] == pid]
     found: list[int] = []
-    try:
+    with suppress(OSError):  # it ended while we looked
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        pass  # it, or one of its threads, ended while we looked
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found += map(int, file.read().split())  # a thread that ended hides nothing of the others
     return found
 
 

@@ -11,14 +11,14 @@ Promises:
 """
 
 import json
-import math
 from hashlib import blake2b
-from typing import Any, Final, NoReturn, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
 
 from rookery.core import Message, RookeryError, ToolCall
 from rookery.core.messages import Role
+from rookery.core.strict import strict_json
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -211,25 +211,7 @@ def _bounded(text: str) -> bytes:
     return data if len(data) <= _LONG else blake2b(data, digest_size=32).digest()
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is doubled")
-    return found
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-_load = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_float, parse_constant=_constant).decode
+_load = strict_json()
 
 
 def _odd(value: object) -> str:

@@ -41,6 +41,7 @@ from rookery.upstreams.protocol import (
     News,
     UpstreamConfig,
 )
+from rookery.upstreams.queueing import waited
 from rookery.upstreams.replica import Answer, Failure, Replica, Unheard
 from rookery.upstreams.retry import Backoff
 from rookery.upstreams.servers import MISSING, Servers
@@ -123,7 +124,7 @@ class HttpUpstream(Servers):
             replica.load += 1
             try:
                 if not replica.places.take_now():
-                    queued += await _placed(replica, held)
+                    queued += await waited(replica.places.take(), held)
                 started = loop.time()
                 try:
                     reply = await self._send(replica, said, timeout - elapsed, queued, news)
@@ -344,20 +345,6 @@ class _Telling:
                 await self.news(delta)
             except Exception as error:
                 raise Unheard(error) from error
-
-
-async def _placed(replica: Replica, held: Held | None) -> float:
-    """Waits for a place; the seconds that it took."""
-    loop = asyncio.get_running_loop()
-    since = loop.time()
-    if held is not None:
-        held(True)
-    try:
-        await replica.places.take()
-    finally:
-        if held is not None:
-            held(False)
-    return loop.time() - since
 
 
 def _said(answer: Answer, version: int) -> int:

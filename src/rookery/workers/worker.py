@@ -16,12 +16,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
 from rookery.core import SandboxError, UsageError, WorkerRecoveryError
+from rookery.core.closing import AsyncClosing
 from rookery.core.errors import describe
 from rookery.sandboxes import OnOutput, Sandbox
 from rookery.sandboxes.protocol import Counting
@@ -47,7 +47,7 @@ class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is none."""
 
 
-class Worker:
+class Worker(AsyncClosing):
     """Runs one cell at a time. Use it on the loop it was made on."""
 
     def __init__(
@@ -118,14 +118,6 @@ class Worker:
             code = "sandbox.refused" if isinstance(error.__cause__, _Refused) else "sandbox.create"
             raise SandboxError(f"a worker could not be started: {error}", cause=code) from error
         return worker
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     # ---- running cells
 

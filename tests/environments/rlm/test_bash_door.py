@@ -4,9 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.environments.rlm import bash
 from rookery.environments.rlm.bash import MOST_ARGS, MOST_BODY, BashRepl, _prompts
 from rookery.environments.rlm.options import Options
 
@@ -40,13 +42,13 @@ class _Writer:
         self.closed = True
 
 
-async def talked(data: bytes) -> tuple[bytes, list[Any]]:
-    """What comes back for these bytes, sent by who then hangs up; and what was asked for."""
+async def talked(data: bytes, patience: float = 60.0) -> tuple[bytes, list[Any]]:
+    """What comes back for these bytes, sent by who hangs up at the end of its patience; and what was asked for."""
     verbs, writer = _Verbs(), _Writer()
     repl = BashRepl(None, verbs, Options())  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
     reader.feed_data(data.replace(b"SECRET", repl._secret.encode()))
-    hung_up = asyncio.get_running_loop().call_later(0.05, reader.feed_eof)
+    hung_up = asyncio.get_running_loop().call_later(patience, reader.feed_eof)
     talk = asyncio.create_task(repl._accepted(reader, writer))  # type: ignore[arg-type]
     await talk
     hung_up.cancel()
@@ -60,10 +62,54 @@ async def test_a_well_formed_call_is_served() -> None:
     assert (data, asked) == (b"ok\nsaid\n", [("a\n\nxy", "ürk\n", None)])
 
 
+async def test_who_hangs_up_is_let_go_of_also_where_its_call_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bash, "END_SECONDS", 0.01)
+    go = asyncio.Event()
+
+    async def stays(*_: object) -> str:
+        while not go.is_set():
+            try:
+                await go.wait()
+            except asyncio.CancelledError:
+                continue
+        return "late"
+
+    monkeypatch.setattr(BashRepl, "_done", stays)
+    assert await talked(b"SECRET llm 0 0\n", patience=0.05) == (b"", [])
+    go.set()
+
+
 async def test_too_much_is_refused_in_words() -> None:
     assert (await talked(f"SECRET llm {MOST_ARGS + 1} 0\n".encode()))[0].startswith(b"no\nllm: more than 64 words")
     assert (await talked(f"SECRET llm 0 {MOST_BODY + 1}\n".encode()))[0].startswith(b"no\nllm: more than")
-    assert await talked(f"SECRET llm 1 0\n{MOST_BODY + 1}\n".encode()) == (b"", [])
+    data, asked = await talked(f"SECRET llm 1 0\n{MOST_BODY + 1}\n".encode())
+    assert (data, asked) == (f"no\nllm: more than {MOST_BODY} bytes\n".encode(), [])
+
+
+async def test_what_all_calls_hold_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bash, "MOST_HELD", 100)
+    go, verbs = asyncio.Event(), _Verbs()
+
+    async def llm(*_: Any) -> str:
+        await go.wait()
+        return "said"
+
+    verbs.llm = llm  # type: ignore[method-assign]
+    repl = BashRepl(None, verbs, Options())  # type: ignore[arg-type]
+
+    async def call() -> bytes:
+        reader, writer = asyncio.StreamReader(), _Writer()
+        reader.feed_data(f"{repl._secret} llm 0 60\n".encode() + b"x" * 60)
+        await repl._accepted(reader, writer)  # type: ignore[arg-type]
+        return writer.data
+
+    first = asyncio.create_task(call())
+    while not repl._commands:
+        await asyncio.sleep(0)
+    assert await call() == b"no\nllm: the calls under way hold 100 bytes together; wait for some of them\n"
+    go.set()
+    assert await first == b"ok\nsaid\n"
+    assert (await call(), repl._held) == (b"ok\nsaid\n", 0)
 
 
 @given(
@@ -79,7 +125,7 @@ def test_whatever_comes_in_the_door_stays_whole(parts: list[bytes]) -> None:
     data = b"".join(parts)
 
     async def run() -> None:
-        back, asked = await talked(data + b"\n")
+        back, asked = await talked(data + b"\n", patience=0.05)
         if not data.lstrip().startswith(b"SECRET"):
             assert (back, asked) == (b"", [])
 

@@ -189,10 +189,10 @@ async def test_a_sub_call_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
         ["<code>print(llm_batch(['a', 'hang', 'b']))", "done"],
         lambda messages: Answer("ok", hold=never if messages[-1]["content"] == "hang" else None),
     )
-    rollout = await one(models, tmp_path, TASK, sub_timeout=2.5, cell_seconds=2.0)
+    rollout = await one(models, tmp_path, TASK, sub_timeout=3.5, cell_seconds=3.0)
     assert rollout.reward == 1.0
     assert "['ok', None, 'ok']" in models.told[0]
-    assert "#1: the sub-call took longer than its 2.5 s" in models.told[0]
+    assert "#1: the sub-call took longer than its 3.5 s" in models.told[0]
     assert "time_limit" not in models.told[0], "time in sub-calls is not the cell's own"
     assert models.server.disconnects == 1
 
@@ -305,7 +305,7 @@ async def test_bash_has_the_same_verbs_as_commands(tmp_path: Path) -> None:
         lambda messages: f"[{messages[-1]['content']}]",
     )
     rollout = await one(
-        models, tmp_path, {**TASK, "answer": "[last]"}, repl="bash", tools=[lookup], cell_seconds=2.0
+        models, tmp_path, {**TASK, "answer": "[last]"}, repl="bash", tools=[lookup], cell_seconds=4.0
     )
     assert rollout.reward == 1.0
     assert models.told[0].split("\n")[1:5] == ["3", "[two words]", "[summarise:", ""]
@@ -342,10 +342,10 @@ async def test_a_script_that_is_stopped_leaves_its_sub_call_to_the_next_equal_on
         done = said(messages)
         if done == 1:
             gate.set()
-        return ["<code>timeout 2 llm slow", "<code>answer $(llm slow)"][done]
+        return ["<code>timeout 4 llm slow", "<code>answer $(llm slow)"][done]
 
     models = Models(root, lambda _: Answer("done", hold=gate))
-    rollout = await one(models, tmp_path, TASK, repl="bash", cell_seconds=1.5)
+    rollout = await one(models, tmp_path, TASK, repl="bash", cell_seconds=3.0)
     assert rollout.reward == 1.0
     assert models.subs == ["slow"]
     told = models.server.requests[2].body["messages"][-1]["content"]

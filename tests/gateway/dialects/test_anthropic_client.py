@@ -1,7 +1,6 @@
 """The anthropic library, unmodified: streaming and not, given only a base URL and a key."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from anthropic import Anthropic, AsyncAnthropic
 
 from rookery.core import ToolCall, UpstreamError
 from tests.gateway.dialects.kit import exact, rendered
-from tests.gateway.kit import KEY, Gateway, Registered, request, served
+from tests.gateway.kit import KEY, Gateway, Registered, request
 from tests.gateway.scripted import Play, Scripted
 from tests.gateway.test_openai_client import losing
 
@@ -22,22 +21,6 @@ TOOLS: Any = [
 ]
 CALLS = (ToolCall("call_1", "look", '{"at": [1, 2.0]}'), ToolCall("call_2", "stop", "{}"))
 THINK: Any = {"type": "adaptive"}
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted("the answer")
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
-
-
-@pytest.fixture
-async def session(gateway: Gateway) -> Registered:
-    return await gateway.register(id="0.0-1")
 
 
 def client(gateway: Gateway, session: Registered, form: str = "", **more: Any) -> AsyncAnthropic:

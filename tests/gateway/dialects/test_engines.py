@@ -30,7 +30,8 @@ async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, 
     async with standin(kind, weights=None) as engine:
         upstream = open_upstream(UpstreamConfig(kind=kind, urls=(engine.url,)))
         async with rendered(tmp_path, upstream) as (gateway, noting):
-            session = await gateway.register(id="one", model=(await upstream.check()).models[0])
+            model = (await upstream.check()).models[0]
+            session = await gateway.register(id="one", model=model, sampling={"seed": 5})
             async with anthropic_client(gateway, session) as claude, openai_client(gateway, session) as openai:
                 history: list[Any] = [{"role": "user", "content": "hello"}]
                 asked: Any = {"model": "", "max_tokens": 8, "system": "Help."}

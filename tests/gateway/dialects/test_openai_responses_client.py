@@ -1,7 +1,6 @@
 """The openai library, unmodified, speaking responses: streaming and not, given only a base URL and a key."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,6 @@ TOOLS: Any = [
 ]
 CALLS = (ToolCall("call_1", "look", '{"at": [1, 2]}'), ToolCall("call_2", "stop", "{}"))
 SEALED: Any = ["reasoning.encrypted_content"]
-
-
-@pytest.fixture
-async def upstream() -> Scripted:
-    return Scripted("the answer")
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, upstream: Scripted) -> AsyncIterator[Gateway]:
-    async with served(tmp_path, upstream) as found:
-        yield found
-
-
-@pytest.fixture
-async def session(gateway: Gateway) -> Registered:
-    return await gateway.register(id="0.0-1")
 
 
 def told(response: Any) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ async def limited(provider: LocalProvider) -> None:
 async def gone(box: Box) -> None:
     """Its processes are gone when `close` returns; its groups and lease as soon as the keeper has seen it."""
     assert box.processes() == []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while box.left():
             await asyncio.sleep(0.005)
 

@@ -30,8 +30,12 @@ from rookery.sandboxes.protocol import Command, Listening, Sandbox, Shell
 
 CONNECTIONS: Final = 256
 MOST_BODY: Final = 16 << 20
+MOST_HELD: Final = 64 << 20
+"""Bytes of all calls under way together."""
 MOST_ARGS: Final = 64
 HEAD_SECONDS: Final = 30.0
+END_SECONDS: Final = 20.0
+"""For what is cancelled to end."""
 # Bash alone, since an image may have nothing else: arguments and input go out with their lengths, a word and a
 # text come back. LC_ALL=C makes lengths bytes.
 SCRIPT: Final = """\
@@ -76,6 +80,7 @@ class BashRepl:
         self._fault: BaseException | None = None
         """What ends the attempt, found while a command was served."""
         self._faulted = asyncio.Event()
+        self._held = 0
         self._commands = 0
         self._since = 0.0
         self._outside = 0.0
@@ -137,7 +142,7 @@ class BashRepl:
             fault.cancel()
             if not work.done():
                 work.cancel()
-                await asyncio.wait({work}, timeout=20.0)
+                await asyncio.wait({work}, timeout=END_SECONDS)
         if self._fault is not None:
             raise self._fault
         result = work.result()
@@ -158,7 +163,7 @@ class BashRepl:
         for talk in talks:
             talk.cancel()
         if talks:
-            await asyncio.wait(talks, timeout=20.0)
+            await asyncio.wait(talks, timeout=END_SECONDS)
         if self._server is not None:
             with contextlib.suppress(SandboxError, OSError):
                 assert isinstance(self._sandbox, Listening)
@@ -200,6 +205,10 @@ class BashRepl:
             writer.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with _Room(self) as room:
+            await self._heard(reader, writer, room)
+
+    async def _heard(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, room: "_Room") -> None:
         async with asyncio.timeout(HEAD_SECONDS):
             secret, *words = (await reader.readline()).split()
             if not secrets.compare_digest(secret, self._secret.encode()):
@@ -208,15 +217,15 @@ class BashRepl:
             if int(count) > MOST_ARGS:
                 writer.write(f"no\n{name}: more than {MOST_ARGS} words; give the text as one\n".encode())
                 return
-            args, room = [], MOST_BODY
+            args: list[str] = []
             for _ in range(int(count)):
                 length = int(await reader.readline())
-                room -= length
-                if length < 0 or room < 0:
-                    raise ValueError("more than is taken")
+                if trouble := room.take(length):
+                    writer.write(f"no\n{name}: {trouble}\n".encode())
+                    return
                 args.append((await reader.readexactly(length)).decode("utf-8", "replace"))
-            if not 0 <= int(size) <= room:
-                writer.write(f"no\n{name}: more than {MOST_BODY} bytes\n".encode())
+            if trouble := room.take(int(size)):
+                writer.write(f"no\n{name}: {trouble}\n".encode())
                 return
             given = (await reader.readexactly(int(size))).decode("utf-8", "replace")
         work = asyncio.ensure_future(self._done(name, args, given))
@@ -227,8 +236,8 @@ class BashRepl:
             gone.cancel()
             if not work.done():
                 work.cancel()
-                await asyncio.wait({work}, timeout=20.0)
-        if not work.cancelled():
+                await asyncio.wait({work}, timeout=END_SECONDS)
+        if work.done() and not work.cancelled():
             writer.write(work.result().encode("utf-8", "replace"))
             await writer.drain()
 
@@ -267,6 +276,32 @@ class BashRepl:
             arguments = _json(args[0] if args else given)
             return render(await verbs.tool(name, (), arguments))
         raise CallFailed("there is no such command")
+
+
+class _Room:
+    """What one call holds of what all may hold."""
+
+    def __init__(self, repl: BashRepl) -> None:
+        self._repl = repl
+        self._taken = 0
+
+    def take(self, size: int) -> str:
+        """So many bytes more; what is wrong with that, or nothing."""
+        if size < 0:
+            raise ValueError("less than nothing")
+        if self._taken + size > MOST_BODY:
+            return f"more than {MOST_BODY} bytes"
+        if self._repl._held + size > MOST_HELD:
+            return f"the calls under way hold {MOST_HELD} bytes together; wait for some of them"
+        self._taken += size
+        self._repl._held += size
+        return ""
+
+    def __enter__(self) -> "_Room":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._repl._held -= self._taken
 
 
 def _options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:

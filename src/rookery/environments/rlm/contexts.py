@@ -7,7 +7,10 @@ Promises:
 """
 
 import asyncio
+import shutil
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -92,8 +95,7 @@ async def put(sandbox: Sandbox, source: Any, *, preview: int = 0) -> Placed:
     if isinstance(source, Path):
         return await _uploaded(sandbox, source, preview)
     if isinstance(source, Recipe):
-        with tempfile.TemporaryDirectory(prefix="rookery-context-") as folder:
-            made = await asyncio.to_thread(source.write, Path(folder))
+        async with _made(source) as made:
             return await _uploaded(sandbox, made, preview)
     if isinstance(source, bytes):
         kind: Kind = "text" if _is_text(source) else "bytes"
@@ -103,6 +105,27 @@ async def put(sandbox: Sandbox, source: Any, *, preview: int = 0) -> Placed:
         data = source.encode("utf-8", "replace") if isinstance(source, str) else msgspec.json.encode(source)
     await sandbox.write(_NAMES[kind], data, timeout=SECONDS)
     return Placed(kind, _NAMES[kind], len(data), 1, _shown(data, kind, preview))
+
+
+@asynccontextmanager
+async def _made(recipe: Recipe) -> AsyncIterator[Path]:
+    """On the host until the end of the block; left too early, until the thread that writes it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="rookery-context-"))
+    # No task: that would end with the attempt, and its thread would write on into what was removed.
+    work = asyncio.get_running_loop().run_in_executor(None, recipe.write, folder)
+
+    def remove(done: "asyncio.Future[Path]") -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not done.cancelled():
+            done.exception()  # whoever waited for it has seen it, or is gone
+
+    try:
+        yield await asyncio.shield(work)
+    finally:
+        if work.done():
+            remove(work)
+        else:
+            work.add_done_callback(remove)
 
 
 async def _uploaded(sandbox: Sandbox, path: Path, preview: int) -> Placed:

@@ -198,11 +198,29 @@ async def _edited(
         return clip(str(refused), tooling.edit.output)
 
 
+_SHORT: Final = ("replace", "undo", Literal["view", "create", "replace", "insert", "undo"])
+_LONG: Final = ("str_replace", "undo_edit", Literal["view", "create", "str_replace", "insert", "undo_edit"])
+_ABOUT: Final = """\
+Views and edits files: `view` shows a file with line numbers, or lists a folder; `create` writes a whole file; \
+`{replace}` replaces old_str, which must occur exactly once, by new_str; `insert` puts new_str after the line \
+insert_line; `{undo}` takes the last edit of a file back.
+
+Args:
+    command: What to do.
+    path: The file or folder, absolute or from the working folder.
+    file_text: For create: the whole content.
+    old_str: For {replace}: the text to be replaced, exactly as it stands in the file.
+    new_str: For {replace} and insert: the new text.
+    insert_line: For insert: the line to insert after; 0 is the start of the file.
+    view_range: For view of a file: [first, last]; -1 as the last is its end.
+"""
+
+
 def edit_tool(tooling: Tooling) -> Tool:
     """The tool as configured."""
 
     async def edit(
-        command: Literal["view", "create", "replace", "insert", "undo"],
+        command: str,
         path: str,
         ctx: Context,
         limit: CallLimit,
@@ -212,51 +230,12 @@ def edit_tool(tooling: Tooling) -> Tool:
         insert_line: int | None = None,
         view_range: list[int] | None = None,
     ) -> str:
-        """Views and edits files: `view` shows a file with line numbers, or lists a folder; `create` writes a whole
-        file; `replace` replaces old_str, which must occur exactly once, by new_str; `insert` puts new_str after
-        the line insert_line; `undo` takes the last edit of a file back.
-
-        Args:
-            command: What to do.
-            path: The file or folder, absolute or from the working folder.
-            file_text: For create: the whole content.
-            old_str: For replace: the text to be replaced, exactly as it stands in the file.
-            new_str: For replace and insert: the new text.
-            insert_line: For insert: the line to insert after; 0 is the start of the file.
-            view_range: For view of a file: [first, last]; -1 as the last is its end.
-        """
         return await _edited(
             ctx, limit, tooling, command, path, file_text, old_str, new_str, insert_line, view_range
         )
 
-    async def str_replace_editor(
-        command: Literal["view", "create", "str_replace", "insert", "undo_edit"],
-        path: str,
-        ctx: Context,
-        limit: CallLimit,
-        file_text: str | None = None,
-        old_str: str | None = None,
-        new_str: str | None = None,
-        insert_line: int | None = None,
-        view_range: list[int] | None = None,
-    ) -> str:
-        """Views and edits files: `view` shows a file with line numbers, or lists a folder; `create` writes a whole
-        file; `str_replace` replaces old_str, which must occur exactly once, by new_str; `insert` puts new_str
-        after the line insert_line; `undo_edit` takes the last edit of a file back.
-
-        Args:
-            command: What to do.
-            path: The file or folder, absolute or from the working folder.
-            file_text: For create: the whole content.
-            old_str: For str_replace: the text to be replaced, exactly as it stands in the file.
-            new_str: For str_replace and insert: the new text.
-            insert_line: For insert: the line to insert after; 0 is the start of the file.
-            view_range: For view of a file: [first, last]; -1 as the last is its end.
-        """
-        return await _edited(
-            ctx, limit, tooling, command, path, file_text, old_str, new_str, insert_line, view_range
-        )
-
+    replace, undo, commands = _LONG if tooling.editor_words == "long" else _SHORT
+    edit.__doc__ = _ABOUT.format(replace=replace, undo=undo)
+    edit.__annotations__["command"] = commands
     own = tooling.edit
-    function = str_replace_editor if tooling.editor_words == "long" else edit
-    return Tool(function, name=own.name or "edit", description=own.description or None, timeout=own.timeout)
+    return Tool(edit, name=own.name or "edit", description=own.description or None, timeout=own.timeout)

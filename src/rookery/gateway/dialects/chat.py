@@ -7,40 +7,28 @@ Promises:
 - a stream's last events come only after its turn was recorded: whoever saw them may rely on the turn.
 """
 
-import secrets
-import time
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from rookery.core import Message, Sampling
+from rookery.core import Message
+from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.dialects.shared import (
-    MAX_CHOICES,
     MAX_TOP,
     NULL,
     Count,
-    Seed,
-    Share,
-    Temperature,
-    TopK,
     encode,
     entries,
     finish_of,
     ids,
     logprob_entries,
-    openai_error,
     openai_usage,
     read,
-    stops_of,
 )
 from rookery.gateway.session import Reply, Spell
 from rookery.upstreams.protocol import CallDelta, Delta
-
-
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = False
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -52,37 +40,17 @@ class _Choice(msgspec.Struct, frozen=True):
     function: _Named | None = None
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _Request(OpenAIRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Raw], msgspec.Meta(min_length=1)]
-    model: str = ""
-    stream: bool | None = False
-    stream_options: _StreamOptions | None = None
     tools: Raw | UnsetType = UNSET  # with None instead, msgspec would take nothing but null
     functions: Raw | UnsetType = UNSET
     tool_choice: str | _Choice | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    seed: Seed | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
-    return_token_ids: bool | None = False
     # What engines know about sampling and rendering beyond ours goes on as it stands.
-    frequency_penalty: Raw | UnsetType = UNSET
-    presence_penalty: Raw | UnsetType = UNSET
-    repetition_penalty: Raw | UnsetType = UNSET
-    min_p: Raw | UnsetType = UNSET
-    min_tokens: Raw | UnsetType = UNSET
-    logit_bias: Raw | UnsetType = UNSET
-    ignore_eos: Raw | UnsetType = UNSET
-    stop_token_ids: Raw | UnsetType = UNSET
     bad_words: Raw | UnsetType = UNSET
     response_format: Raw | UnsetType = UNSET
-    structured_outputs: Raw | UnsetType = UNSET
     guided_json: Raw | UnsetType = UNSET
     guided_regex: Raw | UnsetType = UNSET
     guided_choice: Raw | UnsetType = UNSET
@@ -92,7 +60,8 @@ class _Request(msgspec.Struct, frozen=True):
     reasoning_effort: Raw | UnsetType = UNSET
 
 
-_PASSED: Final = tuple(_Request.__struct_fields__[_Request.__struct_fields__.index("frequency_penalty") :])
+_FIELDS: Final = _Request.__struct_fields__
+_PASSED: Final = (*PASSED, *_FIELDS[_FIELDS.index("bad_words") :])
 _decode = msgspec.json.Decoder(_Request).decode
 
 
@@ -126,22 +95,10 @@ class ChatDialect:
             model=request.model,
             tools=tools,
             tool_choice=_tool_choice(request.tool_choice),
-            sampling=Sampling(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                max_tokens=min(limits) if limits else None,
-                stop=stops_of(request.stop),
-                seed=request.seed,
-                extra={
-                    name: value.copy()
-                    for name in _PASSED
-                    if (value := getattr(request, name)) is not UNSET and bytes(value) != NULL
-                },
-            ),
+            sampling=request.sampling(min(limits) if limits else None, _PASSED),
             n=request.n or 1,
             stream=bool(request.stream),
-            usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+            usage=request.usage,
             logprobs=bool(request.logprobs),
             top_logprobs=request.top_logprobs or 0,
             ids=bool(request.return_token_ids),
@@ -149,10 +106,7 @@ class ChatDialect:
 
     def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
         answer: dict[str, Any] = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": ask.model,
+            **about(ask, "chatcmpl", "chat.completion"),
             "choices": [self._choice(ask, index, reply) for index, reply in enumerate(replies)],
             "usage": openai_usage(replies, ask.n),
         }
@@ -176,23 +130,14 @@ class ChatDialect:
         return ChatAnswering(ask, spell)
 
     def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        status, error = openai_error(problem, message, where)
-        return status, encode({"error": error})
+        return error_body(problem, message, where)
 
 
-class ChatAnswering:
+class ChatAnswering(OpenAIAnswering):
     """One streamed chat completion."""
 
     def __init__(self, ask: Ask, spell: Spell | None) -> None:
-        self._ask = ask
-        self._spell = spell
-        about = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": ask.model,
-        }
-        self._about = b"data: " + encode(about)[:-1]
+        super().__init__(ask, spell, about(ask, "chatcmpl", "chat.completion.chunk"))
         self._begun: set[int] = set()
         self._prompt = ask.ids
 
@@ -240,15 +185,6 @@ class ChatAnswering:
             choice,
             finish_of(reply.finish).encode(),
         )
-
-    def done(self, replies: list[Reply]) -> bytes:
-        usage = b""
-        if self._ask.usage:
-            usage = b'%b,"choices":[],"usage":%b}\n\n' % (self._about, encode(openai_usage(replies, self._ask.n)))
-        return usage + b"data: [DONE]\n\n"
-
-    def broken(self, problem: Problem, message: str) -> bytes:
-        return b"data: " + encode({"error": openai_error(problem, message)[1]}) + b"\n\n"
 
 
 def _tool_choice(choice: str | _Choice | None) -> str | None:

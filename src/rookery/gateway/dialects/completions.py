@@ -8,32 +8,23 @@ Promises:
 - errors are those of chat.
 """
 
-import secrets
-import time
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
-from rookery.core import Sampling, ints
+from rookery.core import ints
+from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
-    NULL,
-    Count,
-    Seed,
-    Share,
-    Temperature,
-    TopK,
     encode,
     entries,
     finish_of,
     ids,
     logprob_entries,
-    openai_error,
     openai_usage,
     read,
-    stops_of,
 )
 from rookery.gateway.session import Reply, Spell
 from rookery.upstreams.protocol import Delta
@@ -43,41 +34,16 @@ _Ids = Annotated[list[_Id], msgspec.Meta(min_length=1)]
 _MOST_TOP: Final = 5
 
 
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = False
-
-
-class _Request(msgspec.Struct, frozen=True):
+class _Request(OpenAIRequest, frozen=True, kw_only=True):
     prompt: Any
-    model: str = ""
-    stream: bool | None = False
-    stream_options: _StreamOptions | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1
     best_of: int | None = None
     echo: bool | None = False
     suffix: str | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    max_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    seed: Seed | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOP)] | None = None
-    return_token_ids: bool | None = False
-    # What engines know about sampling beyond ours goes on as it stands.
-    frequency_penalty: Raw | UnsetType = UNSET
-    presence_penalty: Raw | UnsetType = UNSET
-    repetition_penalty: Raw | UnsetType = UNSET
-    min_p: Raw | UnsetType = UNSET
-    min_tokens: Raw | UnsetType = UNSET
-    logit_bias: Raw | UnsetType = UNSET
-    ignore_eos: Raw | UnsetType = UNSET
-    stop_token_ids: Raw | UnsetType = UNSET
-    structured_outputs: Raw | UnsetType = UNSET
 
 
-_PASSED: Final = tuple(_Request.__struct_fields__[_Request.__struct_fields__.index("frequency_penalty") :])
 _DEFAULT_TOKENS: Final = 16
+_NAMES: Final = ("cmpl", "text_completion")
 _decode = msgspec.json.Decoder(_Request).decode
 
 
@@ -97,25 +63,14 @@ class CompletionsDialect:
             raise BadRequestError("best_of samples answers that nobody sees: leave it out, or say n", "best_of")
         if request.suffix:
             raise BadRequestError("nothing is put between a prompt and a suffix: leave it out", "suffix")
+        limit = request.max_tokens
         return Ask(
             prompts=prompts,
             model=request.model,
-            sampling=Sampling(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                max_tokens=_DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens,
-                stop=stops_of(request.stop),
-                seed=request.seed,
-                extra={
-                    name: value.copy()
-                    for name in _PASSED
-                    if (value := getattr(request, name)) is not UNSET and bytes(value) != NULL
-                },
-            ),
+            sampling=request.sampling(_DEFAULT_TOKENS if limit is None else limit, PASSED),
             n=n,
             stream=bool(request.stream),
-            usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+            usage=request.usage,
             logprobs=request.logprobs is not None,
             top_logprobs=request.logprobs or 0,
             ids=bool(request.return_token_ids),
@@ -124,7 +79,7 @@ class CompletionsDialect:
 
     def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
         answer = {
-            **_about(ask),
+            **about(ask, *_NAMES),
             "choices": [self._choice(ask, index, reply) for index, reply in enumerate(replies)],
             "usage": openai_usage(replies, ask.n),
         }
@@ -153,17 +108,14 @@ class CompletionsDialect:
         return CompletionsAnswering(ask, spell)
 
     def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        status, error = openai_error(problem, message, where)
-        return status, encode({"error": error})
+        return error_body(problem, message, where)
 
 
-class CompletionsAnswering:
+class CompletionsAnswering(OpenAIAnswering):
     """Streamed completions."""
 
     def __init__(self, ask: Ask, spell: Spell | None) -> None:
-        self._ask = ask
-        self._spell = spell
-        self._about = b"data: " + encode(_about(ask))[:-1]
+        super().__init__(ask, spell, about(ask, *_NAMES))
         self._offsets: dict[int, int] = {}
         """By choice: how much text was told."""
 
@@ -194,27 +146,6 @@ class CompletionsAnswering:
         first = b"" if choice in self._offsets else self.piece(choice, Delta())
         last = {"index": choice, "text": "", "logprobs": None, "finish_reason": _finish(reply)}
         return first + self._chunk(last)
-
-    def done(self, replies: list[Reply]) -> bytes:
-        usage = b""
-        if self._ask.usage:
-            usage = b'%b,"choices":[],"usage":%b}\n\n' % (
-                self._about,
-                encode(openai_usage(replies, self._ask.n)),
-            )
-        return usage + b"data: [DONE]\n\n"
-
-    def broken(self, problem: Problem, message: str) -> bytes:
-        return b"data: " + encode({"error": openai_error(problem, message)[1]}) + b"\n\n"
-
-
-def _about(ask: Ask) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": ask.model,
-    }
 
 
 def _finish(reply: Reply) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVa
 import msgspec
 
 from rookery.core import Finish, Message, ToolCall, UpstreamError, ints
+from rookery.core.strict import strict_json
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.session import Reply, Spell, Tops
 from rookery.upstreams.protocol import CallDelta
@@ -155,20 +156,6 @@ def as_object(arguments: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is doubled")
-    return found
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("a number is too large")
-    return value
-
-
 def _whole(text: str) -> int:
     value = int(text)
     if not -(2**63) <= value < 2**64:
@@ -176,13 +163,7 @@ def _whole(text: str) -> int:
     return value
 
 
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-_load = json.JSONDecoder(
-    object_pairs_hook=_pairs, parse_float=_number, parse_int=_whole, parse_constant=_constant
-).decode
+_load = strict_json(_whole)
 
 
 class Told(NamedTuple):

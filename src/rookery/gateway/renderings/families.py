@@ -186,6 +186,15 @@ class Family:
             ) from error
         return array("i", ids).tobytes()
 
+    def answer_before(self, tail: bytes, sampled: bytes, new: Sequence[Message]) -> list[int] | None:
+        """The ids of an answer that `new` messages can follow; None where they cannot."""
+        if not tail or not new or any(message.role == "assistant" for message in new):
+            return None
+        ids: list[int] = memoryview(sampled).cast("i").tolist()
+        if not self.stops.isdisjoint(ids[:-1]):
+            return None  # it went on after its end: a format has no words for that
+        return ids
+
     def extend(
         self,
         tail: bytes,
@@ -194,11 +203,9 @@ class Family:
         tools: Sequence[ToolSchema],
         tool_choice: str | None,
     ) -> bytes | None:
-        if not tail or not new or any(message.role == "assistant" for message in new):
+        ids = self.answer_before(tail, sampled, new)
+        if ids is None:
             return None
-        ids = memoryview(sampled).cast("i").tolist()
-        if not self.stops.isdisjoint(ids[:-1]):
-            return None  # it went on after its end: a format has no words for that
         context = list(self.context(tail))
         answer = self._outlined(ids)
         try:

@@ -81,10 +81,8 @@ class Templated(Family):
         tools: Sequence[ToolSchema],
         tool_choice: str | None,
     ) -> bytes | None:
-        if not tail or not new or any(message.role == "assistant" for message in new):
-            return None
-        ids = memoryview(sampled).cast("i").tolist()
-        if any(token in self.stops for token in ids[:-1]):
+        ids = self.answer_before(tail, sampled, new)
+        if ids is None:
             return None
         context = self.context(tail)
         ended = bool(ids) and ids[-1] in self.stops

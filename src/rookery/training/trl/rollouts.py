@@ -18,10 +18,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cache
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from rookery.core import Rollout, RookeryError, Sampling, Task, UsageError, derive_seed
+from rookery.core.closing import Closing
 from rookery.engine import SyncEngine
 from rookery.environments import Environment, load_environment
 from rookery.training.trl.prompts import dataset, task_of, tasks_of
@@ -105,7 +105,7 @@ def _close_all() -> None:
         held.close()
 
 
-class RolloutFunc:
+class RolloutFunc(Closing):
     """Use it as a context manager, so that its engine ends with the block; it opens at the first call."""
 
     def __init__(
@@ -145,14 +145,6 @@ class RolloutFunc:
         return dataset(self.tasks)
 
     # ---- life
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the engine and everything under way. Closing twice is fine; a later call opens another one."""

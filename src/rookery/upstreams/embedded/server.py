@@ -44,6 +44,7 @@ from rookery.upstreams.embedded.serving import (
     unversioned,
     write,
 )
+from rookery.upstreams.embedded.together import together
 from rookery.upstreams.embedded.upstream import Asked, EmbeddedUpstream
 
 __all__ = ["EmbeddedServer", "listening"]
@@ -158,16 +159,8 @@ class EmbeddedServer:
                     self._busy.discard(asked.job)
                     self._drawn += len(asked.job.tokens)
 
-        tasks = [asyncio.create_task(draw(asked)) for asked in sheet.asked]
-        if moved is not None:
-            for task in tasks:
-                task.add_done_callback(moved)
-        try:
+        async with together((draw(asked) for asked in sheet.asked), moved) as tasks:
             yield tasks
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, request: web.Request, sheet: Sheet) -> web.StreamResponse:
         """What is there is written when the reader has taken what was written before: the jobs are the buffer."""

@@ -40,6 +40,7 @@ from rookery.upstreams.protocol import (
     UpstreamConfig,
     UpstreamInfo,
 )
+from rookery.upstreams.queueing import waited
 from rookery.upstreams.wire import understood
 
 KIND: Final = "embedded"
@@ -167,16 +168,7 @@ class EmbeddedUpstream:
         """One of the places, given in the order they were asked for; the seconds that it took to get."""
         queued = 0.0
         if self._places.locked():
-            loop = asyncio.get_running_loop()
-            since = loop.time()
-            if held is not None:
-                held(True)
-            try:
-                await self._places.acquire()
-            finally:
-                if held is not None:
-                    held(False)
-            queued = loop.time() - since
+            queued = await waited(self._places.acquire(), held)
         else:
             await self._places.acquire()
         try:

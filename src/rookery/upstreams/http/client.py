@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ssl import SSLContext
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from rookery.core import UsageError
+from rookery.core.closing import AsyncClosing
 from rookery.upstreams.http.connection import Connection
 from rookery.upstreams.http.dial import Dialer, default_context
 from rookery.upstreams.http.failures import Dropped, NotConnected
@@ -28,7 +28,7 @@ _READ: Final = 128 << 10
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 
 
-class Client:
+class Client(AsyncClosing):
     """Talks to one server, over TCP (`host`, `port`) or a Unix socket (`path`). Belongs to one event loop.
 
     There is no limit on connections in use: who calls has places. `buffer` bounds what is read of an answer ahead
@@ -125,14 +125,6 @@ class Client:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._gone.wait()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     # ---- for its connections
 

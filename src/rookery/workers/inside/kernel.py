@@ -170,11 +170,15 @@ def children_of(pid: int) -> list[int]:
                 found.append(other)
         return found
     try:
-        for task in os.listdir(f"/proc/{pid}/task"):
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found  # it ended while we looked
+    for task in tasks:
+        try:
             with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
                 found += map(int, file.read().split())
-    except OSError:
-        pass  # it, or one of its threads, ended while we looked
+        except OSError:
+            continue  # a thread that ended hides nothing of the others
     return found
 
 

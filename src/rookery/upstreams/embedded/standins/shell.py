@@ -27,6 +27,7 @@ from rookery.upstreams.embedded.batch import Job
 from rookery.upstreams.embedded.serving import MAX_BODY, json_answer, read_body, unversioned, write
 from rookery.upstreams.embedded.standins.engine import Engine
 from rookery.upstreams.embedded.standins.faults import GARBAGE, Fault, FaultyTransport, Plan, reset, strike
+from rookery.upstreams.embedded.together import together
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream
 
 log = logging.getLogger("rookery.upstreams")
@@ -206,18 +207,9 @@ class Standin:
         self, names: list[str], jobs: list[Job], moved: Callable[[object], None] | None = None
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
         """A task for each job; none outlives the block. `moved` is called when anything can be told."""
-        tasks: list[asyncio.Task[None]] = []
         with self.engine.named(names, jobs):
-            tasks += [asyncio.create_task(self.engine.run(job, moved)) for job in jobs]
-            if moved is not None:
-                for task in tasks:
-                    task.add_done_callback(moved)
-            try:
+            async with together((self.engine.run(job, moved) for job in jobs), moved) as tasks:
                 yield tasks
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drawn(self, names: list[str], jobs: list[Job]) -> None:
         """All of them, to their ends. Each has the name that it can be aborted by."""

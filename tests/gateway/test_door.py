@@ -1,0 +1,163 @@
+"""A gateway's admin side and an attempt's door, with gateways that do not do as they should."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+
+from rookery.core import Limits, RookeryError, Sampling
+from rookery.engine.doors import RunGateway
+from rookery.gateway import client as gateway_client
+from rookery.gateway import door as doors
+from rookery.gateway.answers import wrong_in
+from rookery.gateway.client import GatewayAddress, GatewayClient, UnansweredError
+from rookery.gateway.door import open_door, registration
+from rookery.gateway.registration import Registration
+from tests.gateway.shard_kit import eventually
+from tests.servers import closed_port, raw_server
+
+BUSY = b'{"error":{"message":"no shard is up yet"}}'
+Answers: TypeAlias = Callable[[str], tuple[int, bytes] | None]
+
+
+@asynccontextmanager
+async def client_of(answers: Answers) -> AsyncIterator[tuple[GatewayClient, list[str]]]:
+    """A client of one that answers as it is told, or not at all; and all that it was asked."""
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+            lines = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+            await reader.readexactly(int(lines.get("content-length", 0)))
+            asked.append(head.rpartition(" HTTP/1.1")[0].splitlines()[0].removesuffix(" HTTP/1.1"))
+            said = answers(asked[-1])
+            if said is None:
+                await asyncio.Event().wait()
+                return
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (said[0], len(said[1]), said[1]))
+
+    async with raw_server(serve) as url:
+        client = GatewayClient(address(int(url.rpartition(":")[2])))
+        try:
+            yield client, asked
+        finally:
+            await client.close()
+
+
+def address(port: int) -> GatewayAddress:
+    return GatewayAddress(host="127.0.0.1", port=port, key="k", sockets="")
+
+
+async def test_one_that_does_not_answer_in_time_is_said_to_be_so_with_what_it_said_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_client, "AGAIN_SECONDS", 0.001)
+    async with client_of(lambda _: (503, BUSY)) as (client, asked):
+        with pytest.raises(UnansweredError, match=r"/rollouts/a within 1 s; it last said 503: no shard is up yet"):
+            await client.status("a", timeout=1)
+        assert len(asked) > 1, "what can be asked twice is asked again"
+    async with client_of(lambda _: None) as (client, _):
+        with pytest.raises(UnansweredError, match=r"does not answer POST /pause within 0\.2 s"):
+            await client.ask("POST", "/pause", {}, timeout=0.2)
+    with closed_port() as port:
+        client = GatewayClient(address(port))
+        with pytest.raises(UnansweredError, match=r"/rollouts/a within 1 s; it last failed with: .*refused"):
+            await client.delete("a", timeout=1)
+        await client.close()
+
+
+async def test_what_cannot_be_read_is_an_error_in_words() -> None:
+    async with client_of(lambda _: (200, b"<html>")) as (client, _):
+        for asking in (client.status("a"), client.record("a"), client.ask("GET", "/state")):
+            with pytest.raises(RookeryError, match=r"the gateway's .* cannot be read"):
+                await asking
+
+
+def test_what_is_wrong_is_said_whoever_said_it() -> None:
+    assert wrong_in(BUSY) == "no shard is up yet"
+    for body in (b"<html>", b"[]", b'{"error":"text"}', b"\xff", b"", b'{"error":null}'):
+        assert wrong_in(body) == body.decode("utf-8", "replace")
+
+
+def wish(left: float = 60.0) -> dict[str, Any]:
+    return registration("0.0.1", Limits(), Sampling(), 1, left)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "unanswered"])
+async def test_a_session_that_may_be_there_is_deleted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register = GatewayClient.register
+    monkeypatch.setattr(GatewayClient, "register", lambda self, wish: register(self, wish, timeout=1))
+    if how == "cancelled":
+        monkeypatch.undo()
+    session: Any = None
+    async with client_of(lambda asked: (200, b"{}") if asked.startswith("DELETE") else None) as (client, asked):
+
+        async def opened() -> None:
+            async with open_door(client, session, wish()):
+                pytest.fail("there is no door")
+
+        opening = asyncio.create_task(opened())
+        await eventually(lambda: len(asked) > 0)
+        if how == "cancelled":
+            opening.cancel()
+        with pytest.raises((asyncio.CancelledError, UnansweredError)):
+            await opening
+        assert asked == ["POST /rollouts", "DELETE /rollouts/0.0.1"]
+
+
+async def test_another_ones_session_is_left_alone() -> None:
+    session: Any = None
+    async with client_of(lambda _: (409, b'{"error":{"message":"there is one already"}}')) as (client, asked):
+        with pytest.raises(RookeryError, match="there is one already"):
+            async with open_door(client, session, wish()):
+                pytest.fail("there is no door")
+        assert asked == ["POST /rollouts"]
+
+
+async def test_a_session_that_cannot_be_deleted_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(doors, "CLOSE_SECONDS", 0.2)
+    session: Any = None
+    made = b'{"id":"0.0.1","base_url":"http://x","secret":"s"}'
+    async with (
+        client_of(lambda asked: (201, made) if asked.startswith("POST") else None) as (client, _),
+        open_door(client, session, wish()),
+    ):
+        pass
+    assert "the session 0.0.1 could not be deleted at the gateway" in caplog.text
+
+
+@pytest.mark.parametrize("left", [-1.0, 0.0, 5.0, float("inf")])
+def test_an_attempt_without_time_left_has_none_at_the_door(left: float) -> None:
+    told = wish(left)["budgets"].get("deadline")
+    assert told == (None if left == float("inf") else pytest.approx(max(left, 0.0), abs=0.01))
+    msgspec.convert(wish(left), Registration)
+
+
+async def test_a_runs_gateway_is_closed_also_where_its_tunnel_cannot_be(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Broken:
+        url = ""
+
+        async def close(self) -> None:
+            raise asyncio.CancelledError
+
+    class Served:
+        async def close(self) -> None:
+            closed.append("gateway")
+
+    settings: Any = SimpleNamespace(folder=str(tmp_path))
+    run: Any = RunGateway(settings)
+    run._tunnel, run._gateway = Broken(), Served()
+    (tmp_path / "gateway").mkdir()
+    with pytest.raises(asyncio.CancelledError):
+        await run.close()
+    assert closed == ["gateway"]
+    assert not (tmp_path / "gateway").exists()

@@ -1,0 +1,265 @@
+"""The worker of TRL's asynchronous trainer: samples of real rollouts, on a CPU."""
+
+import math
+import queue
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rookery import Group, Limits, Rollout, Sampling, Segment, SyncEngine, Task
+from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
+from rookery.training.advantages import advantages
+from rookery.training.trl import (
+    RolloutWorker,
+    embedded_tokenizer,
+)
+from rookery.training.trl.samples import samples_of
+from rookery.upstreams.embedded import Weights, chat
+from tests.training.trl_envs import Bytes, Forks, Stubborn
+from tests.training.trl_kit import (
+    CPU,
+    ONCE,
+    CpuAttention,
+    Workers,
+    one_thread,
+    policy,
+    tiny,
+    workers,
+)
+
+__all__ = ["one_thread", "policy", "workers"]
+
+
+def working(env: Any, policy: Path, **options: Any) -> RolloutWorker:
+    settings = {
+        "runners": 0,
+        "retry": ONCE,
+        "sandbox": "subprocess",
+        "out": policy.parent / "runs",
+        "k": 4,
+        **options,
+    }
+    settings.setdefault("sampling", Sampling(temperature=1.0, max_tokens=10))
+    return RolloutWorker(env, policy=f"embedded:{policy}", **settings)
+
+
+def test_the_async_trainer_trains_on_samples_of_the_worker(
+    tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
+    """What keeps TRL from a CPU is its attention kernel, and a look at the GPU's name; the rest is real."""
+    import torch
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: CpuAttention)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    folder = tmp_path / "policy"
+    before = tiny(folder)
+    tasks = [{"id": f"t{n}", "prompt": f"say {n}", "fail": [n % 4]} for n in range(8)]
+    worker = working(Bytes(), folder, tasks=tasks, queue_size=6, concurrency=8)
+    made = AsyncGRPOTrainer(
+        model=str(folder),
+        processing_class=embedded_tokenizer(),
+        train_dataset=worker.dataset(),
+        rollout_worker=worker,
+        weight_transfer=worker.weight_transfer,
+        args=AsyncGRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            **CPU,
+            max_steps=4,
+            per_device_train_batch_size=6,
+            num_generations=4,
+            learning_rate=0.01,
+            token_budget=-1,
+            max_staleness=4,
+        ),
+    )
+    made.train()
+    assert workers() == []
+    history = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(history) == 4
+    # Nothing was updated before the first step: the sampler's probabilities are the trainer's, token by token.
+    assert history[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert all(math.isfinite(entry["loss"]) and 0 < entry["grad_norm"] < 100 for entry in history)
+    assert all(entry["rookery/missing"] == 0.25 for entry in history if "rookery/missing" in entry)
+    assert max(entry["sample/staleness_max"] for entry in history) >= 1.0
+    assert (made.model_version, worker.version) == (5, 5)
+    served = Weights.load(folder)
+    assert served.version == 5
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, torch.from_numpy(served.tensors[name])), name
+    assert not np.array_equal(served.tensors["lm_head.weight"], before.tensors["lm_head.weight"])
+
+
+def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy: Path) -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import (
+        DataCollatorForRollout,
+        FixedCountBatcher,
+        RolloutQueueDataset,
+    )
+
+    tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
+    options = {"runners": 0, "out": policy.parent / "runs", "sampling": Sampling(max_tokens=6)}
+    with SyncEngine(Forks(), policy=f"embedded:{policy}", **options) as engine:
+        (group,) = engine.groups(tasks, k=4)
+    # One member failed, and two versions sampled another.
+    lost = msgspec.structs.replace(
+        group.rollouts[0], outcome=Failed("infra", "sandbox.lost", ""), reward=None, segments=[]
+    )
+    old = group.rollouts[1].segments[0]
+    spans = tuple(Span(span.start, span.end, 2) for span in old.versions)
+    newer = [
+        msgspec.structs.replace(one, versions=(Span(*_ends(one), 7),)) for one in group.rollouts[1].segments[1:]
+    ]
+    mixed = msgspec.structs.replace(
+        group.rollouts[1], segments=[msgspec.structs.replace(old, versions=spans), *newer]
+    )
+    rest = [
+        msgspec.structs.replace(
+            one,
+            segments=[msgspec.structs.replace(part, versions=(Span(*_ends(part), 7),)) for part in one.segments],
+        )
+        for one in group.rollouts[2:]
+    ]
+    group = msgspec.structs.replace(group, rollouts=(lost, mixed, *rest))
+    samples, figures = samples_of(group)
+    assert len(samples) == 15  # a sample for each segment of the three that are valid
+    assert figures == {"rookery/missing": (1.0, 4.0), "rookery/missing/sandbox.lost_total": 1.0}
+    assert {sample.model_version for sample in samples} == {2}  # the oldest of the group
+    gains = advantages([None, 1.0, 0.0, 1.0]).tolist()
+    assert [sample.advantage for sample in samples] == [gain for gain in gains[1:] for _ in range(5)]
+    wanted = [segment for rollout in group.rollouts for segment in rollout.segments]
+    for sample, segment in zip(samples, wanted, strict=True):
+        assert ints(sample.input_ids.tolist()) == segment.tokens
+        assert bytes(sample.completion_mask.tolist()) == segment.mask
+        assert floats(sample.old_log_probs.tolist()) == segment.logprobs
+    # TRL's own way from the queue to the loss: a term for each trained token, with that logprob and advantage.
+    waiting: queue.Queue[Any] = queue.Queue()
+    for sample in samples:
+        waiting.put(sample)
+    source = RolloutQueueDataset(waiting, lambda: 4, lambda _: None, 1.0, defaultdict(list), max_staleness=2)
+    batch = DataCollatorForRollout(pad_token_id=chat.PAD)([next(iter(FixedCountBatcher(source, 1, 15)))])
+    terms = sorted(zip(batch["old_log_probs"][0].tolist(), batch["advantages"][0].tolist(), strict=True))
+    by_hand = sorted(
+        (float(chance), sample.advantage)
+        for sample in samples
+        for chance, own in zip(sample.old_log_probs, sample.completion_mask, strict=True)
+        if own
+    )
+    assert np.allclose(terms, by_hand)
+    # A group is too old as a whole.
+    for sample in samples:
+        waiting.put(sample)
+    stale: dict[str, list[float]] = defaultdict(list)
+    late = RolloutQueueDataset(waiting, lambda: 5, _ended, 1.0, stale, max_staleness=2, poll_interval_s=0.01)
+    with pytest.raises(RookeryError, match="the queue is empty"):
+        next(iter(late))
+    assert len(stale["sample/dropped_stale_total"]) == 15
+
+
+def _ends(segment: Segment) -> tuple[int, int]:
+    return segment.versions[0].start, segment.versions[-1].end
+
+
+def _ended(_: float) -> None:
+    raise RookeryError("the queue is empty")
+
+
+def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> None:
+    some = Segment(
+        tokens=ints([1, 2, 3]), mask=b"\0\1\1", logprobs=floats([0.0, math.nan, -1.0]), versions=(Span(1, 3, 0),)
+    )
+    rollouts = tuple(
+        Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=float(n), segments=[some])
+        for n in range(2)
+    )
+    samples, figures = samples_of(Group(index=0, task=Task(id="t"), rollouts=rollouts))
+    assert [sample.completion_mask.tolist() for sample in samples] == [[0, 0, 1]] * 2
+    assert np.isfinite([sample.old_log_probs for sample in samples]).all()
+    assert figures["rookery/tokens_without_logprob_total"] == 2.0
+
+
+def test_the_queue_is_bounded_and_stopping_ends_everything(policy: Path, workers: Workers) -> None:
+    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4)
+    worker.start()
+    try:
+        first = worker.rollout_buffer.get(timeout=60)
+        while not worker.rollout_buffer.full():
+            worker.check_health(60.0)
+        worker.check_health(1e-9)  # it waits for the trainer, not the trainer for it
+        assert worker.rollout_buffer.qsize() == 3
+        worker.update_model_version(9)
+        while worker.rollout_buffer.get(timeout=60).model_version != 9:
+            worker.check_health(60.0)
+        assert first.model_version == 0
+        assert first.group_id == 0
+    finally:
+        worker.stop()
+    assert workers() == []
+    worker.stop()
+
+
+def unhealthy(worker: RolloutWorker, stale_after_s: float) -> None:
+    """Asks until it raises; the test's own limit is the bound."""
+    while True:
+        worker.check_health(stale_after_s)
+
+
+def test_health_is_that_something_moves(policy: Path, tmp_path: Path, workers: Workers) -> None:
+    tasks = [{"id": "t", "prompt": "x", "deed": "hang"}]
+    worker = working(Stubborn(), policy, tasks=tasks, limits=Limits(run=3600))
+    with pytest.raises(RookeryError, match="not started"):
+        worker.check_health(1.0)
+    worker.start()
+    try:
+        worker.check_health(60.0)
+        with pytest.raises(RookeryError, match=r"nothing was sampled, scored or queued for .* look at the run in"):
+            unhealthy(worker, 0.05)  # its thread is well all the time
+        worker.pause()
+        worker.resume(3)
+        worker.check_health(60.0)
+    finally:
+        worker.stop()
+    with pytest.raises(UsageError, match="cannot be read"):
+        working(Stubborn(), tmp_path / "nowhere.safetensors", tasks=tasks).start()
+    failing = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x", "deed": "lose"}])
+    failing.start()
+    try:
+        with pytest.raises(RookeryError, match=r"worker failed: Stopped: .*sandbox\.lost"):
+            unhealthy(failing, 60.0)
+        with pytest.raises(RookeryError, match="worker failed"):
+            failing.pause()
+    finally:
+        failing.stop()
+    assert workers() == []
+
+
+def test_weights_that_cannot_be_pushed_leave_the_worker_going_on_as_before(policy: Path) -> None:
+    worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1)
+    transfer = worker.weight_transfer
+    assert transfer is not None
+    worker.start()
+    try:
+        transfer.pause()
+        with pytest.raises(UsageError, match="have no tensor"):
+            transfer.send_weights(iter([]))
+        assert worker.version == 0
+        assert worker.rollout_buffer.get(timeout=60).model_version == 0
+        for _ in range(4):  # it was let go on
+            worker.rollout_buffer.get(timeout=60)
+    finally:
+        worker.stop()
+        transfer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"k": 1}, "at least 2 members"), ({"queue_size": 0}, "at least 1"), ({"baseline": "none"}, "no baseline")],
+)
+def test_a_worker_that_cannot_be_right_is_refused(policy: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)
