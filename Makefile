@@ -10,7 +10,7 @@ AGENTS ?= $(abspath .peers/agents)
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine ssh-server clean help
+.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine podman ssh-server clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -24,6 +24,7 @@ help:
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
 	@echo "make agents  real agents under .peers/, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
+	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
 	@echo "make clean   remove what make made"
 
@@ -82,6 +83,10 @@ tokenizers: $(STAMP)
 # Downloads once, installs nothing: the tests start an engine of their own from what is unpacked here.
 docker-engine: $(STAMP)
 	$(BIN)/python tools/make_peers.py engine
+
+# Likewise, for those tests of containers that run on podman's service too.
+podman: $(STAMP)
+	$(BIN)/python tools/make_peers.py podman
 
 # Likewise, for the tests of tunnels.
 ssh-server: $(STAMP)

@@ -56,6 +56,15 @@ def _has_docker() -> bool:
     return os.geteuid() == 0 and os.access(DOCKERD, os.X_OK) and _can_mount()
 
 
+PODMAN = TOKENIZERS.parent / "podman" / "root" / "usr" / "bin" / "podman"
+"""What `make podman` makes."""
+
+
+def _has_podman() -> bool:
+    """Likewise."""
+    return os.geteuid() == 0 and os.access(PODMAN, os.X_OK) and _can_mount()
+
+
 SSHD = TOKENIZERS.parent / "ssh" / "root" / "usr" / "sbin" / "sshd"
 """What `make ssh-server` makes."""
 
@@ -91,11 +100,13 @@ PROBES: dict[str, Callable[[], bool]] = {
     "mount": _can_mount,
     "tokenizers": _has_tokenizers,
     "docker": _has_docker,
+    "podman": _has_podman,
     "ssh": _has_ssh,
 }
 HINTS = {
     "tokenizers": " (make tokenizers)",
     "docker": " engine of its own for the tests (make docker-engine, as root)",
+    "podman": " service of its own for the tests (make podman, as root)",
     "ssh": " and a server of its own for the tests (make ssh-server, as root)",
 }
 _found: dict[str, bool] = {}

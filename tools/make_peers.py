@@ -111,9 +111,11 @@ def make(peer: Peer, folder: Path) -> str:
 
 # ------------------------------------------------------------------------- bwrap, and a private Docker engine
 
-SANDBOXES, ENGINE, SSH = "sandboxes", "engine", "ssh"
+SANDBOXES, ENGINE, PODMAN, SSH = "sandboxes", "engine", "podman", "ssh"
 DEBS = ("bubblewrap", "docker.io", "mmdebstrap")
 PROGRAMS = ("usr/sbin/dockerd", "usr/bin/bwrap", "usr/bin/mmdebstrap")
+PODMAN_DEBS = ("podman", "conmon", "crun", "netavark")
+PODMAN_PROGRAMS = ("usr/bin/podman", "usr/bin/conmon", "usr/bin/crun")
 SSH_DEBS = ("openssh-server", "openssh-client", "openssh-sftp-server")
 IN_IMAGE = "python3"
 
@@ -131,6 +133,14 @@ def make_engine(folder: Path) -> str:
     if trouble := _unpacked(folder / SANDBOXES, DEBS, PROGRAMS):
         return trouble
     print(f"{ENGINE}: ready in {folder / SANDBOXES}")
+    return ""
+
+
+def make_podman(folder: Path) -> str:
+    """Unpacks podman, for tests that start a service of their own; what went wrong, or nothing."""
+    if trouble := _unpacked(folder / PODMAN, PODMAN_DEBS, PODMAN_PROGRAMS):
+        return trouble
+    print(f"{PODMAN}: ready in {folder / PODMAN}")
     return ""
 
 
@@ -157,6 +167,9 @@ def _unpacked(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]
     if trouble := _ran([["dpkg-deb", "-x", deb, half] for deb in sorted(debs.glob("*.deb"))]):
         return trouble
     shutil.rmtree(debs)
+    for path in half.rglob("*"):  # nobody becomes root by a program that lies here
+        if not path.is_symlink() and path.stat().st_mode & 0o6000:
+            path.chmod(path.stat().st_mode & 0o777)
     half.rename(root)
     return ""
 
@@ -231,6 +244,7 @@ def main() -> int:
     args = parser.parse_args()
     known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
     known[ENGINE] = make_engine
+    known[PODMAN] = make_podman
     known[SANDBOXES] = make_sandboxes
     known[SSH] = make_ssh
     if unknown := [name for name in args.peers if name not in known]:

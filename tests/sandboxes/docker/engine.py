@@ -52,27 +52,32 @@ def can_be_had() -> bool:
 class PrivateEngine:
     """One that can be stopped, killed and started again."""
 
+    suffix = ""
+    """Of the name of its control group."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._program: subprocess.Popen[bytes] | None = None
-        self._group = f"{GROUP}{os.getpid()}"
+        self._group = f"{GROUP}{os.getpid()}{self.suffix}"
         (folder / "data").mkdir(parents=True)
         for found in Path("/sys/fs/cgroup").glob(f"*/{GROUP}*"):  # of tests that were killed
-            if not Path(f"/proc/{found.name.removeprefix(GROUP)}").exists():
-                with contextlib.suppress(OSError):
-                    for below in (*(one for one in found.iterdir() if one.is_dir()), found):
-                        below.rmdir()
+            if not Path(f"/proc/{found.name.removeprefix(GROUP).partition('-')[0]}").exists():
+                _remove_group(found)
 
     @property
     def socket(self) -> str:
         return str(self._folder / "docker.sock")
 
-    def start(self) -> None:
-        """By the thread that the tests run on: the engine ends with the thread that started it."""
-        words, env = engine_words(ROOT, self._folder, self._folder / "data", self._group)
+    def _words(self) -> tuple[list[str], dict[str, str]]:
+        """How it is started, and with which variables; what a killed one left is out of the way then."""
         for name in ("docker.sock", "pid"):
             (self._folder / name).unlink(missing_ok=True)
         shutil.rmtree(self._folder / "exec", ignore_errors=True)
+        return engine_words(ROOT, self._folder, self._folder / "data", self._group)
+
+    def start(self) -> None:
+        """By the thread that the tests run on: the engine ends with the thread that started it."""
+        words, env = self._words()
         with (self._folder / "log").open("ab") as log:
             self._program = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -117,9 +122,7 @@ class PrivateEngine:
             left = 0
             tops = Path("/sys/fs/cgroup")
             for found in (tops / self._group, *(top / self._group for top in tops.iterdir())):
-                with contextlib.suppress(OSError):
-                    for folder in (*(one for one in found.iterdir() if one.is_dir()), found):
-                        folder.rmdir()
+                _remove_group(found)
                 left += found.exists()
             if not left or time.monotonic() > end:
                 return
@@ -157,7 +160,8 @@ class PrivateEngine:
     def commit(self, container: str, name: str) -> None:
         """With the container's labels."""
         repo, _, tag = name.partition(":")
-        status, said = self._post(f"/commit?container={container}&repo={repo}&tag={tag}", None)
+        where = f"/commit?container={container}&repo={repo}&tag={tag}"
+        status, said = self._post(where, "{}", **{"Content-Type": "application/json"})
         assert status == 201, said
 
     def create(self, name: str, labels: dict[str, str]) -> None:
@@ -173,14 +177,24 @@ class PrivateEngine:
         assert status == 204, said
 
     def containers(self) -> list[str]:
-        return [one["Id"] for one in asking.ask(self.socket, "GET", "/containers/json?all=1")]
+        return [one["Id"] for one in asking.ask(self.socket, "GET", "/containers/json?all=1", timeout=30.0)]
 
     def snapshots(self) -> list[str]:
-        found = asking.ask(self.socket, "GET", "/images/json")
-        return [tag for one in found for tag in one["RepoTags"] or () if tag.startswith("rookery-snapshot")]
+        found = asking.ask(self.socket, "GET", "/images/json", timeout=30.0)
+        tags = [tag.rpartition("/")[2] for one in found for tag in one["RepoTags"] or ()]
+        return [tag for tag in tags if tag.startswith("rookery-snapshot")]
 
     def names(self) -> list[str]:
-        return [one["Names"][0][1:] for one in asking.ask(self.socket, "GET", "/containers/json?all=1")]
+        return [
+            one["Names"][0][1:] for one in asking.ask(self.socket, "GET", "/containers/json?all=1", timeout=30.0)
+        ]
+
+
+def _remove_group(found: Path) -> None:
+    """With those in it, the deepest first; those that are in use stay."""
+    for here, _, _ in os.walk(found, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(here).rmdir()
 
 
 def image_at(tar: Path) -> Path:

@@ -99,7 +99,6 @@ async def test_an_image_needs_neither_python_nor_a_shell(docker: DockerProvider)
     ("asked", "word"),
     [
         ({"gpus": 2}, "GPU"),
-        ({"network": "all"}, "bridge"),
         ({"labels": {"rookery.run": "x"}}, "label"),
         ({"user": "somebody"}, "somebody"),
         ({"workdir": "../x"}, "'..'"),
@@ -112,6 +111,14 @@ async def test_what_cannot_be_had_is_refused_in_words(
     spec = msgspec.structs.replace(SPEC, **asked)
     assert word in " ".join(docker.check(spec))
     with pytest.raises(SandboxError, match=word) as caught:
+        await docker.create(spec, attempt="a")
+    assert caught.value.code == "sandbox.refused"
+
+
+async def test_a_network_that_the_engine_does_not_have_is_refused_in_words(docker: DockerProvider) -> None:
+    spec = msgspec.structs.replace(SPEC, network="all")
+    assert "'bridge'" in " ".join(docker.check(spec))
+    with pytest.raises(SandboxError, match="'bridge'") as caught:
         await docker.create(spec, attempt="a")
     assert caught.value.code == "sandbox.refused"
 

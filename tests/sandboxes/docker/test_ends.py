@@ -149,7 +149,7 @@ async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]")
         while not running.done():
             for one in await place.call("GET", api.path("containers", "json")):
                 if one["Id"] not in done:
-                    body = {"Cmd": ["touch", "/work/go"], "User": "1000"}
+                    body = {"Cmd": ["touch", "/work/go"], "User": "1000", "AttachStdout": True}
                     asked = await place.call(
                         "POST", api.path("containers", one["Id"], "exec"), body, ok=(404, 409)
                     )

@@ -1,12 +1,14 @@
 """What a container is asked to be, as plain data: no engine is needed to see it."""
 
+import json
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes.docker import wanted
+from rookery.core.sandboxes import Mount
+from rookery.sandboxes.docker import asking, wanted
 
 INFO = {"OSType": "linux", "Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "extfs"]]}
 SPEC = SandboxSpec(provider="docker", image="app:1")
@@ -32,6 +34,7 @@ def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_n
     assert (asked["Count"], asked["Capabilities"]) == (2, [["gpu"]])
     assert wanted.missing(spec, {**INFO, **has}, ["bridge"]) == []
     assert "2 GPUs" in wanted.missing(spec, {**INFO, "Runtimes": {"runc": {}}}, ["bridge"])[0]
+    assert "gives none" in wanted.missing(spec, {**INFO, **has, "BuildahVersion": "1"}, ["bridge"])[0]
     assert "DeviceRequests" not in body(SPEC)["HostConfig"]
     assert "negative" in wanted.refused(replace(SPEC, gpus=-1))[0]
 
@@ -57,6 +60,9 @@ def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
     info = {**INFO, "MemoryLimit": False, "PidsLimit": False, "CpuCfsQuota": False}
     assert len(wanted.missing(spec, info, [])) == 3
     assert wanted.missing(replace(SPEC, memory=None, pids=None), info, []) == []
+    podman = {**INFO, "MemoryLimit": True, "PidsLimit": True, "CpuCfsQuota": True, "BuildahVersion": "1"}
+    for rootless, version, count in ((True, "1", 3), (True, "2", 0), (False, "1", 0)):
+        assert len(wanted.missing(spec, {**podman, "Rootless": rootless, "CgroupVersion": version}, [])) == count
 
 
 @pytest.mark.parametrize(
@@ -100,3 +106,38 @@ def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert sorted(host["Tmpfs"]) == ["/run", "/tmp", "/work"]
     assert all("size=1048576" in options for options in host["Tmpfs"].values())
+
+
+def test_podman_is_asked_in_its_own_words() -> None:
+    mounts = (Mount(source="/here", target="/etc/hosts"), Mount(source="/there", target="/data"))
+    image = {**IMAGE, "Config": {"Env": ["LD_PRELOAD=/x.so", "A=b", "PATH=/opt"]}}
+    more: dict[str, Any] = {"folder": "/b", "line": "/l", "word": "w", "labels": {}, "quota": False}
+    made = wanted.container(replace(SPEC, mounts=mounts), image=image, podman=True, **more)
+    assert made["Env"][:2] == ["LD_PRELOAD=", "A="]
+    assert not [one for one in made["Env"] if "=" not in one]
+    bound = {(one["Source"], one["Target"]) for one in made["HostConfig"]["Mounts"]}
+    # A path is mounted once, and what the spec names there is it.
+    assert ("/here", "/etc/hosts") in bound
+    assert ("/b/hosts", "/etc/hosts") not in bound
+    assert ("/b/resolv.conf", "/etc/resolv.conf") in bound
+    whole = (Mount(source="/here", target="/etc"),)
+    for spec in (replace(SPEC, network="all"), replace(SPEC, mounts=whole)):
+        made = wanted.container(spec, image=image, podman=True, **more)
+        assert not [one for one in made["HostConfig"]["Mounts"] if one["Target"].startswith("/etc/")]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "meant"),
+    [
+        (500, {"cause": "no such container", "message": "container x: no such container", "response": 500}, 404),
+        (500, {"cause": "no such image", "message": "x", "response": 500}, 404),
+        (500, {"cause": "normalizing name: invalid reference format", "response": 500}, 400),
+        (500, {"cause": "disk full", "message": "no such container", "response": 500}, 500),
+        (500, {"message": "no such container"}, 500),
+        (500, ["cause"], 500),
+        (409, {"cause": "no such container"}, 409),
+    ],
+)
+def test_an_answer_means_what_it_says_of_itself(status: int, said: object, meant: int) -> None:
+    assert asking.status_of(status, json.dumps(said).encode()) == meant
+    assert asking.status_of(500, b"\xff no json") == 500

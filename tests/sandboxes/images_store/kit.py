@@ -60,6 +60,7 @@ class Made:
                 "os": "linux",
                 "config": config,
                 "rootfs": {"type": "layers", "diff_ids": [digest_of(layer) for layer in layers]},
+                "history": [{"created_by": "a test"} for _ in layers],  # podman builds on no image without
             }
         ).encode()
         kind = "application/vnd.oci.image.layer.v1.tar" + ("+gzip" if squeeze else "")

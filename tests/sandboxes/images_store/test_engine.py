@@ -57,7 +57,8 @@ def test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed(
     engine: Engine, store: Store, tmp_path: Path
 ) -> None:
     first = Made(tar_of(member("a", b"a")), tar_of(member("b", b"b")), Env=["A=1"], WorkingDir="/")
-    assert engine.load(first.saved(tmp_path / "1.tar", "team/app:1")) == ["team/app:1"]
+    (name,) = engine.load(first.saved(tmp_path / "1.tar", "team/app:1"))
+    assert name in ("team/app:1", "localhost/team/app:1")  # as podman has it
     record = Making(store, parse("team/app:1")).run()
     assert (len(record.layers), record.config.env["A"]) == (2, "1")
     assert (store.layers / record.layers[1] / "b").read_bytes() == b"b"

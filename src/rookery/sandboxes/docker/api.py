@@ -15,7 +15,15 @@ from typing import Any
 
 import aiohttp
 
-from rookery.sandboxes.docker.asking import QUICK_SECONDS, EngineGone, Refused, path, refusal, socket_path
+from rookery.sandboxes.docker.asking import (
+    QUICK_SECONDS,
+    EngineGone,
+    Refused,
+    path,
+    refusal,
+    socket_path,
+    status_of,
+)
 
 __all__ = [
     "CALL_SECONDS",
@@ -66,14 +74,16 @@ class Engine:
                 session = self._opened()
                 async with session.request(method, f"{_BASE}{where}", json=body, data=data) as reply:
                     text = await reply.read()
-                    if reply.status in ok:
+                    status = status_of(reply.status, text)
+                    if status in ok:
                         return None
-                    if reply.status >= 400:
-                        raise refusal(what, reply.status, text)
+                    if status >= 400:
+                        raise refusal(what, status, text)
                     return json.loads(text) if "json" in reply.content_type and text.strip() else text
 
     async def header(self, method: str, where: str, name: str, *, ok: tuple[int, ...] = ()) -> str | None:
-        """Of the answer, one line of its head; None for those of `ok`."""
+        """Of the answer, one line of its head, empty where it has none; None for those of `ok` that have it not:
+        where a link leads to nothing podman says that nothing is there, and tells of the link all the same."""
         what = f"{method} {where.partition('?')[0]}"
         with _told(what, self.place, CALL_SECONDS):
             async with (
@@ -82,10 +92,11 @@ class Engine:
                 self._opened().request(method, f"{_BASE}{where}") as reply,
             ):
                 text = await reply.read()
-                if reply.status in ok:
-                    return None
-                if reply.status >= 400:
-                    raise refusal(what, reply.status, text)
+                status = status_of(reply.status, text)
+                if status in ok:
+                    return reply.headers.get(name)
+                if status >= 400:
+                    raise refusal(what, status, text)
                 return reply.headers.get(name, "")
 
     @asynccontextmanager

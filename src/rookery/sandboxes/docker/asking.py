@@ -18,6 +18,15 @@ from urllib.parse import quote, urlencode
 from rookery.core import SandboxError, UsageError
 
 QUICK_SECONDS = 3.0
+SLOW_SECONDS = 15.0
+"""For what podman takes its time with: telling of itself it asks its programs for their versions, and listing
+containers it waits for those that are being made or removed."""
+_MEANT = {
+    "no such container": 404,
+    "no such image": 404,
+    "no such exec session": 404,
+    "invalid reference format": 400,
+}
 _USUAL = ("/var/run/docker.sock", "/run/podman/podman.sock")
 
 
@@ -57,6 +66,18 @@ def path(*parts: str, **query: Any) -> str:
     return f"{text}?{urlencode(query)}" if query else text
 
 
+def status_of(status: int, text: bytes) -> int:
+    """What an answer means. Podman says 500 to much that is no trouble of its own (a container that goes while it
+    looks, a name that can be none), and beside it what it is."""
+    if status != 500:
+        return status
+    try:
+        cause = str(json.loads(text)["cause"])
+    except (ValueError, KeyError, TypeError):
+        return status
+    return next((meant for words, meant in _MEANT.items() if cause.endswith(words)), status)
+
+
 def refusal(what: str, status: int, text: bytes) -> Refused:
     try:
         said = str(json.loads(text)["message"])
@@ -90,10 +111,11 @@ def ask(place: str, method: str, where: str, *, ok: tuple[int, ...] = (), timeou
         raise EngineGone(f"the engine at {place} cannot be reached ({what}): {error}") from error
     finally:
         connection.close()
-    if reply.status in ok:
+    status = status_of(reply.status, text)
+    if status in ok:
         return None
-    if reply.status >= 400:
-        raise refusal(what, reply.status, text)
+    if status >= 400:
+        raise refusal(what, status, text)
     kind = reply.getheader("Content-Type") or ""
     return json.loads(text) if "json" in kind and text.strip() else text
 

@@ -27,6 +27,11 @@ TOP = "/.rookery"
 LINE = "line"
 """The folder in it that the owner's socket is mounted at."""
 FILTER = "filter"
+ETC = {
+    "hosts": "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.0.1\tsandbox\n",
+    "resolv.conf": "nameserver 127.0.0.1\nsearch .\n",
+}
+"""For an engine that does not write them as a container without a network needs them."""
 _OURS = ("guard", "procs", "small", "trees")
 _OF_LOCAL = ("first", "inside", "kernel", "launch", "program", "python", "zygote", "zygotes")
 _OF_DOCKER = ("inner",)
@@ -114,6 +119,8 @@ def _make(folder: Path) -> None:
     for name in _OF_DOCKER:
         _compiled(ours / "docker" / f"{name}.py", folder / "ours" / f"{name}.py")
     (folder / FILTER).write_bytes(seccomp.program(machine))
+    for name, lines in ETC.items():
+        (folder / name).write_text(lines)
     for path in (folder / "ld", folder / "python" / "bin" / "python3", *(folder / "lib").iterdir()):
         path.chmod(0o755)
 

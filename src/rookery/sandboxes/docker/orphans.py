@@ -74,9 +74,8 @@ def is_orphan(said: Mapping[str, str], *, now: float) -> bool:
 def reap(place: str, *, now: float | None = None) -> list[str]:
     """Ends the containers of dead owners at this engine; their sandboxes' ids."""
     moment = time.time() if now is None else now
-    found: list[dict[str, Any]] = asking.ask(
-        place, "GET", asking.path("containers", "json", all="1", **asking.filters(label=[SANDBOX]))
-    )
+    where = asking.path("containers", "json", all="1", **asking.filters(label=[SANDBOX]))
+    found: list[dict[str, Any]] = asking.ask(place, "GET", where, timeout=asking.SLOW_SECONDS)
     left = [one for one in found if is_orphan(one.get("Labels") or {}, now=moment)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         gone = list(pool.map(lambda one: _went(place, one["Id"]), left))
@@ -94,7 +93,8 @@ def _went(place: str, which: str) -> bool:
 
 def _reap_images(place: str, moment: float) -> None:
     """Snapshots that dead owners left."""
-    found = asking.ask(place, "GET", asking.path("images", "json", **asking.filters(label=[SANDBOX])))
+    where = asking.path("images", "json", **asking.filters(label=[SANDBOX]))
+    found = asking.ask(place, "GET", where, timeout=asking.SLOW_SECONDS)
     for one in found:
         if is_orphan(one.get("Labels") or {}, now=moment):
             asking.ask(place, "DELETE", asking.path("images", one["Id"], force="1"), ok=(404, 409), timeout=30.0)
@@ -110,7 +110,7 @@ def remove(place: str, which: str, *, seconds: float = 15.0) -> None:
         except asking.Refused as error:
             if error.status < 500 and error.status != 409:  # it is being removed already
                 raise
-        told = asking.ask(place, "GET", asking.path("containers", which, "json"), ok=(404,))
+        told = asking.ask(place, "GET", asking.path("containers", which, "json"), ok=(404,), timeout=seconds)
         if told is None:
             return
         if time.monotonic() > end - seconds + 1.0:

@@ -101,7 +101,7 @@ class DockerProvider:
             return said
         try:
             place = self.place()
-            info = asking.ask(place, "GET", api.path("info"))
+            info = asking.ask(place, "GET", api.path("info"), timeout=asking.SLOW_SECONDS)
             networks = [one["Name"] for one in asking.ask(place, "GET", api.path("networks"))]
         except (SandboxError, UsageError) as error:
             return [f"No container can be had: {error}."]

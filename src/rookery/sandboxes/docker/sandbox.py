@@ -125,6 +125,7 @@ class DockerSandbox(GuardedSandbox):
         door = Door(line)
         try:
             async with made_by.pace:
+                info = await made_by.info()
                 watched = bool(spec.disk) and not spec.read_only
                 quota = watched and await made_by.may_have_quota()
                 body = partial(
@@ -136,6 +137,7 @@ class DockerSandbox(GuardedSandbox):
                     word=door.word,
                     labels=orphans.labels(lease),
                     sixth=has_sixth(),
+                    podman=wanted.is_podman(info),
                 )
                 try:
                     await self._create(body(quota=quota))
@@ -150,6 +152,8 @@ class DockerSandbox(GuardedSandbox):
         finally:
             door.close()
         self._take(met, image, outside)
+        # Of an engine that holds no limit it may be everybody's.
+        self._group = group_of(met.pid) if wanted.holds(info, "MemoryLimit") else ""
         if watched:
             self._watch = asyncio.get_running_loop().create_task(self._look())
 
@@ -182,7 +186,6 @@ class DockerSandbox(GuardedSandbox):
         except BaseException:
             met.sock.close()
             raise
-        self._group = group_of(met.pid)
         self._owner = seen_as(met.pid, self._uid)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {

@@ -87,11 +87,15 @@ def missing(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str])
         (spec.pids, "PidsLimit", "the number of processes"),
         (spec.cpus, "CpuCfsQuota", "processors"),
     ):
-        if asked and info.get(key) is False:
+        if asked and not holds(info, key):
             said.append(
                 f"The engine cannot limit {what} on this machine's kernel; leave that limit out of the spec."
             )
-    if spec.gpus and not has_gpus(info):
+    if spec.gpus and is_podman(info):
+        said.append(
+            "Podman's service takes a request for GPUs and gives none: leave gpus out, or use Docker's engine."
+        )
+    elif spec.gpus and not has_gpus(info):
         said.append(
             f"The spec asks for {spec.gpus} GPU{'s' * (spec.gpus > 1)}, and the engine has none: it names neither "
             "an nvidia runtime nor CDI devices (install the NVIDIA container toolkit, or leave gpus out)."
@@ -101,9 +105,23 @@ def missing(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str])
     return said
 
 
+def holds(info: Mapping[str, Any], key: str) -> bool:
+    """Whether an engine holds a limit, which `key` of its words about itself is about. One of podman's that is not
+    root's leaves all of them out on version 1 of control groups, and does not say so."""
+    ignored = is_podman(info) and info.get("Rootless") is True and str(info.get("CgroupVersion", "1")) == "1"
+    return info.get(key) is not False and not ignored
+
+
 def has_gpus(info: Mapping[str, Any]) -> bool:
     devices = info.get("DiscoveredDevices") or ()
-    return "nvidia" in (info.get("Runtimes") or {}) or any("gpu" in str(one.get("ID", "")) for one in devices)
+    names = "nvidia" in (info.get("Runtimes") or {}) or any("gpu" in str(one.get("ID", "")) for one in devices)
+    return names and not is_podman(info)
+
+
+def is_podman(info: Mapping[str, Any]) -> bool:
+    """Whether it is podman's service. What follows from it is said in this module; what its answers mean, where
+    Docker's engine would have answered otherwise, in `asking.status_of`."""
+    return "BuildahVersion" in info
 
 
 def may_have_quota(info: Mapping[str, Any]) -> bool:
@@ -122,9 +140,11 @@ def container(
     labels: Mapping[str, str],
     quota: bool,
     sixth: bool = False,
+    podman: bool = False,
 ) -> dict[str, Any]:
     """The body of the call that creates it. `folder`: the bundle; `line`: where the owner's socket is; `word`:
-    what pid 1 says there; `sixth`: whether the kernel has the sixth version of the internet protocol."""
+    what pid 1 says there; `sixth`: whether the kernel has the sixth version of the internet protocol; `podman`:
+    whether that is who makes it."""
     host: dict[str, Any] = {
         "NetworkMode": "bridge" if spec.network == "all" else "none",
         "CapDrop": ["ALL"],
@@ -149,6 +169,14 @@ def container(
         host |= {"Dns": ["127.0.0.1"], "DnsSearch": ["."]}
         if sixth:
             host["Sysctls"] = {"net.ipv6.conf.lo.disable_ipv6": "0"}
+        if podman:
+            # It would show the machine's own list of hosts, and the image's name servers.
+            mounted = {mount.target for mount in spec.mounts}
+            host["Mounts"] += [
+                _bind(f"{folder}/{name}", f"/etc/{name}")
+                for name in bundle.ETC
+                if not mounted & {"/etc", f"/etc/{name}"}
+            ]
     if spec.memory:
         host |= {"Memory": spec.memory, "MemorySwap": spec.memory}
     if spec.pids:
@@ -162,12 +190,8 @@ def container(
     if spec.read_only:
         size = spec.disk or DISK
         places = {WORK: 755, "/tmp": 1777, "/run": 755}  # noqa: S108  (the container's)
-        user = user_of(spec, image)
-        uid = user if isinstance(user, int) else 0
-        host["Tmpfs"] = {
-            place: f"rw,exec,nosuid,nodev,size={size},mode={mode},uid={uid},gid={uid}"
-            for place, mode in places.items()
-        }
+        # Pid 1 gives them their owner: not every engine can.
+        host["Tmpfs"] = {place: f"rw,exec,nosuid,nodev,size={size},mode={mode}" for place, mode in places.items()}
     return {
         "Image": image["Id"],
         "Hostname": HOSTNAME,
@@ -176,8 +200,9 @@ def container(
         "Entrypoint": bundle.words(),
         "Cmd": [],
         # A name without a value takes the image's variable away: what it wants to load into pid 1 is not loaded.
+        # To podman it means the service's own variable: it can only be told to make the image's empty.
         "Env": [
-            *(name for name in variables(image) if name != "PATH"),
+            *(f"{name}=" if podman else name for name in variables(image) if name != "PATH"),
             "LC_ALL=C",
             f"PATH={PATH}",
             f"ROOKERY_WORD={word}",

@@ -121,10 +121,8 @@ class Engine:
 
     def import_system(self, archive: Path, name: str, on_bytes: OnBytes | None = None) -> str:
         """Gives it an archive of a whole system, under a name."""
-        repository, _, tag = name.rpartition(":")
-        query = urllib.parse.urlencode(
-            {"fromSrc": "-", "repo": repository or name, "tag": tag if repository else ""}
-        )
+        # All of it as one word: of a tag beside it podman knows nothing, and the name would come to mean another.
+        query = urllib.parse.urlencode({"fromSrc": "-", "repo": name})
         with archive.open("rb") as file:
             _loaded(self, f"/images/create?{query}", _Counted(file, on_bytes))
         return name

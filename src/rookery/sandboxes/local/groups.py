@@ -280,8 +280,14 @@ def _pids_base(memory: str) -> str:
     if os.path.exists(f"{memory}/pids.events"):  # v2, or both in one tree
         return memory
     name = memory.rpartition("/")[2]
-    for folder, kind, options in _mounts():
+    mounts = _mounts()
+    for folder, kind, options in mounts:
         if kind == "cgroup" and PIDS in options:
+            for top, other, of_top in mounts:  # an engine's lie at the same path in every tree, however deep
+                if other == "cgroup" and MEMORY in of_top and memory.startswith(f"{top}/"):
+                    same = f"{folder}{memory.removeprefix(top)}"
+                    if os.path.exists(f"{same}/pids.events"):
+                        return same
             for above in (f"{folder}{_own().get(PIDS, '/')}".rstrip("/"), folder):
                 if os.path.exists(f"{above}/{name}/pids.events"):
                     return f"{above}/{name}"
