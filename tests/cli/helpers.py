@@ -67,17 +67,17 @@ async def started(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[asy
         process._transport.close()  # type: ignore[attr-defined]  # pipes of a killed command stay open otherwise
 
 
-async def ended(process: asyncio.subprocess.Process) -> Ended:
-    async with asyncio.timeout(SECONDS):
+async def ended(process: asyncio.subprocess.Process, seconds: float = SECONDS) -> Ended:
+    async with asyncio.timeout(seconds):
         out, err = await process.communicate()
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())
 
 
-async def rookery(*args: str | Path, cwd: Path, **env: str) -> Ended:
+async def rookery(*args: str | Path, cwd: Path, seconds: float = SECONDS, **env: str) -> Ended:
     """The command, to its end. No usage error ever shows a traceback."""
     async with started(*args, cwd=cwd, **env) as process:
-        done = await ended(process)
+        done = await ended(process, seconds)
     assert "Traceback" not in done.err, done.err
     return done
 

@@ -96,3 +96,20 @@ def test_every_option_and_variable_of_the_command_line_is_documented() -> None:
                 assert any(f"`{option}" in page for option in parameter.opts), (name, parameter.opts)
                 variable = parameter.envvar
                 assert not variable or f"`{variable}`" in page or name != "run", (name, variable)
+
+
+def test_the_table_of_exit_codes_is_the_commands() -> None:
+    """And no command has a meaning of its own for the code of our bugs, but `exec`: its code is its program's."""
+    from rookery.cli.errors import Exit
+
+    page = (ROOT / "docs" / "cli.md").read_text()
+    table = page.partition("\n## Exit codes\n")[2].partition("\n\n`")[0]
+    told = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", table, re.MULTILINE)}
+    assert told == {int(code) for code in Exit} - {Exit.TERMINATED, Exit.CLOSED_PIPE}
+    for place in sorted((ROOT / "docs").glob("*.md")):
+        assert not re.search(r"exit code 1\b", place.read_text(), re.IGNORECASE), place.name
+    for place in sorted((ROOT / "src" / "rookery" / "cli").glob("*.py")):
+        if place.name != "exec.py":
+            assert not re.search(r"exit code 1\b|return 1$", place.read_text(), re.IGNORECASE | re.MULTILINE), (
+                place
+            )

@@ -1,12 +1,18 @@
 """Promises of `rookery tasks`: every problem shown, tests only when asked for, nothing overwritten."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from rookery.cli.app import run_app
-from rookery.tasks import load_tasks
+from rookery.core import UsageError
+from rookery.sandboxes import procs
+from rookery.tasks import load_tasks, uses
+from rookery.tasks.cache import Cache
 from tests.tasks import kit
+from tests.tasks.test_cache import an_archive
+from tests.tasks.test_prune import holding
 
 
 @pytest.fixture
@@ -24,9 +30,9 @@ def run(capsys, *args):
     return code, said.out, said.err
 
 
-def test_list_shows_every_problem_and_ends_with_1(source, capsys):
+def test_list_shows_every_problem_and_ends_with_3(source, capsys):
     code, out, err = run(capsys, "list", source)
-    assert code == 1
+    assert code == 3
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [
         ["bad", "3"],
         ["good", "open-instruct"],
@@ -40,7 +46,7 @@ def test_list_shows_every_problem_and_ends_with_1(source, capsys):
 def test_list_as_json_is_a_line_a_task(source, capsys):
     code, out, _ = run(capsys, "list", source, "--json")
     rows = {row["id"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 1
+    assert code == 3
     assert {one["field"] for one in rows["bad"]["problems"]} == {"instruction.md", "image.txt", "tests/test.sh"}
     assert (rows["good"]["format"], rows["good"]["image"], rows["good"]["steps"]) == (
         "open-instruct",
@@ -71,7 +77,7 @@ def test_show_has_everything_but_tests_and_solution(source, capsys, json_):
 
 def test_show_of_a_broken_task_says_what_is_wrong(source, capsys):
     code, _, err = run(capsys, "show", source, "bad")
-    assert code == 1
+    assert code == 3
     assert "image.txt" in err
 
 
@@ -93,7 +99,7 @@ def test_a_task_that_is_not_there_is_one_sentence(source, capsys):
 
 def test_convert_says_what_is_left_out_and_overwrites_nothing(source, capsys, tmp_path):
     code, out, err = run(capsys, "convert", source, tmp_path / "rows.jsonl", "--to", "rows")
-    assert code == 1
+    assert code == 3
     assert "2 tasks as rows" in out
     assert "bad: left out" in err
     assert [task.id for task in load_tasks(tmp_path / "rows.jsonl")] == ["good", "hard"]
@@ -109,7 +115,7 @@ def test_convert_says_what_is_left_out_and_overwrites_nothing(source, capsys, tm
 def test_rows_find_their_task_data_by_option(source, capsys, tmp_path):
     (tmp_path / "r").mkdir()
     rows = kit.jsonl(tmp_path / "r" / "r.jsonl", {"env_config": {"task_id": "good"}})
-    assert run(capsys, "list", rows)[0] == 1
+    assert run(capsys, "list", rows)[0] == 3
     assert run(capsys, "list", rows, "--task-data", source)[0] == 0
 
 
@@ -120,3 +126,78 @@ def test_a_run_takes_such_a_source(source, capsys):
 
     tasks = chosen_tasks(Arithmetic(), {"tasks": str(source), "num_tasks": 2})
     assert [task.id for task in tasks] == ["bad", "good"]
+
+
+def test_variables_reach_the_tasks_and_what_is_none_is_one_sentence(tmp_path, capsys):
+    kit.harbor(tmp_path / "s" / "one", '[environment.env]\nPORT = "${PORT}"\n')
+    code, _, err = run(capsys, "list", tmp_path / "s")
+    assert code == 3
+    assert "--variable" in err
+    code, out, _ = run(capsys, "show", tmp_path / "s", "one", "--variable", "PORT=80=80", "--json")
+    assert code == 0
+    assert json.loads(out)["task"]["data"]["swe"]["env"] == {"PORT": "80=80"}
+    for wrong in ("s3cret", "=1", "A-B=s3cret", "1A=s3cret"):
+        code, _, err = run(capsys, "list", tmp_path / "s", "--variable", wrong)
+        assert code == 2
+        assert "NAME=VALUE" in err
+        assert "s3cret" not in err
+
+
+def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(tmp_path, capsys, own_cache):
+    from rookery.journal import Journal
+
+    row = {"instruction": "Do.", "tests": "exit 0"}
+    rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", **row}, {"id": "b", **row, "tests": "exit 1"})
+    with holding(rows):
+        code, out, _ = run(capsys, "cached")
+        assert code == 0
+        assert "the files of 2 rows" in out
+        tasks = load_tasks(rows)  # the same folders
+    uses._mine.pop(own_cache)  # as if this process had never loaded them
+    for path in (own_cache / "locks").glob("use-*"):
+        path.unlink()
+    folder = tmp_path / "runs" / "20260101T000000Z-env-model-0000"
+    folder.mkdir(parents=True)
+    with Journal.create(folder, {}) as journal:
+        journal.add_tasks(tasks[:1])
+        journal.end("stopped", reason="breaker")
+    code, out, err = run(capsys, "prune", "--runs", tmp_path / "runs")
+    assert (code, out.splitlines()[-1].split(":")[0]) == (0, "freed 0 B")
+    assert "--unused DAYS" in err
+    code, out, err = run(capsys, "prune", "--all", "--runs", tmp_path / "runs", "--json")
+    done = json.loads(out)
+    assert (code, len(done["removed"]), done["kept_asked"]) == (0, 1, 1)
+    assert [one["key"] for one in map(json.loads, run(capsys, "cached", "--json")[1].splitlines())] == [
+        Path(tasks[0].data["swe"]["folder"]).name
+    ]
+    with Journal.open(folder) as journal:
+        journal.end("finished")
+    code, out, _ = run(capsys, "prune", "--unused", "0", "--runs", tmp_path / "runs")
+    assert code == 0
+    assert "removed the files of 1 row" in out
+    assert "nothing is kept" in run(capsys, "cached")[2]
+    assert run(capsys, "prune", "--to", "much")[0] == 2
+
+
+def test_a_taskset_in_use_is_shown_with_who_uses_it(tmp_path, capsys, own_cache):
+    archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
+    with holding(archive) as pid:
+        (one,) = map(json.loads, run(capsys, "cached", "--json")[1].splitlines())
+        assert (one["what"], one["used_by"]) == (f"the archive {archive}", [pid])
+        code, _, err = run(capsys, "prune", "--all", "--runs", tmp_path)
+        assert code == 0
+        assert "1 folder in use stayed" in err
+
+
+def test_a_run_whose_tasks_are_gone_is_not_resumed_until_they_are_made_again(tmp_path, capsys, own_cache):
+    from rookery.cli.tasks_cache import hold_tasks
+
+    rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
+    tasks = load_tasks(rows)
+    hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+    procs.remove_tree(str(own_cache))
+    with pytest.raises(UsageError, match=r"removed from the task cache.*rookery tasks list .*r\.jsonl"):
+        hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+    assert run(capsys, "list", rows)[0] == 0
+    hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+    assert Cache().prune(budget=0).kept_in_use == 1

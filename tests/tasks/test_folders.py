@@ -116,7 +116,7 @@ def test_a_taskset_that_is_installed_is_loaded_by_its_name_unless_something_here
     kit.open_instruct(tmp_path / "mine" / "b")
     monkeypatch.setattr(kit, "there", lambda: tmp_path / "there", raising=False)
     point = EntryPoint("mine", "tests.tasks.kit:there", "rookery.tasksets")
-    monkeypatch.setattr("rookery.tasks.sources.entry_points", lambda group: [point])
+    monkeypatch.setattr("rookery.tasks.named.entry_points", lambda group, name: [point] if name == "mine" else [])
     monkeypatch.chdir(tmp_path / "there")
     found = load_tasks("mine")
     assert (found.name, [task.id for task in found]) == ("mine", ["a"])

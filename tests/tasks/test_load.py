@@ -123,7 +123,7 @@ def test_a_folder_is_refused(tmp_path):
 
 
 def test_an_unknown_kind_of_file_is_refused(write):
-    refused(write({"prompt": "x"}, name="t.parquet"), ".parquet", ".jsonl")
+    refused(write({"prompt": "x"}, name="t.csv"), ".csv", ".jsonl")
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):

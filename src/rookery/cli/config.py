@@ -25,8 +25,8 @@ RUNS: Final = "runs"
 _TABLES: Final = "rookery.tables"
 _SOURCE: Final = "rookery.toml"
 _ALIASES: Final = {"n": "num_tasks", "k": "per_task", "c": "concurrency", "environment": "env"}
-_NOT_IN_FILE: Final = frozenset({"config", "json", "dry_run", "arg", "help"})
-_PARTS: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp")
+_NOT_IN_FILE: Final = frozenset({"config", "json", "dry_run", "arg", "variable", "help"})
+_PARTS: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp", "variables")
 
 
 # ---- the file
@@ -308,6 +308,8 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}
     env = absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
+    if values.get("task_data"):
+        stream["task_data"] = values["task_data"]
     if ":" in env and ".py" not in env:
         stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
     sandbox, named = sandbox_of(ctx, values)

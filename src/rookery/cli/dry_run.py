@@ -105,6 +105,8 @@ def _values(
     rows = [
         Value("environment", values["env"], origin(ctx, "env"), config.environment),
         Value("tasks", values["tasks"] or "the environment's own", origin(ctx, "tasks")),
+        *([Value("task-data", values["task_data"], origin(ctx, "task_data"))] if values["task_data"] else []),
+        *(Value(f"variable.{name}", text, _from(ctx, name, values)) for name, text in values["variables"].items()),
         Value("policy", [redact(url) for url in policy.urls] or None, origin(ctx, "policy")),
         _kind(ctx, kind_of(policy)),
         Value("record", config.recording, origin(ctx, "record")),
@@ -186,6 +188,11 @@ def _said(ctx: click.Context, field: str, environment: "Environment") -> str:
     if own is not None and getattr(own, field) != getattr(SandboxSpec(), field):
         return "environment's code"
     return "default"
+
+
+def _from(ctx: click.Context, name: str, values: dict[str, Any]) -> str:
+    given = {pair.partition("=")[0] for pair in values["variable"]}
+    return "command line" if name in given else _file(ctx)
 
 
 def _file(ctx: click.Context) -> str:

@@ -49,7 +49,7 @@ def list_(json: bool) -> int:
     """What is there, how large it is, when it was used last, and by whom it is used now."""
     import msgspec
 
-    from rookery.cli.text import age, bold, dim, shown_path, table
+    from rookery.cli.text import age, amount, bold, dim, shown_path, table
     from rookery.sandboxes.images.content import Store, usual_budget
 
     store = Store().open()
@@ -71,14 +71,14 @@ def list_(json: bool) -> int:
                 bold(_named(one.names)),
                 one.id[:12],
                 str(one.layers),
-                _size(one.bytes),
-                _size(one.own_bytes),
+                amount(one.bytes),
+                amount(one.own_bytes),
                 age(one.used),
                 by,
             ]
         )
     click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
-    click.echo(dim(f"{_size(store.held())} of {_size(usual_budget())} in {shown_path(store.folder)}"), err=True)
+    click.echo(dim(f"{amount(store.held())} of {amount(usual_budget())} in {shown_path(store.folder)}"), err=True)
     return 0
 
 
@@ -148,7 +148,7 @@ def prune(to: int | None, everything: bool, unused: float | None, json: bool) ->
     """
     import msgspec
 
-    from rookery.cli.text import plural
+    from rookery.cli.text import amount, plural
     from rookery.core import UsageError
     from rookery.sandboxes.images.content import Store, usual_budget
 
@@ -163,7 +163,7 @@ def prune(to: int | None, everything: bool, unused: float | None, json: bool) ->
     for name in done.images:
         click.echo(f"removed {_named((name,))}")
     parts = [plural(len(done.images), "image"), plural(done.layers, "layer"), plural(done.leftovers, "leftover")]
-    click.echo(f"freed {_size(done.bytes)}: {', '.join(parts)}; {_size(store.held())} are kept")
+    click.echo(f"freed {amount(done.bytes)}: {', '.join(parts)}; {amount(store.held())} are kept")
     if done.kept_in_use:
         click.echo(f"{plural(done.kept_in_use, 'image')} in use stayed", err=True)
     return 0
@@ -183,6 +183,7 @@ def _made(reference: "Reference", *, json: bool, platform: str = "", name: str =
     import msgspec
 
     from rookery.cli.errors import say_error
+    from rookery.cli.text import amount
     from rookery.core import RookeryError
     from rookery.sandboxes.images.content import Store
     from rookery.sandboxes.images.making import Making
@@ -204,7 +205,7 @@ def _made(reference: "Reference", *, json: bool, platform: str = "", name: str =
         said = {"image": shown, "id": record.id, "layers": len(record.layers), "bytes": size}
         click.echo(msgspec.json.encode({**said, "platform": record.platform, "names": _names(store, record)}))
     else:
-        click.echo(f"{shown}  {record.id[:12]}  {_size(size)}  {time.monotonic() - began:.1f}s")
+        click.echo(f"{shown}  {record.id[:12]}  {amount(size)}  {time.monotonic() - began:.1f}s")
     return Exit.OK
 
 
@@ -238,6 +239,8 @@ def _progress() -> "Iterator[OnProgress]":
 
 def lines() -> "OnProgress":
     """A line on stderr when something changes, or now and then."""
+    from rookery.cli.text import amount
+
     last: tuple[str, float] = ("", 0.0)
 
     def tell(progress: "Progress") -> None:
@@ -246,7 +249,7 @@ def lines() -> "OnProgress":
             return
         if progress.step != last[0] or time.monotonic() - last[1] > _LINE_SECONDS:
             last = (progress.step, time.monotonic())
-            much = f" {_size(progress.done)} of {_size(progress.total)}" if progress.total else ""
+            much = f" {amount(progress.done)} of {amount(progress.total)}" if progress.total else ""
             layers = f", {progress.layers_done} of {progress.layers} layers" if progress.layers else ""
             click.echo(f"{progress.image}: {progress.step}{much}{layers}", err=True)
 
@@ -266,11 +269,3 @@ def _named(names: tuple[str, ...]) -> str:
 
 
 _FILES = ("oci:", "oci-archive:", "docker-archive:", "tar:", "folder:", "dockerfile:")
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GB"

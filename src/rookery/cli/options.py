@@ -1,15 +1,17 @@
 """The options of `rookery run`: each with its environment variable and its place in `rookery.toml`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import click
 
 from rookery.cli.config import RUNS, from_file
+from rookery.core import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 
 if TYPE_CHECKING:
     _Type = click.ParamType[Any]
@@ -90,6 +92,22 @@ def shown_size(size: int) -> str:
     return str(size)
 
 
+def task_variables(given: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What `--variable NAME=VALUE` says, over a file's `[run.variables]`; a value is a text."""
+    found: dict[str, str] = {}
+    for name, value in (below or {}).items():
+        if not _NAME.fullmatch(name) or isinstance(value, dict | list):
+            raise UsageError(f'[run.variables] {name!r:.80} must be a name with a text, such as PORT = "8080"')
+        found[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            shown = f" {name!r:.80}" if equals else ""  # without a name it is all value, and maybe a key
+            raise UsageError(f"--variable{shown} is not NAME=VALUE; write for example --variable PORT=8080")
+        found[name] = value
+    return found
+
+
 NETWORKS: Final = ("none", "model", "allow", "all")
 UNSAFE: Final = "Where nothing isolates here, run programs without isolation: as you, on your files and network."
 
@@ -100,6 +118,20 @@ def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
     return click.option(*names, **settings)
 
 
+_TASK_DATA: Final = "Where the folders lie that rows of tasks name by their task_id.  [default: beside the rows]"
+_VARIABLE: Final = "What ${NAME} means in tasks; repeat it. It is journaled: no secrets."
+
+
+def source_options(command: F) -> F:
+    """Those that belong to a source of tasks, for commands that read one and have no file of values."""
+    for option in (
+        click.option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
+        click.option("--task-data", metavar="SRC", envvar="ROOKERY_TASK_DATA", help=_TASK_DATA),
+    ):
+        command = option(command)
+    return command
+
+
 _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
     _option(
@@ -108,6 +140,8 @@ _OPTIONS = (
         env="TASKS",
         help="A file of tasks (.jsonl, .json), task folders, an archive of them, or hf:….  [default: its own]",
     ),
+    _option("--task-data", metavar="SRC", env="TASK_DATA", help=_TASK_DATA),
+    _option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
     _option(
         "--policy",
         metavar="URL",

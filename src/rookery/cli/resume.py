@@ -78,6 +78,10 @@ def _resume(
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
         left = bool(reader.unfinished().groups) or summary.left > 0
+        if left:
+            from rookery.cli.tasks_cache import hold_tasks
+
+            hold_tasks(reader.tasks(), config.stream)
     if not summary.tasks:
         raise UsageError(
             f"{folder.name} was stopped before its tasks were known: start it again with `rookery run`"

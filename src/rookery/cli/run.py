@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rookery.cli.options import run_options
+from rookery.cli.config import part
+from rookery.cli.options import run_options, task_variables
 from rookery.core import RookeryError, Taskset, UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run(ctx: click.Context, /, **values: Any) -> int:
 
     events = JsonLines() if values["json"] else None  # first: the environment's import may print
     try:
+        values["variables"] = task_variables(values["variable"], part(ctx, "variables"))
         if values["dry_run"]:
             from rookery.cli.dry_run import dry_run
 
@@ -108,8 +110,18 @@ def chosen_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
     from rookery.core.errors import describe
     from rookery.tasks import load_tasks, tasks_from
 
+    task_data, variables = values.get("task_data"), values.get("variables")
     if values["tasks"]:
-        return load_tasks(values["tasks"], limit=values["num_tasks"], own_limits=environment.own_limits)
+        return load_tasks(
+            values["tasks"],
+            limit=values["num_tasks"],
+            own_limits=environment.own_limits,
+            task_data=task_data,
+            variables=variables,
+        )
+    if task_data or variables:
+        what = "--task-data" if task_data else "--variable"
+        raise UsageError(f"{what} says something about the tasks of --tasks, and there is no --tasks")
     try:
         own = environment.tasks()
         return tasks_from(own, environment.title, limit=values["num_tasks"], own_limits=environment.own_limits)

@@ -1,7 +1,7 @@
 """`rookery tasks`: what tasks there are, what is wrong with them, and in which format they are.
 
 Promises:
-- every problem of every task is shown, and there being one is exit code 1;
+- every problem of every task is shown, and there being one is exit code 3;
 - tests and solutions are shown only where they are asked for;
 - nothing that a task holds can move the cursor or change colours;
 - `convert` overwrites nothing, and says what each task loses.
@@ -10,6 +10,10 @@ Promises:
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from rookery.cli.errors import Exit
+from rookery.cli.options import source_options, task_variables
+from rookery.cli.tasks_cache import cached, prune
 
 if TYPE_CHECKING:
     from rookery.core import Task
@@ -23,17 +27,15 @@ _HELP = """Tasks for boxes: list them, look at one, turn them into another forma
   rookery tasks list ./task-data                           all, with everything that is wrong with them
   rookery tasks show hf:owner/dataset fix-parser           one of them
   rookery tasks convert ./task-data rows.jsonl --to rows   into another format
+  rookery tasks prune --unused 30                          remove what was unpacked and fetched for them
 
 SOURCE is a folder of tasks (open-instruct or Harbor), one task, an archive of them,
-hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 1: some tasks cannot be attempted.
+hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 3: some tasks cannot be attempted.
 """
-_BROKEN = 1
+_BROKEN = Exit.FAILED
 _SHOWN = 4_000
 
 _source = click.argument("source", metavar="SOURCE")
-_data = click.option(
-    "--task-data", metavar="SOURCE", help="Where the folders lie that rows name by their task_id."
-)
 
 
 @click.group(help=_HELP, short_help="List, show and convert tasks.")
@@ -41,17 +43,21 @@ def tasks() -> None:
     pass
 
 
+tasks.add_command(cached)
+tasks.add_command(prune)
+
+
 @tasks.command(name="list", short_help="All tasks, and everything that is wrong with them.")
 @_source
-@_data
+@source_options
 @click.option("--json", is_flag=True, help="One JSON object a task.")
-def list_(source: str, task_data: str | None, json: bool) -> int:
+def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: bool) -> int:
     """All tasks of SOURCE, and everything that is wrong with them."""
     import msgspec
 
     from rookery.cli.text import bold, dim, line, plural, table
 
-    loaded = _loaded(source, task_data)
+    loaded = _loaded(source, task_data, variable)
     found = _by_task(loaded)
     if json:
         for task in loaded.tasks:
@@ -87,10 +93,10 @@ def list_(source: str, task_data: str | None, json: bool) -> int:
 @tasks.command(short_help="Everything about one task.")
 @_source
 @click.argument("name", metavar="TASK")
-@_data
+@source_options
 @click.option("--tests", is_flag=True, help="Its tests and its solution too.")
 @click.option("--json", is_flag=True, help="One JSON object.")
-def show(source: str, name: str, task_data: str | None, tests: bool, json: bool) -> int:
+def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...], tests: bool, json: bool) -> int:
     """Everything about the task TASK of SOURCE; its tests and its solution only with --tests."""
     import msgspec
 
@@ -98,7 +104,7 @@ def show(source: str, name: str, task_data: str | None, tests: bool, json: bool)
     from rookery.core import UsageError
     from rookery.tasks.swe import KEY, swe_task
 
-    loaded = _loaded(source, task_data)
+    loaded = _loaded(source, task_data, variable)
     task = next((one for one in loaded.tasks if one.id == name), None)
     if task is None:
         from difflib import get_close_matches
@@ -131,16 +137,18 @@ def show(source: str, name: str, task_data: str | None, tests: bool, json: bool)
 @_source
 @click.argument("target", metavar="TARGET")
 @click.option("--to", "to", metavar="FORMAT", required=True, help="open-instruct, harbor or rows.")
-@_data
+@source_options
 @click.option("--json", is_flag=True, help="One JSON object a task.")
-def convert(source: str, target: str, to: str, task_data: str | None, json: bool) -> int:
+def convert(
+    source: str, target: str, to: str, task_data: str | None, variable: tuple[str, ...], json: bool
+) -> int:
     """Writes the tasks of SOURCE to TARGET: a new folder of task folders, or a new file of rows."""
     import msgspec
 
     from rookery.cli.text import line, plural, shown_path
     from rookery.tasks.converting import convert as converted
 
-    done = converted(_loaded(source, task_data).tasks, target, to)
+    done = converted(_loaded(source, task_data, variable).tasks, target, to)
     left = sum(bool(one.problem) for one in done)
     for one in done:
         if json:
@@ -160,10 +168,10 @@ def convert(source: str, target: str, to: str, task_data: str | None, json: bool
     return _BROKEN if left else 0
 
 
-def _loaded(source: str, task_data: str | None) -> "Loaded":
+def _loaded(source: str, task_data: str | None, variable: tuple[str, ...]) -> "Loaded":
     from rookery.tasks.load import read_tasks
 
-    return read_tasks(source, task_data=task_data)
+    return read_tasks(source, task_data=task_data, variables=task_variables(variable))
 
 
 def _by_task(loaded: "Loaded") -> "dict[str, list[TaskProblem]]":

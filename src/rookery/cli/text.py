@@ -71,6 +71,15 @@ def age(then: float, now: float | None = None) -> str:
     return "now" if seconds < 1 else f"{duration(seconds)} ago"
 
 
+def amount(count: float) -> str:
+    """Of bytes."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GB"
+
+
 def rate(count: float, seconds: float) -> str:
     """Per second, with as many digits as it deserves."""
     if seconds <= 0:

@@ -4,7 +4,7 @@ Promises:
 - of each task, its own solution must score full, doing nothing and every known cheat must score nothing;
 - it is a run like any other: parallel, journaled, and gone on with by `--resume`;
 - it says which tasks' tests cannot be run the strong way, and which that ask for their own box need not;
-- a task that could not be judged has not passed; exit code 1 when one has not.
+- a task that could not be judged has not passed; exit code 3 when one has not.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ import click
 import msgspec
 
 from rookery.cli.config import runs_folder
-from rookery.cli.options import Number
+from rookery.cli.errors import Exit
+from rookery.cli.options import Number, source_options, task_variables
 from rookery.core import Failed, RookeryError, Task, UsageError
 
 if TYPE_CHECKING:
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from rookery.core import Rollout
     from rookery.engine import EngineConfig
 
-NOT_PASSED: Final = 1
 BUILT_IN: Final = "repairs"
 FULL: Final = 1.0
 SHOWN: Final = 5
 _HELP = """Tries TASKS: the solution of each must score full, doing nothing and known cheats must score nothing.
 
-TASKS is what `rookery run --tasks` takes, or `repairs`, the tasks that come along. Exit code 1: one did not pass.
+TASKS is what `rookery run --tasks` takes, or `repairs`, the tasks that come along. Exit code 3: one did not pass.
 """
 
 
 @click.command(help=_HELP, short_help="Try whether tasks can be solved, and not be cheated.")
 @click.argument("source", metavar="TASKS", required=False)
+@source_options
 @click.option("--only", metavar="TASK", multiple=True, help="This task alone; repeat it.")
 @click.option("--no-cheats", is_flag=True, help="Only the solution and doing nothing.")
 @click.option(
@@ -123,7 +124,9 @@ def _tasks(values: dict[str, Any]) -> list[Task]:
 
         found: Iterable[Task] = tasks_from(repairs(), BUILT_IN)
     else:
-        found = load_tasks(values["source"])
+        found = load_tasks(
+            values["source"], task_data=values["task_data"], variables=task_variables(values["variable"])
+        )
     chosen = list(found)
     if values["only"]:
         known = {task.id for task in chosen}
@@ -155,7 +158,7 @@ def _config(values: dict[str, Any]) -> "EngineConfig":
         runners=values["runners"],
         concurrency=values["concurrency"] or max(2, cores),
         breaker=None,  # every task has its say, however many are broken
-        stream={"k": 1, "tasks": values["source"]},
+        stream={"k": 1, "tasks": values["source"], "task_data": values["task_data"] or ""},
     )
 
 
@@ -172,6 +175,10 @@ def _earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
         open_lock(folder).close()
         summary = read_summary(reader, k=1)
         left = bool(reader.unfinished().groups) or summary.left > 0
+        if left:
+            from rookery.cli.tasks_cache import hold_tasks
+
+            hold_tasks(reader.tasks(), reader.config().get("stream", {}))
     return folder, left, summary.tasks, summary.stats.rollouts
 
 
@@ -258,7 +265,7 @@ def _told(folder: Path, events: "JsonLines | None") -> int:
         rows = [(row.id, row.detail) for row in reader.task_rows() if row.status == "quarantined"]
         report = validated(reader.each(), rows)
     failed = sum(not one.passed for one in report)
-    code = NOT_PASSED if failed else 0
+    code = Exit.FAILED if failed else Exit.OK
     if events is not None:
         events.write(
             "validated", run=str(folder), tasks=msgspec.to_builtins(report), failed=failed, exit_code=code

@@ -254,7 +254,8 @@ class Settings:
             else:
                 self.notes.wrong(
                     f"{field}.{name}",
-                    f"it needs the variable {wanted[:80]!r}, which has no default: pass it in `variables`",
+                    f"it needs the variable {wanted[:80]!r}, which has no default: "
+                    "pass it with --variable, in Python in `variables`",
                 )
         return env
 

@@ -44,6 +44,10 @@ def parse(text: str) -> Asked:
         raise UsageError(
             f"{text[:200]!r} names no dataset: write hf:OWNER/DATASET, hf:OWNER/DATASET@REVISION:PATH"
         )
+    if "*" in path and ("*" in path.rpartition("/")[0] or not path.endswith(".parquet")):
+        raise UsageError(
+            f"{text[:200]!r}: stars are for names of Parquet files alone, such as data/train-*.parquet"
+        )
     return Asked(text=text, repo=match[1], revision=match[2] or "main", path=path)
 
 
@@ -111,7 +115,7 @@ def _kept(library: Any, asked: Asked, revision: str) -> Path | None:
         except Exception:  # noqa: BLE001, S112  (of another library: whatever it raises, it has none)
             continue
         found = Path(snapshot)
-        if patterns is None or (found / wanted[0]).exists():
+        if patterns is None or _matching(found, wanted[0]):
             return found
     return None
 
@@ -171,9 +175,16 @@ def _take(asked: Asked, snapshot: Path, folder: Path) -> None:
     found = snapshot / asked.path if asked.path else snapshot
     if not asked.path and (snapshot / ARCHIVE).is_file():
         found = snapshot / ARCHIVE
-    if not found.exists():
+    matching = _matching(snapshot, asked.path) if asked.path else [found]
+    if not matching:
         raise UsageError(f"{asked.text}: there is no {asked.path!r} in it on this machine")
     store = Path(os.path.realpath(snapshot.parent.parent))
+    if "*" in asked.path:
+        for one in matching:
+            if one.is_file():
+                shutil.copyfile(_own(one, store, asked), folder / one.name)
+        _with_data(asked, snapshot, store, folder)
+        return
     if found.is_file():
         if is_archive(found):
             unpack(_own(found, store, asked), folder)
@@ -181,9 +192,7 @@ def _take(asked: Asked, snapshot: Path, folder: Path) -> None:
         target = folder / asked.path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_own(found, store, asked), target)
-        if (snapshot / ARCHIVE).is_file():
-            (target.parent / "task-data").mkdir()
-            unpack(_own(snapshot / ARCHIVE, store, asked), target.parent / "task-data")
+        _with_data(asked, snapshot, store, target.parent)
         return
     for here, _, names in os.walk(found):
         for name in names:
@@ -193,6 +202,21 @@ def _take(asked: Asked, snapshot: Path, folder: Path) -> None:
             shutil.copyfile(_own(source, store, asked), target)
             # The hub keeps no modes; a script is run by its name often enough.
             target.chmod(0o755 if name.endswith(".sh") else 0o644)
+
+
+def _with_data(asked: Asked, snapshot: Path, store: Path, folder: Path) -> None:
+    """The archive of task data, unpacked beside the rows."""
+    if (snapshot / ARCHIVE).is_file():
+        (folder / "task-data").mkdir()
+        unpack(_own(snapshot / ARCHIVE, store, asked), folder / "task-data")
+
+
+def _matching(top: Path, path: str) -> list[Path]:
+    """What a path of a repository names; its last part may have stars in it."""
+    whole = top / path
+    if whole.exists() or "*" not in path:
+        return [whole] if whole.exists() else []
+    return sorted(whole.parent.glob(whole.name))
 
 
 def _own(path: Path, store: Path, asked: Asked) -> Path:

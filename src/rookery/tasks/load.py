@@ -1,4 +1,4 @@
-"""Tasks from folders, archives, the hub, JSONL and JSON files and Python lists.
+"""Tasks from folders, archives, the hub, JSONL, JSON and Parquet files and Python lists.
 
 Promises:
 - what a source is follows from what is there: nothing has to be said about its format;
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 import msgspec
 
 from rookery.core import Task, Taskset, UsageError
+from rookery.tasks import parquet
 from rookery.tasks.report import TaskReport
 from rookery.tasks.rows import Rows
 
@@ -44,7 +45,8 @@ def load_tasks(
     """The tasks of a source. At most `limit`, the first.
 
     A source is a folder of task folders, one task folder, an archive of them,
-    `hf:OWNER/DATASET[@REVISION][:PATH]`, a `.jsonl`, or a `.json` with a list, each also as `.gz`.
+    `hf:OWNER/DATASET[@REVISION][:PATH]`, a `.jsonl`, or a `.json` with a list, each also as `.gz`, a `.parquet` or
+    several of them: a folder that holds nothing else, or `NAME*.parquet`.
 
     `own_limits`: as the environment has them. `task_data`: where the folders lie that rows name by
     `env_config.task_id`; without it they lie beside the rows. `variables`: what `${NAME}` means in tasks.
@@ -87,7 +89,7 @@ def read_tasks(
         tasks, problems = places.folders(limit)
     else:
         maker = Rows("", "", own_limits, places.boxes)
-        tasks = _rows_of(place.path, limit, maker)
+        tasks = _rows_of(place.path, limit, maker, place.shards)
         places.boxes.finish()
         problems = places.problems(tasks)
     if not tasks:
@@ -96,7 +98,10 @@ def read_tasks(
     return Loaded(Taskset(tasks, name=place.name, source=place.source), report)
 
 
-def _rows_of(path: Path, limit: int | None, maker: Rows) -> list[Task]:
+def _rows_of(path: Path, limit: int | None, maker: Rows, shards: tuple[Path, ...] = ()) -> list[Task]:
+    if shards or path.name.endswith(parquet.SUFFIX):
+        named = f"{path.name}, row"
+        return _collect(parquet.rows(shards or (path,)), limit, maker.called("row", named))
     name = path.name.removesuffix(".gz")
     stem, dot, suffix = name.rpartition(".")
     suffix = f"{dot}{suffix}".lower() if stem else ""

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
-from rookery.core import UsageError
+from rookery.core import RookeryError, UsageError
 from rookery.core.errors import describe
 
 GROUP: Final = "rookery.tasksets"
@@ -24,8 +24,8 @@ def named(name: str) -> Path | None:
     """The folder of task folders of that name; None where nothing is called so."""
     for point in entry_points(group=GROUP, name=name):
         try:
-            return Path(point.load()())
-        except UsageError:
+            return Path(point.load()()).absolute()
+        except RookeryError:
             raise
         except Exception as error:
             raise UsageError(

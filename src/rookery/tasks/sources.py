@@ -10,27 +10,24 @@ Promises:
 import os
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from rookery.core import RookeryError, Task, UsageError
-from rookery.core.errors import describe
+from rookery.core import Task, UsageError
 from rookery.tasks.formats import Found, Reading, TaskFormat, look, task_formats
 from rookery.tasks.inline import BoxRows
 from rookery.tasks.named import named
+from rookery.tasks.parquet import SUFFIX as PARQUET
 from rookery.tasks.report import Notes, TaskProblem
 from rookery.tasks.rows import Ids, Invalid, keepable
 from rookery.tasks.swe import task_of
 
 HUB: Final = "hf:"
-TASKSETS: Final = "rookery.tasksets"
-"""Entry points: functions that give a folder of task folders."""
 ARCHIVE: Final = "task-data.tar.gz"
 _BESIDE: Final = ("task-data", "task_data", ARCHIVE)
-_FIELD = re.compile(r"(?:.*, (?:line|item|task) [0-9]+: )?((?:prompt|id|files|data|image|limits)[^\s:]*)")
+_FIELD = re.compile(r"(?:.*, (?:line|item|row|task) [0-9]+: )?((?:prompt|id|files|data|image|limits)[^\s:]*)")
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +38,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """As it was asked for, absolute where it is a path."""
     folder: bool
+    shards: tuple[Path, ...] = ()
+    """The files of rows, where they are several."""
 
 
 def find(source: str | Path) -> Place:
@@ -53,42 +52,43 @@ def find(source: str | Path) -> Place:
 
         asked = parse(text)
         path = fetched(asked)
-        return Place(path=path, name=asked.repo.rpartition("/")[2], source=text, folder=path.is_dir())
+        place = Place(path=path, name=asked.repo.rpartition("/")[2], source=text, folder=path.is_dir())
+        return _of_rows(place) if place.folder else place
     if not os.path.lexists(text) and (own := named(text)) is not None:
         return Place(path=own, name=text, source=text, folder=True)
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~nobody
         raise UsageError(f"the tasks file {source} cannot be found: {error}") from None
-    if not os.path.lexists(path) and (folder := _installed(text)) is not None:
-        return Place(path=folder, name=text, source=text, folder=True)
     from rookery.tasks.archives import is_archive
 
     full = path.absolute()
+    if "*" in path.name and path.name.endswith(PARQUET) and not os.path.lexists(path):
+        found = tuple(sorted(one for one in full.parent.glob(path.name) if one.is_file()))
+        if not found:
+            raise UsageError(f"there is no file {path}")
+        return Place(path=full.parent, name=full.parent.name, source=str(full), folder=False, shards=found)
     if is_archive(path) and not path.is_dir():
         stem = path.name.lower().partition(".t")[0]
         return Place(path=unpacked(path), name=path.name[: len(stem)], source=str(full), folder=True)
     if path.is_dir():
-        return Place(path=full, name=full.name or "tasks", source=str(full), folder=True)
+        return _of_rows(Place(path=full, name=full.name or "tasks", source=str(full), folder=True))
     name = path.name.removesuffix(".gz")
     return Place(path=path, name=name.rpartition(".")[0] or name, source=text, folder=False)
 
 
-def _installed(name: str) -> Path | None:
-    """The folder of a taskset that comes with a package, by its name."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        return None
-    for point in entry_points(group=TASKSETS):
-        if point.name == name:
-            try:
-                return Path(point.load()()).absolute()
-            except RookeryError:
-                raise
-            except Exception as error:
-                raise UsageError(
-                    f"the taskset {name!r} ({point.value}) cannot be made: {describe(error)}"
-                ) from error
-    return None
+def _of_rows(place: Place) -> Place:
+    """A folder that holds no task folders and files of rows in Parquet is those rows."""
+    from rookery.tasks.parquet import shards
+
+    try:
+        if not any(next(one.glob(f"*{PARQUET}"), None) for one in (place.path, place.path / "data")):
+            return place
+        if look(place.path, task_formats())[0]:
+            return place
+    except OSError:  # said by who reads it
+        return place
+    return msgspec.structs.replace(place, folder=False, shards=shards(place.path))
 
 
 def unpacked(archive: Path) -> Path:
@@ -193,14 +193,16 @@ class Places:
         if data is None:
             notes.wrong(
                 field,
-                f"there is no task data for {name!r}: pass task_data, or put a folder task-data or {ARCHIVE} "
+                f"there is no task data for {name!r}: name it with --task-data, in Python with "
+                f"task_data, or put a folder task-data or {ARCHIVE} "
                 "beside the rows",
             )
             return None
         path = data / name
         kind = next((one for one in self.formats if path.is_dir() and one.knows(path)), None)
         if kind is None:
-            notes.wrong(field, f"{data} holds no task {name!r}")
+            hint = "" if self._task_data is not None else "; name the folder that does with --task-data"
+            notes.wrong(field, f"{data} holds no task {name!r}{hint}")
             return None
         made = self._made(kind, path, name, notes)
         return None if made.invalid else made
@@ -218,12 +220,12 @@ class Places:
             return _holding(place.path, self.formats)
         if self._place is None:
             return None
-        here = self._place.path.absolute().parent
-        for name in _BESIDE:
-            if (here / name).exists():
-                path = here / name
+        here = self._place.path.absolute()
+        around = (here, self._place.shards[0].parent) if self._place.shards else (here.parent,)
+        for path in (where / name for where in around for name in _BESIDE):
+            if path.exists():
                 return _holding(path if path.is_dir() else unpacked(path), self.formats)
-        return here
+        return around[0]
 
     def problems(self, tasks: list[Task]) -> list[TaskProblem]:
         """Of rows: by field where the row was one of a box."""
@@ -246,7 +248,7 @@ def _holding(path: Path, formats: list[TaskFormat]) -> Path:
 
 
 def _nothing(path: Path) -> str:
-    kinds = (".jsonl", ".json", ".jsonl.gz", ".tar.gz")
+    kinds = (".jsonl", ".json", ".jsonl.gz", ".tar.gz", PARQUET)
     rows = sorted(one.name for one in path.iterdir() if one.name.endswith(kinds))
     hint = f"; name a file of tasks in it ({', '.join(map(_printable, rows[:3]))})" if rows else ""
     return (

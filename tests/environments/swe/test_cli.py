@@ -28,6 +28,12 @@ async def lookup(word: str) -> str:
 '''
 
 
+def harbor(folder: Path, toml: str, script: str = "exit 0\n") -> None:
+    (folder / "tests").mkdir(parents=True)
+    for name, text in (("task.toml", toml), ("instruction.md", "Do it.\n"), ("tests/test.sh", script)):
+        (folder / name).write_text(text)
+
+
 async def dry(here: Path, *words: str) -> dict[str, Any]:
     done = await rookery("run", "swe", "--tasks", "t.jsonl", *words, "--dry-run", "--json", cwd=here)
     (event,) = done.events
@@ -64,3 +70,41 @@ async def test_a_wrong_name_is_refused_in_words(tmp_path: Path) -> None:
     (await rookery(*run, "--tools", "bsah", cwd=tmp_path)).refused("no tool 'bsah'", "bash, edit, submit")
     (await rookery(*run, "--tool-config", "bash.nme=x", cwd=tmp_path)).refused("nme", "description")
     (await rookery(*run, "--tool-config", "nothing.toml", cwd=tmp_path)).refused("neither KEY=VALUE nor")
+
+
+async def test_task_data_and_variables_come_from_the_command_line_or_the_file(tmp_path: Path) -> None:
+    harbor(tmp_path / "elsewhere" / "one", '[environment.env]\nPORT = "${PORT}"\nHOST = "${HOST:-here}"\n')
+    (tmp_path / "t.jsonl").write_text('{"env_config": {"task_id": "one"}}\n')
+    policy = ("--policy", "http://127.0.0.1:1", "--model", "m")
+    event = await dry(tmp_path, *policy)
+    assert "--task-data" in event["invalid"][0]
+    event = await dry(tmp_path, *policy, "--task-data", "elsewhere")
+    assert "--variable" in event["invalid"][0]
+    (tmp_path / "rookery.toml").write_text(
+        '[run]\ntask_data = "elsewhere"\n[run.variables]\nPORT = 80\nHOST = "x"\n'
+    )
+    event = await dry(tmp_path, *policy, "--variable", "HOST=a=b")
+    assert event["invalid"] == []
+    values = {row["name"]: (row["value"], row["origin"]) for row in event["values"]}
+    assert values["task-data"] == ("elsewhere", "rookery.toml")
+    assert values["variable.PORT"] == ("80", "rookery.toml")
+    assert values["variable.HOST"] == ("a=b", "command line")
+    wrong = await rookery("run", "swe", "--dry-run", cwd=tmp_path)
+    assert wrong.code == 2
+    assert "there is no --tasks" in wrong.err
+    (tmp_path / "rookery.toml").write_text("[run.variables]\nPORT = [80]\n")
+    wrong = await rookery("run", "swe", "--tasks", "t.jsonl", "--dry-run", cwd=tmp_path)
+    assert wrong.code == 2
+    assert "[run.variables] 'PORT'" in wrong.err
+
+
+async def test_a_validation_takes_them_too(tmp_path: Path) -> None:
+    script = '[ "$PORT" = 80 ] && echo 1 > /logs/verifier/reward.txt\n'
+    harbor(tmp_path / "elsewhere" / "one", '[environment.env]\nPORT = "${PORT}"\n', script)
+    (tmp_path / "t.jsonl").write_text('{"env_config": {"task_id": "one"}}\n')
+    words = ("validate", "t.jsonl", "--only", "one", "--no-cheats", "--provider", "local", "--json")
+    done = await rookery(*words, "--task-data", "elsewhere", "--variable", "PORT=80", cwd=tmp_path)
+    (task,) = done.events[-1]["tasks"]
+    # Its tests look at the variable alone, so it is no task to train on.
+    assert (task["task"], [one["variant"] for one in task["tried"]]) == ("one", ["nothing"])
+    assert (done.code, task["tried"][0]["problem"]) == (3, "scores 1 for nothing")

@@ -24,6 +24,8 @@ from tests.environments.swe.wrong_repairs import CHEATS, WRONG, changed, texts
 SPEC = SandboxSpec(provider="local", wall=600.0)
 pytestmark = pytest.mark.timeout(900)  # a machine that has much else to do is no failure
 NAMES = repairs.names()
+FEW = ("backup-rotation", "cache-expiry", "word-splitter")
+"""One of each language, one of them with parts; for what would take too long with all."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,17 +131,27 @@ async def is_wrong(task: SweTask, made: Ready, label: str) -> None:
     assert grade.reward < 1.0
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", FEW)
+async def test_gradings_agree(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+    await gradings_agree(provider, tasks[name], right=2, wrong=1)
+
+
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NAMES)
 async def test_gradings_agree_again_and_again(provider: Provider, tasks: dict[str, SweTask], name: str) -> None:
+    await gradings_agree(provider, tasks[name], right=20, wrong=5)
+
+
+async def gradings_agree(provider: Provider, task: SweTask, *, right: int, wrong: int) -> None:
     """Inputs are new each time; what they tell is not."""
-    async with ready(provider, tasks[name]) as made:
-        assert [(await made.graded(solved=True)).reward for _ in range(6)] == [1.0] * 6
-        assert [(await made.graded()).reward for _ in range(6)] == [0.0] * 6
-        for label in WRONG[name]:
-            found = [(await wrong_grade(tasks[name], made, label)).score for _ in range(2)]
-            assert [score.parts for score in found] == [WRONG[name][label].parts or {}] * 2, label
+    async with ready(provider, task) as made:
+        assert [(await made.graded(solved=True)).reward for _ in range(right)] == [1.0] * right
+        assert [(await made.graded()).reward for _ in range(right)] == [0.0] * right
+        for label in WRONG[task.id]:
+            found = [(await wrong_grade(task, made, label)).score for _ in range(wrong)]
+            assert [score.parts for score in found] == [WRONG[task.id][label].parts or {}] * wrong, label
             assert all(score.reward < 1.0 for score in found), label
 
 

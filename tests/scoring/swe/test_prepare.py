@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rookery.core import TaskError
 from rookery.sandboxes import Command
 from rookery.scoring.swe import prepare, prepare_step
+from rookery.tasks.cache import VARIABLE, Cache
 from rookery.tasks.swe import Part, SweStep
 from tests.scoring.swe.conftest import LOCAL
 from tests.scoring.swe.small import Open, sh, small_task
@@ -50,6 +52,21 @@ async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(open_box: O
     elsewhere = small_task(tmp_path, files=(Part(source=str(tmp_path), target="/usr/x"),))
     with pytest.raises(TaskError, match="cannot be put to"):
         await prepare(box, elsewhere, timeout=60)
+    await box.close()
+
+
+async def test_a_folder_that_was_removed_from_the_cache_is_said_before_anything_is_made(
+    open_box: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    cache = Cache().open()
+    there = cache.once("k", lambda folder: None, "it")
+    box = await open_box(LOCAL)
+    await prepare(box, msgspec.structs.replace(small_task(tmp_path), folder=str(there)), timeout=60)
+    gone = msgspec.structs.replace(small_task(tmp_path), folder=str(cache.content / "gone"))
+    with pytest.raises(TaskError, match="was removed from the task cache") as caught:
+        await prepare(box, gone, timeout=60)
+    assert caught.value.code == "task.setup"
     await box.close()
 
 

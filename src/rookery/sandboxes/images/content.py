@@ -17,7 +17,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,9 @@ from pathlib import Path
 import msgspec
 
 from rookery.core import UsageError
-from rookery.sandboxes import procs
 from rookery.sandboxes.images import locks, records
 from rookery.sandboxes.images.records import LayerInfo, Name, Record
+from rookery.sandboxes.images.works import Aside, Works, removing
 
 VARIABLE, BUDGET_VARIABLE = "ROOKERY_IMAGES", "ROOKERY_IMAGES_BUDGET"
 BUDGET = 64 << 30
@@ -46,27 +45,6 @@ class Use:
 
     def close(self) -> None:
         self._lock.close()
-
-
-class Aside:
-    """Something that was in the store and is about to be gone."""
-
-    def __init__(self, place: Path, lock: locks.Lock) -> None:
-        self._place = place
-        self._lock = lock
-
-    def remove(self) -> None:
-        procs.remove_tree(str(self._place))
-        self._lock.remove()
-
-
-@contextlib.contextmanager
-def _removing(aside: list[Aside]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for one in aside:
-            one.remove()
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +106,7 @@ class Store:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or usual_folder()
         self.layers = self.folder / "layers"
+        self._works = Works(self.folder)
 
     def open(self) -> "Store":
         """Makes its folders, where they are missing."""
@@ -217,21 +196,14 @@ class Store:
     def working(self) -> Iterator[tuple[Path, locks.Lock]]:
         """A folder to make something in, on the disk of the store; gone with the block or with the next one."""
         self.clean()
-        name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        with locks.wait(self.lock_path("work", name), alone=True, seconds=1.0, what="a work folder") as lock:
-            place = self.folder / "work" / name
-            place.mkdir(mode=0o700)
-            try:
-                yield place, lock
-            finally:
-                procs.remove_tree(str(place))
-                lock.remove()
+        with self._works.working() as made:
+            yield made
 
     def put_layer(self, layer: str, made: Path, info: LayerInfo) -> None:
         """Moves a layer into place. For who holds its lock alone."""
         there = self.layers / layer
         if there.exists():  # from before the machine went down, or its making was killed after this move
-            self._set_aside(there).remove()
+            self._works.set_aside(there).remove()
         made.rename(there)
         records.write(self.folder / "infos" / f"{layer}.json", info)
 
@@ -265,13 +237,7 @@ class Store:
 
     def clean(self) -> int:
         """Removes what killed processes left half-made; how much of it there was."""
-        count = 0
-        for place in sorted((self.folder / "work").iterdir()):
-            lock = locks.attempt(self.lock_path("work", place.name), alone=True)
-            if lock is not None:
-                procs.remove_tree(str(place))
-                lock.remove()
-                count += 1
+        count = self._works.clean()
         for kind in ("images", "names", "infos"):
             for half in (self.folder / kind).glob(".*.half"):
                 with contextlib.suppress(FileNotFoundError):
@@ -279,17 +245,6 @@ class Store:
                         half.unlink()
                         count += 1
         return count
-
-    def _set_aside(self, there: Path) -> "Aside":
-        """Out of its place in one step; it is removed when nobody waits for it."""
-        name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        lock = locks.wait(self.lock_path("work", name), alone=True, seconds=1.0, what="a work folder")
-        try:
-            there.rename(self.folder / "work" / name)
-        except BaseException:
-            lock.remove()
-            raise
-        return Aside(self.folder / "work" / name, lock)
 
     def _records(self) -> list[Record]:
         found = (records.read(path, Record) for path in sorted((self.folder / "images").glob("*.json")))
@@ -349,7 +304,7 @@ class Store:
         gone: list[str] = []
         aside: list[Aside] = []
         busy = layers = freed = 0
-        with _removing(aside), self.mutex():  # others wait for the mutex, not for what is removed after it
+        with removing(aside), self.mutex():  # others wait for the mutex, not for what is removed after it
             names = self._names()
             everything = sorted(self._records(), key=lambda record: self._used(record, {})[0])
             for record in everything:
@@ -375,7 +330,7 @@ class Store:
             layers, freed = layers + swept[0], freed + swept[1]
         return Pruned(images=tuple(gone), layers=layers, leftovers=0, bytes=freed, kept_in_use=busy)
 
-    def _sweep(self, aside: "list[Aside]") -> tuple[int, int]:
+    def _sweep(self, aside: list[Aside]) -> tuple[int, int]:
         """Sets layers aside that are of no image and that nobody makes or holds. For who holds the mutex."""
         wanted = {layer for record in self._records() for layer in record.layers}
         count = total = 0
@@ -388,7 +343,7 @@ class Store:
                 info: LayerInfo | None = records.read(self.folder / "infos" / f"{layer}.json", LayerInfo)
                 (self.folder / "infos" / f"{layer}.json").unlink(missing_ok=True)
                 if (self.layers / layer).exists():
-                    aside.append(self._set_aside(self.layers / layer))
+                    aside.append(self._works.set_aside(self.layers / layer))
                 lock.remove()
             count += 1
             total += info.bytes if info is not None else 0

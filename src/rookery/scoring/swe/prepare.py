@@ -22,6 +22,7 @@ from rookery.core.errors import describe
 from rookery.sandboxes import Command, Sandbox
 from rookery.scoring.boxes import bounded_exec
 from rookery.scoring.swe.history import MOST_REPOSITORIES, NO_GIT, STRIP
+from rookery.tasks.cache import is_kept, keep
 from rookery.tasks.swe import LOGS, SweStep, SweTask
 
 ROOT: Final = "root"
@@ -83,6 +84,12 @@ async def prepare(box: Sandbox, task: SweTask, *, timeout: float) -> Prepared:
     here: the box's spec need not name it.
     """
     clock = Clock(timeout)
+    # Who resumed a run has its tasks from the journal, and loaded nothing that would be kept for it.
+    if not is_kept(task.folder) and not await asyncio.to_thread(keep, task.folder):
+        raise TaskError(
+            f"task {task.id}: its folder {task.folder} was removed from the task cache: load its source again",
+            cause="task.setup",
+        )
     agent, several = await _folders(box, (task.workdir, *FOLDERS), clock)
     for part in task.files:
         await _uploaded(box, task, part.source, part.target, clock)

@@ -63,10 +63,23 @@ def quiet_hour(r):
         yield now + keep + 1, "keys", []
 
 
+def favourites(r):
+    """A full larder of fresh entries, the oldest of which are read: those that nobody read go first."""
+    room, keep, now = r.randrange(2, 7), r.randrange(60, 90), r.randrange(1000)
+    yield now, "new", [room, keep]
+    for number in range(room):
+        yield now + number, "put", [f"k{number}", r.randrange(10**6)]
+    for number in [*r.sample(range(1, room), r.randrange(room - 1)), 0]:
+        yield now + 2 * room, "get", [f"k{number}"]
+    for number in range(room):
+        yield now + 3 * room + number, "put", [f"new{number}", number]
+        yield now + 3 * room + number, "keys", []
+
+
 def check(g):
     r = g.random
     orders, wanted = [], []
-    for kind in [day] * 20 + [quiet_hour] * 5:
+    for kind in [day] * 20 + [quiet_hour] * 5 + [favourites] * 5:
         for now, what, arguments in kind(r):
             orders.append([now, what, arguments])
             if what == "new":

@@ -1,0 +1,192 @@
+"""Promises of pruning: never what is in use or asked to be kept, the longest unused first, nothing unasked."""
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.tasks import load_tasks, uses
+from rookery.tasks.cache import Cache, Cached, is_kept, keep
+from rookery.tasks.swe import swe_task
+from tests.tasks import kit
+from tests.tasks.test_cache import an_archive
+
+HOLD = """
+import os, sys
+from rookery.tasks import load_tasks
+load_tasks(sys.argv[1])
+if len(sys.argv) > 2 and os.fork():  # the parent goes: what it loaded is its child's now
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(source, *more):
+    """A process that has loaded tasks, and its pid."""
+    words = [sys.executable, "-c", HOLD, str(source), *more]
+    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert select.select([child.stdout], [], [], 60)[0], "it does not start"
+        yield int(child.stdout.readline())
+    finally:
+        child.stdin.close()
+        child.stdout.read()  # its end, also of a child's child
+        child.stdout.close()
+        child.wait(60)
+
+
+def made(cache, key, size, used):
+    """Content of a process that is not there any more."""
+    place = cache.content / key
+    place.mkdir(parents=True)
+    (place / "file").write_bytes(b"x" * size)
+    os.utime(place, (used, used))
+
+
+@given(
+    entries=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 50), st.sampled_from("-uk")), max_size=6),
+    budget=st.none() | st.integers(0, 120),
+    older=st.integers(0, 60),
+)
+def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, entries, budget, older):
+    cache = Cache(tmp_path_factory.mktemp("cache")).open()
+    block = 4096
+    for number, (size, used, _) in enumerate(entries):
+        made(cache, f"k{number}", size * block, 1_000 + used)
+    marked = {mark: {f"k{n}" for n, entry in enumerate(entries) if entry[2] == mark} for mark in "uk"}
+    before = {one.key: one for one in cache.listed()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uses, "users", lambda _: {key: {1} for key in marked["u"]})
+        done = cache.prune(
+            budget=None if budget is None else budget * block, older=1_000.0 + older, keep=marked["k"]
+        )
+    gone = {one.key for one in done.removed}
+    left = {path.name for path in cache.content.iterdir()}
+    assert gone | left == set(before)
+    assert not gone & left
+    assert not gone & (marked["u"] | marked["k"])
+    assert done.held == sum(before[key].bytes for key in left)
+    assert done.bytes == sum(before[key].bytes for key in gone)
+    free = [one for one in before.values() if one.key not in marked["u"] | marked["k"]]
+    old = {one.key for one in free if one.used < 1_000 + older}
+    assert old <= gone
+    if budget is None:
+        assert gone == old
+        return
+    for one in free:  # who went for room: everything that stayed was used later, or at the same time
+        if one.key in gone - old:
+            assert all(other.used >= one.used for other in free if other.key in left)
+    if gone - old:  # and the last of them was needed
+        last = max((before[key] for key in gone - old), key=lambda one: one.used)
+        assert done.held + last.bytes > budget * block
+    if done.held > budget * block:
+        assert left <= marked["u"] | marked["k"]
+
+
+@pytest.mark.parametrize("more", [(), ("fork",)])
+def test_what_a_live_process_loaded_stays_until_it_ends(tmp_path, own_cache, more):
+    archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
+    cache = Cache()
+    with holding(archive, *more) as pid:
+        (one,) = cache.listed()
+        assert more or one.used_by == (pid,)
+        assert one.used_by
+        done = cache.prune(budget=0)
+        assert (done.removed, done.kept_in_use) == ((), 1)
+    done = cache.prune(budget=0)
+    assert [removed.what for removed in done.removed] == [f"the archive {archive}"]
+    assert not list(cache.content.iterdir())
+    assert not list((own_cache / "about").iterdir())
+    assert not list((own_cache / "work").iterdir())
+    assert not list((own_cache / "locks").glob("use-*"))
+
+
+def test_what_was_removed_is_made_again_and_is_held_then(tmp_path, own_cache):
+    archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
+    with holding(archive):
+        pass
+    assert len(Cache().prune(budget=0).removed) == 1
+    (task,) = load_tasks(archive)
+    folder = swe_task(task).folder
+    assert is_kept(folder)
+    assert Cache().prune(budget=0).kept_in_use == 1
+    assert not task.invalid
+
+
+def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
+    """Who resumes loads nothing: its tasks come with their folders."""
+    rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
+    with holding(rows):
+        pass
+    cache = Cache()
+    (one,) = cache.listed()
+    assert (one.what, one.used_by) == ("", ())
+    folder = str(cache.content / one.key)
+    assert not is_kept(folder)
+    assert keep(folder)
+    assert is_kept(folder)
+    assert cache.prune(budget=0).kept_in_use == 1
+    assert is_kept("/elsewhere")
+    assert not keep(str(cache.content / "gone"))
+
+
+def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
+    """The pruner and eight that load, again and again: nobody sees a half or a hole."""
+    archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
+    load = (
+        "import sys\nfrom pathlib import Path\nfrom rookery.tasks import load_tasks\n"
+        "from rookery.tasks.swe import swe_task\n"
+        "(task,) = load_tasks(sys.argv[1])\nassert not task.invalid, task.invalid\n"
+        "top = Path(swe_task(task).folder)\n"
+        "for _ in range(20):\n    assert (top / 'tests' / 'test.sh').read_text()\n"
+    )
+    removed = 0
+    stop = threading.Event()
+
+    def prune():
+        nonlocal removed
+        while not stop.is_set():
+            removed += len(Cache(own_cache).prune(budget=0).removed)
+
+    pruner = threading.Thread(target=prune)
+    pruner.start()
+    try:
+        for _ in range(2):
+            words = [sys.executable, "-c", load, str(archive)]
+            children = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+            for child in children:
+                _, said = child.communicate(timeout=100)
+                assert child.returncode == 0, said
+    finally:
+        stop.set()
+        pruner.join()
+    removed += len(Cache(own_cache).prune(budget=0).removed)
+    assert removed >= 1
+
+
+def test_nothing_is_removed_unasked_but_what_was_left_half_made(own_cache):
+    cache = Cache().open()
+    made(cache, "k", 10, 1)
+    (own_cache / "work" / "1-dead").mkdir()
+    done = cache.prune()
+    assert (done.removed, done.leftovers) == ((), 1)
+    assert (cache.content / "k").is_dir()
+
+
+def test_a_cache_that_is_removed_as_a_whole_is_begun_anew(tmp_path, own_cache):
+    from rookery.sandboxes import procs
+
+    archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
+    load_tasks(archive)
+    procs.remove_tree(str(own_cache))
+    assert not load_tasks(archive)[0].invalid
+    assert Cache().prune(budget=0).kept_in_use == 1
+    assert isinstance(Cache().listed()[0], Cached)
