@@ -142,7 +142,7 @@ async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> 
         id="spins",
         tests="def test_it():\n    f(1)\n    while True: pass\n",
         solution="def f(x):\n    return x\n",
-        limits=ProgramLimits(wall=0.2),
+        limits=ProgramLimits(wall=1.0),
     )
     empty = CodeTask(id="empty", tests="def helper():\n    pass\n")
     async with grader() as one:
@@ -159,7 +159,7 @@ async def test_a_grader_that_a_submission_brings_down_twice_is_the_minimum_and_h
         id="huge",
         tests="def test_it():\n    n = f(1)\n    while n > 0: n -= 1\n",
         solution="def f(x):\n    return 1\n",
-        limits=ProgramLimits(wall=0.2),
+        limits=ProgramLimits(wall=1.0),
     )
     async with grader(low=-1.0) as one:
         grade = await one.grade(task, "def f(x):\n    return 10 ** 30\n")

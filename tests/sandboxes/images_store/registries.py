@@ -29,8 +29,8 @@ class Registry:
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.busy = 0
         """Answers of 429 before the next good one."""
-        self.cut_after: list[int] = []
-        """Each answer to a blob ends after so many bytes, as long as there are any here."""
+        self.cut_after: dict[str, list[int]] = {}
+        """By blob: each answer ends after so many bytes, as long as there are any here."""
         self.lies: dict[str, int] = {}
         """Blobs whose last bytes are others, and how often."""
         self.ranges = True
@@ -156,7 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             owner.lies[digest] -= 1
             data = data[:-2] + b"xx"
         data = data[start:]
-        end = owner.cut_after.pop(0) if owner.cut_after else None
+        cuts = owner.cut_after.get(digest)
+        end = cuts.pop(0) if cuts else None
         self._send(status, data, cut=end)
 
     def _send(
