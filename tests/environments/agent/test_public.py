@@ -18,11 +18,12 @@ from rookery.core import RookeryError, SandboxSpec, UsageError, label
 from rookery.engine import EngineConfig, doors
 from rookery.engine.checks import no_way
 from rookery.environments.agent import AgentEnvironment
+from rookery.sandboxes.procs import children_of
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, program, scripted, scripted_engine, trainable
 from tests.gateway.shard_kit import eventually
-from tests.gateway.test_tunnels import Server, children_of, needs_server, quick, server, ssh_pids
+from tests.gateway.test_tunnels import Server, needs_server, quick, server, ssh_pids
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["boxes", "quick", "server"]
