@@ -133,6 +133,7 @@ print(42)
 """
 
 
+@pytest.mark.long
 @in_boxes
 async def test_a_secret_opens_nothing_once_its_agent_ended(tmp_path: Path) -> None:
     env = agent_envs.Watching("program", script=program(tmp_path, LEAVES))
@@ -171,6 +172,7 @@ async def proxy(target: int) -> AsyncIterator[tuple[str, list[str]]]:
         await runner.cleanup()
 
 
+@pytest.mark.long
 @in_boxes
 async def test_an_agent_calls_at_the_public_url_and_nowhere_else(tmp_path: Path) -> None:
     port = free_port()
@@ -202,6 +204,7 @@ async def test_boxes_with_a_listener_of_their_own_need_no_public_url(tmp_path: P
     assert str(port) not in given_url(found)
 
 
+@pytest.mark.long
 @in_boxes
 @needs_server
 async def test_an_agent_at_the_far_end_of_a_tunnel_that_dies_once(
@@ -319,9 +322,9 @@ async def test_a_port_that_is_taken_is_said_before_the_run_begins(tmp_path: Path
                 raise AssertionError
 
 
+@pytest.mark.long
 @in_boxes
 @needs_server
-@pytest.mark.long
 async def test_a_tunnel_that_cannot_be_made_is_said_before_the_run_begins(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

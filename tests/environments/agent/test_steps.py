@@ -100,6 +100,7 @@ async def test_a_first_step_that_failed_ends_the_task_where_the_task_says_so(tmp
     assert {name: one.reward for name, one in found.items()} == {"goes on": 0.5, "below": 0.0, "part below": 0.5}
 
 
+@pytest.mark.long
 async def test_a_steps_own_time_ends_its_agent_and_what_is_there_is_graded(tmp_path: Path) -> None:
     late = StepFolder(
         "Slow", "grep -q x slow.txt", files={"slow.txt": "x\n"}, settings="agent = { timeout_sec = 1.0 }"
@@ -151,6 +152,7 @@ async def test_a_budget_is_the_attempts_and_ends_it_in_whichever_step(tmp_path: 
     assert [one.usage.turns for one in found.values()] == [2, 2]
 
 
+@pytest.mark.long
 async def test_every_step_has_the_tasks_servers_and_a_script_that_fails_is_the_tasks_fault(tmp_path: Path) -> None:
     """Whatever an agent before did to the file that tells of them."""
     launcher = {
@@ -175,6 +177,7 @@ async def test_every_step_has_the_tasks_servers_and_a_script_that_fails_is_the_t
     assert "its setup of step 's2' failed" in str(found["broken"].outcome)
 
 
+@pytest.mark.long
 async def test_what_an_agent_did_to_its_own_folders_is_the_policys_in_the_next_step_too(tmp_path: Path) -> None:
     """It gets no other attempt by it, and its next agent is the launcher's own program."""
     home = "/tmp/rookery-agent"
@@ -212,6 +215,7 @@ async def test_a_tasks_own_keys_do_not_lead_an_agent_away_from_its_door(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.long
 async def test_no_more_boxes_are_graded_at_once_than_the_machine_has_places_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ async def test_no_more_boxes_are_graded_at_once_than_the_machine_has_places_for(
     assert inside == [1] * 6
 
 
+@pytest.mark.long
 async def test_an_agent_that_removes_its_working_folder_is_graded_all_the_same(tmp_path: Path) -> None:
     """It is the policy's, and no fault of the task or its image."""
     task = harbor_task(

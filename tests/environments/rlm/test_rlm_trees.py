@@ -286,6 +286,7 @@ STRANGER = """<code>port=$(grep -o 'tcp/127.0.0.1/[0-9]*' .rlm/llm | grep -o '[0
 (exec 3<>/dev/tcp/127.0.0.1/$port; echo 'wrong llm 0 0' >&3; cat <&3; echo nothing came)"""
 
 
+@pytest.mark.long
 async def test_bash_has_the_same_verbs_as_commands(tmp_path: Path) -> None:
     @tool
     async def lookup(name: str) -> dict[str, str]:
@@ -322,6 +323,7 @@ async def test_bash_has_the_same_verbs_as_commands(tmp_path: Path) -> None:
     assert trained_once(models, rollout.segments)
 
 
+@pytest.mark.long
 async def test_a_bash_tree_is_recursive_over_files(tmp_path: Path) -> None:
     def root(messages: list[dict[str, Any]]) -> str:
         done = said(messages)
@@ -335,6 +337,7 @@ async def test_a_bash_tree_is_recursive_over_files(tmp_path: Path) -> None:
     assert "it says over there" in str(models.server.requests[-1].body["messages"][-1])
 
 
+@pytest.mark.long
 async def test_a_script_that_is_stopped_leaves_its_sub_call_to_the_next_equal_one(tmp_path: Path) -> None:
     gate = asyncio.Event()
 

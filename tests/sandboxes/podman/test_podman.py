@@ -33,7 +33,7 @@ __all__ = [
     "test_a_read_only_container_has_its_working_folder",
     "test_memory_and_processes_are_the_containers",
 ]
-pytestmark = [pytest.mark.needs("podman"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_a_command_that_ran_out_of_time_is_dead_with_all_that_it_started(docker: DockerProvider) -> None:
