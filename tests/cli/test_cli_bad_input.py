@@ -82,6 +82,7 @@ async def test_a_policy_that_refuses_connections_is_named_before_anything_starts
         await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
 
 
+@pytest.mark.long
 async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl")
     await refused(here, *run, words=("needs a model for: policy", "--policy"))

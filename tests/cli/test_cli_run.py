@@ -311,6 +311,7 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
     assert again.code == 0, again.err
 
 
+@pytest.mark.long
 async def test_a_resume_can_name_a_server_that_has_moved(here: Path) -> None:
     async with (
         ModelServer(Answer("42", hold=asyncio.Event())) as first,

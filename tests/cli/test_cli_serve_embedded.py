@@ -80,6 +80,7 @@ async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: P
     assert re.fullmatch(r'127\.0\.0\.1 "GET /v1/models HTTP/1\.1" 200, \d+ bytes, [0-9.]+ s\n', done.err)
 
 
+@pytest.mark.long
 async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

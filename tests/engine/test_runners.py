@@ -161,6 +161,7 @@ async def test_pausing_stops_admission_and_model_calls_and_resumes_on_every_path
     assert all(label(group.rollouts[0].outcome) == "completed" for group in groups)
 
 
+@pytest.mark.long
 async def test_the_run_clock_excludes_pauses(model: ModelServer, tmp_path: Path) -> None:
     async with engine(model, tmp_path, limits=Limits(run=3.0)) as made:
         stream = made.groups([row(run="wait-for-door")])

@@ -122,6 +122,7 @@ async def killed_and_replaced(made: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_a_runner_that_is_killed_during_a_pause_is_replaced_by_one_that_starts_paused(
     tmp_path: Path,
 ) -> None:

@@ -217,6 +217,7 @@ async def test_a_pause_that_the_engine_refuses_is_an_error_and_undone_in_every_s
             await said(api, HI, stream=False, max_tokens=3)
 
 
+@pytest.mark.long
 async def test_a_pause_that_nobody_ends_is_over_at_its_deadline_and_an_error_for_who_waited() -> None:
     async with ModelServer() as server, gateway(server.url, shards=2) as served:
         seats = [await served.register({"id": owned_by(shard, 2)}) for shard in range(2)]

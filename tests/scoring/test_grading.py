@@ -136,6 +136,7 @@ async def test_a_grading_that_is_cancelled_leaves_no_sandbox() -> None:
                 await box.read("main.py")
 
 
+@pytest.mark.long
 async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> None:
     broken = CodeTask(id="broken", tests=["assert f(1) == 2"], solution="def f(x):\n    return 1\n")
     spinning = CodeTask(
@@ -154,6 +155,7 @@ async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> 
             await one.grade(empty, "def f(x):\n    return 0\n")
 
 
+@pytest.mark.long
 async def test_a_grader_that_a_submission_brings_down_twice_is_the_minimum_and_has_run_twice() -> None:
     task = CodeTask(
         id="huge",

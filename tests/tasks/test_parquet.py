@@ -125,6 +125,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
         load_tasks(path)
 
 
+@pytest.mark.long
 def test_a_dataset_of_the_hub_is_read_as_it_is_there(tmp_path, own_cache):
     pytest.importorskip("huggingface_hub")
     table = io.BytesIO()

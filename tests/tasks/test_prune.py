@@ -138,6 +138,7 @@ def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
     assert not keep(str(cache.content / "gone"))
 
 
+@pytest.mark.long
 def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
     """The pruner and eight that load, again and again: nobody sees a half or a hole."""
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)

@@ -163,6 +163,7 @@ def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: 
         assert then.grad.abs().max() > 0
 
 
+@pytest.mark.long
 def test_the_example_of_the_docs_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [path.read_text() for path in sorted((ROOT / "docs").glob("training*.md"))]
     (section,) = [page.partition("## TRL\n")[2] for page in pages if "## TRL\n" in page]

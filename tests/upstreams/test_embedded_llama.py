@@ -99,6 +99,7 @@ def test_batching_changes_nothing(data: st.DataObject) -> None:
     assert played(batch, again) == alone
 
 
+@pytest.mark.long
 def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
     llama = Llama(builtin())
     rng = np.random.default_rng(5)

@@ -183,6 +183,7 @@ async def test_sub_calls_outlive_their_repl_and_are_not_asked_twice(tmp_path: Pa
     assert trained_once(models, rollout.segments)
 
 
+@pytest.mark.long
 async def test_a_sub_call_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
     never = asyncio.Event()
     models = Models(

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.helpers import rookery
 
 FILE = """
@@ -40,6 +42,7 @@ async def dry(here: Path, *words: str) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.long
 async def test_the_file_and_the_command_line_configure_tools(tmp_path: Path) -> None:
     (tmp_path / "rookery.toml").write_text(FILE)
     (tmp_path / "mine.py").write_text(MINE)
@@ -72,6 +75,7 @@ async def test_a_wrong_name_is_refused_in_words(tmp_path: Path) -> None:
     (await rookery(*run, "--tool-config", "nothing.toml", cwd=tmp_path)).refused("neither KEY=VALUE nor")
 
 
+@pytest.mark.long
 async def test_task_data_and_variables_come_from_the_command_line_or_the_file(tmp_path: Path) -> None:
     harbor(tmp_path / "elsewhere" / "one", '[environment.env]\nPORT = "${PORT}"\nHOST = "${HOST:-here}"\n')
     (tmp_path / "t.jsonl").write_text('{"env_config": {"task_id": "one"}}\n')

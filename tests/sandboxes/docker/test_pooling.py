@@ -65,6 +65,7 @@ async def test_a_warm_container_is_the_attempts_own_from_the_moment_it_is_handed
     assert engine.containers() == []
 
 
+@pytest.mark.long
 async def test_nothing_is_left_of_a_run_that_was_killed_with_warm_containers(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
