@@ -144,3 +144,27 @@ def real_agent(name: str) -> None:
     with ThreadPoolExecutor(1) as threads:  # the test has a loop of its own
         if why := threads.submit(agent_there, name).result():
             pytest.skip(f"[probed] {why}")
+
+
+def left_behind(seconds: float) -> str:
+    """A program whose fork outlives it and calls on, `seconds` for an answer; each status goes into a file."""
+    return f"""
+ask(messages)
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    SECONDS = {seconds}
+    while True:
+        try:
+            ask(messages)
+            code = 200
+        except urllib.error.HTTPError as error:
+            code = error.code
+        except OSError:
+            code = 0
+        with open("/work/answers", "a") as file:
+            print(code, file=file)
+        time.sleep(0.01)
+print(42)
+"""

@@ -12,7 +12,7 @@ from rookery.core import Limits, Truncated, label
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent import agent_envs
-from tests.environments.agent.kit import all_of, program, scripted, scripted_engine
+from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["boxes"]
@@ -88,27 +88,7 @@ async def test_an_agent_that_ignores_its_budget_is_ended(tmp_path: Path) -> None
 
 
 async def test_what_an_agent_left_running_is_refused_once_it_ended(tmp_path: Path) -> None:
-    text = """
-ask(messages)
-if not os.fork():
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    SECONDS = 0.5
-    while True:
-        try:
-            ask(messages)
-            code = 200
-        except urllib.error.HTTPError as error:
-            code = error.code
-        except OSError:
-            code = 0
-        with open("/work/answers", "a") as file:
-            print(code, file=file)
-        time.sleep(0.01)
-print(42)
-"""
-    env = agent_envs.Watching("program", script=program(tmp_path, text))
+    env = agent_envs.Watching("program", script=program(tmp_path, left_behind(0.5)))
     async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
         (found,) = await all_of(made, [ROW])
     assert label(found.outcome) == "completed", found.outcome

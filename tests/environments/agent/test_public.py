@@ -21,7 +21,7 @@ from rookery.environments.agent import AgentEnvironment
 from rookery.sandboxes.procs import children_of
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent import agent_envs
-from tests.environments.agent.kit import all_of, program, scripted, scripted_engine, trainable
+from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine, trainable
 from tests.gateway.shard_kit import eventually
 from tests.gateway.test_tunnels import Server, needs_server, quick, server, ssh_pids
 from tests.servers import Answer, ModelServer, Request
@@ -113,30 +113,10 @@ async def test_with_the_machines_network_a_secret_opens_one_session_alone(tmp_pa
     assert asked == 2
 
 
-LEAVES = """
-ask(messages)
-if not os.fork():
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    SECONDS = 5
-    while True:
-        try:
-            ask(messages)
-            code = 200
-        except urllib.error.HTTPError as error:
-            code = error.code
-        with open("/work/answers", "a") as file:
-            print(code, file=file)
-        time.sleep(0.01)
-print(42)
-"""
-
-
 @pytest.mark.long
 @in_boxes
 async def test_a_secret_opens_nothing_once_its_agent_ended(tmp_path: Path) -> None:
-    env = agent_envs.Watching("program", script=program(tmp_path, LEAVES))
+    env = agent_envs.Watching("program", script=program(tmp_path, left_behind(5)))
     async with ModelServer(scripted("ok")) as model, scripted_engine(model, env, tmp_path, sandbox=ALL) as made:
         (found,) = await all_of(made, [ROW])
     assert label(found.outcome) == "completed", found.outcome
