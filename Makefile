@@ -5,8 +5,6 @@ STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core
 # This version is a CPU build where no GPU is; others bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
-# Real agents are installed there, once.
-AGENTS ?= $(abspath .peers/agents)
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -22,7 +20,7 @@ help:
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
-	@echo "make agents  real agents under .peers/, for the tests of agents"
+	@echo "make agents  real agents in the user's cache, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
@@ -68,12 +66,12 @@ test-cgroup2: $(STAMP)
 
 # Not a part of `make test`: what it installs is large, and outside of Python's packages.
 test-agents: $(STAMP)
-	ROOKERY_AGENTS=$(AGENTS) RECORD=$(RECORD) $(BIN)/python -m pytest \
+	RECORD=$(RECORD) $(BIN)/python -m pytest \
 		tests/environments/agent/npm_agents.py tests/environments/agent/npm_mcp.py $(ARGS)
 
 # Quick once they are there, and without a call to the network.
 agents: $(STAMP)
-	ROOKERY_AGENTS=$(AGENTS) $(BIN)/python -m rookery.environments.agent \
+	$(BIN)/python -m rookery.environments.agent \
 		openai-sdk anthropic-sdk openai-agents mini-swe-agent
 
 # Quick, and without a call to the network, once they are there.

@@ -1,17 +1,18 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Makes the peers' environments under `.peers/`, for `rookery bench` to measure beside ours (`make peers`).
+"""Install other systems below `.peers/`, for tests and for `rookery bench` (`make peers`).
 
 Promises:
-- each peer gets an environment of its own: nothing of it enters ours;
-- nothing is installed on the machine: Debian's packages are fetched and unpacked below `.peers/`, and an engine
-  that is needed to make an image runs for that long and is gone afterwards;
-- an environment that is already right is left alone, one that is half made is made again;
-- a peer that cannot be made is named, with pip's last words, and the others are still made (exit 1).
+- each peer has its own virtual environment, separate from ours;
+- nothing is installed on the machine: Debian packages are downloaded and unpacked into the user's cache, and an
+  engine that is needed to build an image is stopped afterwards;
+- a complete environment is reused, an incomplete one is made again;
+- a peer that cannot be installed is reported with the end of pip's output, and the others are still installed.
 """
 
 import argparse
 import asyncio
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from peer_cache import PEERS as FOLDER
+from peer_cache import cache_entry
 
 
 class Peer(NamedTuple):
@@ -71,13 +75,17 @@ def stamp_of(peer: Peer) -> str:
 
 
 def make(peer: Peer, folder: Path) -> str:
-    """Makes one environment; returns what went wrong, or nothing."""
+    """Install one peer. Returns an error message, or the empty string."""
     lowest, highest = peer.python
     if not lowest <= sys.version_info[:2] <= highest:
         return (
             f"needs Python {lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}; run this script with one of them"
         )
-    target = folder / f"venv-{peer.name}"
+    with cache_entry(f"venv-{peer.name}", stamp_of(peer), folder) as target:
+        return _install(peer, target)
+
+
+def _install(peer: Peer, target: Path) -> str:
     stamp = target / "rookery-peer"
     if stamp.is_file() and stamp.read_text() == stamp_of(peer):
         print(f"{peer.name}: ready in {target}")
@@ -121,31 +129,35 @@ IN_IMAGE = "python3"
 
 
 def make_ssh(folder: Path) -> str:
-    """Unpacks OpenSSH, for tests that start a server of their own; what went wrong, or nothing."""
-    if trouble := _unpacked(folder / SSH, SSH_DEBS, ("usr/sbin/sshd", "usr/bin/ssh", "usr/bin/ssh-keygen")):
-        return trouble
-    print(f"{SSH}: ready in {folder / SSH}")
-    return ""
+    """Unpack OpenSSH for tests that start their own server. Returns an error message, or the empty string."""
+    return _make_programs(folder, SSH, SSH_DEBS, ("usr/sbin/sshd", "usr/bin/ssh", "usr/bin/ssh-keygen"))
 
 
 def make_engine(folder: Path) -> str:
-    """Unpacks Docker, for tests that start an engine of their own: no image; what went wrong, or nothing."""
-    if trouble := _unpacked(folder / SANDBOXES, DEBS, PROGRAMS):
-        return trouble
-    print(f"{ENGINE}: ready in {folder / SANDBOXES}")
-    return ""
+    """Unpack Docker, without an image, for tests that start their own engine. Returns an error message, or ""."""
+    return _make_programs(folder, SANDBOXES, DEBS, PROGRAMS)
 
 
 def make_podman(folder: Path) -> str:
-    """Unpacks podman, for tests that start a service of their own; what went wrong, or nothing."""
-    if trouble := _unpacked(folder / PODMAN, PODMAN_DEBS, PODMAN_PROGRAMS):
-        return trouble
-    print(f"{PODMAN}: ready in {folder / PODMAN}")
-    return ""
+    """Unpack podman for tests that start their own service. Returns an error message, or the empty string."""
+    return _make_programs(folder, PODMAN, PODMAN_DEBS, PODMAN_PROGRAMS)
+
+
+def _make_programs(folder: Path, name: str, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
+    with cache_entry(name, _release(packages), folder) as target:
+        if trouble := _unpacked(target, packages, programs):
+            return trouble
+        print(f"{name}: ready in {target}")
+        return ""
+
+
+def _release(packages: tuple[str, ...]) -> str:
+    """Return the packages and the Debian release they come from: a newer release is another version."""
+    return "\n".join((*packages, _suite(), platform.machine()))
 
 
 def _unpacked(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
-    """Debian's packages below `target`, unless their programs are there; what went wrong, or nothing."""
+    """Unpack Debian packages below `target` unless their programs are there. Returns an error message, or ""."""
     root, half, debs = target / "root", target / "half", target / "debs"
     if all(os.access(root / name, os.X_OK) for name in programs):
         return ""
@@ -175,8 +187,12 @@ def _unpacked(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]
 
 
 def make_sandboxes(folder: Path) -> str:
-    """Unpacks bwrap and Docker, gives a private engine an image with Python; what went wrong, or nothing."""
-    target = folder / SANDBOXES
+    """Unpack bwrap and Docker and import an image with Python. Returns an error message, or the empty string."""
+    with cache_entry(SANDBOXES, _release(DEBS), folder) as target:
+        return _make_image(target)
+
+
+def _make_image(target: Path) -> str:
     stamp = target / "rookery-peer"
     wanted = "\n".join((*DEBS, IN_IMAGE)) + "\n"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -240,7 +256,7 @@ def _ran(commands: list[list[str | Path]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the environments of the peers.")
     parser.add_argument("peers", nargs="*", help="only these (default: all)")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
     known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
     known[ENGINE] = make_engine
@@ -249,7 +265,6 @@ def main() -> int:
     known[SSH] = make_ssh
     if unknown := [name for name in args.peers if name not in known]:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
-    args.folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for name in args.peers or known:
         if trouble := known[name](args.folder):

@@ -1,5 +1,5 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Makes real tokenizers under `.peers/tokenizers/`, for the tests and `rookery bench` (`make tokenizers`).
+"""Build real tokenizers in `.peers/tokenizers/`, for the tests and `rookery bench` (`make tokenizers`).
 
 The vocabularies and the chat templates come out of one source archive of the package registry: llama-cpp-python
 carries GGUF files that hold nothing but a vocabulary, and beside them what each one must answer.
@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from peer_cache import cache_entry
 
 ARCHIVE: Final = "llama-cpp-python==0.3.36"
 MODELS: Final = "/vendor/llama.cpp/models/"
@@ -299,21 +301,28 @@ def _members(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make real tokenizers for tests and measurements.")
     parser.add_argument("names", nargs="*", help="only these (default: all)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(__file__).resolve().parent.parent / ".peers" / "tokenizers"
-    )
+    parser.add_argument("--folder", type=Path, help="where to write them (default: the user's cache)")
     args = parser.parse_args()
     known = {recipe.name: recipe for recipe in RECIPES}
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"no such tokenizer: {', '.join(unknown)} (known: {', '.join(known)})")
-    missing = [known[name] for name in args.names or known if not ready(args.folder, known[name])]
+    recipes = [known[name] for name in args.names or known]
+    if args.folder is not None:
+        return make_all(args.folder, recipes)
+    with cache_entry("tokenizers", "\n".join(stamp_of(recipe) for recipe in RECIPES)) as folder:
+        return make_all(folder, recipes)
+
+
+def make_all(folder: Path, recipes: list[Recipe]) -> int:
+    """Build the tokenizers that are missing in `folder`. Returns the exit code."""
+    missing = [recipe for recipe in recipes if not ready(folder, recipe)]
     if not missing:
         return 0
-    args.folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     print(f"making the tokenizers {', '.join(recipe.name for recipe in missing)}, once", flush=True)
     try:
-        parts = fetched(args.folder, wanted(missing))
+        parts = fetched(folder, wanted(missing))
     except (OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         print(f"no tokenizers: {error}", file=sys.stderr)
         return 1
@@ -322,7 +331,7 @@ def main() -> int:
         if absent := wanted([recipe]) - parts.keys():
             trouble = f"the archive has no {', '.join(sorted(absent))}"
         else:
-            trouble = make(args.folder, recipe, parts)
+            trouble = make(folder, recipe, parts)
         if trouble:
             failed += 1
             print(f"{recipe.name}: not made: {trouble}", file=sys.stderr)

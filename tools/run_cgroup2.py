@@ -1,8 +1,8 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Proves the sandboxes' limits on cgroup v2 (`make test-cgroup2`): here if this machine has it, else in a guest.
+"""Test the sandboxes' limits on cgroup v2 (`make test-cgroup2`): on this machine if it has v2, else in a guest.
 
 Promises:
-- it needs no root and installs nothing: a guest's parts are unpacked below `.peers/cgroup2`;
+- it needs no root and installs nothing: a guest's parts are unpacked into the user's cache;
 - in a guest the suite runs as root where nobody enabled a controller; then, the part that needs controllers, as a
   service, as a user with a group of its own, and as a user without one; where the processor must be emulated, only
   the tests of the limits run, in the same places;
@@ -12,6 +12,7 @@ Promises:
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 from cgroup2 import guest, parts  # noqa: E402  (after the path to them)
+from peer_cache import cache_entry  # noqa: E402
 
 from rookery.sandboxes.local import groups  # noqa: E402
 
@@ -174,7 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--deadline", type=float, default=1200, help="of a guest, in seconds (default: %(default)s)"
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / ".peers/cgroup2", help="for a guest's parts")
+    parser.add_argument("--folder", type=Path, help="for a guest's parts (default: the user's cache)")
     args = parser.parse_args()
     if unknown := [name for name in args.places.split(",") if name not in PLACES]:
         parser.error(f"no such place: {', '.join(unknown)} (known: {', '.join(PLACES)})")
@@ -182,7 +184,12 @@ def main() -> int:
         place = Place("this machine", "v2", WHOLE)
         done = subprocess.run(command(place, args), cwd=ROOT, env={**os.environ, **environ()}, check=False)
         return FAILED if done.returncode else PASSED
-    return in_a_guest(args)
+    if args.folder is not None:
+        return in_a_guest(args)
+    release = Path("/etc/os-release")
+    version = f"{release.read_text() if release.exists() else ''}{platform.machine()}"
+    with cache_entry("cgroup2", version) as args.folder:
+        return in_a_guest(args)
 
 
 if __name__ == "__main__":

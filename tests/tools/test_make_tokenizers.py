@@ -67,6 +67,7 @@ def test_what_is_there_is_left_alone_without_a_call_to_the_network() -> None:
         "def refused(*a, **k): raise AssertionError('a program was started')\n"
         "subprocess.Popen = refused\n"
         "sys.argv = ['make_tokenizers']\n"
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
         f"runpy.run_path({str(ROOT / 'tools' / 'make_tokenizers.py')!r}, run_name='__main__')\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

@@ -15,15 +15,11 @@ import pytest
 from rookery import Engine
 from rookery.core import Group, Rollout, RookeryError, Sampling, label
 from rookery.environments.agent import AgentEnvironment, find_launcher
-from rookery.environments.agent.installing import installed, own_python
+from rookery.environments.agent.installing import agents_home, installed, own_python
 from rookery.upstreams import UpstreamConfig
 from tests.engine.conftest import QUICK
 from tests.servers import Answer, ModelServer, Request
 from tests.standins import StandinServer
-
-ROOT = Path(__file__).parents[3]
-AGENTS = ROOT / ".peers" / "agents"
-"""Real agents of these tests are installed there, once."""
 
 PLAIN = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -133,10 +129,6 @@ def agent_there(name: str) -> str:
     except RookeryError as error:
         return str(error)
     return ""
-
-
-def agents_home() -> Path:
-    return Path(os.environ.get("ROOKERY_AGENTS") or AGENTS)
 
 
 def real_agent(name: str) -> None:
