@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine podman ssh-server clean help
+.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine podman ssh-server bench clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -18,12 +18,13 @@ help:
 	@echo "make test-long  the tests that take many seconds each: thousands of boxes, of streams, of kills"
 	@echo "make test-agents  Claude Code and Codex, from npm, in real boxes (slow: a gigabyte; RECORD=1 keeps what they send)"
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
-	@echo "make peers   other systems under .peers/, for rookery bench to measure beside ours"
-	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for rookery bench"
+	@echo "make peers   other systems under .peers/, for the benchmarks"
+	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for the benchmarks"
 	@echo "make agents  real agents in the user's cache, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make ssh-server  OpenSSH's programs under .peers/, for the tests of tunnels (Debian)"
+	@echo "make bench   measure one part beside other systems (NAME=engine ARGS='--quick --json')"
 	@echo "make clean   remove what make made"
 
 demo: $(CORE)
@@ -92,6 +93,10 @@ ssh-server: $(STAMP)
 
 peers: $(STAMP)
 	$(BIN)/python tools/make_peers.py
+
+# Measures one part beside other systems: make bench NAME=engine ARGS='--quick --json'.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,5 +1,5 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Install other systems below `.peers/`, for tests and for `rookery bench` (`make peers`).
+"""Install other systems below `.peers/`, for tests and for the benchmarks (`make peers`).
 
 Promises:
 - each peer has its own virtual environment, separate from ours;
@@ -215,7 +215,8 @@ def _make_image(target: Path) -> str:
 
 def _image(target: Path, root: Path) -> str:
     """Without a registry: Debian's packages in a tar, imported into the engine's own store."""
-    from rookery.cli.bench.sandbox_docker import IMAGE, private_engine
+    sys.path.insert(0, str(FOLDER.parent))
+    from benchmarks.sandbox_docker import IMAGE, private_engine
 
     tar = target / "base.tar"
     words: list[str | Path] = [root / "usr/bin/mmdebstrap", "--variant=apt", f"--include={IN_IMAGE}"]

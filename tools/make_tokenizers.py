@@ -1,5 +1,5 @@
 # ruff: noqa: T201  (a program: its output is for people)
-"""Build real tokenizers in `.peers/tokenizers/`, for the tests and `rookery bench` (`make tokenizers`).
+"""Build real tokenizers in `.peers/tokenizers/`, for the tests and the benchmarks (`make tokenizers`).
 
 The vocabularies and the chat templates come out of one source archive of the package registry: llama-cpp-python
 carries GGUF files that hold nothing but a vocabulary, and beside them what each one must answer.

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `export`, `init`, `bench`: looking at runs, and making a first environment."""
+"""`ls`, `show`, `export`, `init`: looking at runs, and making a first environment."""
 
 import asyncio
 import json
@@ -173,9 +173,3 @@ async def test_init_makes_an_environment_that_runs_and_never_overwrites(
     for name in ("class", "1st", "…"):
         (await rookery("init", name, cwd=tmp_path)).refused("cannot name an environment")
     (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).refused("cannot write into /proc/nowhere")
-
-
-async def test_bench_names_the_benches(tmp_path: Path) -> None:
-    done = await rookery("bench", cwd=tmp_path)
-    assert done.code == 0
-    assert "engine" in done.out.split()

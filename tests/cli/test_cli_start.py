@@ -51,7 +51,6 @@ async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
         (["run", "x.py", "extra"], "unexpected extra argument"),
         (["run"], "name an environment"),
         (["show"], "RUN"),
-        (["bench", "nothing"], "there is no bench 'nothing'"),
     ],
 )
 async def test_a_usage_error_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:

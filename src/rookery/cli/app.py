@@ -27,7 +27,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "gateway": ("rookery.cli.gateway:gateway", "Serve a door that records model calls."),
     "serve-code": ("rookery.cli.serve_code:serve_code", "Run programs for others, over HTTP."),
     "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
-    "bench": ("rookery.cli.bench_command:bench", "Measure what Rookery costs, beside others."),
 }
 
 COMPLETE: Final = "_ROOKERY_COMPLETE"

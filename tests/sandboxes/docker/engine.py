@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rookery.cli.bench.sandbox_docker import engine_words
+from benchmarks.sandbox_docker import engine_words
 from rookery.sandboxes import procs
 from rookery.sandboxes.docker import asking
 from tests.sandboxes.images import libraries_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rookery.cli.bench.peers import peers_folder
-from rookery.cli.bench.sandbox_docker import private_engine
+from benchmarks.peers import peers_folder
+from benchmarks.sandbox_docker import private_engine
 from rookery.core import SandboxError
 from rookery.sandboxes.images import builders, giving
 from rookery.sandboxes.images.content import Store

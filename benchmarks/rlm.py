@@ -1,0 +1,156 @@
+"""Benchmark `rlm`: the cost of a sub-call from the REPL to the upstream and back, and the gain of a batch.
+
+Promises:
+- figures are taken by the code in the REPL, in a rollout of a real engine, with a real sandbox and a server of its
+  own process; every call is recorded with its ids, and trains;
+- a rollout that does not end as it should fails the bench: no figure from a broken run;
+- a batch's figure is its time beside that of as many waves of calls as its concurrency makes.
+"""
+
+import math
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks import Progress, Result
+from benchmarks.rlm_upstream import CELL, SECONDS, WAIT
+from benchmarks.server import instant_model
+from rookery.core import Completed
+from rookery.engine import Engine
+from rookery.environments import Context
+from rookery.environments.rlm import RlmEnvironment
+
+NAME = "rlm"
+BATCH = 64
+CONTEXT = 50_000_000
+LLM = """import time
+llm("warm"); times = []
+for at in range({count}):
+    began = time.perf_counter()
+    llm(f"question {{at}}")
+    times.append(1e3 * (time.perf_counter() - began))
+answer(times)"""
+HOST = LLM.replace('llm(f"question {{at}}")', "budget()")
+MANY = """import time
+llm_batch(["{wait}, warm"] * {c}); times = []
+for at in range({rounds}):
+    began = time.perf_counter()
+    found = llm_batch([f"{wait}, {{at}} {{one}}" for one in range({batch})])
+    times.append(1e3 * (time.perf_counter() - began))
+    assert None not in found
+answer(times)"""
+BASH = """times=
+for at in $(seq {count}); do
+  began=$EPOCHREALTIME; llm "question $at" > /dev/null; ended=$EPOCHREALTIME
+  times="$times$(( ${{ended/./}} - ${{began/./}} )),"
+done
+answer "[${{times%,}}]"
+"""
+
+
+class Size(NamedTuple):
+    """How often each thing is done."""
+
+    calls: int
+    rounds: int
+    attempts: int
+
+
+FULL = Size(calls=300, rounds=3, attempts=3)
+QUICK = Size(calls=100, rounds=1, attempts=1)
+
+
+class _Measured(RlmEnvironment):
+    """Keeps the answer, which is the figures."""
+
+    async def score(self, ctx: Context) -> float:
+        ctx.info["answer"] = self.answer(ctx)
+        return 1.0
+
+
+async def run(quick: bool, progress: Progress) -> list[Result]:
+    size = QUICK if quick else FULL
+    async with instant_model("benchmarks.rlm_upstream") as model:
+        progress("sub-calls one by one")
+        calls, _ = await _played(model.tokens_url, LLM.format(count=size.calls), size.attempts)
+        host, _ = await _played(model.tokens_url, HOST.format(count=size.calls), 1)
+        results = [
+            Result(
+                name="subcall_overhead_ms",
+                unit="ms",
+                ours=median(calls),
+                target="<= 3",
+                note=f"llm() with a server that answers at once, its HTTP included; {_spread(calls)}; "
+                f"{median(host):.2f} of it to call out of the worker and back",
+            )
+        ]
+        for c in (4, 16, 64):
+            progress(f"a batch of {BATCH}, {c} at once")
+            cell = MANY.format(c=c, rounds=size.rounds, wait=WAIT, batch=BATCH)
+            times, _ = await _played(model.tokens_url, cell, size.attempts, concurrency=c)
+            waves = math.ceil(BATCH / c)
+            results.append(
+                Result(
+                    name=f"batch_speedup_c{c}",
+                    unit="x of waves",
+                    ours=median(times) / (1e3 * SECONDS * waves),
+                    target="<= 1.3",
+                    note=f"{BATCH} sub-calls of 100 ms, {c} at once: {median(times):.0f} ms for {waves} waves",
+                )
+            )
+        progress("sub-calls from bash")
+        shell, _ = await _played(
+            model.tokens_url, BASH.format(count=size.calls // 4), 1, repl="bash", cell_seconds=600.0
+        )
+        results.append(
+            Result(
+                name="subcall_bash_ms",
+                unit="ms",
+                ours=median(shell) / 1e3,
+                note=f"the command `llm`, a bash of its own each time; {_spread([one / 1e3 for one in shell])}",
+            )
+        )
+        progress("a context of 50 MB")
+        _, setups = await _played(
+            model.tokens_url,
+            "answer([len(context)])",
+            size.attempts,
+            recipe={"kind": "aggregate", "seed": 1, "size": CONTEXT},
+        )
+        results.append(
+            Result(
+                name="context_50mb_ms",
+                unit="ms",
+                ours=median(setups),
+                note="made, put into a new sandbox and loaded into a new Python, before the first turn",
+            )
+        )
+    return results
+
+
+async def _played(
+    url: str, cell: str, attempts: int, *, recipe: dict[str, Any] | None = None, **options: Any
+) -> tuple[list[float], list[float]]:
+    """What the cell answered, and how long the set-up took, in milliseconds."""
+    found: list[float] = []
+    setups: list[float] = []
+    task = {"prompt": f"{CELL}{cell}", "answer": "any", **({"recipe": recipe} if recipe else {})}
+    env = _Measured(max_calls=1_000_000, sub_max_tokens=64, **options)
+    with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
+        async with Engine(env, policy=url, out=Path(folder), runners=0) as engine:
+            for at in range(attempts):  # one after the other: they would measure each other
+                (group,) = [one async for one in engine.groups([{**task, "id": str(at)}], name=str(at))]
+                (rollout,) = group.rollouts
+                said = str(rollout.info.get("answer"))
+                if rollout.outcome != Completed() or not said.startswith("["):
+                    raise RuntimeError(f"a rollout ended as {rollout.outcome}: {said[:500]}")
+                found += [float(one) for one in said.strip("[]").split(",")]
+                setups.append(1e3 * rollout.timing.setup)
+    return found, setups
+
+
+def _spread(times: list[float]) -> str:
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return f"{len(ordered)} times, tenth {ordered[tenth]:.2f}, ninetieth {ordered[-1 - tenth]:.2f}"

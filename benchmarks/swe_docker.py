@@ -1,0 +1,93 @@
+"""The peer of the `swe` bench: the same rollout through a Docker engine's API, as its users write it."""
+
+import io
+import json
+import tarfile
+import time
+from typing import Any
+
+import aiohttp
+
+from benchmarks.swe_rollout import COMMANDS, SEED, TEST
+
+EDIT = (
+    'python3 -c \'import pathlib; p = pathlib.Path("add.sh"); p.write_text(p.read_text().replace("-", "+"))\'',
+    "sed -i '1i # Adds.' add.sh",
+)
+
+
+class DockerSequence:
+    """An engine behind a socket, and an image with bash and Python."""
+
+    def __init__(self, socket: str, image: str) -> None:
+        connector = aiohttp.UnixConnector(path=socket, limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, base_url="http://docker")
+        self._image = image
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def one(self) -> float:
+        """Box, files, commands, edits, a fresh box, tests, and both gone; milliseconds."""
+        began = time.perf_counter()
+        agent = await self._container()
+        try:
+            await self._put(agent, {"workspace/add.sh": SEED})
+            lines = [*COMMANDS]
+            lines.insert(5, EDIT[0])
+            lines.insert(9, EDIT[1])
+            for line in lines:
+                await self._exec(agent, line)
+            changed = await self._get(agent, "/workspace/add.sh")
+            grader = await self._container()
+            try:
+                await self._put(grader, {"workspace/add.sh": changed, "tests/test.sh": TEST})
+                await self._exec(grader, "bash /tests/test.sh", must=True)
+            finally:
+                await self._call("DELETE", f"/containers/{grader}?force=1")
+        finally:
+            await self._call("DELETE", f"/containers/{agent}?force=1")
+        return 1e3 * (time.perf_counter() - began)
+
+    async def _container(self) -> str:
+        host = {"NetworkMode": "none", "Memory": 1 << 30, "PidsLimit": 256}
+        wanted = {"Image": self._image, "Cmd": ["sleep", "infinity"], "HostConfig": host}
+        made = json.loads(await self._call("POST", "/containers/create", wanted))
+        await self._call("POST", f"/containers/{made['Id']}/start")
+        return str(made["Id"])
+
+    async def _exec(self, container: str, line: str, *, must: bool = False) -> None:
+        asked = {
+            "Cmd": ["bash", "-c", line],
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "WorkingDir": "/workspace",
+        }
+        made = json.loads(await self._call("POST", f"/containers/{container}/exec", asked))
+        said = await self._call("POST", f"/exec/{made['Id']}/start", {"Detach": False, "Tty": False})
+        ended = json.loads(await self._call("GET", f"/exec/{made['Id']}/json"))
+        if must and ended["ExitCode"]:
+            raise RuntimeError(f"the test in a container ended with {ended['ExitCode']}: {said!r:.300}")
+
+    async def _put(self, container: str, files: dict[str, str]) -> None:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for name, text in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(text.encode())
+                tar.addfile(entry, io.BytesIO(text.encode()))
+        await self._call("PUT", f"/containers/{container}/archive?path=/", data=packed.getvalue())
+
+    async def _get(self, container: str, path: str) -> str:
+        data = await self._call("GET", f"/containers/{container}/archive?path={path}")
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            found = tar.extractfile(tar.getmembers()[0])
+            assert found is not None
+            return found.read().decode()
+
+    async def _call(self, method: str, path: str, body: Any = None, data: bytes | None = None) -> bytes:
+        async with self._session.request(method, path, json=body, data=data) as reply:
+            said = await reply.read()
+            if reply.status >= 400:
+                raise RuntimeError(f"the Docker engine answers {reply.status}: {said!r:.300}")
+            return said

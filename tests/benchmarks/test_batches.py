@@ -1,0 +1,27 @@
+"""The batches bench, on real batches; figures are not judged here."""
+
+import numpy as np
+import pytest
+
+from benchmarks import batches, bench_names
+from benchmarks.batches import groups_of, naive
+from rookery.training import check, make_batch
+
+
+def test_the_bench_is_there_and_its_reference_makes_the_same_columns() -> None:
+    assert "batches" in bench_names()
+    for length in (40, 400):
+        groups = groups_of(6_000, length)
+        batch = make_batch(groups)
+        check(batch, groups)
+        assert len(batch) >= 5_000
+        for name, column in naive(groups).items():
+            assert np.array_equal(getattr(batch, name), column), name
+
+
+def test_every_row_of_the_bench_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "QUICK", batches.Size(tokens=40_000, rounds=1))
+    rows = {row.name: row for row in batches.run(True, lambda _: None)}
+    assert {"tokens_per_s", "memory_ratio", "packing_efficiency"} <= rows.keys()
+    assert all(row.ours is not None for row in rows.values())
+    assert rows["tokens_per_s"].theirs is not None
