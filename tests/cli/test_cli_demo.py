@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from rookery.cli.demo import _before
+from rookery.cli.demo import _sandbox
 from rookery.journal import RunReader
 from rookery.sandboxes import Best, best_provider
 from tests.cli.helpers import Ended, ended, environ, rookery, runs, started
@@ -163,7 +163,8 @@ async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path
     async with started("resume", "latest", cwd=tmp_path) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
-            head = await process.stderr.readline()
+            while b"done before" not in (head := await process.stderr.readline()):
+                assert head
             await recorded(tmp_path, kept + 1)
         process.send_signal(signal.SIGINT)
         done = await ended(process)
@@ -184,14 +185,29 @@ async def test_a_provider_that_isolates_is_taken_where_there_is_one(tmp_path: Pa
 
 
 def test_where_nothing_isolates_it_says_so_and_why() -> None:
-    said = [click.unstyle(line) for line in _before(Best(name="subprocess", isolated=False), 20, 8)]
-    assert said[1] == "tasks    20 unseen arithmetic problems x 8 rollouts, with a python tool"
-    assert said[2] == "sandbox  subprocess, not isolated: the policy's programs run as you"
-    assert len(said) == 4
+    said = [click.unstyle(line) for line in _sandbox(Best(name="subprocess", isolated=False))]
+    assert said[0] == "sandbox  subprocess, not isolated: the policy's programs run as you"
     refused = Best(name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20})
-    said = [click.unstyle(line) for line in _before(refused, 20, 8)]
-    assert said[3].startswith("         local cannot be used: This kernel has no cgroups.")
-    assert len(said[3]) <= 120
+    said = [click.unstyle(line) for line in _sandbox(refused)]
+    assert said[1].startswith("         local cannot be used: This kernel has no cgroups.")
+    assert len(said[1]) <= 120
+
+
+async def test_the_plan_is_shown_before_the_machine_is_probed(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    flag = tmp_path / "probed"
+    hold = f"import os, time\n        while not os.path.exists({str(flag)!r}): time.sleep(0.01)\n        return []"
+    plugin(plugins, "local", check=hold)
+    async with started("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins)) as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(SECONDS):
+            said = [(await process.stderr.readline()).split()[0] for _ in range(2)]
+        assert said == [b"policy", b"tasks"]
+        flag.touch()
+        done = await ended(process, SECONDS)
+    assert done.code == 0, done.err
+    assert "starting the runner processes" in done.err
 
 
 # ---- who runs it, and where

@@ -79,24 +79,29 @@ def demo(num_tasks: int, per_task: int, out: str | None, seed: int, json: bool) 
 
 
 def _demo(values: dict[str, Any], events: "JsonLines | None") -> int:
+    if events is None:
+        from rookery.cli.text import tell
+
+        # Before the slow part: a first start compiles the imports below and probes the machine.
+        tell("\n".join(_plan(values["num_tasks"], values["per_task"])))
     from rookery.cli.config import runs_folder
     from rookery.cli.drive import finish
     from rookery.cli.progress import open_progress
-    from rookery.cli.run import chosen_tasks, driven
-    from rookery.cli.text import tell
+    from rookery.cli.run import chosen_tasks, driven, pin_blas_threads
     from rookery.engine import Engine
     from rookery.sandboxes import best_provider
 
     best = best_provider()
-    config = _config(best, values)
-    engine = Engine(config.environment, config=config, out=runs_folder(values["out"]))
-    tasks = chosen_tasks(engine.environment, {"tasks": None, "num_tasks": values["num_tasks"]})
     if events is None:
-        tell("\n".join(_before(best, len(tasks), values["per_task"])))
+        tell("\n".join(_sandbox(best)))
     else:
         events.write(
             "demo", policy=POLICY, tasks=ENVIRONMENT, split=SPLIT, sandbox=best.name, isolated=best.isolated
         )
+    config = _config(best, values)
+    pin_blas_threads(config.runners)
+    engine = Engine(config.environment, config=config, out=runs_folder(values["out"]))
+    tasks = chosen_tasks(engine.environment, {"tasks": None, "num_tasks": values["num_tasks"]})
     progress = open_progress(events, told=frozenset({"sandbox.not_isolated"}))
     return finish(driven(engine, tasks, values["per_task"], progress), events, ending=_after)
 
@@ -118,23 +123,31 @@ def _config(best: "Best", values: dict[str, Any]) -> "EngineConfig":
     )
 
 
-def _before(best: "Best", tasks: int, k: int) -> list[str]:
-    """What is about to happen."""
-    from rookery.cli.text import bold, columns, line, plural
+def _plan(tasks: int, k: int) -> list[str]:
+    """Describe the policy and the tasks."""
+    from rookery.cli.text import bold, plural
 
     what = f"{plural(tasks, 'unseen arithmetic problem')} x {plural(k, 'rollout')}"
-    lines = [
+    return [
         f"{bold('policy')}   {POLICY}: a small model that comes along and runs on this CPU, offline",
         f"{bold('tasks')}    {what}, with a python tool",
     ]
+
+
+def _sandbox(best: "Best") -> list[str]:
+    """Describe where the policy's programs will run, and say what takes the next seconds."""
+    from rookery.cli.text import bold, columns, line
+
     if best.isolated:
-        lines.append(f"{bold('sandbox')}  {best.name}: what the policy writes runs isolated from you")
+        lines = [f"{bold('sandbox')}  {best.name}: what the policy writes runs isolated from you"]
     else:
         plain = click.style("not isolated: the policy's programs run as you", fg="yellow")
-        lines.append(f"{bold('sandbox')}  {best.name}, {plain}")
         width = columns() - 9
-        lines += [f"         {line(f'{name} cannot be used: {why}', width)}" for name, why in best.refused.items()]
-    return [*lines, ""]
+        lines = [
+            f"{bold('sandbox')}  {best.name}, {plain}",
+            *(f"         {line(f'{name} cannot be used: {why}', width)}" for name, why in best.refused.items()),
+        ]
+    return [*lines, "", "loading the policy and starting the runner processes"]
 
 
 # ---- what to try next

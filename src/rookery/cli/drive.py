@@ -27,6 +27,8 @@ from rookery.engine.processes import new_event_loop
 from rookery.journal import RunReader
 
 TICK = 0.2
+SLOW_START = 5.0
+"""Seconds after which a start that is still under way says what it waits for."""
 log = logging.getLogger("rookery.cli")
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -81,7 +83,9 @@ class Drive:
         engine = self.engine
         engine.on_record = self._record
         engine.on_event = self._event
+        slow = asyncio.get_running_loop().call_later(SLOW_START, self._show, self.progress.note, _starting(engine))
         async with engine:
+            slow.cancel()
             _log_into(engine)
             if self.tasks is not None:
                 engine.register(self.tasks)
@@ -162,6 +166,12 @@ class Drive:
             return Exit.BUG if isinstance(self.error, OwnBug) else Exit.STOPPED
         failed = summary.stats.failed if summary is not None else self.stats.failed
         return Exit.FAILED if failed else Exit.OK
+
+
+def _starting(engine: Engine) -> str:
+    """Say what a slow start waits for. Never shows a URL, which may contain credentials."""
+    runners = " and the runner processes" if engine.config.runners else ""
+    return f"starting: waiting for the model{runners}"
 
 
 def _log_into(engine: Engine) -> None:

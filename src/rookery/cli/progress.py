@@ -263,7 +263,7 @@ class PlainProgress(Lines):
 
     def started(self, start: Start) -> None:
         super().started(start)
-        self._next = self.begun + 5.0
+        self._next = self.begun + 1.0  # the first line comes early: a new user looks at an empty screen
 
     def tick(self, status: dict[str, Any]) -> None:
         now = time.monotonic()

@@ -64,6 +64,7 @@ def _resume(
 
     from rookery.cli.drive import Drive, finish
     from rookery.cli.progress import Start, open_progress
+    from rookery.cli.run import pin_blas_threads
     from rookery.cli.summary import read_summary
     from rookery.engine import Engine, EngineConfig
     from rookery.journal import RunReader, find_run, open_lock
@@ -96,6 +97,7 @@ def _resume(
         assert upstream is not None
         urls = tuple(map(settled, policy))
         changes["upstreams"] = {**config.upstreams, "policy": msgspec.structs.replace(upstream, urls=urls)}
+    pin_blas_threads(changes.get("runners", config.runners))
     engine = Engine.resume(folder, **changes)
 
     def about(engine: Engine) -> Start:

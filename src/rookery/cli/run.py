@@ -7,6 +7,7 @@ Promises:
 - all tasks are in the journal before the first one runs, so that a resume knows those not begun.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ import click
 from rookery.cli.config import part
 from rookery.cli.options import run_options, task_variables
 from rookery.core import RookeryError, Taskset, UsageError
+from rookery.core.blas_threads import one_blas_thread
 
 if TYPE_CHECKING:
     from rookery.cli.drive import Drive
@@ -57,10 +59,17 @@ def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None")
     from rookery.engine import Engine
 
     config = engine_config(ctx, values)
+    pin_blas_threads(config.runners)
     engine = Engine(config.environment, config=config, out=values["out"])
     tasks = chosen_tasks(engine.environment, values)
     _ready(engine, events)
     return finish(driven(engine, tasks, values["per_task"], open_progress(events)), events)
+
+
+def pin_blas_threads(runners: int) -> None:
+    """Give this process one BLAS thread if it has runner processes beside it. Call before numpy is imported."""
+    if runners:
+        os.environ.update(one_blas_thread(os.environ))
 
 
 def _ready(engine: "Engine", events: "JsonLines | None") -> None:

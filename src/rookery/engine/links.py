@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.core import CancelledReason, RookeryError
+from rookery.core.blas_threads import one_blas_thread
 from rookery.engine import wire
 from rookery.engine.conviction import Death
 from rookery.engine.executor import Executor
@@ -188,6 +189,8 @@ class ProcessLink(Link):
                 stderr=log,
                 pass_fds=(theirs.fileno(), alarm_in),
                 start_new_session=True,  # Ctrl-C is for the supervisor, which ends runners in order
+                # The embedded policy computes here: a BLAS pool in every runner would oversubscribe the cores.
+                env={**os.environ, **one_blas_thread(os.environ)},
             )
         except BaseException:
             ours.close()

@@ -27,6 +27,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from rookery.core import RookeryError, UsageError
+from rookery.core.blas_threads import one_blas_thread
 from rookery.core.errors import behind
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settled_format
@@ -218,7 +219,7 @@ class _Process:
                 stderr=log_fd,
                 pass_fds=(self._listener.fileno(),),
                 start_new_session=True,  # Ctrl-C is for us: shards are ended in order
-                env={**os.environ, **MALLOC},
+                env={**os.environ, **one_blas_thread(os.environ), **MALLOC},
             )
         finally:
             if log_fd is not None:

@@ -1,0 +1,31 @@
+"""Environment variables that keep numerical libraries from starting a thread per core in every process.
+
+OpenBLAS, MKL and OpenMP read these variables once, when the library is loaded. They have to be in the environment
+of a process before it imports numpy.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+THREAD_VARIABLES: Final[dict[str, tuple[str, ...]]] = {
+    "OMP_NUM_THREADS": (),
+    "OPENBLAS_NUM_THREADS": ("GOTO_NUM_THREADS", "OMP_NUM_THREADS"),
+    "MKL_NUM_THREADS": ("OMP_NUM_THREADS",),
+    "BLIS_NUM_THREADS": ("OMP_NUM_THREADS",),
+    "NUMEXPR_NUM_THREADS": ("OMP_NUM_THREADS",),
+    "VECLIB_MAXIMUM_THREADS": (),
+}
+"""Each library's variable, and the variables that the library reads if that one is not set."""
+
+
+def one_blas_thread(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to `environ` so that a process has one BLAS thread.
+
+    A variable that is already set wins. So does one that a library falls back to: with `OMP_NUM_THREADS=4`
+    nothing is added for OpenBLAS, because `OPENBLAS_NUM_THREADS=1` would override the user's four threads.
+    """
+    return {
+        name: "1"
+        for name, fallbacks in THREAD_VARIABLES.items()
+        if not any(environ.get(known) for known in (name, *fallbacks))
+    }
