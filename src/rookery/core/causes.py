@@ -166,10 +166,11 @@ _TABLE = (
         "Fix the grader, or declare the range that its rewards have.",
     ),
     Cause(
-        "agent.install",
-        "infra",
-        "A command-line agent could not be installed for the sandboxes.",
-        "Read the end of the output in the detail; check the package index, the disk and the launcher's install.",
+        "agent.start",
+        "bug",
+        "A command-line agent could not be installed or started, or ended with an error before its first model "
+        "call. The fault is infra if its installation failed, task if the task's image lacks the program.",
+        "Read the end of the output in the detail; fix the launcher, the script, the installation or the image.",
     ),
     Cause(
         "agent.missing",

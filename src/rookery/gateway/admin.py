@@ -214,6 +214,8 @@ def _shown(seat: Seat) -> dict[str, Any]:
         "truncated": seat.truncated,
         "began": seat.began,
         "turns_recorded": len(seat.extents),
+        "calls": max(seat.calls, len(seat.extents)),  # a restarted shard knows only the recorded ones
+        "failure": seat.failure or None,
         "calls_under_way": seat.session.under_way if seat.session is not None else 0,
         "held": seat.held,
         **(seat.figures() or {"usage": None, "fidelity": None}),

@@ -167,6 +167,7 @@ class Calls:
             case RookeryError() if seat.ended is not None:  # it ended while this was on its way
                 return "gone", f"rollout {seat.id} was {seat.ended}", None
             case UpstreamError():
+                seat.failure = error.code
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
                 return _PROBLEMS.get(error.code, "upstream"), str(error), None
         raise error
@@ -226,7 +227,9 @@ class _Telling:
         )
         with seat.asks(key):
             async with seat.within():
+                seat.calls += 1
                 replies = await self._ask_all(session, role, call)
+        seat.failure = ""
         for reply in replies:
             self._counted(session, reply.turn)
         self._complete(replies)

@@ -39,6 +39,8 @@ def merged(known: Record, got: Record) -> Record:
         turns=tuple(turns[index] for index in sorted(turns)),
         truncated=known.truncated or got.truncated,
         held=max(known.held, got.held),
+        calls=max(known.calls, got.calls),
+        failure=got.failure,
     )
 
 
@@ -101,13 +103,17 @@ class Door:
 
     async def look(self) -> TruncatedReason | None:
         """The budget that is spent by now, if one is."""
+        return (await self.status()).truncated
+
+    async def status(self) -> Record:
+        """The state of the session at the gateway, without its turns."""
         state = await self._client.status(self.name)
         if state.held > self._held:
             self._session.watch.credit(state.held)
             self._held = state.held
         if state.truncated is not None:
             self.record = merged(self.record, Record(truncated=state.truncated))
-        return state.truncated
+        return state
 
 
 def registration(name: str, limits: Limits, sampling: Sampling, seed: int, left: float) -> dict[str, Any]:

@@ -32,6 +32,10 @@ class Seat:
         self.began = opened.at
         self.ended: Ending | None = None
         self.truncated: TruncatedReason | None = None
+        self.calls = 0
+        """Model calls that were sent to an upstream, whether or not they were answered."""
+        self.failure = ""
+        """The cause of the last call's failure at the upstream; empty after a call that was answered."""
         self.extents: list[Extent] = []
         self.session: Session | None = None
         self.used = time.monotonic()

@@ -148,17 +148,3 @@ async def test_an_installed_agent_is_there_in_every_box_and_cannot_be_changed(tm
             found = await all_of(made, [{"prompt": "x", "answer": "yes"}], k=6)
     assert [one.reward for one in found] == [1.0] * 6, found
     assert (tmp_path / "count").read_text() == "x\n"
-
-
-async def test_an_install_that_fails_is_infra_with_its_output(tmp_path: Path) -> None:
-    launcher = {
-        **SHELL,
-        "command": ["{agent}/x", "{prompt}"],
-        "install": {"commands": [["sh", "-c", "echo nothing there; exit 3"]]},
-    }
-    with agents_at(tmp_path / "agents"):
-        env = AgentEnvironment(launcher)
-        async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
-            (found,) = await all_of(made, [{"prompt": "x", "answer": "yes"}])
-    assert label(found.outcome) == "agent.install", found.outcome
-    assert "nothing there" in str(found.outcome)

@@ -132,7 +132,7 @@ async def test_an_install_that_nobody_wants_any_more_ends_with_all_that_it_began
 async def test_a_failure_says_what_failed_and_the_end_of_its_output(tmp_path: Path) -> None:
     with pytest.raises(RookeryError, match="no such package") as error:
         await installed(launcher("echo no such package >&2; exit 7"), home=tmp_path / "home")
-    assert (error.value.code, error.value.fault) == ("agent.install", "infra")
+    assert (error.value.code, error.value.fault) == ("agent.start", "infra")
     assert left_over(tmp_path / "home") == []
     with pytest.raises(RookeryError, match="longer than"):
         await installed(launcher("sleep 600", seconds=0.3), home=tmp_path / "home")

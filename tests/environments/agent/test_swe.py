@@ -56,7 +56,7 @@ async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("boxes")
 async def test_a_box_that_an_agent_left_as_it_was_is_graded_too(tmp_path: Path) -> None:
     task, _ = repair("backup-rotation")
-    env = AgentEnvironment({"name": "idle", "command": ["sh", "-c", "pwd; exit 9", "sh", "{prompt}"]})
+    env = AgentEnvironment({"name": "idle", "command": ["sh", "-c", "pwd", "sh", "{prompt}"]})
     async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
         (found,) = await all_of(made, [task])
     assert label(found.outcome) == "completed", found.outcome

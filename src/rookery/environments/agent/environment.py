@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from msgspec.structs import replace
 
 from rookery.core import Limits, Mount, RookeryError, SandboxError, SandboxSpec, TaskError, Truncation, UsageError
-from rookery.core.errors import describe
+from rookery.core.errors import boundary, describe
 from rookery.environments.agent import kinds
 from rookery.environments.agent.boxes import AGENT, HOME, Boxes, fed, read_file
 from rookery.environments.agent.following import Ended, follow
@@ -18,6 +18,7 @@ from rookery.environments.agent.installing import folder_of, installed, own_pyth
 from rookery.environments.agent.kinds import Kind
 from rookery.environments.agent.launchers import Launcher, filled, find_launcher
 from rookery.environments.agent.mcp import mcp_text
+from rookery.environments.agent.start import check_start
 from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.code.limits import OWN
 from rookery.environments.context import Context
@@ -174,7 +175,8 @@ class AgentEnvironment(Environment):
         if self.launcher.driver_text:
             await box.write(values["driver"], self.launcher.driver_text.encode())
         if self.script is not None:
-            data = await asyncio.to_thread(self.script.read_bytes)
+            with boundary(UsageError, f"the script {self.script} cannot be read", OSError, cause="agent.start"):
+                data = await asyncio.to_thread(self.script.read_bytes)
             await box.write(values["script"], data, mode=0o755)
 
     # ---- run
@@ -272,6 +274,8 @@ class AgentEnvironment(Environment):
             data = await read_file(box, path, kinds.MAX_ANSWER)
             if isinstance(data, bytes):
                 ctx.state["submission"] = data.decode("utf-8", "replace")
+        if not well:
+            check_start(self.launcher.name, ended, await door.status(), box.spec)
         return ended
 
     async def _followed(self, process: Process, stdin: bytes, door: Door, left: Callable[[], float]) -> Ended:
@@ -386,9 +390,10 @@ def _script(launcher: Launcher, script: str | Path | None) -> Path | None:
     path = Path(script).expanduser().absolute()
     try:
         if path.stat().st_size > MAX_SCRIPT:
-            raise UsageError(f"the script {path} has more than {MAX_SCRIPT} bytes")
+            raise UsageError(f"the script {path} is larger than {MAX_SCRIPT} bytes")
+        if not path.is_file():
+            raise UsageError(f"the script {path} is not a regular file")
+        path.open("rb").close()
     except OSError as error:
         raise UsageError(f"the script {path} cannot be read: {error.strerror}") from None
-    if not path.is_file():
-        raise UsageError(f"the script {path} is no file")
     return path

@@ -6,7 +6,7 @@ Promises:
 - what an install began ends with it: on a deadline or a cancellation, no program of it goes on;
 - what belongs to another Python than ours is fetched for that one, by our own pip: a box needs neither pip nor a
   network;
-- a failure is an `agent.install` with the end of the output.
+- a failed installation raises `agent.start` (infra) with the end of its output.
 
 Programs of an agent are started through `start.py`, which lies beside them. It finds the agent's packages by
 itself: a variable such as PYTHONPATH would reach the programs that the agent starts, and change what they import.
@@ -156,7 +156,9 @@ async def installed(
     if (folder / DONE).is_file():
         return folder
     if said := problems(launcher.install):
-        raise UsageError(f"{launcher.name} cannot be installed: {'; '.join(said)}")
+        raise UsageError(
+            f"the agent {launcher.name} cannot be installed: {'; '.join(said)}", cause="agent.start", fault="infra"
+        )
     loop = asyncio.get_running_loop()
     key = (id(loop), str(folder))
     shared = _under_way.get(key)
@@ -306,7 +308,9 @@ async def _run(launcher: Launcher, what: str, command: Sequence[str], folder: Pa
 
 
 def _failed(launcher: Launcher, why: str) -> RookeryError:
-    return RookeryError(f"the agent {launcher.name} cannot be installed: {why}", cause="agent.install")
+    return RookeryError(
+        f"the agent {launcher.name} cannot be installed: {why}", cause="agent.start", fault="infra"
+    )
 
 
 def _settled(aside: Path, folder: Path, about: bytes) -> None:
