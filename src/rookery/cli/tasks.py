@@ -258,7 +258,7 @@ def _texts(parts: "tuple[Part, ...]") -> dict[str, str]:
     import stat
 
     from rookery.cli.text import clip
-    from rookery.tasks.folders import read_bounded
+    from rookery.tasks.links import read_inside
     from rookery.tasks.parts import pieces
 
     found = {}
@@ -266,5 +266,7 @@ def _texts(parts: "tuple[Part, ...]") -> dict[str, str]:
         if stat.S_ISLNK(piece.info.st_mode):
             found[piece.path] = f"→ {piece.source.readlink()}"
         elif stat.S_ISREG(piece.info.st_mode):
-            found[piece.path] = clip(read_bounded(piece.source, 1 << 20).decode("utf-8", "replace"), 20_000)
+            found[piece.path] = clip(
+                read_inside(piece.source.parent, piece.source, 1 << 20).decode("utf-8", "replace"), 20_000
+            )
     return found

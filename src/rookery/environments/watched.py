@@ -40,8 +40,10 @@ class WatchedSandbox:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
         await self._working("sandbox", self._inner.write(path, data, mode=mode, timeout=timeout))
 
-    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
-        await self._working("sandbox", self._inner.upload(source, target, timeout=timeout))
+    async def upload(
+        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
+    ) -> None:
+        await self._working("sandbox", self._inner.upload(source, target, inside=inside, timeout=timeout))
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
         await self._working("sandbox", self._inner.download(source, target, limit=limit, timeout=timeout))

@@ -189,8 +189,10 @@ class GuardedSandbox:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
         await self._transfer(partial(transfers.write, self.place(), path, data, mode), timeout)
 
-    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
-        await self._transfer(partial(transfers.upload, self.place(), source, target), timeout)
+    async def upload(
+        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
+    ) -> None:
+        await self._transfer(partial(transfers.upload, self.place(), source, target, inside=inside), timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
         await self._transfer(partial(transfers.download, self.place(), source, target, limit), timeout)

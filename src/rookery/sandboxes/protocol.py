@@ -104,8 +104,14 @@ class Sandbox(Protocol):
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None: ...
 
-    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
-        """A file or a folder, in one transfer; modes survive."""
+    async def upload(
+        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
+    ) -> None:
+        """Copy a file or a folder of this machine into the sandbox, in one transfer, with its modes.
+
+        Symbolic links in a folder are copied as links. No link is ever followed: a source that is one is an
+        `OSError`. `inside`: a folder that holds the source; then no link is followed on the way to it either.
+        """
         ...
 
     async def download(

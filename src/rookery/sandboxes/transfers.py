@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from rookery.core import SandboxError
 
@@ -180,21 +180,117 @@ def _place(
         raise
 
 
-def upload(place: Place, source: Path, target: str, clock: Clock) -> None:
-    """The source is ours and trusted; its links are copied as links."""
-    names = names_of(place, target)
-    source = source.resolve(strict=True)
-    with parent_of(place, names, make=True) as folder:
-        if not source.is_dir():
-            with os.fdopen(_checked(os.open(source, FILE), str(source)), "rb", buffering=0) as file:
-                mode = os.fstat(file.fileno()).st_mode
-                _place(folder, names[-1], _blocks(file.read), mode, clock, None, place.user)
-            return
-        here = os.open(source, FOLDER)
-        try:
-            _copy(here, folder, names[-1], clock, None, links=True, depth=0, user=place.user)
-        finally:
+@contextmanager
+def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int, str]]:
+    """Open the folder of the host that holds `source`, and yield its descriptor and the last name.
+
+    The last name is not resolved: it may be a symbolic link. With `inside`, no link is followed on the way from
+    that folder to `source`, and a `source` that does not lie below it is refused. Without it, the path of the
+    parent folder is the caller's own and is opened as it is.
+    """
+    source = Path(os.path.abspath(source)) if inside is None else source  # noqa: PTH100  (resolve() follows links)
+    names: tuple[str, ...] = (source.name,)
+    top = source.parent
+    if inside is not None:
+        top = inside
+        names = source.relative_to(inside).parts if source.is_relative_to(inside) else ()
+        if not names or ".." in names:
+            raise OSError(errno.ELOOP, f"it does not lie inside of {inside}", str(source))
+    here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names[:-1]:
+            try:
+                below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            except NotADirectoryError:
+                raise OSError(errno.ELOOP, f"{name!r} on the way to it is no folder", str(source)) from None
             os.close(here)
+            here = below
+        yield here, names[-1] or "."
+    finally:
+        os.close(here)
+
+
+class SourceItem(NamedTuple):
+    """One file, folder or symbolic link below the source of an upload."""
+
+    names: tuple[str, ...]
+    """From the source to it; empty for the source itself."""
+    info: os.stat_result
+    link: str | None = None
+    """Where a symbolic link leads, as it is written there."""
+    file: IO[bytes] | None = None
+    """The content of a plain file; closed when the next item is asked for."""
+
+
+def source_items(source: Path, clock: Clock, inside: Path | None = None) -> Iterator[SourceItem]:
+    """Yield everything that an upload of `source` sends, parents first, without following any symbolic link.
+
+    Devices, FIFOs and sockets are left out. `OSError` if `source` itself is neither a plain file nor a folder.
+    """
+    with open_parent(source, inside) as (above, name):
+        yield from _items(open_source(above, name, source), (), clock)
+
+
+def open_source(above: int, name: str, source: Path) -> int:
+    """Open the source of an upload. A symbolic link is refused: what it leads to is not for us to choose."""
+    info = os.stat(name, dir_fd=above, follow_symlinks=False)
+    if stat.S_ISLNK(info.st_mode):
+        raise OSError(
+            errno.ELOOP,
+            "it is a symbolic link, which is never followed: upload the file that is meant",
+            str(source),
+        )
+    fd = os.open(name, FILE, dir_fd=above)
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            _plain(fd, str(source))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _items(fd: int, names: tuple[str, ...], clock: Clock) -> Iterator[SourceItem]:
+    """Of an open file or folder, which is closed at the end."""
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISDIR(info.st_mode):
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                yield SourceItem(names, info, file=file)
+            return
+        yield SourceItem(names, info)
+        if len(names) >= MAX_DEPTH:
+            raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep")
+        for name in sorted(os.listdir(fd)):
+            clock.entry()
+            below = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISLNK(below.st_mode):
+                yield SourceItem((*names, name), below, link=os.readlink(name, dir_fd=fd))
+            elif stat.S_ISREG(below.st_mode) or stat.S_ISDIR(below.st_mode):
+                yield from _items(os.open(name, FILE, dir_fd=fd), (*names, name), clock)
+    finally:
+        os.close(fd)
+
+
+def upload(place: Place, source: Path, target: str, clock: Clock, inside: Path | None = None) -> None:
+    """Copy a file or a folder of the host into the sandbox.
+
+    Symbolic links in a folder are copied as links. A source that is one itself is refused. `inside`: see
+    `open_parent`.
+    """
+    names = names_of(place, target)
+    with open_parent(source, inside) as (above, name):
+        fd = open_source(above, name, source)
+        try:
+            with parent_of(place, names, make=True) as folder:
+                info = os.fstat(fd)
+                if stat.S_ISDIR(info.st_mode):
+                    _copy(fd, folder, names[-1], clock, None, links=True, depth=0, user=place.user)
+                    return
+                with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
+                    _place(folder, names[-1], _blocks(file.read), info.st_mode, clock, None, place.user)
+        finally:
+            os.close(fd)
 
 
 def download(place: Place, source: str, target: Path, limit: int, clock: Clock) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from rookery.core import UsageError
+from rookery.tasks.links import leads_out, read_inside, real_path
 from rookery.tasks.report import Notes
 from rookery.tasks.swe import LOGS, SOLUTION, TESTS, Part
 
@@ -32,7 +33,7 @@ class Folder:
     def __init__(self, path: Path, notes: Notes) -> None:
         self.path = path
         self.notes = notes
-        self._real = Path(os.path.realpath(path))
+        self._real = real_path(path)
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -55,7 +56,7 @@ class Folder:
             self.notes.wrong(name, "it is no plain file")
             return None
         try:
-            data = read_bounded(self.path / name, MAX_TEXT)
+            data = read_inside(self.path, self.path / name, MAX_TEXT + 1)
         except OSError as error:
             self.notes.wrong(name, f"it cannot be read: {error.strerror or type(error).__name__}")
             return None
@@ -76,28 +77,31 @@ class Folder:
         return text.removeprefix("\ufeff")
 
     def script(self, name: str, *, needed: bool = False) -> str:
-        """The path of a script; empty where there is none."""
-        return str(self.path / name) if self.text(name, needed=needed, empty=True) is not None else ""
+        """Return the path of a script; empty where there is none."""
+        return self._inside(name) if self.text(name, needed=needed, empty=True) is not None else ""
 
     def part(self, name: str, target: str) -> tuple[Part, ...]:
-        """A folder that goes into the box; nothing where it is missing or empty."""
+        """Return a folder that goes into the box; nothing where it is missing or empty."""
         found = self._stat(name)
         if found is None:
             return ()
         if not stat.S_ISDIR(found.st_mode):
             self.notes.wrong(name, "it is no folder")
             return ()
-        here = self.path / name
-        if not check_tree(here, name, self.notes):
+        here = self._inside(name)
+        if not check_tree(Path(here), name, self.notes, self._real):
             return ()
-        return (Part(source=str(here), target=target),)
+        return (Part(source=here, target=target),)
+
+    def _inside(self, name: str) -> str:
+        """Return a path below the folder that leads through no link, to what `name` leads to inside of it."""
+        return str(self.path / real_path(self.path / name).relative_to(self._real))
 
     def _stat(self, name: str) -> os.stat_result | None:
         path = self.path / name
         try:
             os.lstat(path)
-            real = Path(os.path.realpath(path))
-            if not real.is_relative_to(self._real):
+            if not real_path(path).is_relative_to(self._real):
                 self.notes.wrong(name, "it is a link that leads out of the task")
                 return None
             return path.stat()
@@ -111,15 +115,11 @@ class Folder:
             return None
 
 
-def read_bounded(path: Path, most: int) -> bytes:
-    """At most one byte more than `most`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        return file.read(most + 1)
+def check_tree(top: Path, field: str, notes: Notes, inside: Path) -> bool:
+    """Note everything below a folder that cannot be moved into a box, and return whether anything is in it.
 
-
-def check_tree(top: Path, field: str, notes: Notes) -> bool:
-    """Whether anything is in it; what cannot be moved into a box is noted."""
+    `inside`: the real path of the task's folder, which no symbolic link may lead out of.
+    """
     todo: list[tuple[str, int]] = [(str(top), 0)]
     entries = size = 0
     while todo:
@@ -136,6 +136,8 @@ def check_tree(top: Path, field: str, notes: Notes) -> bool:
             try:
                 entry.name.encode()
                 info = entry.stat(follow_symlinks=False)
+                if stat.S_ISLNK(info.st_mode) and leads_out(Path(entry.path), inside):
+                    notes.wrong(field, f"{where} is a link that is absolute or leads out of the task")
             except UnicodeEncodeError:
                 notes.wrong(field, f"the name {where} is not UTF-8")
                 continue

@@ -106,8 +106,8 @@ def _image(here: Folder, settings: Settings) -> tuple[str | None, float | None]:
         return image_of(settings.image, "environment.docker_image", here.notes), None
     if here.has("environment/Dockerfile"):
         here.text("environment/Dockerfile")
-        here.part("environment", "/")
-        return f"{DOCKERFILE}{here / 'environment'}", settings.build
+        context = here.part("environment", "/")
+        return f"{DOCKERFILE}{context[0].source}" if context else None, settings.build
     here.notes.warn("environment", "it names no image and has no Dockerfile: the run's image is used")
     return None, None
 
@@ -158,10 +158,10 @@ def _step(here: Folder, table: Keys, settings: Settings, workdir: str, number: i
     if not here.has("tests/test.sh") or here.has(f"{at}/tests/test.sh"):
         here.text(f"{at}/tests/test.sh", needed=True)
     files: list[Part] = []
-    if here.part(f"{at}/workdir", workdir):
+    for part in here.part(f"{at}/workdir", workdir):
         files = [
             Part(source=str(found), target=f"{workdir.rstrip('/')}/{found.name}")
-            for found in sorted((here / f"{at}/workdir").iterdir())
+            for found in sorted(Path(part.source).iterdir())
             if found.name != SETUP
         ]
     setup = f"{at}/workdir/{SETUP}"

@@ -13,6 +13,8 @@ Promises:
   without `prompt`, makes it one;
 - the same content is the same folder, for all rows, runs and processes;
 - a task's id is one name: it cannot lead out of the folder of task data;
+- no link leads out of the task: it is relative, and ends below the folder that its files go to, or at a path that
+  the row itself puts there;
 - the instruction reaches the model: a prompt of the row that does not hold it is followed by it.
 """
 
@@ -28,7 +30,8 @@ import msgspec
 
 from rookery.core import Message, Task
 from rookery.tasks.cache import Cache
-from rookery.tasks.folders import env_of, image_of, workdir_of
+from rookery.tasks.folders import MAX_TEXT, env_of, image_of, workdir_of
+from rookery.tasks.links import read_inside, resolve_link
 from rookery.tasks.parts import DOCKERFILE, pieces
 from rookery.tasks.report import Notes
 from rookery.tasks.rows import Invalid, checked_path, limits_of, prompt_of
@@ -240,6 +243,8 @@ class _Writing:
         made: list[Part] = []
         inside = False
         seen: set[str] = set()
+        given_files: dict[str, File] = {}
+        """By path in the box, without the leading slash."""
         for path, given in value.items():
             if not isinstance(path, str):
                 self.notes.wrong(field, "its names must be texts")
@@ -253,16 +258,39 @@ class _Writing:
                 self.notes.wrong(field, f"{path[:80]!r}: {problem}")
                 continue
             where = f"{at}-root/{plain}" if absolute else f"{at}/{plain}"
-            self.files[where] = file
+            self.files[where] = given_files[plain if absolute else f"{target}/{plain}".lstrip("/")] = file
             seen.add(where)
             if absolute:
                 made.append(Part(source=str(place / where), target=path))
             inside = inside or not absolute
+        self._check_links(
+            {path: file for path, file in given_files.items() if file.link}, given_files, target, field
+        )
         for where in seen:
             above = where.split("/")
             if any("/".join(above[:n]) in seen for n in range(1, len(above))):
                 self.notes.wrong(field, f"{where[len(at) + 1 :][:80]!r} lies in something that is no folder")
         return (Part(source=str(place / at), target=target), *made) if inside else tuple(made)
+
+    def _check_links(self, links: Mapping[str, File], files: Mapping[str, File], target: str, field: str) -> None:
+        """Note every link that leads out of the task; paths are those in the box."""
+        if not links:
+            return
+        base = target.strip("/")
+        known = set(files)
+        for path in files:
+            parts = path.split("/")
+            known.update("/".join(parts[:n]) for n in range(1, len(parts)))
+        said = {path: file.link for path, file in links.items()}
+        for path, link in said.items():
+            found = resolve_link(path, said)
+            inside = found is not None and (not base or found == base or found.startswith(f"{base}/"))
+            if found is None or not (inside or found in known):
+                self.notes.wrong(
+                    field,
+                    f"{path[:80]!r} is a link to {link[:80]!r}, which leads out of the task: a link must be "
+                    "relative and lead to a file of the task",
+                )
 
     def write(self, folder: Path) -> None:
         for where, file in self.files.items():
@@ -320,7 +348,7 @@ def row_of(task: SweTask) -> dict[str, Any]:
     for step, said in zip(task.steps, plain["steps"], strict=True):
         one = {"instruction": step.instruction, **{key: said[key] for key in STEP_FIELDS if key in said}}
         if step.setup:
-            one["setup"] = Path(step.setup).read_text()
+            one["setup"] = read_inside(Path(task.folder), Path(step.setup), MAX_TEXT).decode()
         for key, base in (("files", task.workdir), ("tests", TESTS), ("solution", SOLUTION)):
             if found := getattr(step, key):
                 one[key] = _packed(found, base)

@@ -24,6 +24,7 @@ from rookery.tasks.rows import Rows
 
 if TYPE_CHECKING:
     from rookery.tasks.inline import BoxRows
+    from rookery.tasks.sources import Place
 
 MAX_LINE: Final = 64 << 20
 MAX_JSON: Final = 1 << 30
@@ -88,7 +89,7 @@ def read_tasks(
     if place.folder:
         tasks, problems = places.folders(limit)
     else:
-        maker = Rows("", "", own_limits, places.boxes)
+        maker = Rows("", "", own_limits, places.boxes, _folder_of(place))
         tasks = _rows_of(place.path, limit, maker, place.shards)
         places.boxes.finish()
         problems = places.problems(tasks)
@@ -96,6 +97,11 @@ def read_tasks(
         raise UsageError(f"{place.path} holds no tasks")
     report = TaskReport(source=place.source, tasks=len(tasks), problems=tuple(problems))
     return Loaded(Taskset(tasks, name=place.name, source=place.source), report)
+
+
+def _folder_of(place: "Place") -> Path:
+    """The folder that holds the files of rows, and whatever else rows may name."""
+    return place.path.absolute() if place.path.is_dir() else place.path.absolute().parent
 
 
 def _rows_of(path: Path, limit: int | None, maker: Rows, shards: tuple[Path, ...] = ()) -> list[Task]:

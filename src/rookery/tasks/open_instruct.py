@@ -53,8 +53,8 @@ class OpenInstruct:
         image = here.text("image.txt") if here.has("image.txt") else None
         if image is not None:
             image = image_of(image, "image.txt", notes)
-        elif here.has(f"{DOCKERFILE}/Dockerfile") and here.part(DOCKERFILE, "/"):
-            image = f"dockerfile:{here / DOCKERFILE}"
+        elif here.has(f"{DOCKERFILE}/Dockerfile") and (context := here.part(DOCKERFILE, "/")):
+            image = f"dockerfile:{context[0].source}"
         here.text("tests/test.sh", needed=True)
         solution = here.part("solution", SOLUTION)
         if solution and not here.has("solution/solve.sh"):

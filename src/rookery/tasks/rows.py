@@ -6,9 +6,11 @@ limits that are not a rollout's but its environment's own. Rows of tasks in a bo
 Promises:
 - any value whatever gives a valid task or one with `invalid` set; nothing raises;
 - no two tasks of one `Rows` have the same id;
-- a valid task can be written to a journal, and its files lie inside the sandbox's folder.
+- a valid task can be written to a journal, and its files lie inside the sandbox's folder;
+- a row names no file of this machine: its image is a name, and its context lies in the folder of the file of rows.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 MAX_ID: Final = 200
 _FIELDS: Final = frozenset({"id", "prompt", "data", "files", "image", "limits"})
 _BOX: Final = frozenset({"env_config", "instruction", "steps"})
+_SWE: Final = "swe"
+"""`rookery.tasks.swe.KEY`, under which a task in a box keeps its description."""
+_PATHS: Final = ("context_file", "context_folder")
+"""Fields of `data` that name files of this machine, for `rlm`."""
 _NO_LIMITS: Final = Limits()  # building one costs as much as the rest of a task
 _writable = msgspec.msgpack.Encoder().encode
 
@@ -34,15 +40,22 @@ class Rows:
 
     A row without an id gets `kind` and its number as id; `where` and the number name it in what is said of it.
     `own` are names of limits that the environment has besides those of every rollout. `boxes` makes tasks of rows
-    that are tasks in a box.
+    that are tasks in a box. `folder` holds the file that the rows are read from, and every file of this machine
+    that a row may name as its context; None: the rows come from Python code, which may name any.
     """
 
     def __init__(
-        self, kind: str, where: str, own: frozenset[str] = frozenset(), boxes: "BoxRows | None" = None
+        self,
+        kind: str,
+        where: str,
+        own: frozenset[str] = frozenset(),
+        boxes: "BoxRows | None" = None,
+        folder: Path | None = None,
     ) -> None:
         self._where = where
         self._own = own
         self._boxes = boxes
+        self._folder = folder
         self._ids = Ids(kind)
 
     def called(self, kind: str, where: str) -> "Rows":
@@ -64,9 +77,9 @@ class Rows:
             given = row.get("id")
             if self._boxes is not None and not _BOX.isdisjoint(row) and _is_box_row(row):
                 name = self._box_name(row, number)
-                return keepable(self._boxes.task(row, name))
+                return keepable(_confined(self._boxes.task(row, name), self._folder))
             name = self._ids.spare(number) if given is None else self._ids.claim(given)
-            return keepable(_task(row, name, self._own))
+            return keepable(_confined(_task(row, name, self._own), self._folder))
         except Invalid as problem:
             return self.invalid(str(problem), number, name=name)
 
@@ -143,9 +156,14 @@ def _task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
     for key in data:
         if not isinstance(key, str):
             raise Invalid(f"the field {key!r} must be named by a text")
+    if _SWE in data:
+        raise Invalid(
+            f"the field {_SWE!r} is reserved: it names files of this machine; write the task with instruction, "
+            "files and tests"
+        )
     image = row.get("image")
-    if image is not None and (not isinstance(image, str) or not image.strip()):
-        raise Invalid("image must be the name of an image")
+    if image is not None:
+        image = _image(image)
     limits = row.get("limits")
     if own and isinstance(limits, dict) and (theirs := {key: limits[key] for key in limits if key in own}):
         if "limits" in data:
@@ -160,6 +178,42 @@ def _task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
         image=image,
         limits=_NO_LIMITS if limits is None else limits_of(limits),
     )
+
+
+def _image(value: object) -> str:
+    """The name of an image. A folder or an archive of this machine is refused: the sandbox would show it."""
+    if not isinstance(value, str) or not value.strip():
+        raise Invalid("image must be the name of an image")
+    from rookery.tasks.folders import image_of
+    from rookery.tasks.report import Notes
+
+    notes = Notes("")
+    found = image_of(value, "image", notes)
+    if found is None:
+        raise Invalid(notes.words)
+    return found
+
+
+def _confined(task: Task, folder: Path | None) -> Task:
+    """The task, whose paths of this machine lie in `folder`; else `Invalid`."""
+    if folder is None or task.data.keys().isdisjoint(_PATHS):
+        return task
+    paths = {key: _path_inside(key, value, folder) for key in _PATHS if (value := task.data.get(key)) is not None}
+    return msgspec.structs.replace(task, data=task.data | paths)
+
+
+def _path_inside(field: str, value: object, folder: Path) -> str:
+    """The path of a file that a row names, which must lie in the folder of the file of rows."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise Invalid(f"{field} must be a path")
+    top = folder.resolve()
+    path = (top / value).resolve()
+    if not path.is_relative_to(top):
+        raise Invalid(
+            f"{field}: {value[:120]!r} does not lie in the folder of the file of tasks, and a row may name no "
+            "other file of this machine: put it beside the tasks, or make the tasks in Python"
+        )
+    return str(path)
 
 
 def prompt_of(value: object) -> tuple[Message, ...]:

@@ -47,6 +47,51 @@ async def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) 
     assert list((tmp_path / "host").iterdir()) == []
 
 
+async def test_an_upload_packs_links_as_links_and_second_names_as_files(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "plain").write_text("mine")
+    os.link(source / "plain", source / "second")
+    (source / "link").symlink_to(tmp_path / "secret")
+    packer = archives.Archives(None, "", None, 1000)  # type: ignore[arg-type]
+    packed = io.BytesIO()
+    packer._pack(packed, source, None, ("w", "t"), 1)
+    assert b"hunter2" not in packed.getvalue()
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as tar:
+        found = {info.name: (info.type, info.linkname, info.size) for info in tar}
+    assert found == {
+        "w/t": (tarfile.DIRTYPE, "", 0),
+        "w/t/plain": (tarfile.REGTYPE, "", 4),
+        "w/t/second": (tarfile.REGTYPE, "", 4),
+        "w/t/link": (tarfile.SYMTYPE, str(tmp_path / "secret"), 0),
+    }
+    for link in (source / "link", tmp_path / "missing"):
+        with pytest.raises(OSError, match=r"symbolic link|No such file"):
+            packer._pack(io.BytesIO(), link, None, ("x",), 0)
+
+
+async def test_a_second_name_in_an_archive_is_a_file_and_never_one_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2")
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, kind, link in (
+            ("top", tarfile.DIRTYPE, ""),
+            ("top/a", tarfile.REGTYPE, ""),
+            ("top/b", tarfile.LNKTYPE, "top/a"),
+            ("top/c", tarfile.LNKTYPE, "../../secret"),
+            ("top/d", tarfile.LNKTYPE, str(tmp_path / "secret")),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode, info.linkname, info.size = kind, 0o755, link, 4 if name == "top/a" else 0
+            tar.addfile(info, io.BytesIO(b"mine") if info.size else None)
+    archive.seek(0)
+    archives._unpack(archive, tmp_path / "host" / "got", "x", 1000)
+    got = {path.name: path.read_text() for path in (tmp_path / "host" / "got").iterdir()}
+    assert got == {"a": "mine", "b": "mine"}
+
+
 async def test_a_link_in_an_archive_is_left_out_and_nothing_is_written_through_it(tmp_path: Path) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:

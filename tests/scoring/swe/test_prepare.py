@@ -1,5 +1,6 @@
 """A box as the agent finds it."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -8,8 +9,9 @@ import pytest
 from rookery.core import TaskError
 from rookery.sandboxes import Command
 from rookery.scoring.swe import prepare, prepare_step
+from rookery.tasks import load_tasks
 from rookery.tasks.cache import VARIABLE, Cache
-from rookery.tasks.swe import Part, SweStep
+from rookery.tasks.swe import Part, SweStep, swe_task
 from tests.scoring.swe.conftest import LOCAL
 from tests.scoring.swe.small import Open, sh, small_task
 
@@ -53,6 +55,40 @@ async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(open_box: O
     with pytest.raises(TaskError, match="cannot be put to"):
         await prepare(box, elsewhere, timeout=60)
     await box.close()
+
+
+async def test_links_of_a_task_are_links_in_its_box_and_swapped_ones_bring_nothing(
+    open_box: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    files = {
+        "v1/a": "mine",
+        "current": {"link": "v1"},
+        "/workspace/top": {"link": "current/a"},
+        "/tmp/app/b": "more",
+        "/tmp/app/here": {"link": "b"},
+    }
+    row = {"id": "x", "instruction": "x", "files": files, "tests": {"test.sh": "exit 1"}}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row))
+    (task,) = load_tasks(tmp_path / "r.jsonl")
+    box = await open_box(LOCAL)
+    await prepare(box, swe_task(task), timeout=60)
+    assert await sh(box, "cat current/a top /tmp/app/here; readlink top /tmp/app/here") == (
+        "mineminemorecurrent/a\nb\n"
+    )
+    await box.close()
+
+    (tmp_path / "secret").write_text("hunter2")
+    swapped = small_task(tmp_path / "small")
+    (tmp_path / "small" / "seeds").rename(tmp_path / "aside")
+    (tmp_path / "small" / "seeds").symlink_to(tmp_path)
+    for stolen in ("seeds", "seeds/secret"):
+        files_ = (Part(source=str(tmp_path / "small" / stolen), target="/workspace/stolen"),)
+        box = await open_box(LOCAL)
+        with pytest.raises(TaskError) as caught:
+            await prepare(box, msgspec.structs.replace(swapped, files=files_), timeout=60)
+        assert caught.value.code == "task.setup"
+        await box.close()
 
 
 async def test_a_folder_that_was_removed_from_the_cache_is_said_before_anything_is_made(

@@ -85,6 +85,8 @@ def source_of(task: str, data: dict[str, Any]) -> Any:
     folder = given[0] == "context_folder"
     if not (path.is_dir() if folder else path.is_file()):
         raise TaskError(f"task {task}: {given[0]}: there is no {'folder' if folder else 'file'} {path}")
+    if path.is_symlink():
+        raise TaskError(f"task {task}: {given[0]}: {path} is a symbolic link: name what it leads to")
     return path
 
 

@@ -91,6 +91,39 @@ async def no_link_is_followed(provider: Provider) -> None:
         assert sorted(path.name for path in host.iterdir()) == ["secret", "tree"]
 
 
+async def no_link_of_the_host_is_followed(provider: Provider) -> None:
+    """An upload takes the named file or folder. Links are copied as links, never what they lead to."""
+    with scratch() as name:
+        host = Path(name)
+        (host / "secret").mkdir()
+        (host / "secret" / "key").write_text("hunter2")
+        source = host / "source"
+        source.mkdir()
+        (source / "plain").write_text("mine")
+        os.link(source / "plain", source / "second")
+        (source / "inside").symlink_to("plain")
+        (source / "file").symlink_to("../secret/key")
+        (source / "folder").symlink_to("../secret")
+        async with box(provider) as sandbox:
+            for link in ("file", "folder", "inside"):
+                await refused(sandbox.upload(source / link, "stolen"))
+            await refused(sandbox.upload(host / "missing", "stolen"))
+            await refused(sandbox.upload(source / "folder" / "key", "stolen", inside=source))
+            await refused(sandbox.upload(source / ".." / "secret" / "key", "stolen", inside=source))
+            await refused(sandbox.upload(host / "secret" / "key", "stolen", inside=source))
+            await sandbox.upload(source / "plain", "one", inside=host)
+            await sandbox.upload(source, "t")
+            result = await sh(
+                sandbox, "cat one; cd t; cat second inside; readlink file folder inside; ls -d ../stolen"
+            )
+            assert result.stdout == b"mineminemine../secret/key\n../secret\nplain\n", result
+            assert b"hunter2" not in (await sh(sandbox, "cat t/* 2>/dev/null")).stdout
+            # A hard link is a file of its own once it is outside.
+            await sandbox.download("t", host / "back")
+        assert sorted(path.name for path in (host / "back").iterdir()) == ["plain", "second"]
+        assert (host / "back" / "second").read_text() == "mine"
+
+
 async def odd_files_are_refused_or_left_out(provider: Provider) -> None:
     with scratch() as name:
         host = Path(name)
@@ -136,6 +169,7 @@ CHECKS: tuple[Check, ...] = (
     files_go_in_and_out,
     folders_go_in_and_out_with_their_modes,
     no_link_is_followed,
+    no_link_of_the_host_is_followed,
     odd_files_are_refused_or_left_out,
     paths_stay_inside,
     a_download_is_bounded_and_whole,

@@ -5,6 +5,8 @@ Promises:
   number and a depth; what is placed on the host is whole or not there;
 - a path that leads through a link is refused. The engine is asked for every name on the way; a program that
   changes one in between can only lead us to another place of its own container;
+- a symbolic link of this machine is never followed: one in a folder becomes a link of the container, a source that
+  is one is refused;
 - what is put there belongs to the sandbox's user; modes survive, set-user-id and its like do not.
 """
 
@@ -32,6 +34,8 @@ _OVERHEAD = 64 << 20
 """What an archive may be longer than its content: headers and padding."""
 _LINK = 1 << 27
 """Go's bit for a link, in a mode."""
+_PACK_SECONDS = 3600.0
+"""Bound on packing an upload in its thread; the caller's own deadline is shorter and ends the wait."""
 _FOLDER = 1 << 31
 
 
@@ -58,10 +62,10 @@ class Archives:
                 tar.addfile(self._member("/".join(names), tarfile.REGTYPE, mode, len(data)), io.BytesIO(data))
             await self._put(file)
 
-    async def upload(self, source: Path, target: str) -> None:
+    async def upload(self, source: Path, target: str, inside: Path | None = None) -> None:
         names, made = await self._way_to(target)
         with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(self._pack, file, source, names, made)
+            await asyncio.to_thread(self._pack, file, source, inside, names, made)
             await self._put(file)
 
     async def download(self, source: str, target: Path, limit: int) -> None:
@@ -129,16 +133,20 @@ class Archives:
         for count in range(made + 1, len(names)):
             tar.addfile(self._member("/".join(names[:count]), tarfile.DIRTYPE, 0o755))
 
-    def _pack(self, file: IO[bytes], source: Path, names: tuple[str, ...], made: int) -> None:
-        def ours(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            info.uid = info.gid = self._user
-            info.uname = info.gname = ""
-            info.mode &= 0o777
-            return info if info.isfile() or info.isdir() or info.issym() else None
-
-        with tarfile.open(fileobj=file, mode="w", dereference=False) as tar:
+    def _pack(self, file: IO[bytes], source: Path, inside: Path | None, names: tuple[str, ...], made: int) -> None:
+        """Write a tar archive of `source`. Symbolic links become links; none is followed on this machine."""
+        with tarfile.open(fileobj=file, mode="w") as tar:
             self._folders(tar, names, made)
-            tar.add(source.resolve(strict=True), "/".join(names), filter=ours)
+            for item in transfers.source_items(source, transfers.Clock(_PACK_SECONDS), inside):
+                name, mode = "/".join((*names, *item.names)), item.info.st_mode
+                if item.link is not None:
+                    info = self._member(name, tarfile.SYMTYPE, mode)
+                    info.linkname = item.link
+                    tar.addfile(info)
+                elif item.file is not None:
+                    tar.addfile(self._member(name, tarfile.REGTYPE, mode, item.info.st_size), item.file)
+                else:
+                    tar.addfile(self._member(name, tarfile.DIRTYPE, mode))
 
     async def _put(self, file: IO[bytes]) -> None:
         file.seek(0)
@@ -206,6 +214,11 @@ def _place_all(tar: tarfile.TarFile, half: Path, source: str, limit: int) -> int
             if left < 0:
                 raise OSError(errno.EFBIG, f"more than {limit} bytes")
             _copied(tar.extractfile(info), place, info.mode & 0o777)
+        elif info.islnk() and (first := _placed_before(half, info.linkname)) is not None:
+            left -= first.stat().st_size
+            if left < 0:
+                raise OSError(errno.EFBIG, f"more than {limit} bytes")
+            shutil.copy(first, place)
         if not kind:
             kind = stat.S_IFDIR if info.isdir() else stat.S_IFREG
             if not info.isdir() and not info.isreg():
@@ -215,6 +228,15 @@ def _place_all(tar: tarfile.TarFile, half: Path, source: str, limit: int) -> int
     for place, mode in reversed(modes):
         place.chmod(mode)
     return kind
+
+
+def _placed_before(half: Path, name: str) -> Path | None:
+    """The file that a hard link of the archive names, where it was placed; None if there is none inside of it."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        return None
+    place = half.joinpath("top", *parts[1:])
+    return place if place.is_file() else None
 
 
 def _copied(body: Any, place: Path, mode: int) -> None:

@@ -256,11 +256,13 @@ class DockerSandbox(GuardedSandbox):
         else:
             await self._asked_for(self._archives(writing=True).write(path, data, mode), timeout)
 
-    async def upload(self, source: Path, target: str, *, timeout: float = 120.0) -> None:
+    async def upload(
+        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
+    ) -> None:
         if self._made_by.direct:
-            await super().upload(source, target, timeout=timeout)
+            await super().upload(source, target, inside=inside, timeout=timeout)
         else:
-            await self._asked_for(self._archives(writing=True).upload(source, target), timeout)
+            await self._asked_for(self._archives(writing=True).upload(source, target, inside), timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
         if self._made_by.direct:

@@ -198,7 +198,7 @@ async def _uploaded(
     dressed(taken.tree, {path: said[1:] for path, said in seen.items() if said.startswith("d")})
     for top in sorted(tops):
         source = _host(taken.tree, top)
-        if source.is_symlink() or not source.exists():  # a link would be followed here
+        if source.is_symlink() or not source.exists():  # a source that is a link is refused
             continue
         try:
             await box.upload(source, top, timeout=clock.left())

@@ -174,7 +174,7 @@ class SweGrader:
         return "fresh"
 
     def _who(self, step: SweStep, prepared: Prepared, mode: GradeMode) -> _Who:
-        strong = scripts.is_strong(step)
+        strong = scripts.is_strong(self._task, step)
         if not strong:
             return _Who(step.verifier.user if prepared.several else None, None, False, AS_ITSELF)
         if not prepared.several:

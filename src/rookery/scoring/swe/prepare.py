@@ -9,8 +9,10 @@ Promises:
 """
 
 import asyncio
+import os
 import posixpath
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -20,9 +22,11 @@ import msgspec
 from rookery.core import ExecResult, SandboxError, TaskError
 from rookery.core.errors import describe
 from rookery.sandboxes import Command, Sandbox
+from rookery.sandboxes.transfers import open_parent
 from rookery.scoring.boxes import bounded_exec
 from rookery.scoring.swe.history import MOST_REPOSITORIES, NO_GIT, STRIP
 from rookery.tasks.cache import is_kept, keep
+from rookery.tasks.links import source_of
 from rookery.tasks.swe import LOGS, SweStep, SweTask
 
 ROOT: Final = "root"
@@ -58,6 +62,12 @@ everybody; prints their modes."""
 
 _MAKE: Final = 'umask 022; mkdir -p -- "$@" && exec id -u'
 _BACK: Final = 'm=$1; shift; exec chmod -- "$m" "$@"'
+
+_LINK: Final = """
+umask 022; d=${2%/*}
+[ -z "$d" ] || [ -d "$d" ] || mkdir -p -- "$d" || exit 1
+rm -rf -- "$2" && exec ln -s -- "$1" "$2"
+"""
 
 _RUN: Final = r"""
 f=$1; if command -v bash >/dev/null 2>&1; then bash "$f"; else sh "$f"; fi; code=$?; rm -f -- "$f"; exit $code
@@ -186,8 +196,12 @@ def told(result: ExecResult) -> str:
 
 
 async def _uploaded(box: Sandbox, task: SweTask, source: str, target: str, clock: Clock) -> None:
+    path, inside = source_of(task, source)
     try:
-        await box.upload(Path(source), target, timeout=clock.left())
+        if link := await asyncio.to_thread(_link_at, path, inside):
+            await _linked(box, task, link, target, clock)
+        else:
+            await box.upload(path, target, inside=inside, timeout=clock.left())
     except TimeoutError as error:
         raise SandboxError(f"task {task.id}: its files did not arrive in time", cause="engine.setup") from error
     except OSError as error:
@@ -195,6 +209,24 @@ async def _uploaded(box: Sandbox, task: SweTask, source: str, target: str, clock
             f"task {task.id}: {source!r:.300} cannot be put to {target!r:.300}: {describe(error)}",
             cause="task.setup",
         ) from error
+
+
+def _link_at(path: Path, inside: Path | None) -> str:
+    """Return what the symbolic link at a path of this machine says; empty if there is no link."""
+    with open_parent(path, inside) as (above, name):
+        info = os.stat(name, dir_fd=above, follow_symlinks=False)
+        return os.readlink(name, dir_fd=above) if stat.S_ISLNK(info.st_mode) else ""
+
+
+async def _linked(box: Sandbox, task: SweTask, link: str, target: str, clock: Clock) -> None:
+    """Make a symbolic link of the task in the box; `upload` takes none."""
+    if link.startswith("/"):
+        raise TaskError(f"task {task.id}: {target!r:.300} is an absolute link: {link!r:.300}", cause="task.setup")
+    result = await run(box, _LINK, link, target, clock=clock)
+    if not result.ok:
+        raise TaskError(
+            f"task {task.id}: the link {target!r:.300} cannot be made: {told(result)}", cause="task.setup"
+        )
 
 
 async def _begun(box: Sandbox, task: SweTask, step: SweStep, clock: Clock) -> None:

@@ -10,6 +10,7 @@ Promises:
 
 import io
 import shlex
+import stat
 import tarfile
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from rookery.scoring.swe import door
 from rookery.scoring.swe.changes import TooMuch
 from rookery.scoring.swe.planted import below
 from rookery.scoring.swe.prepare import ROOT, Clock, run, told
+from rookery.tasks.links import part_items, read_inside
 from rookery.tasks.swe import LOGS, SOLUTION, TESTS, Part, SweStep, SweTask
 
 MOST_TESTS: Final = 256 << 20
@@ -68,19 +70,20 @@ KILL: Final = "kill -9 -1 2>/dev/null; exit 0"
 _GONE: Final = f'for d; do rm -rf -- "$d"; done; rm -rf {door.HOME} {LOGS}/verifier; exit 0'
 
 
-def is_strong(step: SweStep) -> bool:
-    """Whether its tests run the submission as another user: they name the runner."""
-    return any(_mentions(Path(part.source), door.VARIABLE.encode()) for part in step.tests)
+def is_strong(task: SweTask, step: SweStep) -> bool:
+    """Whether the tests run the submission as another user, that is: whether they name the runner."""
+    return any(_mentions(task, part, door.VARIABLE.encode()) for part in step.tests)
 
 
-def _mentions(place: Path, word: bytes) -> bool:
-    files = [place] if place.is_file() else sorted(one for one in place.rglob("*") if one.is_file())
+def _mentions(task: SweTask, part: Part, word: bytes) -> bool:
+    """Whether a file of a part holds a word. Symbolic links are not followed."""
     left = MOST_SCANNED
-    for file in files:
-        data = file.read_bytes()[: max(0, left)] if file.stat().st_size <= MOST_SCANNED else b""
-        left -= len(data)
-        if word in data:
-            return True
+    for item in part_items(task, part):
+        if item.file is not None and item.info.st_size <= MOST_SCANNED:
+            data = item.file.read(max(0, left))
+            left -= len(data)
+            if word in data:
+                return True
     return False
 
 
@@ -135,28 +138,33 @@ async def unpacked(
 
 
 def packed(task: SweTask, parts: tuple[Part, ...]) -> bytes:
-    """An archive of them, from the top of the box; they are the task's, and so trusted."""
+    """Return a tar archive of the parts, with paths from the root of the box.
+
+    Symbolic links become links of the archive; none is followed on this machine.
+    """
     out = io.BytesIO()
     left = MOST_TESTS
-
-    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        nonlocal left
-        left -= info.size
-        if left < 0:
-            raise TaskError(f"task {task.id}: its tests are larger than {MOST_TESTS} bytes")
-        info.uid = info.gid = 0
-        info.uname = info.gname = ""
-        info.mode = (info.mode & 0o777) | (0o500 if info.isdir() else 0o400)
-        return info if info.isfile() or info.isdir() or info.issym() else None
-
     with tarfile.open(fileobj=out, mode="w") as tar:
         for part in parts:
             top = part.target.strip("/")
-            source = Path(part.source)
             try:
-                # The folder itself is there already, with the mode that it is to have.
-                for one in sorted(source.iterdir()) if source.is_dir() else [source]:
-                    tar.add(one, f"{top}/{one.name}" if source.is_dir() else top, filter=plain)
+                for item in part_items(task, part):
+                    folder = stat.S_ISDIR(item.info.st_mode)
+                    if folder and not item.names:
+                        continue  # it is there already, with the mode that it is to have
+                    info = tarfile.TarInfo("/".join((top, *item.names)))
+                    info.mode = (item.info.st_mode & 0o777) | (0o500 if folder else 0o400)
+                    info.mtime = int(item.info.st_mtime)
+                    if item.link is not None:
+                        info.type, info.linkname = tarfile.SYMTYPE, item.link
+                    elif folder:
+                        info.type = tarfile.DIRTYPE
+                    else:
+                        info.size = item.info.st_size
+                        left -= info.size
+                    if left < 0:
+                        raise TaskError(f"task {task.id}: its tests are larger than {MOST_TESTS} bytes")
+                    tar.addfile(info, item.file)
             except OSError as error:
                 raise TaskError(
                     f"task {task.id}: {part.source!r:.300} cannot be read: {describe(error)}"
@@ -198,16 +206,17 @@ def _words(task: SweTask, parts: tuple[Part, ...], top: str, script: str) -> tup
     place = f"{top}/{script}"
     for part in parts:
         here = Path(part.source) / script if part.target.rstrip("/") == top else Path(part.source)
-        if (part.target == place or part.target.rstrip("/") == top) and here.is_file():
-            with here.open("rb") as file:
-                first = file.readline(200)
-            said = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else ["sh"]
-            name = next((Path(word).name for word in reversed(said) if not word.startswith("-")), "sh")
-            if name == "bash":
-                return ("bash", "--noprofile", "--norc", place)
-            return (
-                ("sh", place) if name in ("sh", "dash", "ash") or not first.startswith(b"#!") else (*said, place)
-            )
+        if part.target != place and part.target.rstrip("/") != top:
+            continue
+        try:
+            first = read_inside(Path(task.folder), here, 200).partition(b"\n")[0]
+        except OSError:
+            continue
+        said = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else ["sh"]
+        name = next((Path(word).name for word in reversed(said) if not word.startswith("-")), "sh")
+        if name == "bash":
+            return ("bash", "--noprofile", "--norc", place)
+        return ("sh", place) if name in ("sh", "dash", "ash") or not first.startswith(b"#!") else (*said, place)
     raise TaskError(f"task {task.id}: there is no {script!r:.200} among the files for {top}", cause="task.invalid")
 
 
