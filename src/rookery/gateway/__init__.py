@@ -9,7 +9,8 @@ Promises:
 - a closed session starts no call and leaves none running.
 """
 
+from rookery.gateway.chat_arguments import ChatArgumentError
 from rookery.gateway.credits import Credits
 from rookery.gateway.session import Model, Reply, Role, Session, Watch
 
-__all__ = ["Credits", "Model", "Reply", "Role", "Session", "Watch"]
+__all__ = ["ChatArgumentError", "Credits", "Model", "Reply", "Role", "Session", "Watch"]

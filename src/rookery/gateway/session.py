@@ -14,16 +14,24 @@ from rookery.core import (
     RookeryError,
     Sampling,
     ToolCall,
-    ToolSchema,
     TruncatedReason,
     Truncation,
     Turn,
     UpstreamError,
     UsageError,
 )
+from rookery.gateway.chat_arguments import (
+    MessagesInput,
+    SamplingInput,
+    ToolsInput,
+    read_messages,
+    read_sampling,
+    read_tool_choice,
+    read_tools,
+)
 from rookery.gateway.credits import Credits
 from rookery.gateway.numbers import Respelled
-from rookery.gateway.tools import NO_TOOLS, Tools, tools_of
+from rookery.gateway.tools import NO_TOOLS, Tools
 from rookery.trajectories import Place, Recorder
 from rookery.upstreams.ids import Memo
 from rookery.upstreams.protocol import News, Upstream
@@ -315,31 +323,35 @@ class Model:
 
     async def chat(
         self,
-        messages: Sequence[Message] | str,
+        messages: MessagesInput,
         *,
-        tools: Sequence[ToolSchema] = (),
-        tool_choice: str | None = None,
-        sampling: Sampling | None = None,
+        tools: ToolsInput = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        sampling: SamplingInput | None = None,
         news: News | None = None,
     ) -> Reply:
-        """Asks for the next message. Raises `Truncation` when the rollout's budget is spent.
+        """Ask for the next message of a conversation.
 
-        `news` is told the answer piece by piece while it is sampled.
+        Messages, tools, the tool choice and sampling are our types or plain dictionaries in OpenAI's format, also
+        mixed. `news` is called with each piece of the answer while it is sampled.
+
+        Raises `ChatArgumentError` for a wrong argument, and `Truncation` when the rollout's budget is spent.
         """
-        history = (Message("user", messages),) if isinstance(messages, str) else tuple(messages)
+        history = read_messages(messages)
+        offered = read_tools(tools) if tools else NO_TOOLS
         call = Call(
             messages=history,
-            tools=tools_of(tuple(tools)) if tools else NO_TOOLS,
-            tool_choice=tool_choice,
+            tools=offered,
+            tool_choice=read_tool_choice(tool_choice, offered),
             sampling=self._sampling(sampling),
         )
         return await self._session.call(self._role, call, news)
 
     async def complete(
-        self, tokens: bytes, *, sampling: Sampling | None = None, news: News | None = None
+        self, tokens: bytes, *, sampling: SamplingInput | None = None, news: News | None = None
     ) -> Reply:
         """Continues a sequence of token ids (int32), for engines that take tokens in."""
         return await self._session.call(self._role, Call(tokens=tokens, sampling=self._sampling(sampling)), news)
 
-    def _sampling(self, sampling: Sampling | None) -> Sampling:
-        return self._role.sampling if sampling is None else sampling.over(self._role.sampling)
+    def _sampling(self, sampling: SamplingInput | None) -> Sampling:
+        return self._role.sampling if sampling is None else read_sampling(sampling).over(self._role.sampling)

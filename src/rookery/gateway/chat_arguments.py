@@ -1,0 +1,328 @@
+"""Read the arguments of `Model.chat`: our own types, or plain dictionaries in OpenAI's format.
+
+Runs in a runner process. A wrong argument raises `ChatArgumentError`, which names the field; nothing is sent then.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias, get_args
+
+import msgspec
+
+from rookery.core import Fault, Message, Sampling, ToolCall, ToolSchema, UsageError
+from rookery.core.messages import Role
+from rookery.gateway.tools import NO_TOOLS, Tools, tools_in, tools_of
+
+MessagesInput: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
+ToolsInput: TypeAlias = Sequence[ToolSchema | Mapping[str, Any]]
+SamplingInput: TypeAlias = Sampling | Mapping[str, Any]
+
+_ROLES: Final = get_args(Role)
+_MESSAGE: Final = (
+    *("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"),
+    *("refusal", "function_call"),
+)
+_UNUSED: Final = frozenset({"annotations", "audio", "index", "cache_control", "provider_specific_fields"})
+"""Fields that clients copy from an answer into the next request and that no chat template reads."""
+_PASSED: Final = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
+    *("ignore_eos", "stop_token_ids", "structured_outputs", "response_format", "parallel_tool_calls"),
+    *("reasoning_effort", "chat_template_kwargs"),
+)
+"""Sampling parameters of OpenAI and of inference engines that go into the request unchanged."""
+_SAMPLING: Final = (
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "seed",
+        "extra",
+        "extra_body",
+    ),
+    *_PASSED,
+)
+
+
+class ChatArgumentError(UsageError):
+    """An argument of `Model.chat` is wrong. `field` is its path, for example `messages[2].role`."""
+
+    cause = "bug.environment"
+
+    def __init__(
+        self, message: str, *, cause: str | None = None, fault: Fault | None = None, field: str = ""
+    ) -> None:
+        super().__init__(message, cause=cause, fault=fault)
+        self.field = field
+
+
+# ---- messages
+
+
+def read_messages(given: MessagesInput) -> tuple[Message, ...]:
+    """Return the conversation as messages; a string is one user message."""
+    if isinstance(given, str):
+        return (Message("user", given),)
+    entries = _sequence(given, "messages", "a string or a list of messages")
+    if not entries:
+        raise _wrong("messages", "is empty: a conversation needs at least one message")
+    if all(type(entry) is Message for entry in entries):
+        return tuple(entries)
+    return tuple(_message(entry, f"messages[{at}]") for at, entry in enumerate(entries))
+
+
+def _message(entry: Any, field: str) -> Message:
+    if isinstance(entry, Message):
+        return entry
+    entry = _mapping(entry, field, "a Message or a dictionary")
+    _known(entry, field, _MESSAGE, _UNUSED)
+    role = entry.get("role")
+    call_id = _text(entry, "tool_call_id", field)
+    if role == "function":  # OpenAI's format before tool calls had IDs
+        role, call_id = "tool", call_id or "call_0"
+    if role not in _ROLES:
+        raise _wrong(f"{field}.role", f"must be one of {', '.join(_ROLES)}, {_not(role, 'role' in entry)}")
+    calls = _calls(entry, field)
+    content = _content(entry.get("content"), f"{field}.content")
+    if content is None:
+        content = _text(entry, "refusal", field)
+    if content is None and not calls and role != "assistant":
+        raise _wrong(f"{field}.content", f"must be a string or a list of parts, {_not(None, 'content' in entry)}")
+    reasoning = _text(entry, "reasoning_content", field)
+    if reasoning is None:
+        reasoning = _text(entry, "reasoning", field)
+    return Message(role, content, calls, call_id, _text(entry, "name", field), reasoning)
+
+
+def _content(given: Any, field: str) -> str | tuple[dict[str, Any], ...] | None:
+    if given is None or isinstance(given, str):
+        return given
+    parts: list[dict[str, Any]] = []
+    for at, part in enumerate(_sequence(given, field, "a string or a list of parts")):
+        where = f"{field}[{at}]"
+        found = {"type": "text", "text": part} if isinstance(part, str) else _mapping(part, where, "a dictionary")
+        if not isinstance(found.get("type"), str):
+            raise _wrong(f"{where}.type", f"must be a string, {_not(found.get('type'), 'type' in found)}")
+        if found["type"] == "text" and not isinstance(found.get("text"), str):
+            raise _wrong(f"{where}.text", f"must be a string, {_not(found.get('text'), 'text' in found)}")
+        _json(found, where)
+        parts.append(dict(found))
+    return tuple(parts)
+
+
+def _calls(entry: Mapping[str, Any], field: str) -> tuple[ToolCall, ...]:
+    given = entry.get("tool_calls")
+    if given is None and entry.get("function_call") is not None:
+        return (_function(entry["function_call"], "call_0", f"{field}.function_call"),)
+    if given is None:
+        return ()
+    found = []
+    for at, call in enumerate(_sequence(given, f"{field}.tool_calls", "a list")):
+        where = f"{field}.tool_calls[{at}]"
+        if isinstance(call, ToolCall):
+            found.append(call)
+            continue
+        _mapping(call, where, "a ToolCall or a dictionary")
+        _known(call, where, ("id", "type", "function"), frozenset({"index"}))
+        if call.get("type") not in (None, "function"):
+            raise _wrong(f"{where}.type", f"must be 'function', {_not(call['type'])}")
+        name = _text(call, "id", where) or f"call_{at}"
+        found.append(_function(call.get("function"), name, f"{where}.function"))
+    return tuple(found)
+
+
+def _function(given: Any, call_id: str, field: str) -> ToolCall:
+    function = _mapping(given, field, "a dictionary with name and arguments")
+    _known(function, field, ("name", "arguments"))
+    name = _required(function, "name", field)
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = "{}"
+    elif isinstance(arguments, Mapping):
+        arguments = _json(arguments, f"{field}.arguments").decode()
+    elif not isinstance(arguments, str):
+        raise _wrong(f"{field}.arguments", f"must be JSON text or a dictionary, {_not(arguments)}")
+    return ToolCall(call_id, name, arguments)
+
+
+# ---- tools
+
+
+def read_tools(given: ToolsInput) -> Tools:
+    """Return the tools; a dictionary is OpenAI's, with or without the inner `function`."""
+    entries = _sequence(given, "tools", "a list of tools")
+    if not entries:
+        return NO_TOOLS
+    if all(type(entry) is ToolSchema for entry in entries):
+        return tools_of(tuple(entries))
+    read = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(entries)]
+    return tools_in(b"[" + b",".join(_json(tool, f"tools[{at}]") for at, tool in enumerate(read)) + b"]")
+
+
+def _tool(entry: Any, field: str) -> dict[str, Any]:
+    """The tool in OpenAI's chat format."""
+    if isinstance(entry, ToolSchema):
+        return {"type": "function", "function": msgspec.structs.asdict(entry)}
+    entry = _mapping(entry, field, "a ToolSchema or a dictionary")
+    if entry.get("type") not in (None, "function"):
+        raise _wrong(f"{field}.type", f"must be 'function', {_not(entry['type'])}")
+    if "function" in entry:
+        _known(entry, field, ("type", "function"))
+        field = f"{field}.function"
+        function = _mapping(entry["function"], field, "a dictionary")
+    else:
+        function = {name: value for name, value in entry.items() if name != "type"}
+    _known(function, field, ("name", "description", "parameters", "strict"))
+    _required(function, "name", field)
+    _text(function, "description", field)
+    if function.get("parameters") is not None:
+        _mapping(function["parameters"], f"{field}.parameters", "a JSON schema (a dictionary)")
+    return {"type": "function", "function": dict(function)}
+
+
+def read_tool_choice(given: str | Mapping[str, Any] | None, tools: Tools) -> str | None:
+    """Return `auto`, `none`, `required` or the name of a tool; a dictionary is OpenAI's."""
+    if given is None:
+        return None
+    name = given
+    if isinstance(given, Mapping):
+        inner = given.get("function", given)
+        name = _required(_mapping(inner, "tool_choice.function", "a dictionary"), "name", "tool_choice.function")
+    if not isinstance(name, str):
+        raise _wrong("tool_choice", f"must be auto, none, required or a tool, {_not(name)}")
+    known = [schema.name for schema in tools.schemas]
+    if name not in ("auto", "none", "required", *known):
+        raise _wrong(
+            "tool_choice", f"is {name!r:.80}, which is not one of the call's tools: {', '.join(known) or 'none'}"
+        )
+    return name
+
+
+# ---- sampling
+
+
+def read_sampling(given: SamplingInput) -> Sampling:
+    """Return the sampling parameters; a dictionary has OpenAI's names and those of inference engines."""
+    if isinstance(given, Sampling):
+        return given
+    given = _mapping(given, "sampling", "a Sampling or a dictionary")
+    _known(given, "sampling", _SAMPLING)
+    found = {name: value for name, value in given.items() if value is not None}
+    most = [found.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in found]
+    if len(most) == 2 and most[0] != most[1]:
+        raise _wrong(
+            "sampling.max_completion_tokens", f"is {most[1]!r}, and max_tokens is {most[0]!r}: give one of them"
+        )
+    extra: dict[str, Any] = {name: found[name] for name in _PASSED if name in found}
+    for name in ("extra", "extra_body"):
+        if name in found:
+            extra |= _mapping(found[name], f"sampling.{name}", "a dictionary")
+    for name, value in extra.items():
+        _json(value, f"sampling.{name}")
+    return Sampling(
+        temperature=_number(found, "temperature", 0.0, float("inf")),
+        top_p=_number(found, "top_p", 0.0, 1.0),
+        top_k=_integer(found.get("top_k"), "top_k", None),
+        max_tokens=_integer(most[0], "max_tokens", 1) if most else None,
+        stop=_stops(found.get("stop")),
+        seed=_integer(found.get("seed"), "seed", None),
+        extra=extra,
+    )
+
+
+def _number(found: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not low <= value <= high
+        or value == float("inf")
+    ):
+        within = f"from {low:g} to {high:g}" if high < float("inf") else f"of at least {low:g}"
+        raise _wrong(f"sampling.{name}", f"must be a number {within}, {_not(value)}")
+    return float(value)
+
+
+def _integer(value: Any, name: str, least: int | None) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        least_text = "" if least is None else f" of at least {least}"
+        raise _wrong(f"sampling.{name}", f"must be an integer{least_text}, {_not(value)}")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = (
+        (value,) if isinstance(value, str) else _sequence(value, "sampling.stop", "a string or a list of strings")
+    )
+    for at, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise _wrong(f"sampling.stop[{at}]", f"must be a string that is not empty, {_not(text)}")
+    return tuple(texts)
+
+
+# ---- checks
+
+
+def _wrong(field: str, why: str) -> ChatArgumentError:
+    return ChatArgumentError(f"chat(): {field} {why}", field=field)
+
+
+def _not(value: Any, given: bool = True) -> str:
+    return f"not {value!r:.80}" if given else "and it is missing"
+
+
+def _sequence(value: Any, field: str, wanted: str) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise _wrong(field, f"must be {wanted}, {_not(value)}")
+    return value
+
+
+def _mapping(value: Any, field: str, wanted: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(field, f"must be {wanted}, {_not(value)}")
+    for name in value:
+        if not isinstance(name, str):
+            raise _wrong(field, f"must have strings as keys, {_not(name)}")
+    return value
+
+
+def _known(
+    value: Mapping[str, Any], field: str, names: Sequence[str], unused: frozenset[str] = frozenset()
+) -> None:
+    for name in value:
+        if name in names or name in unused or value[name] is None:
+            continue
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+        raise _wrong(f"{field}.{name}", f"is not known; {hint}")
+
+
+def _text(value: Mapping[str, Any], name: str, field: str) -> str | None:
+    found = value.get(name)
+    if found is None or isinstance(found, str):
+        return found
+    raise _wrong(f"{field}.{name}", f"must be a string, {_not(found)}")
+
+
+def _required(value: Mapping[str, Any], name: str, field: str) -> str:
+    found = value.get(name)
+    if isinstance(found, str) and found:
+        return found
+    raise _wrong(f"{field}.{name}", f"must be a string that is not empty, {_not(found, name in value)}")
+
+
+def _json(value: Any, field: str) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _wrong(field, f"must be plain JSON data: {error}") from None
