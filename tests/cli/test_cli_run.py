@@ -41,7 +41,7 @@ async def test_a_run_without_failures_is_exit_code_0_and_sums_up(here: Path, ser
     assert (here / "runs" / "latest").resolve() == folder
     assert "12 valid" in done.out
     assert "100.0%" in done.out
-    assert "95% within 75.8% to 100.0%, over 12 valid rollouts" in done.out
+    assert "95% within 51.0% to 100.0%, over 12 valid rollouts" in done.out
     assert "mean reward   1.000" in done.out
     assert "12  completed" in done.out
     assert f"rookery export runs/{folder.name}" in done.out

@@ -1,6 +1,7 @@
 """The final table: every number at a glance, outcomes that add up, nothing wider than a terminal."""
 
 import re
+from math import sqrt
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ def record(
         id=f"{number}.0",
         group=number,
         member=0,
-        task="t",
+        task=f"t{number}",
         outcome=outcome,
         reward=reward,
         metrics={} if level is None else {"level": level},
@@ -119,7 +120,9 @@ def test_no_row_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     levels = [record(n, Completed(), 1.0, level=n) for n in range(MAX_LEVELS)]
-    lines = summary_lines(summary(*MIXED, *levels, groups=8, solved=5))
+    found = summary(*MIXED, *levels, *GROUPED, groups=8, solved=5)
+    found.planned += 1_000
+    lines = summary_lines(found)
     assert max(len(click.unstyle(one)) for one in lines) == 80  # the long detail is cut to fit
 
 
@@ -196,3 +199,68 @@ def test_the_program_is_written_as_it_can_be_called_again(tmp_path: Path, monkey
     assert text.program() == "rookery"
     monkeypatch.setattr("sys.argv", ["/somewhere/rookery/cli/__main__.py"])
     assert text.program() == "rookery"
+
+
+def members(task: str, *rewards: float | None) -> list[Rollout]:
+    lost = Failed("infra", "sandbox.lost", "gone")
+    return [
+        Rollout(
+            id=f"{task}.{member}",
+            group=int(task),
+            member=member,
+            task=task,
+            outcome=lost if reward is None else Completed(),
+            reward=reward,
+        )
+        for member, reward in enumerate(rewards)
+    ]
+
+
+GROUPED = (
+    *members("0", 1.0, 1.0, 1.0, 1.0),
+    *members("1", 0.0, 0.0, 0.0, 0.0),
+    *members("2", 1.0, 0.0, None, None),
+    *members("3", None, None, None, None),
+)
+
+
+def test_the_standard_error_is_clustered_by_task_in_table_and_json() -> None:
+    found = summary(*GROUPED)
+    reward = found.plain()["reward"]
+    assert (reward["valid"], reward["tasks"]) == (10, 3)
+    assert reward["standard_error"] == pytest.approx(sqrt(3 / 2 * (2**2 + 2**2 + 0**2)) / 10)
+    low, high = reward["interval95"]
+    assert low < 0.2
+    assert high > 0.8
+    assert "standard error by task" in rows(found)["mean reward"][0]
+
+
+def test_pass_at_k_leaves_out_tasks_with_too_few_valid_rollouts_and_says_so() -> None:
+    found = summary(*GROUPED)
+    reward = found.plain()["reward"]
+    assert reward["pass@2"] == pytest.approx((1 + 0 + 1) / 3)
+    assert reward["pass@4"] == pytest.approx(0.5)
+    assert reward["avg@4"] == pytest.approx(0.5)
+    assert [reward["per_task"][name]["tasks_left_out"] for name in ("avg@4", "pass@2", "pass@4")] == [1, 1, 2]
+    assert {"avg@4", "pass@2", "pass@4"} <= rows(found).keys()
+
+
+def test_one_rollout_per_task_has_no_pass_at_k() -> None:
+    assert not {name for name in rows(summary(*MIXED)) if "@" in name}
+
+
+def test_one_task_alone_has_no_standard_error_and_no_interval() -> None:
+    reward = summary(*members("0", 1.0, 0.0, 1.0, 1.0)).plain()["reward"]
+    assert reward["standard_error"] is None
+    assert reward["interval95"] is None
+    assert reward["pass@2"] == 1.0
+
+
+def test_an_unfinished_run_says_that_it_is_a_biased_sample() -> None:
+    found = summary(*GROUPED)
+    assert found.plain()["biased_sample"] is False
+    assert "unfinished" not in rows(found)
+    found.planned += 4
+    assert found.plain()["biased_sample"] is True
+    assert found.plain()["unfinished"] == 4
+    assert "biased sample" in rows(found)["unfinished"][0]

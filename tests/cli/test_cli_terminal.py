@@ -4,12 +4,11 @@ import asyncio
 import os
 import pty
 import signal
-from math import isclose, sqrt
 from pathlib import Path
 
 import pytest
 
-from rookery.cli.stats import Stats, is_failure, wilson
+from rookery.cli.stats import Stats, is_failure
 from rookery.cli.text import clean, clip, duration, line, table
 from rookery.core import Cancelled, Completed, Failed, Outcome, Rollout, Truncated
 from tests.cli.conftest import tasks
@@ -122,27 +121,6 @@ def test_only_valid_rollouts_are_in_a_denominator() -> None:
         ("sandbox.lost", 1),
     ]
     assert stats.truncated == {"time": 1}
-
-
-def test_a_pass_rate_has_wilsons_interval_and_a_mean_its_standard_error() -> None:
-    low, high = wilson(0, 10)
-    assert low == 0.0
-    assert isclose(high, 0.2775, abs_tol=1e-4)
-    low, high = wilson(81, 263)
-    assert isclose(low, 0.2553, abs_tol=1e-4)
-    assert isclose(high, 0.3662, abs_tol=1e-4)
-    assert wilson(0, 0) == (0.0, 1.0)
-    stats = Stats()
-    values = [0.5, 0.25, 1.0, 0.0]
-    for value in values:
-        stats.add(record(Completed(), value))
-    mean = sum(values) / 4
-    expected = sqrt(sum((value - mean) ** 2 for value in values) / 3 / 4)
-    assert not stats.binary
-    assert stats.standard_error is not None
-    assert isclose(stats.mean, mean)
-    assert isclose(stats.standard_error, expected)
-    assert "pass_rate" not in stats.reward()
 
 
 @pytest.mark.parametrize("name", ["completed", "truncated.time", "cancelled.user"])

@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from rookery.core import Attempt, Cancelled, Completed, Failed, Group, Outcome, Rollout, Timing, Truncated
@@ -117,3 +118,14 @@ def test_an_empty_report_has_lines_too() -> None:
     assert found.longer is None
     assert found.staleness is None
     assert found.lines()[0].startswith("groups    0")
+
+
+def test_the_error_of_the_mean_reward_is_clustered_by_task() -> None:
+    found = report([of_rewards(0, 1.0, 1.0), of_rewards(1, 0.0, 0.0), of_rewards(2, 1.0, None)])
+    assert found.reward == 0.6
+    assert found.standard_error == pytest.approx(math.sqrt(3 / 2 * (0.8**2 + 1.2**2 + 0.4**2)) / 5)
+    assert found.interval95 is not None
+    assert found.per_task["pass@2"].mean == 0.5
+    assert (found.per_task["pass@2"].tasks, found.per_task["pass@2"].tasks_left_out) == (2, 1)
+    assert found.per_task["avg@2"].mean == pytest.approx(2 / 3)
+    assert found.plain()["per_task"]["avg@2"]["tasks"] == 3

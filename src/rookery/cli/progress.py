@@ -222,7 +222,7 @@ class Lines:
     def state(self, status: dict[str, Any]) -> list[str]:
         """The parts of a line of progress."""
         stats, seconds = self.stats, time.monotonic() - self.begun
-        parts = [stats.short] if stats.valid else []
+        parts = [f"{stats.short} so far"] if stats.valid else []
         if stats.failed:
             parts.append(click.style(f"{stats.failed:,} failed", fg="red"))
         if stats.truncated:

@@ -82,8 +82,12 @@ def serve_embedded(
     verbose: bool,
 ) -> int:
     import asyncio
+    import os
 
     from rookery.core import UsageError
+    from rookery.core.blas_threads import one_blas_thread
+
+    os.environ.update(one_blas_thread(os.environ))  # its clients run beside it; small products gain nothing
     from rookery.engine.processes import new_event_loop
     from rookery.upstreams import UpstreamConfig
     from rookery.upstreams.embedded import EmbeddedUpstream

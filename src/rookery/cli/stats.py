@@ -1,36 +1,24 @@
 """Numbers about rollouts, added up one record at a time.
 
-Promises:
-- only valid rollouts are in a denominator; failed ones are counted by cause;
-- every rollout is in exactly one outcome, so that the outcomes' counts add up to the rollouts;
-- the time of a run is that in which something was under way, without the pauses before a resume;
-- memory does not grow with the number of rollouts.
+- Only valid rollouts are in a denominator. Failed ones are counted by cause.
+- Every rollout has exactly one outcome, so the counts of outcomes add up to the number of rollouts.
+- Standard errors and intervals are clustered by task.
+- The duration of a run is the time during which something was under way, without the gaps before a resume.
+- Memory grows with the number of tasks, not with the number of rollouts.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from math import sqrt
 from typing import Any, Final
 
 from rookery.core import Cancelled, Failed, Rollout, Truncated, label
+from rookery.core.estimates import RewardEstimate, TaskMean
 
-Z95 = 1.959963984540054
 LEVEL: Final = "level"
 """The metric by which rewards are also added up apart."""
 MAX_LEVELS: Final = 12
 """A metric with more values than this is no level."""
 MAX_SPANS: Final = 64
-
-
-def wilson(passed: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a rate, after Wilson: also right near 0 and 1, where others leave the range."""
-    if count == 0:
-        return 0.0, 1.0
-    z2 = Z95 * Z95
-    share = passed / count
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = Z95 / (1 + z2 / count) * sqrt(share * (1 - share) / count + z2 / (4 * count * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 class Failure:
@@ -89,18 +77,16 @@ class Stats:
 
     def __init__(self) -> None:
         self.rollouts = 0
-        self.valid = 0
+        self.k = 0
+        """Rollouts per task, as far as the records show."""
+        self.tasks: set[str] = set()
+        self.estimate = RewardEstimate()
         self.labels: Counter[str] = Counter()
         """How many ended how; adds up to `rollouts`."""
         self.truncated: Counter[str] = Counter()
         self.cancelled = 0
         self.failures: dict[str, Failure] = {}
         self.failed = 0
-        self.passed = 0
-        self.binary = True
-        """Whether every reward so far is 0 or 1: then their mean is a pass rate."""
-        self.mean = 0.0
-        self._m2 = 0.0
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.turns = 0
@@ -112,6 +98,8 @@ class Stats:
     def add(self, record: Rollout) -> None:
         outcome = record.outcome
         self.rollouts += 1
+        self.k = max(self.k, record.member + 1)
+        self.tasks.add(record.task)
         self.labels[label(outcome)] += 1
         for attempt in record.attempts:
             self.busy.add(attempt.started, attempt.ended)
@@ -128,14 +116,8 @@ class Stats:
         elif isinstance(outcome, Cancelled):
             self.cancelled += 1
         if record.valid and record.reward is not None:
-            reward = record.reward
-            self.valid += 1
-            self.binary = self.binary and reward in (0.0, 1.0)
-            self.passed += reward == 1.0
-            delta = reward - self.mean
-            self.mean += delta / self.valid
-            self._m2 += delta * (reward - self.mean)
-            self._add_level(record.metrics.get(LEVEL), reward)
+            self.estimate.add(record.task, record.reward)
+            self._add_level(record.metrics.get(LEVEL), record.reward)
 
     def _add_level(self, level: float | None, reward: float) -> None:
         if level is None or self._levels is None:
@@ -154,24 +136,57 @@ class Stats:
         return self.rollouts - self.truncated.total() - self.failed - self.cancelled
 
     @property
+    def valid(self) -> int:
+        return self.estimate.valid
+
+    @property
+    def binary(self) -> bool:
+        return self.estimate.binary
+
+    @property
+    def mean(self) -> float:
+        return self.estimate.mean
+
+    @property
     def standard_error(self) -> float | None:
-        return sqrt(self._m2 / (self.valid - 1) / self.valid) if self.valid > 1 else None
+        return self.estimate.standard_error
 
     @property
     def short(self) -> str:
         """`pass 43.1%` or `reward 0.431`, for a line of progress."""
         if not self.valid:
             return ""
-        return f"pass {self.passed / self.valid:.1%}" if self.binary else f"reward {self.mean:.3g}"
+        return f"pass {self.mean:.1%}" if self.binary else f"reward {self.mean:.3g}"
+
+    def per_task(self) -> dict[str, TaskMean]:
+        return self.estimate.per_task(self.k)
 
     def reward(self) -> dict[str, Any]:
-        """The result as plain data."""
+        """Return the result as plain data. What cannot be estimated is None."""
         if not self.valid:
             return {"mean": None, "valid": 0}
-        found: dict[str, Any] = {"mean": self.mean, "valid": self.valid, "standard_error": self.standard_error}
+        interval = self.estimate.interval95
+        found: dict[str, Any] = {
+            "mean": self.mean,
+            "valid": self.valid,
+            "tasks": len(self.estimate.tasks),
+            "standard_error": self.standard_error,
+            "interval95": list(interval) if interval is not None else None,
+        }
         if self.binary:
-            low, high = wilson(self.passed, self.valid)
-            found |= {"pass_rate": self.passed / self.valid, "interval95": [low, high]}
+            found["pass_rate"] = self.mean
+        per_task = self.per_task()
+        if per_task:
+            found |= {name: one.mean for name, one in per_task.items()}
+            found["per_task"] = {
+                name: {
+                    "mean": one.mean,
+                    "standard_error": one.standard_error,
+                    "tasks": one.tasks,
+                    "tasks_left_out": len(self.tasks) - one.tasks,
+                }
+                for name, one in per_task.items()
+            }
         return found
 
     def causes(self) -> list[tuple[str, Failure]]:

@@ -1,10 +1,10 @@
-"""What a run came to, read from its journal.
+"""The summary of a run, read from its journal.
 
-Promises:
-- the numbers are the journal's, not this process's memory, so `run`, `resume` and `show` say the same;
-- a rate stands with its interval and what it is over: valid rollouts only;
-- the outcomes' counts add up to the rollouts, and each failure is named by its cause;
-- it ends with what to do next.
+- The numbers come from the journal and not from the memory of this process, so `run`, `resume` and `show` agree.
+- A rate has its interval, clustered by task, and says what it is over: valid rollouts only.
+- An unfinished run says that its finished part is a biased sample.
+- The counts of outcomes add up to the number of rollouts, and each failure is named by its cause.
+- It ends with what to do next.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from rookery.cli.stats import Stats, wilson
+from rookery.cli.stats import Stats
 from rookery.cli.text import bold, columns, dim, duration, line, plural, program, quoted, rate, status_word, table
 from rookery.core import cause_of
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rookery.journal import RunReader
 
 MAX_CAUSES = 8
+BIASED = "a biased sample: short rollouts finish first"
 LEVELS_A_LINE = 6
 
 
@@ -72,6 +73,8 @@ class Summary(msgspec.Struct, kw_only=True):
             "tasks": self.tasks,
             "quarantined": self.quarantined,
             "planned": self.planned,
+            "unfinished": self.left,
+            "biased_sample": self.left > 0,
             "rollouts": stats.rollouts,
             "valid": stats.valid,
             "failed": stats.failed,
@@ -141,6 +144,8 @@ def summary_lines(summary: Summary, session: Session | None = None) -> list[str]
     stats = summary.stats
     rows = [["tasks", f"{summary.tasks:,}", _tasks(summary)], ["rollouts", *_rollouts(summary)]]
     if stats.valid:
+        if summary.left:
+            rows.append(["unfinished", f"{summary.left:,}", click.style(BIASED, fg="yellow")])
         rows += _result(stats)
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
@@ -184,21 +189,43 @@ def _rollouts(summary: Summary) -> tuple[str, str]:
 
 
 def _result(stats: Stats) -> list[list[str]]:
+    tasks = len(stats.estimate.tasks)
+    clustered = tasks < stats.valid
     over = f"over {plural(stats.valid, 'valid rollout')}"
-    error = stats.standard_error
-    spread = f"± {error:.2g} (standard error)" if error is not None else ""
+    error, interval = stats.standard_error, stats.estimate.interval95
+    if error is None:
+        spread = "one task: no standard error" if clustered else ""
+    else:
+        spread = f"± {error:.2g} (standard error{' by task' if clustered else ''})"
     if stats.binary:
-        low, high = wilson(stats.passed, stats.valid)
-        within = f"95% within {low:.1%} to {high:.1%}, {over}"
-        rows = [["pass rate", f"{stats.passed / stats.valid:.1%}", within], _mean(stats, spread)]
+        within = f"95% within {interval[0]:.1%} to {interval[1]:.1%}, " if interval is not None else ""
+        rows = [["pass rate", f"{stats.mean:.1%}", f"{within}{over}"], _mean(stats, spread)]
     else:
         rows = [_mean(stats, f"{spread}, {over}" if spread else over)]
+    rows += _per_task(stats)
     shown = [
         f"{level:g}: {f'{one.mean:.0%}' if stats.binary else f'{one.mean:.3g}'}" for level, one in stats.levels
     ]
     if len(shown) > 1:
         for at in range(0, len(shown), LEVELS_A_LINE):
             rows.append(["" if at else "by level", "", "  ".join(shown[at : at + LEVELS_A_LINE])])
+    return rows
+
+
+def _per_task(stats: Stats) -> list[list[str]]:
+    rows = []
+    for name, one in stats.per_task().items():
+        if one.mean is None:
+            continue
+        rate = name.startswith("pass@")
+        parts = []
+        if one.standard_error is not None:
+            parts.append(f"± {one.standard_error:.1%}" if rate else f"± {one.standard_error:.2g}")
+        parts.append(f"over {plural(one.tasks, 'task')}")
+        if left_out := len(stats.tasks) - one.tasks:
+            parts.append(f"{left_out:,} left out (too few valid)")
+        value = f"{one.mean:.1%}" if rate else f"{one.mean:.3f}" if abs(one.mean) < 10 else f"{one.mean:.4g}"
+        rows.append([name, value, ", ".join(parts)])
     return rows
 
 

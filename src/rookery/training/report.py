@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import Cancelled, Failed, Group, Rollout, Truncated, label
+from rookery.core.estimates import RewardEstimate
 from rookery.training.advantages import informative
 
 MAX_LINES = 8
@@ -86,6 +87,16 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts with tokens of more than one version."""
 
 
+class PerTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean of one estimate per task."""
+
+    mean: float | None
+    standard_error: float | None
+    tasks: int
+    tasks_left_out: int
+    """Tasks with too few valid rollouts for this estimate."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What some groups hold and what they lack."""
 
@@ -101,6 +112,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     valid: int
     reward: float
     """The mean over valid rollouts; 0 without any."""
+    standard_error: float | None
+    """Of `reward`, clustered by task; None with fewer than two tasks that have a valid rollout."""
+    interval95: tuple[float, float] | None
+    """Of `reward`, clustered by task."""
+    per_task: dict[str, PerTask]
+    """`avg@k` and, for rewards of 0 and 1, `pass@k`; empty for groups of one."""
     truncated: dict[str, TruncatedPart]
     missing: dict[str, Missing]
     """By cause, the most frequent first."""
@@ -140,6 +157,9 @@ def report(
     lost = [rollout for rollout in records if not rollout.valid]
     kinds = Counter(_kind(group) for group in given)
     there, gone = _seconds(valid), _seconds(lost)
+    estimate = RewardEstimate()
+    for rollout in valid:
+        estimate.add(rollout.task, rollout.reward or 0.0)
     return Report(
         groups=len(given),
         informative=kinds["informative"],
@@ -148,7 +168,10 @@ def report(
         failed=kinds["failed"],
         rollouts=len(records),
         valid=len(valid),
-        reward=float(np.mean([rollout.reward or 0.0 for rollout in valid])) if valid else 0.0,
+        reward=estimate.mean,
+        standard_error=estimate.standard_error,
+        interval95=estimate.interval95,
+        per_task=_per_task(estimate, records),
         truncated=_truncated(valid),
         missing=_missing(lost, len(records)),
         retried=_retried(valid),
@@ -160,6 +183,20 @@ def report(
         staleness=_staleness(valid, current),
         metrics=_metrics(valid),
     )
+
+
+def _per_task(estimate: RewardEstimate, records: list[Rollout]) -> dict[str, PerTask]:
+    tasks = len({rollout.task for rollout in records})
+    k = max((rollout.member + 1 for rollout in records), default=0)
+    return {
+        name: PerTask(
+            mean=one.mean,
+            standard_error=one.standard_error,
+            tasks=one.tasks,
+            tasks_left_out=tasks - one.tasks,
+        )
+        for name, one in estimate.per_task(k).items()
+    }
 
 
 def duration(rollout: Rollout) -> float:
@@ -317,8 +354,15 @@ def _lines(found: Report) -> list[str]:
             f"groups    {found.groups}: {found.informative} informative, {found.uniform} uniform, "
             f"{found.short} with one valid rollout, {found.failed} with none"
         ),
-        f"rollouts  {found.rollouts}: {found.valid} valid, mean reward {found.reward:.3f}",
+        (
+            f"rollouts  {found.rollouts}: {found.valid} valid, mean reward "
+            f"{found.reward:.3f}{_error(found.standard_error)}"
+        ),
     ]
+    for name, one in found.per_task.items():
+        if one.mean is not None:
+            left_out = f", {one.tasks_left_out} left out" if one.tasks_left_out else ""
+            lines.append(f"{name:<9} {one.mean:.3f}{_error(one.standard_error)}, over {one.tasks} tasks{left_out}")
     for reason, part in found.truncated.items():
         lines.append(
             f"truncated {reason}: {part.rollouts} ({part.share:.1%} of valid), mean reward {part.reward:.3f}"
@@ -353,6 +397,10 @@ def _lines(found: Report) -> list[str]:
             f"{stale.mixed} rollouts of more than one"
         )
     return lines
+
+
+def _error(error: float | None) -> str:
+    return f" ± {error:.2g}" if error is not None else ""
 
 
 def _spread(spread: Spread) -> str:
