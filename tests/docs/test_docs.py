@@ -63,12 +63,13 @@ async def test_the_examples_that_define_environments_run(tmp_path: Path) -> None
 
     (tmp_path / "sums.py").write_text(blocks(ROOT / "README.md", "python")[0])
     guide = blocks(ROOT / "docs" / "environments.md", "python")
-    for name, block in zip(("guess", "capitals", "shop"), guide, strict=False):
+    for name, block in zip(("guess", "brief", "capitals", "shop"), guide, strict=False):
         (tmp_path / f"{name}.py").write_text(block)
     async with ModelServer("7") as model:
         for name, tasks in (
             ("sums", None),
             ("guess", None),
+            ("brief", None),
             ("capitals", None),
             ("shop", [{"prompt": "?", "answer": 7}]),
         ):
