@@ -71,6 +71,14 @@ def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
     assert delays == sorted(delays)
 
 
+@given(policies, st.lists(failures, max_size=8), jitters)
+def test_a_sandbox_exhausted_by_its_own_programs_gets_no_new_attempt(
+    policy: RetryPolicy, before: list[Ended], jitter: float
+) -> None:
+    last = Ended(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
+    assert policy.decide([*before, last], jitter) == Final(Truncated("lost"), minimum=True)
+
+
 def test_what_was_lost_with_somebody_elses_crash_runs_again_at_once_and_uncharged_up_to_a_bound() -> None:
     policy = RetryPolicy(attempts=1)
     lost = Ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)

@@ -28,6 +28,13 @@ _TABLE = (
         "If it repeats for one task only, look at what the policy runs there; else look at the machine.",
     ),
     Cause(
+        "sandbox.exhausted",
+        "infra",
+        "A program in the sandbox used up the sandbox's memory or processes, and nothing can run there any more. "
+        "The engine ends such a rollout as truncated (`lost`) with the minimum reward, without a new attempt.",
+        "Nothing if it is rare; if the task really needs that much, raise the sandbox's memory or pids.",
+    ),
+    Cause(
         "sandbox.refused",
         "infra",
         "The provider cannot give what the sandbox spec asks for.",

@@ -39,6 +39,7 @@ from rookery.engine.loose import LooseTasks
 from rookery.engine.verdicts import StageEnd, verdict
 from rookery.engine.wire import Done, Note, Start, plain_event
 from rookery.environments import Context, Log
+from rookery.environments.context import LOST
 from rookery.environments.threads import in_thread, stuck_threads
 from rookery.gateway import Session
 from rookery.gateway.door import Door, open_door, registration
@@ -262,7 +263,7 @@ class Live:
 
     async def _policy_loss(self, outcome: Outcome) -> bool:
         """Whether a lost sandbox may be the policy's doing: lost in its own command, and the host is healthy."""
-        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause == "sandbox.lost"):
+        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause in LOST):
             return False
         try:
             async with asyncio.timeout(CLOSE_SECONDS):

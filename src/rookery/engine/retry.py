@@ -3,6 +3,8 @@
 Promises:
 - only infra faults get a new attempt, up to a budget that is counted;
 - what was lost with somebody else's crash is run again without being charged for it, up to a bound;
+- a sandbox that its own programs exhausted (`sandbox.exhausted`) gets no new attempt: it ends Truncated(lost) at
+  the minimum reward;
 - a sandbox lost during the policy's own command, in two charged attempts in a row on a healthy host, is the
   policy's: it ends Truncated(lost) at the minimum reward.
 """
@@ -56,6 +58,8 @@ class RetryPolicy(msgspec.Struct, frozen=True):
         last = history[-1]
         if not isinstance(last.outcome, Failed) or last.outcome.fault != "infra":
             return Final(last.outcome)
+        if last.outcome.cause == "sandbox.exhausted":
+            return Final(Truncated("lost"), minimum=True)
         own = [ended for ended in history if ended.charged]
         if last.charged and last.policy_loss and len(own) > 1 and own[-2].policy_loss:
             return Final(Truncated("lost"), minimum=True)

@@ -16,7 +16,7 @@ from rookery.sandboxes.protocol import Listening, Sandbox
 T = TypeVar("T")
 OpenDoor: TypeAlias = Callable[[Listening | None, bool], AbstractAsyncContextManager[Door]]
 LOST = ("sandbox.lost", "worker.unrecoverable")
-"""What a policy could do to its own sandbox for a free try."""
+"""Causes of failures that a policy can bring about in its own sandbox."""
 
 
 class Log:

@@ -21,7 +21,7 @@ from rookery.core.apart import apart
 from rookery.sandboxes import procs, shell, transfers
 from rookery.sandboxes.capture import memory_file
 from rookery.sandboxes.channel import Channel
-from rookery.sandboxes.jobs import Job, Plan, run_to_end
+from rookery.sandboxes.jobs import EXHAUSTED, Job, OomWatch, Plan, run_to_end
 from rookery.sandboxes.process import GuardedProcess, start_process
 from rookery.sandboxes.protocol import Command, OnOutput
 from rookery.sandboxes.shell import GuardedShell
@@ -65,6 +65,9 @@ class GuardedSandbox:
         self._parts: set[GuardedProcess | GuardedShell] = set()
         self._transfers: dict[asyncio.Future[Any], transfers.Clock] = {}
         self._closing: asyncio.Task[None] | None = None
+        self._oom = OomWatch("")
+        self._exhausted: bool | None = None
+        """Whether its own programs ended it by using up the memory; None until that was asked after its death."""
 
     # ---- what a provider says
 
@@ -97,16 +100,31 @@ class GuardedSandbox:
     async def clean(self) -> None:
         """After the guard is gone: what it could not remove itself."""
 
+    async def guard_ran_out_of_memory(self) -> bool:
+        """After the guard's death: whether the kernel killed it because the sandbox's memory was used up."""
+        return self._oom.rose()
+
     # ---- commands
 
     def _live(self) -> Channel:
         if self._closing is not None or self._channel is None:
             raise SandboxError(f"sandbox {self.id} is closed")
         if self._channel.dead.done():
+            if self._exhausted:
+                raise SandboxError(f"sandbox {self.id} is gone: {EXHAUSTED}", cause="sandbox.exhausted")
             raise SandboxError(f"sandbox {self.id} is lost: its guard died ({self._channel.dead.result()})")
         return self._channel
 
+    async def _is_exhausted(self) -> bool:
+        """Whether the sandbox is dead because its own programs used up its memory."""
+        if self._closing is not None or self._channel is None or not self._channel.dead.done():
+            return False
+        if self._exhausted is None:
+            self._exhausted = await self.guard_ran_out_of_memory()
+        return self._exhausted
+
     async def _user(self, command: Command) -> "User":
+        await self._is_exhausted()
         self._live()
         return ANYONE if command.user is None else await self.whom(command.user)
 
@@ -143,7 +161,9 @@ class GuardedSandbox:
             user=(user.uid, user.gid),
             warm=command.warm,
         )
-        return self.made(Job(channel, plan, number))
+        job = Job(channel, plan, number)
+        job.oom, job.exhausted = self._oom, self._is_exhausted
+        return self.made(job)
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
         wall = self.spec.wall if command.wall is None else command.wall
@@ -176,6 +196,7 @@ class GuardedSandbox:
         return process
 
     async def shell(self) -> GuardedShell:
+        await self._is_exhausted()
         self._live()
         made = GuardedShell(_Opening(self), self.spec.output)
         self._parts.add(made)
@@ -184,23 +205,25 @@ class GuardedSandbox:
     # ---- files
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        return await self._transfer(partial(transfers.read, self.place(), path, limit), timeout)
+        return await self._transfer(partial(transfers.read, path=path, limit=limit), timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._transfer(partial(transfers.write, self.place(), path, data, mode), timeout)
+        await self._transfer(partial(transfers.write, path=path, data=data, mode=mode), timeout)
 
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        await self._transfer(partial(transfers.upload, self.place(), source, target, inside=inside), timeout)
+        await self._transfer(partial(transfers.upload, source=source, target=target, inside=inside), timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        await self._transfer(partial(transfers.download, self.place(), source, target, limit), timeout)
+        await self._transfer(partial(transfers.download, source=source, target=target, limit=limit), timeout)
 
-    async def _transfer(self, work: "Callable[[transfers.Clock], T]", timeout: float) -> T:
+    async def _transfer(self, work: "Callable[..., T]", timeout: float) -> T:
+        await self._is_exhausted()
         self._live()
+        place = self.place()
         clock = transfers.Clock(timeout)
-        task = asyncio.get_running_loop().run_in_executor(None, work, clock)
+        task = asyncio.get_running_loop().run_in_executor(None, partial(work, place, clock=clock))
         self._transfers[task] = clock
         try:
             return await asyncio.shield(task)
@@ -289,7 +312,8 @@ class _Opening:
     def __init__(self, sandbox: GuardedSandbox) -> None:
         self._sandbox = sandbox
 
-    def job(self) -> Job:
+    async def job(self) -> Job:
+        await self._sandbox._is_exhausted()
         job = self._sandbox._job(Command(argv=shell.ARGV), ANYONE, wall=0.0)
         assert isinstance(job, Job)
         return job

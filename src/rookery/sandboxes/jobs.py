@@ -17,7 +17,9 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
 
 from rookery.core import ExecResult, ExecStatus, ExecUsage, SandboxError, boundary
 from rookery.sandboxes import trees
@@ -30,6 +32,7 @@ HARD_OUTPUT = 64
 """A program that writes this many times what is kept of it is killed: it will not stop by itself."""
 GRACE = 15.0
 """Seconds past its deadline after which a guard that has not answered counts as lost."""
+EXHAUSTED = "the sandbox ran out of memory, and the kernel ended it: its processes are gone"
 FULL = 64 << 10
 """Bytes that are free in a file system that counts as full."""
 PROGRAM_ERRORS = frozenset(
@@ -66,6 +69,33 @@ class Plan:
         self.warm = warm
 
 
+class OomWatch:
+    """Tells whether the kernel's OOM killer ended a sandbox's guard.
+
+    The guard counts as killed for want of memory if it died and the control group's count of OOM kills rose since
+    the guard last proved to be alive.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        """The directory of the control group that limits the sandbox's memory; empty where none does."""
+        self._when_alive: int | None = None
+
+    def count(self) -> int:
+        """Return the number of OOM kills so far."""
+        found = groups.oom_kills(self.group) if self.group else 0
+        if self._when_alive is None:  # nothing has run in the sandbox yet
+            self._when_alive = found
+        return found
+
+    def was_alive(self, count: int) -> None:
+        """Note that the guard answered after `count` was read."""
+        self._when_alive = max(count, self._when_alive or 0)
+
+    def rose(self) -> bool:
+        return self._when_alive is not None and self.count() > self._when_alive
+
+
 class Job:
     """A command that was started."""
 
@@ -81,8 +111,11 @@ class Job:
         self.error: BaseException | None = None
         self.flooded = False
         self.ceiling = HARD_OUTPUT * max(plan.output, 1 << 16)
+        self.oom: OomWatch | None = None
         self.group = ""
-        """The folder of the control group that limits the box's memory, where one does."""
+        """The directory of the control group that limits the sandbox's memory, where one does."""
+        self.exhausted: Callable[[], Awaitable[bool]] | None = None
+        """Asked after the guard's death: whether the sandbox's own programs caused it by using up its memory."""
         self.top: Callable[[], int] | None = None
         """Tells a descriptor of the file system whose space is limited, where it is; -1 once that is gone."""
         self.overdrawn = False
@@ -101,8 +134,8 @@ class Job:
                     ends.append(theirs)
                     self.pumps[stream] = Pump(self._loop, ours, self._sink(stream))
             plan = self._plan
-            if self.group:
-                self._oom = groups.oom_kills(self.group)
+            if self.group and self.oom is not None:
+                self._oom = self.oom.count()
                 self._refused = groups.forks_refused(groups.pids_folder(self.group))
             fds = (stdin, *ends, *extra)
             self.promise = await self._channel.start(
@@ -189,6 +222,8 @@ class Job:
     def _ending(self, report: Report | None) -> tuple[ExecStatus, int | None, int | None, str]:
         if report is None:
             return "lost", None, None, "the sandbox's guard died while the command ran"
+        if self.oom is not None:
+            self.oom.was_alive(self._oom)
         if report.reason in (trees.NOT_STARTED, trees.NO_FOLDER):
             what = "the working folder" if report.reason == trees.NO_FOLDER else "the program"
             text = f"{what} could not be used: {os.strerror(report.status)}"
@@ -247,6 +282,12 @@ class Job:
             f"killed{left}" if report.reason == trees.ASKED else "",
         )
 
+    async def explained(self, result: ExecResult) -> ExecResult:
+        """Replace `lost` with `memory_limit` if the sandbox's programs used up the memory that its guard needs."""
+        if result.status == "lost" and self.exhausted is not None and await self.exhausted():
+            return msgspec.structs.replace(result, status="memory_limit", detail=EXHAUSTED)
+        return result
+
     def release(self, *, leave_running: bool = False) -> None:
         """Closes the pipes; what still writes to them may go on, into nothing, with `leave_running`."""
         for pump in self.pumps.values():
@@ -272,7 +313,7 @@ async def run_to_end(job: Job, stdin: int, on_output: OnOutput | None) -> ExecRe
     try:
         report = await job.report()
         finished = report is not None and report.reason == trees.NATURAL
-        return job.collect(report)
+        return await job.explained(job.collect(report))
     except asyncio.CancelledError:
         await job.abort()
         raise

@@ -87,7 +87,7 @@ class GuardedProcess:
         result = self.settle()
         if isinstance(result, SandboxError):
             raise result
-        return result
+        return await self._job.explained(result)
 
     async def kill(self) -> ExecResult:
         if self._result is None:

@@ -43,11 +43,23 @@ INIT = (
 RESET = "the shell was replaced: its folder, variables and functions are gone"
 
 
+EXHAUSTING = ("memory_limit", "process_limit", "disk_limit")
+"""Limits that a program can use up so that no bash can start."""
+
+
+class NotStarted(Exception):  # noqa: N818
+    """No bash could start, because the sandbox's programs use up one of its limits."""
+
+    def __init__(self, result: ExecResult) -> None:
+        super().__init__(result.detail)
+        self.result = result
+
+
 class Opening(Protocol):
     """What a shell needs from its sandbox."""
 
-    def job(self) -> Job:
-        """The job of a fresh bash."""
+    async def job(self) -> Job:
+        """Return the job of a fresh bash; `SandboxError` if the sandbox is gone."""
         ...
 
     async def interrupt(self, job: Job, mark: str, ticks: int) -> None: ...
@@ -97,6 +109,10 @@ class Bash:
         with contextlib.suppress(BrokenPipeError):
             await self._feeder.write(f"{INIT}{_say(token)}".encode())
         if await self.until(token, START_SECONDS) is None:
+            if self.job.promise.done():
+                result = await self.job.explained(self.job.collect(self.job.promise.result()))
+                if result.status in EXHAUSTING:
+                    raise NotStarted(result)
             raise SandboxError(f"bash did not start: {self.job.captures['stderr'].result()[0][:500]!r}")
         self.fresh()
 
@@ -176,7 +192,10 @@ class GuardedShell:
                 return ExecResult(status="exited", exit_code=126, detail="the script is no valid text")
             if "\0" in script:
                 return ExecResult(status="exited", exit_code=126, detail="the script contains a NUL")
-            bash = await self._open()
+            try:
+                bash = await self._open()
+            except NotStarted as error:
+                return error.result
             if self._cancelled:
                 self._cancelled = False
                 bash.fresh()
@@ -196,13 +215,13 @@ class GuardedShell:
                 if not finished and not bash.job.promise.done():
                     # Also on cancellation: what the script started dies, the shell stays if it can.
                     await self._drop(bash, mark, ticks)
-            return self._result(bash, code, timeout, time.monotonic() - began)
+            return await bash.job.explained(self._result(bash, code, timeout, time.monotonic() - began))
 
     async def _open(self) -> Bash:
         if self._bash is None or self._bash.job.promise.done():
             self._replaced = self._bash is not None
             self._discard()
-            bash = Bash(self._opening.job(), self._output)
+            bash = Bash(await self._opening.job(), self._output)
             try:
                 await bash.open()
             except BaseException:

@@ -25,6 +25,7 @@ from rookery.core.closing import AsyncClosing
 from rookery.core.errors import describe
 from rookery.sandboxes import OnOutput, Sandbox
 from rookery.sandboxes.protocol import Counting
+from rookery.sandboxes.shell import EXHAUSTING
 from rookery.workers import endings
 from rookery.workers.cells import Cell
 from rookery.workers.functions import HostFunction, checked
@@ -116,6 +117,8 @@ class Worker(AsyncClosing):
         except WorkerRecoveryError as error:
             # It never was: that is no recovery.
             code = "sandbox.refused" if isinstance(error.__cause__, _Refused) else "sandbox.create"
+            if error.code == "sandbox.exhausted":
+                code = error.code
             raise SandboxError(f"a worker could not be started: {error}", cause=code) from error
         return worker
 
@@ -310,7 +313,10 @@ class Worker(AsyncClosing):
                 await link.send(f.SETUP, head, f.packed([name.encode() for name in self._functions]))
                 await asyncio.wait({hello, link.ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not hello.done():
-                    raise SandboxError(await self._post_mortem())
+                    result = await link.result()
+                    exhausted = result is not None and result.status in EXHAUSTING
+                    cause = "sandbox.exhausted" if exhausted else None
+                    raise SandboxError(await self._post_mortem(), cause=cause)
                 _capable(hello.result())
         except BaseException as error:
             if self._link is not None:
@@ -320,7 +326,11 @@ class Worker(AsyncClosing):
                 what = (
                     f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else describe(error)
                 )
-                raise WorkerRecoveryError(f"a Python in sandbox {self._sandbox.id}: {what}") from error
+                exhausted = isinstance(error, SandboxError) and error.code == "sandbox.exhausted"
+                cause = "sandbox.exhausted" if exhausted else None
+                raise WorkerRecoveryError(
+                    f"a Python in sandbox {self._sandbox.id}: {what}", cause=cause
+                ) from error
             raise
 
     async def _restart(self, detail: str) -> None:

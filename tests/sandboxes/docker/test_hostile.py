@@ -39,12 +39,14 @@ AS_WELL: dict[str, tuple[ExecStatus, ...]] = {
     "takes_memory_through_memfd": ("exited",),
     "fills_shared_memory": ("exited",),
     "makes_itself_dear_and_the_first_process_pay": ("disk_limit",),
+    "lowers_its_oom_score_and_fills_a_memfd": ("exited", "disk_limit"),
 }
 ALL = bool(os.environ.get("ROOKERY_DOCKER_ALL"))
 BOMBS = {
     "forks_for_ever", "forks_into_sessions_of_their_own", "starts_threads_for_ever", "takes_memory_in_one_process",
     "takes_memory_in_many_processes", "takes_memory_through_sysv", "fills_the_disk", "floods_from_many_processes",
     "fills_the_disk_from_many_processes", "makes_itself_dear_and_the_first_process_pay", "spins_on_every_core",
+    "lowers_its_oom_score_and_fills_a_memfd",
     "raises_its_limits", "leaves_a_bomb", "leaves_a_daemon_that_writes", "leaves_a_fork_chain",
 }  # fmt: skip
 """Of those that each need a container of their own; the rest with ROOKERY_DOCKER_ALL=1: the same guard holds them

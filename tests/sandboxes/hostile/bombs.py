@@ -169,11 +169,50 @@ PROGRAMS = [
     Program(
         name="makes_itself_dear_and_the_first_process_pay",
         text="""
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("0")
+            try:
+                with open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("0")
+            except OSError:
+                pass
             os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero > /tmp/x"])
         """,
-        status=("memory_limit", "lost"),
+        status=("memory_limit",),
+        limits={"memory": 48 * MB, "disk": 512 * MB},
+        leaves=True,
+    ),
+    Program(
+        name="lowers_its_oom_score_and_fills_a_memfd",
+        text="""
+            for name in ("self", "thread-self", str(os.getpid())):
+                try:
+                    with open(f"/proc/{name}/oom_score_adj", "w") as file:
+                        file.write("0")
+                except OSError:
+                    pass
+            held = os.memfd_create("x")
+            os.dup2(held, 7)
+            os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero >&7"])
+        """,
+        status=("memory_limit",),
+        limits={"memory": 48 * MB, "disk": 512 * MB},
+        leaves=True,
+    ),
+    Program(
+        name="fills_memory_that_outlives_it",
+        text="""
+            import ctypes
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.shmat.restype = ctypes.c_void_p
+            while True:
+                key = libc.shmget(0, ctypes.c_size_t(1 << 16), 0o600)
+                if key < 0:
+                    break
+                area = ctypes.c_void_p(libc.shmat(key, None, 0))
+                ctypes.memset(area, 1, 1 << 16)
+                libc.shmdt(area)
+            os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero > /dev/shm/x"])
+        """,
+        status=("memory_limit",),
         limits={"memory": 48 * MB, "disk": 512 * MB},
         leaves=True,
     ),

@@ -32,7 +32,7 @@ from rookery.sandboxes.docker.door import Door, Met
 from rookery.sandboxes.docker.held import DockerChannel, group_of, has_sixth, seen_as
 from rookery.sandboxes.docker.snapshots import Family, Looking, compared, still
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User
-from rookery.sandboxes.jobs import Job
+from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local import users
 from rookery.sandboxes.local.provider import URL, WORK, _forked, _within
 from rookery.sandboxes.protocol import Command, Egress, Home, OnOutput
@@ -154,6 +154,7 @@ class DockerSandbox(GuardedSandbox):
         self._take(met, image, outside)
         # Of an engine that holds no limit it may be everybody's.
         self._group = group_of(met.pid) if wanted.holds(info, "MemoryLimit") else ""
+        self._oom = OomWatch(self._group)
         if watched:
             self._watch = asyncio.get_running_loop().create_task(self._look())
 
@@ -246,11 +247,13 @@ class DockerSandbox(GuardedSandbox):
     # ---- files, for whom the engine has to open them
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
+        await self._is_exhausted()
         if self._made_by.direct:
             return await super().read(path, limit=limit, timeout=timeout)
         return await self._asked_for(self._archives().read(path, limit), timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
+        await self._is_exhausted()
         if self._made_by.direct:
             await super().write(path, data, mode=mode, timeout=timeout)
         else:
@@ -259,12 +262,14 @@ class DockerSandbox(GuardedSandbox):
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
+        await self._is_exhausted()
         if self._made_by.direct:
             await super().upload(source, target, inside=inside, timeout=timeout)
         else:
             await self._asked_for(self._archives(writing=True).upload(source, target, inside), timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
+        await self._is_exhausted()
         if self._made_by.direct:
             await super().download(source, target, limit=limit, timeout=timeout)
         else:
@@ -275,6 +280,24 @@ class DockerSandbox(GuardedSandbox):
         if self.spec.read_only and writing:
             self._cannot("write into a read-only container, unless it runs as root")
         return Archives(self._made_by.engine, orphans.name_of(self.id), self.place(), self._uid)
+
+    async def guard_ran_out_of_memory(self) -> bool:
+        if await super().guard_ran_out_of_memory():
+            return True
+        if not self.spec.memory:
+            return False
+        # The engine removes the control group with the container's last process; then only the engine knows.
+        where = api.path("containers", orphans.name_of(self.id), "json")
+        try:
+            async with asyncio.timeout(api.CALL_SECONDS):
+                while True:
+                    state = (await self._made_by.engine.call("GET", where)).get("State") or {}
+                    if not state.get("Running"):
+                        return bool(state.get("OOMKilled"))
+                    await asyncio.sleep(0.05)  # the engine has not noticed the death yet
+        except (SandboxError, TimeoutError) as error:
+            _log.debug("why sandbox %s died cannot be seen: %s", self.id, error)
+            return False
 
     async def _asked_for(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         async with asyncio.timeout(timeout):
@@ -351,6 +374,7 @@ class DockerSandbox(GuardedSandbox):
         return self._family
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
+        await self._is_exhausted()
         family = self._layered()
         lease = leases.lease(self.id, self._home.run, self._attempt, self.provider, self.root)
         look = Looking(self.place(), timeout)
@@ -363,6 +387,7 @@ class DockerSandbox(GuardedSandbox):
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "DockerSandbox":
+        await self._is_exhausted()
         family = self._layered()
         family.named(snapshot)
         if spec is not None and (problems := wanted.refused(spec)):
@@ -370,6 +395,7 @@ class DockerSandbox(GuardedSandbox):
         return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, family, snapshot)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
+        await self._is_exhausted()
         taken = self._layered().named(snapshot)
         if taken.taken_of != self.id and self._below != snapshot:
             self._cannot(f"compare with {snapshot!r}: it is of another sandbox, and not what this one was made of")

@@ -44,6 +44,7 @@ class Box:
     __slots__ = (
         "below",
         "channel",
+        "claimed",
         "family",
         "fds",
         "group",
@@ -80,6 +81,9 @@ class Box:
         self.order: Any = None
         """Whom it is for."""
         self.lease = ""
+        self.claimed = False
+        """Whether an owner has it and has not ended it yet. Its control groups stay until then, also when it dies:
+        the owner reads there whether the OOM killer was the cause."""
         self.net = -1
         """The network it has been lent; -1: one that goes with it, or the host's."""
         self.shared = False

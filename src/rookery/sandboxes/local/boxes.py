@@ -66,6 +66,7 @@ class Boxes(Births):
         self.settling = 0
         self.dying: deque[tuple[float, Box]] = deque()
         self.leaving: list[tuple[float, Box]] = []
+        self.dead_but_claimed: set[Box] = set()
 
     # ------------------------------------------------------------------------------------------- making
 
@@ -243,7 +244,19 @@ class Boxes(Births):
             self.end(one)
             os.close(one.pidfd)
             one.pidfd = -1
+            if one.claimed:
+                self.dead_but_claimed.add(one)
+            else:
+                self.leaving.append((time.monotonic(), one))
+
+    def release(self, one: Box) -> None:
+        """End a box on behalf of its owner, who needs nothing of it any more."""
+        one.claimed = False
+        if one in self.dead_but_claimed:
+            self.dead_but_claimed.discard(one)
             self.leaving.append((time.monotonic(), one))
+        else:
+            self.end(one)
 
     def tidy(self) -> None:
         """Removes what dead boxes leave: pid 1 is gone only when all of its namespace is."""
@@ -266,8 +279,8 @@ class Boxes(Births):
     def close(self, wake: int) -> None:
         """Ends all of them and sees them gone, for a bounded time."""
         self.works.close()
-        for one in list(self.by_pid.values()):
-            self.end(one)
+        for one in (*self.by_pid.values(), *self.dead_but_claimed):
+            self.release(one)
         end = time.monotonic() + GONE_SECONDS
         while (self.by_pid or self.leaving or len(self.works)) and time.monotonic() < end:
             select.select([wake], [], [], 0.01)

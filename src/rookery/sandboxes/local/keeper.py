@@ -174,7 +174,7 @@ class Keeper:
         elif op == "end":
             for one in [one for one in client.boxes if one.name == asked["name"]]:
                 client.boxes.discard(one)
-                self.boxes.end(one)
+                self.boxes.release(one)
         elif op == "about":
             self.tell(client, {"about": self.about()})
 
@@ -235,7 +235,7 @@ class Keeper:
         for order in client.orders.values():
             self.give_up(order)
         for one in client.boxes:
-            self.boxes.end(one)
+            self.boxes.release(one)
         client.boxes.clear()
 
     def tell(self, client: Client, said: "dict[str, Any]", fds: tuple[int, ...] = ()) -> None:
@@ -358,6 +358,7 @@ class Keeper:
                 self.boxes.end(one)
                 return
             client.boxes.add(one)
+            one.claimed = True
             self.gave_at = time.monotonic()
             said = {
                 "number": order.number,

@@ -26,7 +26,7 @@ from rookery.core.sandboxes import mount_problems
 from rookery.sandboxes import leases, transfers
 from rookery.sandboxes.channel import Channel
 from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
-from rookery.sandboxes.jobs import Job
+from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local import groups, users
 from rookery.sandboxes.local.line import Asked, Given, Line
 from rookery.sandboxes.protocol import Command, Egress, Home
@@ -221,6 +221,7 @@ class LocalSandbox(GuardedSandbox):
         )
         self._given = given
         self.held_together = bool(given.memory)
+        self._oom = OomWatch(given.memory)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._base = {
             "PATH": PATH if spec.image else f"{INTERPRETER}:{PATH}",
@@ -323,6 +324,7 @@ class LocalSandbox(GuardedSandbox):
         return -1 if self._given is None or self._closing is not None else self._given.top
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
+        await self._is_exhausted()
         given, line = self._layered()
         with _within(timeout, f"the snapshot of sandbox {self.id}"):
             async with asyncio.timeout(timeout):
@@ -331,6 +333,7 @@ class LocalSandbox(GuardedSandbox):
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "LocalSandbox":
+        await self._is_exhausted()
         self._layered()
         if spec is not None and (problems := self._made_by._refused(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
@@ -338,6 +341,7 @@ class LocalSandbox(GuardedSandbox):
         return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, snapshot, use)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
+        await self._is_exhausted()
         given, line = self._layered()
         with _within(timeout, f"the diff of sandbox {self.id}"):
             async with asyncio.timeout(timeout):

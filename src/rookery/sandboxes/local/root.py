@@ -293,7 +293,8 @@ def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
         os.close(part)
     terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
     k.mount("devpts", "/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, terminals)
-    k.mount("proc", "/proc", "proc", _QUIET | k.MS_NOEXEC)
+    # Read-only: a program that could write `oom_score_adj` could make the kernel kill pid 1 in its place.
+    k.mount("proc", "/proc", "proc", _QUIET | k.MS_NOEXEC | k.MS_RDONLY)
     k.unmount(".")
     os.chdir("/")
     return layer

@@ -199,6 +199,8 @@ class SweGrader:
         except TooMuch as error:
             return _Run("crash", error=error)
         except SandboxError as error:
+            if error.code == "sandbox.exhausted":
+                return _Run("memory", error=error)
             if error.code != "sandbox.lost":
                 raise
             return _Run("lost", error=error)

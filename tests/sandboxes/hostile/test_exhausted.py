@@ -1,0 +1,135 @@
+"""A program that destroys its own sandbox by using up its memory is blamed for that, never the machine."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rookery.core import SandboxError
+from rookery.sandboxes import Command
+from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
+from tests.sandboxes.hostile import lifetime
+from tests.sandboxes.hostile.test_hostile import SPEC, limited
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+FILL = """
+import os, time
+while not os.path.exists("/work/go"):
+    time.sleep(0.01)
+held = os.memfd_create("x")
+os.dup2(held, 7)
+os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero >&7"])
+"""
+
+
+async def create(boxes: LocalProvider) -> LocalSandbox:
+    await limited(boxes)
+    return await boxes.create(
+        msgspec.structs.replace(SPEC, memory=48 << 20, disk=512 << 20, wall=60.0), attempt="hostile"
+    )
+
+
+async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
+    """Make the guard the OOM killer's first choice, which no program in the sandbox can do, and let `program` fill
+    the memory."""
+    assert sandbox._given is not None
+    guard = sandbox._given.pid
+    async with asyncio.timeout(60):
+        children: list[str] = []
+        while not any(Path(f"/proc/{pid}/comm").read_text() == f"{program}\n" for pid in children):
+            await asyncio.sleep(0.01)
+            children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    Path(f"/proc/{guard}/oom_score_adj").write_text("1000")
+    for pid in children:
+        Path(f"/proc/{pid}/oom_score_adj").write_text("0")
+    await sandbox.write("go", b"")
+
+
+async def test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit(
+    boxes: LocalProvider, tmp_path: Path
+) -> None:
+    sandbox = await create(boxes)
+    try:
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        running = asyncio.ensure_future(sandbox.exec(Command(argv=("python3", "-c", FILL))))
+        await kill_guard_by_memory(sandbox, "python3")
+        result = await running
+        assert result.status == "memory_limit", result
+        calls = (
+            lambda: sandbox.exec(Command(argv=("true",))),
+            lambda: sandbox.start(Command(argv=("true",))),
+            sandbox.shell,
+            lambda: sandbox.read("go"),
+            lambda: sandbox.write("other", b""),
+            lambda: sandbox.download("go", tmp_path / "got"),
+            sandbox.snapshot,
+        )
+        for call in calls:
+            with pytest.raises(SandboxError) as caught:
+                await call()
+            assert caught.value.code == "sandbox.exhausted"
+    finally:
+        await sandbox.close()
+
+
+async def test_a_shell_whose_guard_ran_out_of_memory_says_so(boxes: LocalProvider) -> None:
+    sandbox = await create(boxes)
+    try:
+        shell = await sandbox.shell()
+        script = "while [ ! -e /work/go ]; do sleep 0.01; done; cat /dev/zero > /dev/shm/x"
+        running = asyncio.ensure_future(shell.run(script, timeout=60))
+        await kill_guard_by_memory(sandbox, "bash")
+        assert (await running).status == "memory_limit"
+        with pytest.raises(SandboxError) as caught:
+            await shell.run("true", timeout=10)
+        assert caught.value.code == "sandbox.exhausted"
+    finally:
+        await sandbox.close()
+
+
+async def test_a_process_whose_guard_ran_out_of_memory_says_so(boxes: LocalProvider) -> None:
+    sandbox = await create(boxes)
+    try:
+        process = await sandbox.start(Command(argv=("python3", "-c", FILL)))
+        await kill_guard_by_memory(sandbox, "python3")
+        assert (await process.wait(timeout=60)).status == "memory_limit"
+    finally:
+        await sandbox.close()
+
+
+async def test_a_guard_that_was_killed_with_memory_to_spare_is_lost(boxes: LocalProvider) -> None:
+    sandbox = await create(boxes)
+    try:
+        # An earlier program ran out of memory; the guard's death has nothing to do with that.
+        fill = await sandbox.exec(Command(argv=("sh", "-c", "cat /dev/zero > /dev/shm/x; rm /dev/shm/x; exit 1")))
+        assert fill.status == "memory_limit", fill
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"))))
+        await asyncio.sleep(0.05)
+        assert sandbox._given is not None
+        os.kill(sandbox._given.pid, 9)
+        assert (await running).status == "lost"
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.exec(Command(argv=("true",)))
+        assert caught.value.code == "sandbox.lost"
+    finally:
+        await sandbox.close()
+
+
+async def test_a_shell_that_finds_every_process_taken_reports_the_limit(boxes: LocalProvider) -> None:
+    await limited(boxes)
+    program = next(one for one in lifetime.PROGRAMS if one.name == "leaves_a_bomb")
+    sandbox = await boxes.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
+    try:
+        assert (await sandbox.exec(Command(argv=program.command))).ok
+        async with asyncio.timeout(60):
+            while True:
+                shell = await sandbox.shell()
+                result = await shell.run("true", timeout=30)
+                if result.status != "exited":
+                    break
+        assert result.status == "process_limit", result
+    finally:
+        await sandbox.close()
