@@ -306,3 +306,36 @@ def test_nothing_of_ours_is_left_in_the_temp_folder_by_a_programs_that_was_close
     asyncio.run(main())
     mine = {path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if f"{os.getpid()}" in path.name}
     assert not mine
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "same"),
+    [
+        (str(2**2000), "inf", False),
+        (str(2**2000), str(2**2000), True),
+        (str(2**2000), str(2**2001), False),
+        ("1e400", "1e500", False),
+        ("-1e400", "-inf", False),
+        ("inf", "inf", True),
+        ("inf", "Infinity", False),
+        ("inf", "1e308", False),
+        ("1e308", "inf", False),
+        ("nan", "nan", True),
+        ("nan", "-nan", False),
+        ("nan", "1", False),
+        ("10", "1_0", False),
+        ("10", "\u0661\u0660", False),
+        ("1.0", "1", True),
+        ("+.5", "0.5", True),
+        ("1e3", "1000.0", True),
+        ("1e308", "-1e308", False),
+    ],
+)
+def test_words_that_are_not_finite_numbers_compare_as_text(expected: str, got: str, same: bool) -> None:
+    assert same_output(f"a {expected}", f"a {got}", 1e-6) is same
+
+
+def test_a_large_tolerance_is_still_a_bound() -> None:
+    assert not same_output("1e300", "-1e308", 2.0)
+    assert not same_output("1e308", "-1.7e308", 2.0)
+    assert same_output("1e308", "-0.9e308", 2.0)

@@ -44,7 +44,9 @@ class Uses(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     """Names of its module."""
     why_shared: str = ""
-    """Why the tests cannot stand in another process; empty where they can, as far as their text tells."""
+    """Why the tests need the submission in their own process; empty where their text gives no reason."""
+    has_tests: bool = True
+    """Whether there is anything in them that would be run as a test."""
 
 
 def uses_of(tests: str | list[str], entry_point: str = "") -> Uses:
@@ -63,7 +65,30 @@ def uses_of(tests: str | list[str], entry_point: str = "") -> Uses:
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     names = {name for name in used if name not in own} | ({entry_point} if entry_point else set())
     why = next(_inside(tree, names | imported | {"candidate"}), "")
-    return Uses(tuple(sorted(names)), why)
+    has_tests = not isinstance(tests, str) or _has_tests(tree, entry_point)
+    return Uses(tuple(sorted(names)), why, has_tests)
+
+
+def _has_tests(tree: ast.Module, entry_point: str) -> bool:
+    """Return whether a source of tests has a test, by the rules of `inside.grader.discovered`."""
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    if not functions and not classes:
+        return True  # a script: it passes when it runs to its end
+    if any(isinstance(node, ast.Assert) for node in tree.body) or any(n.startswith("test") for n in functions):
+        return True
+    if any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body):
+        return True  # a script that calls its own functions
+    if "check" in functions and entry_point:
+        return True
+    return any(
+        node.bases
+        or any(
+            isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name.startswith("test")
+            for one in node.body
+        )
+        for node in classes
+    )
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:

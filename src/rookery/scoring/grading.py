@@ -1,9 +1,11 @@
-"""Grades submissions: unit tests, inputs and outputs, or a function of the user's; each in fresh sandboxes.
+"""Grade submissions by unit tests, by inputs and outputs, or by a function of the user; each in fresh sandboxes.
 
-Promises:
+Guarantees:
 - a submission sees neither tests nor expected outputs, and holds no channel that a verdict comes over; where the
   tests must share its process, the grade says that it is weaker and why;
-- which form is used is the task's affair: no submission can bring about the weaker one;
+- the form of a task's tests is decided from the task alone, before any submission is seen: by the text of the
+  tests, by its own solution or, without one, by a run of the tests without a submission. No submission changes it;
+- whatever a submission sends, the result is a verdict about the submission;
 - every case's verdict is in the grade; the reward is all or nothing, or with `partial` the share that passed;
 - a grader's failure is the submission's, the task's or the machine's as `judging` decides: the minimum reward,
   `TaskError` or `SandboxError`, and never a guess.
@@ -11,34 +13,35 @@ Promises:
 
 import asyncio
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
 
-from rookery.core import SandboxError, SandboxSpec, TaskError
+from rookery.core import SandboxError, SandboxSpec, TaskError, UsageError
 from rookery.scoring.boxes import Gate, OpenBox, closed, limited
 from rookery.scoring.code_tasks import CodeTask
 from rookery.scoring.forms import Form, Uses, uses_of
-from rookery.scoring.judging import Judge
+from rookery.scoring.judging import FAILING, LOSSES, Judge
 from rookery.scoring.programs import (
     DEFAULT_PROGRAM_LIMITS,
     NO_PROGRAM_LIMITS,
+    VERDICTS,
     Program,
     ProgramLimits,
-    Verdict,
 )
 from rookery.scoring.rewards import Score, checked
 from rookery.scoring.running import Programs, run_program
-from rookery.scoring.testing import GraderEnd, TestReport, TestResult, run_tests
+from rookery.scoring.testing import TestReport, TestResult, probe_tests, run_tests
 
 GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
 """`async def grade(submission, task, sandbox) -> float`, or a plain one, which runs in a thread; or returns a
 `Score`."""
+SEPARATE: Final[tuple[Form, str]] = ("separate", "")
 REMEMBERED: Final = 10_000
 """Tasks whose form is kept."""
-VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong_answer", "time", "memory", "output", "crash")
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,18 +78,21 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Forms:
-    """In which form each task's tests are run, once that is known; for graders of the same tasks to share."""
+    """Remembers in which form the tests of each task run. Graders of the same tasks share one."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[Form, str]] = OrderedDict()
+        self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    def get(self, key: bytes) -> tuple[Form, str] | None:
-        return self._known.get(key)
-
-    def remember(self, key: bytes, form: Form, why: str) -> None:
-        self._known[key] = (form, why)
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+    async def decided(self, key: bytes, decide: Callable[[], Awaitable[tuple[Form, str]]]) -> tuple[Form, str]:
+        """Return the form and why it is weaker; `decide` is called once for each key at a time."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            if key not in self._known:
+                self._known[key] = await decide()
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+            return self._known[key]
 
 
 class Grader:
@@ -157,14 +163,17 @@ class Grader:
 
     async def _by_cases(self, task: CodeTask, submission: str) -> Grade:
         if not submission.strip():
-            return self._nothing(len(task.cases))
-        program = Program(
-            source=submission,
-            language=task.language,
-            cases=task.cases,
-            tolerance=task.tolerance,
-            limits=task.limits,
-        )
+            return self._nothing(len(task.cases), "the submission is empty")
+        try:
+            program = Program(
+                source=submission,
+                language=task.language,
+                cases=task.cases,
+                tolerance=task.tolerance,
+                limits=task.limits,
+            )
+        except UsageError as error:  # the task was checked when it was read: this is about the submission
+            return self._nothing(len(task.cases), f"the submission cannot be a program: {error}")
         result = await run_program(program, self._limits, self._spec, self._open_box, self._gate)
         tests = []
         for at, one in enumerate(result.cases):
@@ -175,43 +184,75 @@ class Grader:
             Grade(reward=self._low, tests=tuple(tests), detail=result.detail, printed=result.stderr)
         )
 
-    def _nothing(self, count: int) -> Grade:
-        tests = tuple(TestResult(name=f"case {at}", verdict="crash", detail="it is empty") for at in range(count))
-        return Grade(reward=self._low, tests=tests, detail="the submission is empty")
+    def _nothing(self, count: int, why: str) -> Grade:
+        tests = tuple(TestResult(name=f"case {at}", verdict="crash", detail=why) for at in range(count))
+        return Grade(reward=self._low, tests=tests, detail=why)
 
     # ---- tests
 
     async def _by_tests(self, task: CodeTask, submission: str) -> Grade:
         uses = uses_of(task.tests, task.entry_point)
+        if not uses.has_tests:
+            raise TaskError(
+                f"task {task.id!r}: its grader cannot be used: there is no test in its tests",
+                cause="scoring.missing",
+            )
         key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
-        form, why = self._forms.get(key) or (("shared", uses.why_shared) if uses.why_shared else ("separate", ""))
-        grade, end = await self._judged(task, uses, submission, form)
-        if end == "inseparable":
-            # What the tests hand over told so, and no submission can make them: still, its own solution is asked.
-            if task.solution and (await self._run(task, uses, task.solution, form)).end != "inseparable":
-                return msgspec.structs.replace(grade, reward=self._low, form=form)
-            form, why = "shared", "the tests hand over what is no plain data"
-            self._forms.remember(key, form, why)
-            grade, _ = await self._judged(task, uses, submission, form)
-        elif form == "separate" and not grade.passed and task.solution and self._forms.get(key) is None:
-            form, why = await self._confirmed(task, uses)
-            self._forms.remember(key, form, why)
-            if form == "shared":
-                grade, _ = await self._judged(task, uses, submission, form)
-        return msgspec.structs.replace(grade, form=form, weaker=why)
+        form, why = await self._forms.decided(key, lambda: self._form_of(task, uses))
+        grade = await self._judged(task, uses, submission, form)
+        return msgspec.structs.replace(grade, weaker="; ".join(filter(None, (why, grade.weaker))))
 
-    async def _confirmed(self, task: CodeTask, uses: Uses) -> tuple[Form, str]:
-        """The form in which the task's own solution passes: tried once, after the first submission that did
-        not."""
-        report = await self._run(task, uses, task.solution, "separate")
+    async def _form_of(self, task: CodeTask, uses: Uses) -> tuple[Form, str]:
+        """Decide the form from the task alone; `TaskError` where its own solution passes in neither."""
+        if uses.why_shared:
+            return "shared", uses.why_shared
+        if not task.solution:
+            found = await self._probed(task, uses)
+            return ("shared", f"the tests pass something that is not plain data: {found}") if found else SEPARATE
+        report = await self._solved(task, uses, "separate")
         if report.end == "ended" and _passed(report):
-            return "separate", ""
-        report = await self._run(task, uses, task.solution, "shared")
+            return SEPARATE
+        report = await self._solved(task, uses, "shared")
         if report.end == "ended" and _passed(report):
             return "shared", "the task's own solution passes only in the tests' own process"
-        raise TaskError(f"task {task.id!r}: its own solution does not pass its tests: {_why(report)}")
+        if report.end == "ended":
+            raise TaskError(f"task {task.id!r}: its own solution does not pass its tests: {_why(report)}")
+        raise TaskError(
+            f"task {task.id!r}: its grader cannot be used: with its own solution: {_why(report)}",
+            cause="scoring.missing",
+        )
 
-    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> tuple[Grade, GraderEnd]:
+    async def _solved(self, task: CodeTask, uses: Uses, form: Form) -> TestReport:
+        """Run the tests with the task's own solution; a failure of the grader is tried once more."""
+        losses = failures = 0
+        while True:
+            report = await self._tried(task, uses, task.solution, form)
+            losses += report.end == "lost"
+            failures += report.end in FAILING
+            if losses >= LOSSES:
+                raise SandboxError(f"the sandboxes of a grader were lost: {report.detail}")
+            if report.end != "lost" and (report.end not in FAILING or failures > 1):
+                return report
+
+    async def _probed(self, task: CodeTask, uses: Uses) -> str:
+        limits = task.limits.over(self._limits)
+        for left in reversed(range(LOSSES)):
+            try:
+                return await probe_tests(
+                    task.tests,
+                    uses,
+                    entry_point=task.entry_point,
+                    limits=limits,
+                    spec=self._spec,
+                    open_box=self._open_box,
+                    gate=self._gate,
+                )
+            except SandboxError as error:
+                if not left or error.fault != "infra" or error.code == "sandbox.refused":
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> Grade:
         judge = Judge(has_solution=bool(task.solution))
         runs = 0
         while True:
@@ -227,19 +268,20 @@ class Grader:
                 case "infra":
                     raise SandboxError(f"the sandboxes of a grader were lost: {report.detail}")
                 case "task":
-                    what = "there is no test in its tests" if report.end == "no_tests" else _why(report)
                     raise TaskError(
-                        f"task {task.id!r}: its grader cannot be used: {what}", cause="scoring.missing"
+                        f"task {task.id!r}: its grader cannot be used: {_why(report)}", cause="scoring.missing"
                     )
+            decided = f"the submission's own word decided a test: {report.decided}" if report.decided else ""
             grade = Grade(
                 reward=self._low,
                 tests=report.tests,
                 form=form,
+                weaker=decided,
                 detail=report.detail,
                 printed=report.printed,
                 runs=runs,
             )
-            return (self._grade(grade) if step == "score" else grade), report.end
+            return self._grade(grade) if step == "score" else grade
 
     async def _tried(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> TestReport:
         try:

@@ -1,19 +1,19 @@
-"""Whose fault it is when a grader does not come to its end. Pure: ends in, the next step out.
+"""Decide whose fault it is when a grader does not come to its end. Pure: takes ends, returns the next step.
 
-Promises:
-- a grader that ran out of time, memory or output, or crashed, is run once more; if it repeats, the submission did
-  it;
-- unless the task's own solution makes the grader fail too: then the task is at fault;
-- a lost sandbox is never held against a submission: it is replaced, up to a budget, and then it is infra;
-- tests that have no test in them are the task's fault at once.
+Guarantees:
+- a grader that ran out of time, memory or output, crashed, or ended without a test, is run once more; if it
+  repeats, the submission did it;
+- unless the task's own solution makes the grader fail too: then the task is at fault. Nothing that a submission
+  does is evidence against a task;
+- a lost sandbox is never held against a submission: it is replaced, up to a budget, and then it is infra.
 """
 
 from typing import Final, Literal, TypeAlias
 
 from rookery.scoring.testing import GraderEnd
 
-Step: TypeAlias = Literal["score", "again", "solution", "shared", "minimum", "task", "infra"]
-FAILING: Final = frozenset({"time", "memory", "output", "crash"})
+Step: TypeAlias = Literal["score", "again", "solution", "minimum", "task", "infra"]
+FAILING: Final = frozenset({"time", "memory", "output", "crash", "no_tests"})
 LOSSES: Final = 3
 
 
@@ -29,10 +29,6 @@ class Judge:
         """After a run with the submission."""
         if end == "lost":
             return self._lost()
-        if end == "no_tests":
-            return "task"
-        if end == "inseparable":
-            return "shared"
         if end not in FAILING:
             return "score"
         self._failures += 1
@@ -45,7 +41,7 @@ class Judge:
         if end == "lost":
             step = self._lost()
             return "solution" if step == "again" else step
-        return "task" if end in FAILING or end == "no_tests" else "minimum"
+        return "task" if end in FAILING else "minimum"
 
     def _lost(self) -> Step:
         self._losses += 1

@@ -1,16 +1,20 @@
-"""Whether an output is the expected one. Pure.
+"""Compare the output of a program with the expected one. Pure.
 
-Promises:
-- space at the end of lines, and empty lines at the end, never decide; everything else does;
-- with a tolerance, words that are numbers in both may differ by it, absolute or relative to the expected one, and
-  nothing else may: the words, and their number, are the same.
+Guarantees:
+- trailing white space of lines, and empty lines at the end, make no difference; everything else does;
+- with a tolerance, words that are finite numbers in both may differ by it, absolute or relative to the expected
+  one; all other words, `inf`, `nan` and numbers beyond the range of a float among them, must be the same text.
 """
 
-from math import isfinite, isnan
+import re
+from fractions import Fraction
+from math import isfinite
+from typing import Final
 
 from rookery.core import ExecResult
 from rookery.scoring.programs import Verdict
 
+_NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _BY_STATUS: dict[str, Verdict] = {
     "time_limit": "time",
     "memory_limit": "memory",
@@ -52,12 +56,12 @@ def _normal(text: str) -> list[str]:
 def _near(expected: str, got: str, tolerance: float) -> bool:
     if expected == got:
         return True
-    try:
-        want, have = float(expected), float(got)
-    except ValueError:
+    if not _NUMBER.fullmatch(expected) or not _NUMBER.fullmatch(got):
         return False
-    if isnan(want) or isnan(have):
-        return isnan(want) and isnan(have)
+    want, have = float(expected), float(got)
     if not isfinite(want) or not isfinite(have):
-        return want == have
-    return abs(want - have) <= max(tolerance, tolerance * abs(want))
+        return False  # beyond the range of a float: the texts are not the same
+    room = max(tolerance, tolerance * abs(want))
+    if not isfinite(room) or not isfinite(want - have):
+        return abs(Fraction(want) - Fraction(have)) <= Fraction(tolerance) * max(Fraction(1), abs(Fraction(want)))
+    return abs(want - have) <= room

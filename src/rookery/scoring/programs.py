@@ -23,6 +23,7 @@ from rookery.core.sandboxes import ExecStatus, ExecUsage
 
 Language: TypeAlias = Literal["python", "bash", "c", "c++"]
 Verdict: TypeAlias = Literal["passed", "wrong_answer", "time", "memory", "output", "crash"]
+VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong_answer", "time", "memory", "output", "crash")
 ProgramStatus: TypeAlias = ExecStatus | Literal["failed"]
 
 LANGUAGES: Final = ("python", "bash", "c", "c++")

@@ -1,15 +1,16 @@
-"""Runs unit tests against a submission, in fresh sandboxes.
+"""Run unit tests against a submission, in fresh sandboxes.
 
-In the form `separate` tests and submission are in two sandboxes, and we carry lines of plain data between them. In
-the form `shared` they are one process; that is labelled weaker.
+In the form `separate` tests and submission are in two sandboxes, and lines of plain data are carried between them.
+In the form `shared` they are one process, which is labelled weaker.
 
-Promises:
-- `separate`: the submission's sandbox holds nothing of the tests, and it has no way to the tests' process or to
+Guarantees:
+- `separate`: the submission's sandbox holds nothing of the tests, and it has no access to the tests' process or to
   the verdicts: what it says is taken for a return value, whatever it is;
-- a submission that ends, floods or overruns a limit costs the case that it did so in, and has a few fresh
-  sandboxes for the next ones; the tests' own end is told apart from it;
-- `shared`: tests come into the process after the submission has run, and a verdict counts only with a word that
+- a submission that ends, floods or overruns a limit costs the case that it did so in, and gets a few fresh
+  sandboxes for the next ones; the end of the tests themselves is told apart from it;
+- `shared`: the tests enter the process after the submission has run, and a verdict counts only with a nonce that
   came with them, at the end of all of them;
+- whatever bytes either program sends, the result is a report: a line that cannot be read is a crash;
 - every wait is bounded by the case's wall time, and however it ends, both sandboxes are closed.
 """
 
@@ -25,8 +26,8 @@ from rookery.sandboxes import Command, Sandbox
 from rookery.scoring import inside
 from rookery.scoring.boxes import Gate, OpenBox, closed, limited
 from rookery.scoring.forms import Form, Uses
-from rookery.scoring.programs import ProgramLimits, Verdict
-from rookery.scoring.wires import TAIL, Wire
+from rookery.scoring.programs import VERDICTS, ProgramLimits, Verdict
+from rookery.scoring.wires import TAIL, BadLine, Wire, line_of, parsed
 
 RESTARTS: Final = 3
 """Fresh sandboxes for a submission that ended under a case."""
@@ -34,8 +35,10 @@ START_SECONDS: Final = 30.0
 """For a sandbox's Python to be there: our time, not the submission's."""
 GRACE: Final = 0.5
 """Seconds that tests have more than the submission they wait for."""
+PROBE_SECONDS: Final = 10.0
+"""For tests to show, without a submission, what they pass to one."""
 
-GraderEnd: TypeAlias = Literal["ended", "time", "memory", "output", "crash", "lost", "inseparable", "no_tests"]
+GraderEnd: TypeAlias = Literal["ended", "time", "memory", "output", "crash", "lost", "no_tests"]
 
 
 class TestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +58,8 @@ class TestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str = ""
     printed: str = ""
     """The end of what the submission printed, and of what the tests did."""
+    decided: str = ""
+    """What the submission's own methods decided in a test, and the tests could not check; empty: nothing."""
 
 
 class _Side:
@@ -77,7 +82,7 @@ class _Submission:
 
     def __init__(self, side: _Side, source: str, limits: ProgramLimits) -> None:
         self._side = side
-        self._source = msgspec.json.encode({"source": source})
+        self._source = line_of({"source": source})
         self._limits = limits
         self._wire: Wire | None = None
         self._left = 1 + RESTARTS
@@ -159,35 +164,51 @@ class _Submission:
 
 
 def _told(data: bytes) -> str:
-    """What a submission said of why it does not load: its own words, bounded."""
+    """Return why a submission does not load, in its own words, bounded."""
     try:
-        plain = msgspec.json.decode(data)
+        plain = parsed(data)
         return f"it does not load: {plain['name']!s:.100}: {plain['said']!s:.1000}"
-    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
+    except (BadLine, LookupError, TypeError, RecursionError):
         return "it does not load"
 
 
 class _Board:
-    """What the tests have said so far."""
+    """Collects what the tests have reported so far."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.results: dict[int, TestResult] = {}
         self.current: int | None = None
+        self.decided = ""
 
     def take(self, kind: bytes, plain: Any) -> None:
+        """Take a report; `BadLine` where it is none."""
         if kind == b"n":
-            self.names = [str(name) for name in plain]
+            if not isinstance(plain, list) or not all(isinstance(name, str) for name in plain):
+                raise BadLine("the names of tests are not a list of texts")
+            self.names = plain
         elif kind == b"b":
-            self.current = int(plain)
+            self.current = self._number(plain)
         elif kind == b"v":
-            number = int(plain["n"])
-            detail = str(plain["detail"])
+            if not isinstance(plain, dict) or plain.get("verdict") not in VERDICTS:
+                raise BadLine("a verdict that is none")
+            number, detail = self._number(plain.get("n")), plain.get("detail")
+            if not isinstance(detail, str):
+                raise BadLine("a verdict without a text")
             self.results[number] = TestResult(name=self.names[number], verdict=plain["verdict"], detail=detail)
             self.current = None
+            if isinstance(by := plain.get("by"), str):
+                self.decided = self.decided or by
+        else:
+            raise BadLine("a line of no known kind")
+
+    def _number(self, plain: Any) -> int:
+        if type(plain) is not int or not 0 <= plain < len(self.names):
+            raise BadLine("the number of a test that is none")
+        return plain
 
     def all(self, verdict: Verdict, detail: str) -> tuple[TestResult, ...]:
-        """With this for those that did not come to an end."""
+        """Return all results; tests that did not come to an end have this one."""
         names = self.names or ["tests"]
         missing = [TestResult(name=name, verdict=verdict, detail=detail) for name in names]
         return tuple(self.results.get(at, missing[at]) for at in range(len(names)))
@@ -205,13 +226,49 @@ async def run_tests(
     open_box: OpenBox,
     gate: Gate,
 ) -> TestReport:
-    """One run of the tests; `SandboxError` when a sandbox failed. `limits.wall` is for each test."""
-    given = {"tests": tests, "names": uses.names, "entry_point": entry_point}
+    """Run the tests once; `SandboxError` when a sandbox failed. `limits.wall` is for each test."""
+    given = _given(tests, uses, entry_point)
     async with gate, AsyncExitStack() as stack:
         side = _Side(limited(spec, limits), open_box, stack)
         if form == "separate":
             return await _separate(side, given, submission, limits)
         return await _shared(side, given, submission, limits)
+
+
+async def probe_tests(
+    tests: str | list[str],
+    uses: Uses,
+    *,
+    entry_point: str = "",
+    limits: ProgramLimits,
+    spec: SandboxSpec,
+    open_box: OpenBox,
+    gate: Gate,
+) -> str:
+    """Run the tests without a submission; return what they pass to one that is not plain data, or an empty text.
+
+    Tests that come to no end here are said to pass plain data: what they do with a submission is not known.
+    """
+    given = {**_given(tests, uses, entry_point), "probe": True}
+    async with gate, AsyncExitStack() as stack:
+        wire = await _Side(limited(spec, limits), open_box, stack).start("grader")
+        try:
+            await wire.send(b"t", line_of(given))
+            async with asyncio.timeout(START_SECONDS + min(limits.wall or PROBE_SECONDS, PROBE_SECONDS)):
+                line = await wire.line()
+            if line is None:
+                _as_end((await wire.ended())[0])
+            if line is None or line[:1] != b"i":
+                return ""
+            return str(parsed(line[1:])[1])[:1000]
+        except (TimeoutError, BrokenPipeError, BadLine, LookupError, TypeError):
+            return ""
+        finally:
+            await wire.aclose()
+
+
+def _given(tests: str | list[str], uses: Uses, entry_point: str) -> dict[str, Any]:
+    return {"tests": tests, "names": uses.names, "entry_point": entry_point, "probe": False}
 
 
 async def _separate(side: _Side, given: dict[str, Any], source: str, limits: ProgramLimits) -> TestReport:
@@ -223,14 +280,14 @@ async def _separate(side: _Side, given: dict[str, Any], source: str, limits: Pro
     end: GraderEnd = "ended"
     detail = ""
     try:
-        await wire.send(b"t", msgspec.json.encode(given))
+        await wire.send(b"t", line_of(given))
         until = loop.time() + START_SECONDS + wall
         while True:
             async with asyncio.timeout_at(until + GRACE):
                 line = await wire.line()
             if line is None:
-                verdict, detail = await wire.ended()
-                end = _as_end(verdict)
+                died, detail = await wire.ended()
+                end = _as_end(died)
                 break
             kind, data = line[:1], line[1:]
             if kind == b"c":
@@ -238,29 +295,28 @@ async def _separate(side: _Side, given: dict[str, Any], source: str, limits: Pro
                 until = max(until, loop.time())  # its end, and its sandbox's, took no time of the tests'
                 await wire.send(told, answer)
                 continue
-            plain = msgspec.json.decode(data)
+            plain = parsed(data)
             if kind == b"e":
                 end = "ended" if board.names else "no_tests"
                 break
-            if kind == b"i":
-                end, detail = "inseparable", str(plain)
-                break
             if kind == b"f":
-                detail = str(plain[1])
+                verdict, detail = _failure(plain)
                 end = "crash"
-                if plain[0] != "crash" or detail.startswith("it does not load"):
+                if verdict != "crash" or detail.startswith("it does not load"):
                     end = "ended"
                     board.names = board.names or ["tests"]
-                    return _report("separate", end, board, plain[0], detail, wire, submission.tail)
+                    return _report("separate", end, board, verdict, detail, wire, submission.tail)
                 break
             board.take(kind, plain)
             if kind == b"b":
                 until = loop.time() + wall
     except TimeoutError:
         end, detail = "time", f"a test took longer than {wall:g} s"
+    except BadLine as error:
+        end, detail = "crash", str(error)
     except BrokenPipeError:
-        verdict, detail = await wire.ended()
-        end = _as_end(verdict)
+        died, detail = await wire.ended()
+        end = _as_end(died)
     finally:
         await wire.aclose()
     return _report("separate", end, board, "crash", detail, wire, submission.tail)
@@ -283,11 +339,11 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
     try:
         until = loop.time() + START_SECONDS
         async with asyncio.timeout_at(until):
-            await wire.send(b"s", msgspec.json.encode({"source": source}))
+            await wire.send(b"s", line_of({"source": source}))
         async with asyncio.timeout(wall):
             line = await wire.line()
         if line is not None and line[:1] == b"r":
-            await wire.send(b"t", msgspec.json.encode({**given, "nonce": nonce}))
+            await wire.send(b"t", line_of({**given, "nonce": nonce}))
         elif line is not None and line[:1] == b"x":
             return _report("shared", "ended", board, "crash", f"it does not load: {_pair(line)}", wire, b"")
         until = loop.time() + wall
@@ -303,7 +359,7 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
                 end = "ended" if board.names else "no_tests"
                 break
             if line[:1] == b"f":
-                detail = str(plain[1])
+                detail = _failure(plain)[1]
                 break
             board.take(line[:1], plain)
             if line[:1] == b"b":
@@ -315,6 +371,8 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
             end = _as_end(verdict)
     except TimeoutError:
         end, detail = "time", f"a test took longer than {wall:g} s"
+    except BadLine as error:
+        end, detail = "crash", str(error)
     except BrokenPipeError:
         verdict, detail = await wire.ended()
         end = _as_end(verdict)
@@ -325,16 +383,23 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
 
 def _pair(line: bytes) -> str:
     try:
-        return str(msgspec.json.decode(line[1:])[1])[:1000]
-    except (msgspec.DecodeError, IndexError, TypeError, KeyError, RecursionError):
+        return str(parsed(line[1:])[1])[:1000]
+    except (BadLine, LookupError, TypeError, RecursionError):
         return ""
 
 
+def _failure(plain: Any) -> tuple[Verdict, str]:
+    """Return the verdict and the detail of tests that could not begin."""
+    if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in VERDICTS or not isinstance(plain[1], str):
+        raise BadLine("the failure of tests that is none")
+    return plain[0], plain[1]
+
+
 def _with_word(line: bytes, nonce: str) -> Any:
-    """What a line says, where it has the word; else None. `None` itself is told as an empty list."""
+    """Return what a line says, where it has the nonce; else None. `None` itself is returned as an empty list."""
     try:
-        plain = msgspec.json.decode(line[1:])
-    except (msgspec.DecodeError, RecursionError):
+        plain = parsed(line[1:])
+    except BadLine:
         return None
     if not isinstance(plain, list) or len(plain) != 2 or plain[0] != nonce:
         return None
@@ -342,9 +407,9 @@ def _with_word(line: bytes, nonce: str) -> Any:
 
 
 def _report(
-    form: Form, end: GraderEnd, board: _Board, rest: Any, detail: str, wire: Wire, tail: bytes
+    form: Form, end: GraderEnd, board: _Board, rest: Verdict, detail: str, wire: Wire, tail: bytes
 ) -> TestReport:
     verdict: Verdict = end if end == "time" or end == "memory" or end == "output" else rest  # noqa: PLR1714
     results = board.all(verdict, detail) if end != "no_tests" else ()
     printed = (tail + wire.tail)[-TAIL:].decode("utf-8", "replace")
-    return TestReport(form=form, end=end, tests=results, detail=detail, printed=printed)
+    return TestReport(form=form, end=end, tests=results, detail=detail, printed=printed, decided=board.decided)

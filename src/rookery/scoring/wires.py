@@ -1,14 +1,19 @@
 """Lines to and from one of our programs in a sandbox.
 
-Promises:
-- a line, and what the program prints beside it, are bounded: one that says more is ended;
-- how a program ended is said in the words of verdicts.
+Guarantees:
+- a line, and what the program prints beside it, are bounded: a program that says more is ended;
+- a line that cannot be read is `BadLine`, whatever its bytes are; no other exception leaves `parsed`;
+- how a program ended is reported as a verdict.
 """
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any, Final, Literal
 
+import msgspec
+
 from rookery.core import ExecResult, SandboxError
+from rookery.core.errors import describe
 from rookery.sandboxes import Process, Sandbox
 from rookery.scoring.programs import Verdict
 
@@ -17,6 +22,23 @@ MOST_SAID: Final = 64 << 20
 """Bytes that a submission may print under its tests."""
 TAIL: Final = 4_000
 END_SECONDS: Final = 10.0
+
+
+class BadLine(Exception):  # noqa: N818  (what the program did, not an error of ours)
+    """A line that does not say what a line of its kind must say."""
+
+
+def line_of(plain: object) -> bytes:
+    """Encode as a line of ASCII, lone surrogates included: a text may hold them, and UTF-8 cannot."""
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+def parsed(data: bytes) -> Any:
+    """Decode the JSON of a line; `BadLine` where it is none, is nested too deep or holds lone surrogates."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadLine(f"a line that cannot be read: {describe(error)}"[:300]) from None
 
 
 class Wire:

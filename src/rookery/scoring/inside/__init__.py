@@ -1,9 +1,10 @@
-"""Programs that run inside sandboxes for a grader: stand-alone, standard library only, Python 3.8 and newer.
+"""Programs that a grader runs inside sandboxes: self-contained, standard library only, Python 3.8 and newer.
 
-Promises:
+Guarantees:
 - only plain data passes between tests and submission, and nothing that comes in is unpickled or evaluated;
-- `text` gives a program as one text, that needs no file of ours where it runs;
-- `words` gives the command for it, which spares an interpreter like ours the compiling, a third of its start.
+- `text` returns a program as one source text that needs no other file where it runs;
+- `words` returns the command that runs it. An interpreter of our own version gets the compiled code, which saves a
+  third of the start-up time.
 """
 
 import base64
@@ -25,7 +26,7 @@ _BOOT: Final = (
 @cache
 def text(name: str) -> str:
     """A program of this folder (`grader`, `submission`), with what it shares in front."""
-    names = ("codec", "far", "pytests", name) if name == "grader" else ("codec", name)
+    names = ("codec", "far", "pytests", "probe", name) if name == "grader" else ("codec", name)
     parts = [(Path(__file__).parent / f"{part}.py").read_text(encoding="utf-8") for part in names]
     lines = "".join(parts).replace(_FUTURE, "").splitlines(keepends=True)
     return _FUTURE + "".join(line for line in lines if not line.startswith("from rookery."))

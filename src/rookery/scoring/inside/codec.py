@@ -1,17 +1,19 @@
-"""Plain data as lines of JSON, for both sides of a graded call.
+"""Encode Python values as lines of JSON, for both sides of a graded call. Runs inside sandboxes.
 
-Promises:
-- what comes out of `decode` is made of exact built-in types, and of references: no class of the other side's, so
-  no method of the other side's runs here;
-- what came out of `decode` goes into `encode` again: no value of the other side's can be one that cannot cross;
-- numbers, text and containers come back equal to what went in: tuples, sets, bytes, huge integers, numbers that
-  are not finite and keys that are no text too.
+Guarantees:
+- `decode` returns exact built-in types and references only. No class of the other side is created here, so none of
+  its methods runs here;
+- `decode` accepts only what `encode` can send again. Everything else is `Malformed`, and no other exception leaves
+  it, except those of `refer`;
+- numbers, text and containers come back equal to what was encoded, including tuples, sets, bytes, huge integers,
+  non-finite numbers and dictionary keys that are not text.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 
 TYPE_CHECKING = False
@@ -23,12 +25,19 @@ MAX_LINE = 64 << 20
 SMALL = 1 << 62
 
 
+DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+
+
 class NotPlain(Exception):  # noqa: N818  (says that another way is needed)
-    """A value that cannot cross."""
+    """A value that cannot be sent."""
+
+
+class Malformed(ValueError):  # noqa: N818  (what the other side did, not an error of ours)
+    """The other side sent something that is not an encoded value."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
-    """The value as JSON takes it; what is not plain is given to `refer`, which answers likewise or raises."""
+    """Return the value as JSON types. `refer` encodes what is not plain data, or raises."""
     if value is None or value is True or value is False:
         return value
     kind = type(value)
@@ -51,16 +60,15 @@ def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
         return {"t": kind.__name__, "v": value.hex()}
     if kind is complex:
         return {"t": "complex", "v": [repr(value.real), repr(value.imag)]}
-    if kind is range:
-        return {"t": "range", "v": [value.start, value.stop, value.step]}
+    if kind in (range, slice):
+        ends = [value.start, value.stop, value.step]
+        return {"t": kind.__name__, "v": [encode(one, refer, depth + 1) for one in ends]}
     module = kind.__module__
-    if module in ("decimal", "fractions"):
-        return {"t": kind.__name__, "v": str(value)}
-    if (
-        module == "datetime"
-        and kind.__name__ in ("date", "datetime", "time")
-        and not getattr(value, "tzinfo", None)
-    ):
+    if module == "decimal" and kind.__name__ == "Decimal":
+        return {"t": "Decimal", "v": str(value)}
+    if module == "fractions" and kind.__name__ == "Fraction":
+        return {"t": "Fraction", "v": [hex(value.numerator), hex(value.denominator)]}
+    if module == "datetime" and kind.__name__ in ("date", "datetime", "time") and _zone(value):
         return {"t": kind.__name__, "v": value.isoformat()}
     if module == "datetime" and kind.__name__ == "timedelta":
         return {"t": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
@@ -86,62 +94,126 @@ BASES: list[tuple[type, Callable[[Any], Any]]] = [
 
 
 def reduced(value: Any) -> Any:
-    """A value of a class that is a built-in one with something added, as that one; else `NotPlain`."""
+    """Return a value of a class derived from a built-in type as that built-in type; else raise `NotPlain`."""
     kind = type(value)
     if kind.__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
         return value.item()
     for base, made in BASES:
         if isinstance(value, base):
             return made(value)
-    raise NotPlain("a " + kind.__name__ + " is no plain data")
+    raise NotPlain("a " + kind.__name__ + " is not plain data")
 
 
-def decode(plain: Any, refer: Callable[[Any], Any]) -> Any:
-    """The value; a reference is given to `refer`."""
-    if type(plain) is list:
-        return [decode(one, refer) for one in plain]
-    if type(plain) is not dict:
+def _zone(value: Any) -> bool:
+    """Whether `isoformat` says everything about a date or time: it is naive, or at a fixed distance from UTC."""
+    import datetime as dt
+
+    zone = getattr(value, "tzinfo", None)
+    return zone is None or type(zone) is dt.timezone
+
+
+def decode(plain: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Return the value. `refer` resolves references. `Malformed` where `encode` cannot have sent this."""
+    kind = type(plain)
+    if plain is None or kind in (bool, int, str, float):
         return plain
-    kind, value = plain["t"], plain["v"]
-    if kind == "dict":
-        return {decode(k, refer): decode(v, refer) for k, v in value}
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(one, refer) for one in value)
-    if kind == "int":
+    if depth > MAX_DEPTH:
+        raise Malformed("a value is nested too deep")
+    if kind is list:
+        return [decode(one, refer, depth + 1) for one in plain]
+    if kind is not dict or type(plain.get("t")) is not str or "v" not in plain:
+        raise Malformed("not an encoded value")
+    name, value = plain["t"], plain["v"]
+    if name == "ref":
+        return refer(plain)
+    if name in ("dict", "tuple", "set", "frozenset", "range", "slice"):
+        if type(value) is not list:
+            raise Malformed("a container without a list of items")
+        items = [decode(one, refer, depth + (0 if name == "dict" else 1)) for one in value]
+        return _made(_container, name, items)
+    return _made(_scalar, name, value)
+
+
+def _made(make: Callable[[Any, Any], Any], name: str, value: Any) -> Any:
+    try:
+        return make(name, value)
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, ImportError) as error:
+        raise Malformed(f"not an encoded {name:.20}: {type(error).__name__}") from None
+
+
+def _container(name: str, items: list[Any]) -> Any:
+    if name == "dict":
+        if any(type(pair) is not list or len(pair) != 2 for pair in items):
+            raise ValueError("not pairs")
+        return dict(items)
+    if name in ("range", "slice"):
+        if len(items) != 3 or (name == "range" and any(type(one) not in (int, bool) for one in items)):
+            raise ValueError("not three numbers")
+        return range(*items) if name == "range" else slice(*items)
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if name in ("complex", "Fraction", "timedelta", "ndarray"):
+        if type(value) is not list:
+            raise ValueError("not a list")
+    elif type(value) is not str:
+        raise ValueError("not text")
+    if name == "int":
         return int(value, 16)
-    if kind == "float":
+    if name == "float":
         return float(value)
-    if kind == "complex":
-        return complex(float(value[0]), float(value[1]))
-    if kind in ("bytes", "bytearray"):
-        return (bytes if kind == "bytes" else bytearray).fromhex(value)
-    if kind == "range":
-        return range(*value)
-    if kind in ("Decimal", "Fraction"):
+    if name == "complex":
+        real, imaginary = value
+        return complex(float(real), float(imaginary))
+    if name in ("bytes", "bytearray"):
+        return (bytes if name == "bytes" else bytearray).fromhex(value)
+    if name == "Decimal":
         import decimal
+
+        return decimal.Decimal(value)
+    if name == "Fraction":
         import fractions
 
-        return decimal.Decimal(value) if kind == "Decimal" else fractions.Fraction(value)
-    if kind in ("date", "datetime", "time"):
+        return fractions.Fraction(int(value[0], 16), int(value[1], 16))
+    if name in ("date", "datetime", "time"):
         import datetime as dt
 
-        return getattr(dt, kind).fromisoformat(value)
-    if kind == "timedelta":
+        return getattr(dt, name).fromisoformat(value)
+    if name == "timedelta":
         import datetime as dt
 
+        if len(value) != 3 or any(type(one) is not int for one in value):
+            raise ValueError("not three numbers")
         return dt.timedelta(*value)
-    if kind == "ndarray":
-        import numpy as np
+    if name == "ndarray":
+        return _array(*value)
+    raise ValueError("an unknown type")
 
-        dtype = np.dtype(value[0])
-        if dtype.kind not in "biufc":
-            raise ValueError("an array of " + str(dtype))
-        return np.frombuffer(bytes.fromhex(value[2]), dtype=dtype).reshape(value[1]).copy()
-    return refer(plain)
+
+def _array(dtype: Any, shape: Any, data: Any) -> Any:
+    import numpy as np
+
+    if type(dtype) is not str or not DTYPE.fullmatch(dtype) or type(shape) is not list or type(data) is not str:
+        raise ValueError("not an array")
+    made, size = np.dtype(dtype), 1
+    for one in shape:
+        if type(one) is not int or one < 0:
+            raise ValueError("not a shape")
+        size *= one
+    raw = bytes.fromhex(data)
+    if len(raw) != size * made.itemsize:
+        raise ValueError("not as many bytes as the shape needs")
+    return (np.frombuffer(raw, dtype=made) if raw else np.zeros(0, dtype=made)).reshape(shape).copy()
+
+
+def visible(text: str) -> str:
+    """Return the text with lone surrogates written as escapes: no encoding takes them as they are."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Wire:
-    """Lines over two descriptors of our own; what the program prints goes to its error stream."""
+    """Lines over two private file descriptors. What the program prints goes to standard error."""
 
     def __init__(self) -> None:
         self._in = os.dup(0)
@@ -162,7 +234,7 @@ class Wire:
             view = view[self._write(self._out, view) :]
 
     def receive(self) -> tuple[str, Any]:
-        """A kind and its data; ends the process when the other side has gone."""
+        """Return a kind and its data, or raise `Malformed`. Ends the process when the other side has gone."""
         parts = [self._rest]
         while b"\n" not in parts[-1]:
             data = self._read(self._in, 1 << 16)
@@ -170,7 +242,10 @@ class Wire:
                 os._exit(3)
             parts.append(data)
         line, _, self._rest = b"".join(parts).partition(b"\n")
-        return line[:1].decode(), self._loads(line[1:])
+        try:
+            return line[:1].decode(), self._loads(line[1:])
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"a line that is not JSON: {type(error).__name__}") from None
 
 
 def put_module(name: str, source: str) -> Any:

@@ -1,13 +1,14 @@
-"""The tests' side: runs tests, and says of each how it went.
+"""The tests' side of a grading: runs tests and reports how each went. Runs in the tests' sandbox.
 
-`separate`: the submission is in another sandbox, and stands here as references. What it returns arrives as plain
-data, so a comparison is one of exact built-in values. `shared`: the submission is a module of this process; that
-is weaker.
+`separate`: the submission is in another sandbox, and the tests hold references to it. What it returns arrives as
+plain data, so a comparison is one of exact built-in values. `shared`: the submission is a module of this process,
+which is weaker. `probe`: there is no submission; the run only finds out whether the tests pass plain data alone.
 
-Promises:
+Guarantees:
 - a submission's end, its limits and its exceptions are told apart from an assertion that failed;
-- a value of the submission's that is no plain data equals no plain value, whatever its class says;
-- pytest is not needed: its `raises`, `approx`, `fail` and `mark.parametrize` are stood in for.
+- a value of the submission that is not plain data equals no plain value, whatever its class says;
+- nothing that a submission does changes the form: a test that passes on what cannot be sent has failed;
+- pytest is not needed: `raises`, `approx`, `fail` and `mark.parametrize` are provided here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
+from contextlib import suppress
 from functools import partial
 
-from rookery.scoring.inside.codec import Wire, put_module
+from rookery.scoring.inside.codec import Wire, put_module, visible
 from rookery.scoring.inside.far import Far, Gone, Inseparable, Remote
+from rookery.scoring.inside.probe import Enough, Probe, patient
 from rookery.scoring.inside.pytests import stand_in
 
 TYPE_CHECKING = False
@@ -33,7 +36,7 @@ MODULES = ("solution", "submission", "main")
 
 
 class Runner:
-    """Runs cases one by one and reports each."""
+    """Runs the cases one by one and reports each."""
 
     def __init__(self, send: Callable[[str, Any], None], far: Far | None) -> None:
         self._send = send
@@ -42,30 +45,31 @@ class Runner:
     def case(self, number: int, work: Callable[[], object]) -> None:
         far = self._far
         if far is not None:
-            far.gone = far.detail = ""
+            far.gone = far.detail = far.decided = ""
         self._send("b", number)
         verdict, detail = "passed", ""
         try:
             work()
-        except Inseparable:
-            raise
         except Gone:
             pass
         except BaseException as error:
             verdict, detail = judged(error)
         if far is not None and far.gone:
             verdict, detail = far.gone, far.detail
-        self._send("v", {"n": number, "verdict": verdict, "detail": detail})
+        by = far.decided if far is not None else ""
+        self._send("v", {"n": number, "verdict": verdict, "detail": visible(detail), "by": by})
 
 
 def judged(error: BaseException) -> tuple[str, str]:
-    """What an exception that ended a test says of the submission."""
+    """Return the verdict and the detail for an exception that ended a test."""
     theirs = error.__dict__.get("of_the_submission")
     if isinstance(error, MemoryError):
         return "memory", "MemoryError"
     if theirs is not None:
-        return "crash", theirs[:1000]
-    said = (type(error).__name__ + ": " + _said(error)).rstrip(": ")[:1000]
+        return "crash", visible(theirs[:1000])
+    if isinstance(error, Inseparable):
+        return "crash", "the tests passed it something that is not plain data: " + visible(_said(error))[:900]
+    said = visible((type(error).__name__ + ": " + _said(error)).rstrip(": ")[:1000])
     if isinstance(error, AssertionError):
         return "wrong_answer", said
     return "crash", said
@@ -97,15 +101,19 @@ def discovered(module: Any, tree: ast.Module, code: Any, candidate: Any) -> list
             cases += _functions(name, space[name])
         elif isinstance(node, ast.ClassDef) and isinstance(space.get(name), type):
             cases += _methods(name, space[name])
-    if not cases and not names and not classes:
+    if not cases and (plain or any(map(_is_call, tree.body)) or (not names and not classes)):
         cases.append(("tests", lambda: None))  # a script: it has run to its end
     return cases
 
 
 def _top(tree: ast.Module) -> str:
-    """The top level's own calls, as text."""
-    calls = [node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return " ".join(node.func.id + "(" for node in calls if isinstance(node.func, ast.Name))
+    """Return the functions that the top level calls, as text."""
+    calls = [node.value.func for node in tree.body if _is_call(node)]  # type: ignore[attr-defined]
+    return " ".join(function.id + "(" for function in calls if isinstance(function, ast.Name))
+
+
+def _is_call(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
 
 def _statements(tree: ast.Module, space: dict[str, Any]) -> list[tuple[str, Callable[[], object]]]:
@@ -195,7 +203,7 @@ def main() -> None:
         found, given = _beside(wire, given)
         nonce = given["nonce"]
     else:
-        far = Far(wire)
+        far = Probe() if given["probe"] else Far(wire)
     sys.modules["__main__"] = main_module if far is not None else type(sys)("__main__")
 
     def send(what: str, plain: Any) -> None:
@@ -215,16 +223,22 @@ def main() -> None:
                 sys.modules[alias] = module
         space = {name: named(name) for name in given["names"] if far is not None or hasattr(found, name)}
         candidate = named(given["entry_point"]) if given["entry_point"] else None
-        cases = _cases(given["tests"], space, candidate)
-        send("n", [name for name, _ in cases])
+        cases = _cases(given["tests"], space, candidate, probe=given["probe"])
+        if given["probe"]:
+            _probed(cases)
+            send("e", None)
+            return
+        send("n", [visible(name) for name, _ in cases])
         runner = Runner(send, far)
         for number, (_, work) in enumerate(cases):
             runner.case(number, work)
         send("e", None)
-    except Inseparable as error:
-        send("i", str(error))
     except Gone:
-        send("f", [far.gone if far else "crash", far.detail if far else ""])
+        send("f", [far.gone if far else "crash", visible(far.detail) if far else ""])
+    except Inseparable as error:
+        send("i" if given["probe"] else "f", ["crash", judged(error)[1]])
+    except Enough:
+        send("e", None)
     except BaseException as error:
         send("f", list(judged(error)))
 
@@ -238,17 +252,28 @@ def _attribute(far: Far) -> Callable[[str], Any]:
     return found
 
 
-def _cases(tests: Any, space: dict[str, Any], candidate: Any) -> list[tuple[str, Callable[[], object]]]:
+def _probed(cases: list[tuple[str, Callable[[], object]]]) -> None:
+    """Run the cases without a submission. Raises `Inseparable` at the first value that cannot be sent."""
+    for _, work in cases:
+        with suppress(Exception):  # there is nothing to test
+            work()
+
+
+def _cases(
+    tests: Any, space: dict[str, Any], candidate: Any, *, probe: bool
+) -> list[tuple[str, Callable[[], object]]]:
+    parsed = (lambda text: patient(ast.parse(text))) if probe else ast.parse
     if isinstance(tests, list):
         shared = dict(space)
-        return [(f"test {at}", _body(ast.parse(one).body, shared)) for at, one in enumerate(tests)]
+        return [(f"test {at}", _body(parsed(one).body, shared)) for at, one in enumerate(tests)]
     module, code = put_module("tests", tests)
     module.__dict__.update(space)
-    return discovered(module, ast.parse(tests), code, candidate)
+    tree = parsed(tests)
+    return discovered(module, tree, compile(tree, "tests.py", "exec") if probe else code, candidate)
 
 
 def _beside(wire: Wire, given: dict[str, Any]) -> tuple[Any, Any]:
-    """The submission, run in this process. What it did to the names that tests stand on is undone after it."""
+    """Run the submission in this process. What it did to built-in names and test modules is undone afterwards."""
     names = vars(builtins)
     before, loaded = dict(names), set(sys.modules)
     trace, profile, receive = sys.settrace, sys.setprofile, wire.receive

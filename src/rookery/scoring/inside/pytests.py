@@ -1,4 +1,4 @@
-"""What tests use of pytest: the real one may be missing, and would take no tests from us."""
+"""Replacement for the parts of pytest that tests use. Runs in the tests' sandbox, where pytest may be missing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+def _is_finite(value: Any) -> bool:
+    return bool(value - value == 0)  # neither infinite nor NaN, complex numbers included
+
+
+def _is_nan(value: Any) -> bool:
+    return bool(value != value)  # noqa: PLR0124  (integers and complex numbers too)
+
+
 def stand_in() -> None:
-    """Puts it where an import finds it."""
+    """Put a replacement for pytest where an import finds it."""
     module = type(sys)("pytest")
 
     class Raises:
@@ -56,8 +64,17 @@ def stand_in() -> None:
         return dressed
 
     class Approx:
-        def __init__(self, expected: Any, rel: float = 1e-6, abs: float = 1e-12) -> None:  # noqa: A002
-            self._expected, self._rel, self._abs = expected, rel, abs
+        def __init__(
+            self,
+            expected: Any,
+            rel: float | None = None,
+            abs: float | None = None,  # noqa: A002  (pytest's name)
+            nan_ok: bool = False,
+        ) -> None:
+            self._expected, self._nan_ok = expected, nan_ok
+            # As in pytest: an absolute tolerance alone leaves out the relative one.
+            self._rel = (0.0 if abs is not None else 1e-6) if rel is None else rel
+            self._abs = 1e-12 if abs is None else abs
 
         def __eq__(self, other: object) -> bool:
             return self._near(self._expected, other)
@@ -77,7 +94,24 @@ def stand_in() -> None:
                 return same and all(map(self._near, a, b))
             if not isinstance(a, (int, float, complex)) or not isinstance(b, (int, float, complex)):
                 return bool(a == b)
-            return a == b or abs(a - b) <= max(self._abs, self._rel * abs(a))
+            if _is_nan(a) or _is_nan(b):
+                return self._nan_ok and _is_nan(a) and _is_nan(b)
+            return bool(a == b) or self._within(a, b)
+
+        def _within(self, a: Any, b: Any) -> bool:
+            from fractions import Fraction
+
+            if isinstance(a, bool) or isinstance(b, bool):
+                return False
+            try:
+                room = max(self._abs, self._rel * abs(a))
+                apart = abs(a - b)
+            except OverflowError:  # integers beyond the range of a float, which are exact
+                if not (_is_finite(a) and _is_finite(b)) or isinstance(a, complex) or isinstance(b, complex):
+                    return False
+                room = max(Fraction(self._abs), Fraction(self._rel) * abs(Fraction(a)))
+                apart = abs(Fraction(a) - Fraction(b))
+            return _is_finite(apart) and bool(apart <= room)
 
     def fail(reason: str = "") -> None:
         raise AssertionError(reason)

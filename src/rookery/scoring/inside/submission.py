@@ -1,7 +1,7 @@
-"""The submission's side of a graded call: holds the graded module and does with it what the tests ask.
+"""The submission's side of a graded call: holds the graded module and carries out the tests' requests on it.
 
-Promises:
-- the tests are nowhere in this process, nor in its sandbox: it is told what is called with which plain data;
+Guarantees:
+- the tests are neither in this process nor in its sandbox. It receives names, operations and plain arguments;
 - what it answers is data: whatever a submission does here, it can say no more than its functions could return.
 """
 
@@ -11,7 +11,7 @@ import operator
 import sys
 import time
 
-from rookery.scoring.inside.codec import NotPlain, Wire, decode, encode, put_module, reduced
+from rookery.scoring.inside.codec import NotPlain, Wire, decode, encode, put_module, reduced, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +33,35 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(main())
 
 
+class Items:
+    """The items of a container, handed out in order."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._error: BaseException | None = None
+
+    def take(self, count: int) -> list[Any]:
+        """Return the next items, at most so many, and whether these are the last ones."""
+        items: list[Any] = []
+        if self._error is not None:
+            raise self._error
+        try:
+            while len(items) < count:
+                items.append(next(self._iterator))
+        except StopIteration:
+            return [items, True]
+        except BaseException as error:
+            if not items:
+                raise
+            self._error = error  # after the items that came before it
+        return [items, False]
+
+
+def _items(value: Any) -> Any:
+    iterator = iter(value)
+    return None if iterator is value else Items(iterator)
+
+
 DEEDS: dict[str, Any] = {
     "call": _call,
     "getattr": getattr,
@@ -42,7 +71,8 @@ DEEDS: dict[str, Any] = {
     "setitem": operator.setitem,
     "delitem": operator.delitem,
     "contains": operator.contains,
-    "iter": iter,
+    "items": _items,
+    "take": Items.take,
     "next": next,
     "bool": bool,
     "str": str,
@@ -84,7 +114,7 @@ class Held:
 
 
 def told(error: BaseException) -> dict[str, Any]:
-    """An exception as plain data: its name, the built-in one it is, what it says."""
+    """Return an exception as plain data: its class, the built-in class it derives from, its message."""
     base = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         args = encode(list(error.args), _refuse)
@@ -94,7 +124,7 @@ def told(error: BaseException) -> dict[str, Any]:
         said = str(error)
     except Exception:
         said = ""
-    return {"name": type(error).__name__, "base": base, "args": args, "said": said[:2000]}
+    return {"name": visible(type(error).__name__), "base": base, "args": args, "said": visible(said[:2000])}
 
 
 def _refuse(value: Any) -> Any:
