@@ -71,6 +71,12 @@ _TABLE = (
         "Raise the call deadline or lower the concurrency.",
     ),
     Cause(
+        "upstream.hung",
+        "infra",
+        "The model server hangs: it accepted a call and makes no progress on it.",
+        "Read the evidence in the attempt's record; restart the server that the detail names.",
+    ),
+    Cause(
         "upstream.overloaded",
         "infra",
         "The model server kept answering 429 or 503.",

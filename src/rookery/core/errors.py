@@ -60,6 +60,8 @@ class UpstreamError(RookeryError):
     """A model call did not come back with an answer."""
 
     cause = "upstream.error"
+    evidence: object = None
+    """What a verdict about the server rests on, where one was made; kept in the attempt's record as plain data."""
 
 
 class TaskError(RookeryError):

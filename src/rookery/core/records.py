@@ -52,6 +52,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     runner: str = ""
     started: float = 0.0
     ended: float = 0.0
+    evidence: dict[str, Any] = {}
+    """Observations that decided the outcome: `upstream` lists what was seen of silent model servers."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

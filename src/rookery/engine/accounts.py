@@ -37,6 +37,10 @@ class Account:
         """For anything, at this moment."""
         return any(self._waits.values())
 
+    def waits_on(self, what: str) -> bool:
+        """Whether this is waited for at this moment."""
+        return self._waits.get(what, 0) > 0
+
     def stage(self, stage: Stage, seconds: float, held: float) -> None:
         """A stage is over; its clock stood still for `held`."""
         self._seconds[stage] = seconds

@@ -3,6 +3,8 @@
 Promises:
 - the attempt ends in exactly one `Done`, whatever its environment raises, swallows or never returns from;
 - every stage has a deadline that the engine enforces; the run clock excludes pauses and the upstream's queue;
+- a run deadline that passes during a model call is Truncated(time) only where the model server works: one that
+  hangs is infra, and what was seen of it is in the attempt's record;
 - scoring happens if and only if the run stage ended Completed or Truncated;
 - teardown always happens, also after half a setup; a failed teardown is an event, never a changed outcome;
 - everything the attempt opened is closed before its `Done` is sent;
@@ -13,9 +15,11 @@ import asyncio
 import inspect
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rookery.core import (
     SCORED,
@@ -31,11 +35,12 @@ from rookery.core import (
     StageClock,
     Truncated,
     Turn,
+    UpstreamError,
     failed,
 )
-from rookery.core.errors import describe
+from rookery.core.errors import behind, describe
 from rookery.engine.accounts import Account, usage_of
-from rookery.engine.loose import LooseTasks
+from rookery.engine.loose import LooseTasks, begin_apart
 from rookery.engine.verdicts import StageEnd, verdict
 from rookery.engine.wire import Done, Note, Start, plain_event
 from rookery.environments import Context, Log
@@ -47,6 +52,7 @@ from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Listening, Sandbox
 from rookery.scoring import Score, checked
 from rookery.trajectories import Recorder
+from rookery.upstreams.hangs import LONGEST_LOOK, UpstreamEvidence
 
 if TYPE_CHECKING:
     from rookery.engine.executor import Executor
@@ -55,6 +61,7 @@ GRACE = 5.0
 """Seconds a cancelled stage gets to unwind before it counts as unstoppable."""
 CLOSE_SECONDS = 20.0
 EVENTS_PER_ATTEMPT = 1_000
+EXAMINE_SECONDS = LONGEST_LOOK + 5.0
 
 
 class Live:
@@ -66,7 +73,9 @@ class Live:
         "_asked",
         "_began",
         "_clock",
+        "_doors",
         "_events",
+        "_examining",
         "_expired",
         "_extents",
         "_hung_on_others",
@@ -104,6 +113,10 @@ class Live:
         self._account = Account()
         self._extents: list[Extent] = []
         self._events = 0
+        self._doors: set[Door] = set()
+        """Sessions of the attempt at the gateway that are open."""
+        self._examining: asyncio.Task[None] | None = None
+        """Past the run deadline, during a model call: finds out whether its server hangs."""
         self._tainted = False
         self._result: tuple[Outcome, Score | None] | None = None
         self._sandboxes: list[Sandbox] = []
@@ -117,6 +130,7 @@ class Live:
             self,
             start.seed,
         )
+        self.session.avoid = start.avoid
         self.ctx = Context(
             attempt=start.attempt,
             task=start.task,
@@ -161,6 +175,8 @@ class Live:
     def waiting(self, on: str, step: int) -> None:
         """Watch: counts what the attempt waits on, and for how long."""
         self._account.waiting(on, step, self._loop.time())
+        if self._examining is not None and on == "model" and not self._account.waits_on("model"):
+            self._examined()  # the call has ended: its server works, or its error says what it does
 
     # ---- stages
 
@@ -228,6 +244,9 @@ class Live:
             value = await self._call(call)
         except BaseException as caught:  # noqa: BLE001  (any exception of any kind ends this rollout alone)
             error = caught
+        if self._examining is not None:  # the stage ended by itself meanwhile
+            self._examining.cancel()
+            self._examining = None
         if self._asked:
             await self._absorb()
             error = error or asyncio.CancelledError()
@@ -247,6 +266,9 @@ class Live:
 
     def _verdict(self, error: BaseException | None) -> Outcome:
         """The outcome, as of the stage that just ended."""
+        single = behind(error) if error is not None else None
+        if isinstance(single, UpstreamError) and isinstance(single.evidence, UpstreamEvidence):
+            self.session.evidence.append(single.evidence)
         outcome = verdict(
             StageEnd(
                 stage=self.stage,
@@ -254,6 +276,7 @@ class Live:
                 cancelled=self.cancelled,
                 expired=self._clock.budget if self._expired else None,
                 waited_on_others=self._hung_on_others,
+                hung=next((seen.text for seen in self.session.evidence if seen.verdict == "hung"), ""),
                 truncated=self.session.truncated,
             )
         )
@@ -323,9 +346,34 @@ class Live:
         if self._clock.remaining(self._loop.time()) > 0.001:
             self._arm()
             return
+        if self._examining is not None:
+            return
         self._expired = True
         self._hung_on_others = self._account.waits
-        self._interrupt()
+        if self.stage == "run" and (self._account.waits_on("model") or self._doors):
+            self._examining = begin_apart(self._examine())
+        else:
+            self._interrupt()
+
+    async def _examine(self) -> None:
+        """Collect evidence about the servers of the model calls under way, then end the stage."""
+        try:
+            async with asyncio.timeout(EXAMINE_SECONDS):
+                await asyncio.gather(self.session.examine(), *(door.examine() for door in self._doors))
+        except (TimeoutError, RookeryError) as error:
+            self._event("upstream.unexamined", detail=describe(error))
+        finally:
+            self._examined()
+
+    def _examined(self) -> None:
+        """End the stage, whose deadline has passed. Only the first call does something."""
+        examining, self._examining = self._examining, None
+        if examining is None:
+            return
+        if examining is not asyncio.current_task():
+            examining.cancel()
+        if self.stage == "run" and not self._asked:
+            self._interrupt()
 
     def _interrupt(self) -> None:
         self._disarm()
@@ -392,9 +440,14 @@ class Live:
             timing=self._account.timing(self.start.queued, self._loop.time()),
             tokens=tuple(self._extents),
             policy_loss=policy_loss,
+            evidence=self._evidence(),
             minimum=self.executor.rewards[0],
             tainted=self._tainted or stuck_threads() > 0,
         )
+
+    def _evidence(self) -> dict[str, Any]:
+        seen = dict.fromkeys(self.session.evidence)  # a gateway may have reported the same twice
+        return {"upstream": [msgspec.to_builtins(one) for one in seen]} if seen else {}
 
     def _log_failure(self, outcome: Failed) -> None:
         self.executor.logger.error(
@@ -425,8 +478,18 @@ class Live:
         sampling = self.executor.roles["policy"].sampling
         wish = registration(self.start.attempt, self.limits, sampling, self.start.seed, left)
         if box is None:
-            return open_door(gateway, self.session, wish)
-        return open_door(gateway, self.session, wish, listener=box.listener(), inside_url=box.inside_url)
+            return self._tracked(open_door(gateway, self.session, wish))
+        opening = open_door(gateway, self.session, wish, listener=box.listener(), inside_url=box.inside_url)
+        return self._tracked(opening)
+
+    @asynccontextmanager
+    async def _tracked(self, opening: AbstractAsyncContextManager[Door]) -> AsyncIterator[Door]:
+        async with opening as door:
+            self._doors.add(door)
+            try:
+                yield door
+            finally:
+                self._doors.discard(door)
 
     async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
         box = await self.executor.boxes.open(spec, self.start.attempt)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rookery.core import Failed, Outcome, Truncated
+from rookery.core import Attempt, Failed, Outcome, Truncated
 
 UNCHARGED_BOUND = 20
 """Re-runs after other rollouts' crashes; past that the machine is at fault, not the neighbours."""
@@ -44,6 +44,12 @@ class Final(msgspec.Struct, frozen=True):
 
 
 Decision: TypeAlias = Again | Final
+
+
+def hung_replicas(attempts: Sequence[Attempt]) -> tuple[str, ...]:
+    """Model replicas that these attempts found hung: the next attempt goes elsewhere where it can."""
+    seen = (one for attempt in attempts for one in attempt.evidence.get("upstream", ()))
+    return tuple(dict.fromkeys(one["replica"] for one in seen if one["verdict"] == "hung"))
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ from rookery.engine.flights import Flight, Policy, loudly
 from rookery.engine.keeping import Kept
 from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
-from rookery.engine.retry import Again, Ended, Final
+from rookery.engine.retry import Again, Ended, Final, hung_replicas
 from rookery.engine.schedule import OpenGroup, Pick
 from rookery.engine.telling import Telling
 from rookery.engine.wire import Done, RunSettings, Start
@@ -253,7 +253,8 @@ class Supervisor:
         link.running[attempt] = Flight(channel, pick, attempt, number, seed)
         channel.in_flight += 1
         self.counts["attempts"] += 1
-        link.send(Start(attempt, number, seed, group.task, now - member.since))
+        avoid = hung_replicas(member.attempts)
+        link.send(Start(attempt, number, seed, group.task, now - member.since, avoid))
         return 1
 
     def seed_of(self, group: OpenGroup, member: int) -> int:
@@ -356,6 +357,7 @@ class Supervisor:
             runner=runner,
             started=done.started,
             ended=done.ended,
+            evidence=done.evidence,
         )
         member.history.append(ended)
         member.attempts.append(attempt)

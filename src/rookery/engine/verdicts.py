@@ -1,8 +1,9 @@
 """What the end of a stage means: a pure controller.
 
 Promises:
-- a run deadline that passes while the policy or its sandbox works is Truncated(time); inside the environment's own
-  code it is a bug; in setup or scoring, waiting on a sandbox or a model, it is infra;
+- a run deadline that passes while the policy or its sandbox works is Truncated(time); while a model server
+  hangs, it is infra; inside the environment's own code it is a bug; in setup or scoring, waiting on a sandbox or a
+  model, it is infra;
 - an exception that carries its own fault keeps it, also out of a task group;
 - a CancelledError that nobody asked for is the environment's bug, not a cancellation.
 """
@@ -36,6 +37,8 @@ class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The budget, in seconds, that ran out."""
     waited_on_others: bool = False
     """At that moment it waited on a model, a sandbox or a tool."""
+    hung: str = ""
+    """Why the server of a model call under way was found hung; empty where none was."""
     truncated: TruncatedReason | None = None
     """A budget that its model calls spent, whatever the environment made of the exception."""
 
@@ -60,6 +63,9 @@ def verdict(end: StageEnd) -> Outcome:
 
 
 def _deadline(end: StageEnd, budget: float) -> Outcome:
+    if end.hung and end.stage == "run":
+        detail = f"{end.stage} ran out of its {budget:g} seconds while the model server was hung: {end.hung}"
+        return failed(end.error or TimeoutError(detail), end.stage, cause="upstream.hung", detail=detail)
     if end.waited_on_others and end.stage == "run":
         return Truncated("time")
     cause, what = "bug.hung", "its own code"

@@ -71,6 +71,8 @@ class Start(msgspec.Struct, frozen=True, tag=1, array_like=True):
     task: Task
     queued: float = 0.0
     """Seconds it has waited for a runner."""
+    avoid: tuple[str, ...] = ()
+    """Model replicas that earlier attempts of this rollout found hung."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=2, array_like=True):
@@ -139,6 +141,8 @@ class Done(msgspec.Struct, frozen=True, tag=2, array_like=True):
     policy_loss: bool = False
     minimum: float = 0.0
     """The lowest reward of the environment's range."""
+    evidence: dict[str, Any] = {}
+    """Observations that decided the outcome, as in `Attempt`."""
     tainted: bool = False
     """Work of this attempt could not be stopped: the runner must be replaced when its others are done."""
 

@@ -109,9 +109,12 @@ class Admin:
             own += msgspec.json.decode(answer)["rollouts"]
         out.send(200, _encode({"rollouts": sorted(own, key=lambda one: one["began"])}))
 
-    async def status(self, session: str, request: Request, out: Answer) -> None:  # noqa: ARG002
-        if (seat := self._seat(session, out)) is not None:
-            out.send(200, _encode(_shown(seat)))
+    async def status(self, session: str, request: Request, out: Answer) -> None:
+        """How far a session is; with `?examine=1` also whether the servers of its calls under way hang."""
+        if (seat := self._seat(session, out)) is None:
+            return
+        examined = {"evidence": await seat.examine()} if request.query == "examine=1" else {}
+        out.send(200, _encode({**_shown(seat), **examined}))
 
     async def trajectory(self, session: str, request: Request, out: Answer) -> None:
         seat = self._seat(session, out)

@@ -28,6 +28,7 @@ from rookery.gateway.seat import Seat, choice_key, name_in
 from rookery.gateway.session import Call, Reply, Role, Session
 from rookery.gateway.tools import NO_TOOLS, Tools, ToolsError, tools_in
 from rookery.trajectories import MessageError
+from rookery.upstreams.hangs import UpstreamEvidence
 from rookery.upstreams.protocol import CallDelta, Delta, News
 
 RETRY_SECONDS: Final = 600.0
@@ -38,6 +39,7 @@ _PROBLEMS: Final[dict[str, Problem]] = {
     "upstream.overloaded": "unavailable",
     "upstream.paused": "unavailable",
     "upstream.timeout": "timeout",
+    "upstream.hung": "timeout",
 }
 _EXPECTED: Final = (BaseExceptionGroup, RookeryError, Truncation, MessageError, ToolsError)
 _encode = msgspec.msgpack.Encoder().encode
@@ -169,6 +171,8 @@ class Calls:
             case UpstreamError():
                 seat.failure = error.code
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
+                if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in seat.evidence:
+                    seat.evidence.append(error.evidence)
                 return _PROBLEMS.get(error.code, "upstream"), str(error), None
         raise error
 

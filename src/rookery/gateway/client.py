@@ -20,6 +20,7 @@ from rookery.core import RookeryError, TruncatedReason, Turn
 from rookery.gateway.answers import wrong_in
 from rookery.gateway.handed import Giver
 from rookery.gateway.registry import owner
+from rookery.upstreams.hangs import UpstreamEvidence
 from rookery.upstreams.http import Client, HttpFailure, header_lines
 
 T = TypeVar("T")
@@ -56,6 +57,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of the last call's failure at the upstream; None if that call was answered."""
 
 
+class Examined(msgspec.Struct, frozen=True):
+    """What the gateway saw of the model servers of a session."""
+
+    evidence: tuple[UpstreamEvidence, ...] = ()
+
+
+_examined = msgspec.json.Decoder(Examined).decode
 _record = msgspec.msgpack.Decoder(Record).decode
 _status = msgspec.json.Decoder(Record).decode
 
@@ -89,6 +97,11 @@ class GatewayClient:
     async def status(self, session: str, *, timeout: float = 60.0) -> Record:
         """How far it is, without its turns."""
         return _read(_status, await self._again("GET", f"/rollouts/{session}", timeout), f"status of {session}")
+
+    async def upstream(self, session: str, *, timeout: float = 60.0) -> tuple[UpstreamEvidence, ...]:
+        """Whether the servers of its calls under way hang, and what was seen of them before."""
+        body = await self._again("GET", f"/rollouts/{session}?examine=1", timeout)
+        return _read(_examined, body, f"evidence of {session}").evidence
 
     async def cancel(self, session: str, *, timeout: float = 60.0) -> None:
         """It takes no more calls; those under way are cancelled, up to the upstream."""

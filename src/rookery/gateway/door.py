@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from rookery.core import Limits, RookeryError, Sampling, SandboxError, TruncatedReason
+from rookery.core import Limits, RookeryError, Sampling, SandboxError, TruncatedReason, UpstreamError
 from rookery.gateway.client import GatewayClient, Record, UnansweredError
 from rookery.gateway.session import Session
+from rookery.upstreams.hangs import UpstreamEvidence
 
 log = logging.getLogger("rookery.gateway")
 
@@ -100,6 +101,19 @@ class Door:
             if (reason := await self.look()) is not None:
                 return reason
             await asyncio.sleep(every)
+
+    async def examine(self) -> tuple[UpstreamEvidence, ...]:
+        """Find out whether the model servers of calls under way hang. What was seen is added to the attempt's."""
+        seen = await self._client.upstream(self.name)
+        known = self._session.evidence
+        known += [one for one in seen if one not in known]
+        return seen
+
+    async def check_upstream(self) -> None:
+        """Raises `UpstreamError` (`upstream.hung`) where a model server of a call hangs, or hung before."""
+        for one in await self.examine():
+            if one.verdict == "hung":
+                raise UpstreamError(f"{one.replica} hangs: {one.text}", cause="upstream.hung")
 
     async def look(self) -> TruncatedReason | None:
         """The budget that is spent by now, if one is."""

@@ -50,6 +50,7 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         want_tokens=role.record != "plain",
         seed=session.draw_seed(),
         affinity=session.attempt,
+        avoid=session.avoid,
         stop_ids=role.rendering.rendering.stop if prompt and role.rendering is not None else (),
         top_logprobs=call.top_logprobs,
         want_logprobs=call.logprobs,

@@ -2,6 +2,7 @@
 
 Promises:
 - the clock of a session excludes pauses and the waiting for a place, and its deadline ends its calls;
+- a deadline that passes while a model server hangs is that server's failure, and no spent budget;
 - a retry of a request finds the one under way, or the answer that was recorded for it.
 """
 
@@ -13,9 +14,10 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn
+from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn, UpstreamError
 from rookery.gateway.registration import Opened, RoleWish
 from rookery.gateway.session import Session
+from rookery.upstreams.hangs import LONGEST_LOOK, UpstreamEvidence
 
 REPLAYED: Final = 64
 """Requests of a session whose retry is known."""
@@ -50,21 +52,62 @@ class Seat:
         self._told: dict[str, int] = {}
         self._figures: dict[str, Any] | None = None
         self._timeouts: set[asyncio.Timeout] = set()
+        """Of the calls under way; they expire together, once it is known whether a model server hangs."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._examining: asyncio.Task[None] | None = None
+        self.evidence: list[UpstreamEvidence] = []
+        """What was seen of model servers whose calls stayed silent."""
 
     # ---- Watch
 
     def hold(self) -> None:
         self.clock.hold(time.monotonic())
-        self._reschedule(None)
+        self._arm()
 
     def release(self) -> None:
         if self.clock.stopped and self.clock.release(time.monotonic()):
-            self._reschedule(asyncio.get_running_loop().time() + self.remaining)
+            self._arm()
 
-    def _reschedule(self, when: float | None) -> None:
-        for timeout in self._timeouts:
-            if not timeout.expired():  # one that just ran out cannot be moved any more
-                timeout.reschedule(when)
+    def _arm(self) -> None:
+        """Set the timer of the deadline, where there are calls and the clock runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._timeouts and not self.clock.stopped and self.clock.budget < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, self.remaining), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._examining is None:
+            self._examining = asyncio.get_running_loop().create_task(self._end_late_calls())
+
+    async def _end_late_calls(self) -> None:
+        """The deadline has passed: ends the calls under way once it is known whether a server hangs."""
+        try:
+            await self.examine()
+        finally:
+            self._examining = None
+            now = asyncio.get_running_loop().time()
+            for timeout in self._timeouts:
+                if not timeout.expired():
+                    timeout.reschedule(now)
+
+    async def examine(self) -> list[UpstreamEvidence]:
+        """Find out whether the servers of the calls under way hang; everything that was seen so far."""
+        if self.session is not None and self.session.under_way:
+            async with asyncio.timeout(LONGEST_LOOK + 1.0):
+                self.evidence += await self.session.examine()
+        return self.evidence
+
+    def late(self) -> Exception:
+        """What a call past the deadline raises: the hung server, where one was found, or the spent budget."""
+        said = f"its deadline of {self.clock.budget:g} seconds has passed"
+        hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
+        if hung is None:
+            return Truncation("time", said)
+        error = UpstreamError(f"{hung.replica} hangs: {hung.text}; {said}", cause="upstream.hung")
+        error.evidence = hung
+        return error
 
     def waiting(self, on: str, step: int) -> None:
         """Nobody asks."""
@@ -88,22 +131,22 @@ class Seat:
         if budget == float("inf"):
             yield
             return
-        said = f"its deadline of {budget:g} seconds has passed"
-        left = self.remaining
-        if left <= 0:
-            raise Truncation("time", said)
-        timeout = asyncio.timeout(None if self.clock.stopped else left)
+        if self.remaining <= 0:
+            raise self.late()
+        timeout = asyncio.timeout(None)
         try:
             async with timeout:
                 self._timeouts.add(timeout)
+                self._arm()
                 try:
                     yield
                 finally:
                     self._timeouts.discard(timeout)
+                    self._arm()
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise Truncation("time", said) from None
+            raise self.late() from None
 
     @contextmanager
     def asks(self, key: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -33,6 +34,7 @@ from rookery.gateway.credits import Credits
 from rookery.gateway.numbers import Respelled
 from rookery.gateway.tools import NO_TOOLS, Tools
 from rookery.trajectories import Place, Recorder
+from rookery.upstreams.hangs import Examinable, UpstreamEvidence
 from rookery.upstreams.ids import Memo
 from rookery.upstreams.protocol import News, Upstream
 
@@ -156,6 +158,10 @@ class Session:
         self._asking = 0
         """Calls of the policy under way: each will be a turn."""
         self._seed = seed
+        self.avoid: tuple[str, ...] = ()
+        """Replicas that an earlier attempt found hung."""
+        self.evidence: list[UpstreamEvidence] = []
+        """What was seen of model servers whose calls stayed silent."""
         self._closed = False
         self._models: dict[str, Model] = {}
         self._memos: dict[str, Memo] = {}
@@ -296,6 +302,16 @@ class Session:
             self.watch.hold()
         else:
             self.watch.release()
+
+    async def examine(self) -> tuple[UpstreamEvidence, ...]:
+        """Find out whether a server of a model call under way hangs; what was seen is added to `evidence`."""
+        upstreams = {id(role.upstream): role.upstream for role in self.roles.values()}
+        found = await asyncio.gather(
+            *(one.examine(self.attempt) for one in upstreams.values() if isinstance(one, Examinable))
+        )
+        seen = tuple(chain.from_iterable(found))
+        self.evidence += seen
+        return seen
 
     async def enter(self, role: Role) -> float:
         """A credit; the waiting is not the attempt's time."""

@@ -79,6 +79,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where the sampling names no seed and the engine can draw from one: what makes a run draw the same again."""
     affinity: str = ""
     """Requests with the same value like the same replica (its prefix cache)."""
+    avoid: tuple[str, ...] = ()
+    """Names of replicas that are used only where there is no other: an earlier attempt found them hung."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end an answer, for calls with token ids in."""
     top_logprobs: int = 0

@@ -7,6 +7,7 @@ Promises:
 - a stream that ends in the middle is a failure, and one that may be tried again only if nothing was passed on;
 - cancelling or running out of time closes the connection: engines learn to abort from that;
 - time in which the server was frozen is not part of a call's deadline;
+- what a call receives, and when, is kept in its `CallProgress`, by which a hung server is recognised;
 - no redirect is followed and no proxy taken from the environment: the key goes to this server alone.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from math import inf
 from time import time
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from yarl import URL
 
@@ -40,6 +41,9 @@ from rookery.upstreams.http import (
 from rookery.upstreams.places import Places
 from rookery.upstreams.retry import Kind
 from rookery.upstreams.urls import Address, redact
+
+if TYPE_CHECKING:
+    from rookery.upstreams.hangs import UpstreamEvidence
 
 MAX_ANSWER: Final = 256 << 20
 MAX_COMPLAINT: Final = 64 << 10
@@ -101,6 +105,32 @@ class Sink(Protocol):
     async def feed(self, data: bytes) -> None: ...
 
 
+class CallProgress:
+    """What one model call under way has received from its replica, and when. Times are the event loop's."""
+
+    __slots__ = ("affinity", "bytes", "deadline", "heard", "hung", "last", "replica", "sent", "streamed")
+
+    def __init__(self, replica: "Replica", affinity: str, now: float, *, streamed: bool) -> None:
+        self.replica = replica
+        self.affinity = affinity
+        self.streamed = streamed
+        self.sent = now
+        self.heard = now
+        """When the last byte came, or when the call was sent."""
+        self.last = now
+        """As `heard`, or when the call was last found to be working."""
+        self.bytes = 0
+        self.deadline: asyncio.Timeout | None = None
+        self.hung: UpstreamEvidence | None = None
+        """Why the call was given up, once its replica was found hung."""
+
+    def received(self, count: int) -> None:
+        """Note bytes of the answer."""
+        self.bytes += count
+        self.heard = self.last = asyncio.get_running_loop().time()
+        self.replica.progressed(self)
+
+
 class Replica:
     """One server of an upstream. Everything it says about itself is free of secrets."""
 
@@ -122,6 +152,15 @@ class Replica:
         self._frozen: dict[asyncio.Timeout, float] | None = None
         """Seconds that were left to each call when the server was frozen."""
         self._draining: set[asyncio.Task[None]] = set()
+        self.calls: set[CallProgress] = set()
+        """Model calls under way."""
+        self._call_of_task: dict[asyncio.Task[Any] | None, CallProgress] = {}
+        """The same by the task that makes the call."""
+        self.hung = False
+        """Whether it was found hung: it must give a token before it gets calls again."""
+        self._progress: list[tuple[CallProgress, float]] = []
+        """The two calls that made progress last, the latest first, and when."""
+        self._progress_waiters: list[asyncio.Future[None]] = []
         self._headers = {
             "Accept-Encoding": "identity",  # on a local network, inflating costs more than sending
             "User-Agent": f"rookery/{__version__}",
@@ -183,36 +222,44 @@ class Replica:
 
     async def exchange(self, url: URL, body: bytes | None, *, seconds: float) -> Answer:
         """POST `body`, or GET where there is none; the complete answer, whatever its status."""
+        call = self._call_of_task.get(asyncio.current_task())
         response: Response | None = None
         client = self._open()
         try:
             async with asyncio.timeout(seconds) as deadline:
                 self._deadlines.add(deadline)
+                if call is not None:
+                    call.deadline = deadline
                 try:
                     method = "GET" if body is None else "POST"
                     response = await client.send(method, url.raw_path_qs, _JSON, body or b"")
+                    if call is not None:
+                        call.received(1)
                     return Answer(response.status, response.headers, await self._read(response))
                 finally:
                     self._deadlines.discard(deadline)
         except (HttpFailure, TimeoutError) as error:
-            raise self._failure(error, seconds, answering=response is not None) from error
+            raise self._failure(error, seconds, answering=response is not None, call=call) from error
 
     async def stream(self, url: URL, body: bytes, *, seconds: float, sink: Sink) -> Answer:
         """POST `body`; the bytes of an event stream go to `sink` as they arrive, and the answer has none.
 
         Returns at the end of the stream, whether or not the answer is whole. Every other answer, an error's above
         all, comes back complete and without having gone anywhere."""
+        call = self._call_of_task.get(asyncio.current_task())
         response: Response | None = None
         client = self._open()
         try:
             async with asyncio.timeout(seconds) as deadline:
                 self._deadlines.add(deadline)
+                if call is not None:
+                    call.deadline = deadline
                 try:
                     response = await client.send("POST", url.raw_path_qs, _EVENTS, body)
                     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
                     if response.status != 200 or kind != "text/event-stream":
                         return Answer(response.status, response.headers, await self._read(response))
-                    await self._events(response, sink, deadline)
+                    await self._events(response, sink, deadline, call)
                     return Answer(response.status, response.headers, b"")
                 finally:
                     self._deadlines.discard(deadline)
@@ -220,16 +267,23 @@ class Replica:
             if response is not None and sink.whole:  # all of the answer is there: only its farewell is missing
                 return Answer(response.status, response.headers, b"")
             if response is None or isinstance(error, TimeoutError | TooLong):
-                raise self._failure(error, seconds, answering=response is not None) from error
+                failure = self._failure(error, seconds, answering=response is not None, call=call)
+                if sink.told:
+                    failure.kind = "final"
+                raise failure from error
             what = f"the connection ended in the middle of the stream ({_reason(error)})"
             raise Failure("final" if sink.told else "dropped", self.error("upstream.cut", what)) from error
         finally:
             if response is not None:
                 self._leave(response, drain=sink.done)
 
-    async def _events(self, response: Response, sink: Sink, deadline: asyncio.Timeout) -> None:
+    async def _events(
+        self, response: Response, sink: Sink, deadline: asyncio.Timeout, call: CallProgress | None
+    ) -> None:
         hurried = False
         while not sink.done and (data := await response.chunk()):
+            if call is not None:
+                call.received(len(data))
             await sink.feed(data)
             if sink.whole and not hurried:
                 hurried = True
@@ -267,10 +321,85 @@ class Replica:
             if deadline in self._deadlines:
                 deadline.reschedule(now + seconds)
 
+    @property
+    def is_frozen(self) -> bool:
+        return self._frozen is not None
+
+    # ---- hung servers
+
+    def progressed(self, call: CallProgress) -> None:
+        """A model call received something."""
+        now = asyncio.get_running_loop().time()
+        latest = self._progress
+        if latest and latest[0][0] is call:
+            latest[0] = (call, now)
+        else:
+            self._progress = [(call, now), *latest[:1]]
+        self._wake()
+
+    def begun(self, call: CallProgress) -> None:
+        """A model call begins; what the current task now exchanges with the server is part of it."""
+        self.calls.add(call)
+        self._call_of_task[asyncio.current_task()] = call
+
+    def ended(self, call: CallProgress) -> None:
+        """A model call is over, answered or not."""
+        self.calls.discard(call)
+        self._call_of_task.pop(asyncio.current_task(), None)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._progress_waiters:
+            for waiter in self._progress_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._progress_waiters.clear()
+
+    def others_progress(self, call: CallProgress) -> float | None:
+        """When a call other than this one last received something; None: never."""
+        return next((when for other, when in self._progress if other is not call), None)
+
+    def next_progress(self) -> "asyncio.Future[None]":
+        """A future that is done when any call next receives something or ends."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._progress_waiters = [one for one in self._progress_waiters if not one.done()]
+        self._progress_waiters.append(waiter)
+        return waiter
+
+    def calls_older_than(self, seconds: float) -> list[CallProgress]:
+        now = asyncio.get_running_loop().time()
+        return [call for call in self.calls if now - call.sent >= seconds]
+
+    def mark_hung(self, now: float, reason: str) -> None:
+        """Send it no further calls until it gives a token again, where there are other replicas."""
+        self.hung = True
+        self.health.failed("gone", f"{self.name} hangs ({reason})", now=now)
+
+    def give_up(self, call: CallProgress, evidence: "UpstreamEvidence") -> None:
+        """End a call under way with `upstream.hung`."""
+        call.hung = evidence
+        if call.deadline is not None and not call.deadline.expired():
+            call.deadline.reschedule(asyncio.get_running_loop().time())
+
+    def hung_error(self, evidence: "UpstreamEvidence") -> UpstreamError:
+        """The error of a call whose server hangs."""
+        error = self.error("upstream.hung", f"the server hangs: {evidence.text}")
+        error.evidence = evidence
+        return error
+
     # ------------------------------------------------------------------------------------------ failures
 
-    def _failure(self, error: HttpFailure | TimeoutError, seconds: float, *, answering: bool) -> Failure:
+    def _failure(
+        self,
+        error: HttpFailure | TimeoutError,
+        seconds: float,
+        *,
+        answering: bool,
+        call: CallProgress | None = None,
+    ) -> Failure:
         match error:
+            case TimeoutError() if call is not None and call.hung is not None:
+                return Failure("hung", self.hung_error(call.hung))
             case TimeoutError():
                 what = f"no complete answer within {seconds:.3g} s"
                 return Failure("final", self.error("upstream.timeout", what))

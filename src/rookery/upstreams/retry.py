@@ -7,6 +7,7 @@ Promises:
   to every replica in turn;
 - a server's own error is tried again once, and only at another replica: nothing was answered, and the same server
   would fail in the same way;
+- a call whose server hangs is tried again only at a replica that is not known to hang;
 - once a piece of the answer was passed on, the call is not tried again, whatever happens;
 - no delay ends at or after the deadline: a call that cannot be tried in time fails at once;
 - a server's Retry-After is honoured up to `MAX_RETRY_AFTER`, with jitter on top, so that a thousand
@@ -22,6 +23,7 @@ Which answers count as what is decided where the answer is read (`replica.py`, `
 | 502 | gateway | yes: the proxy says its server was not there; it is usually restarting |
 | 504 | final | no: the server behind the proxy is working on it; again would only double its load |
 | other 5xx | error | once, at another replica: a request that fails its server is not passed on to every one |
+| the server was found hung | hung | yes, at a replica that works |
 | 4xx, half or broken answers, deadline, certificate | final | no |
 """
 
@@ -29,7 +31,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Kind: TypeAlias = Literal["connect", "dropped", "overloaded", "gateway", "error", "final"]
+Kind: TypeAlias = Literal["connect", "dropped", "overloaded", "gateway", "error", "hung", "final"]
 
 MAX_RETRY_AFTER = 60.0
 
@@ -56,12 +58,13 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds to wait before the next try, or None to give up.
 
         `attempt` counts the tries that failed before this one, `dropped` those of them that were dropped or ended
-        with a server's error; `elsewhere` says whether there is another replica to try;
+        with a server's error; `elsewhere` says whether there is another replica to try (after a hang, one that
+        works);
         `elapsed` and `deadline` are seconds since the call began; `draw` is a random number in [0, 1).
         """
         if kind == "final" or attempt >= self.retries:
             return None
-        if (kind in ("dropped", "error") and dropped >= 1) or (kind == "error" and not elsewhere):
+        if (kind in ("dropped", "error") and dropped >= 1) or (kind in ("error", "hung") and not elsewhere):
             return None
         window = min(self.cap, self.base * 2.0 ** min(attempt, 32))
         delay = draw * window

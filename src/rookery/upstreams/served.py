@@ -30,6 +30,7 @@ from rookery.core.errors import describe
 from rookery.upstreams.choose import choose
 from rookery.upstreams.complaints import context_full, refused_field
 from rookery.upstreams.format import About, Ask, Complained, Format, Gather, WireError, version_number
+from rookery.upstreams.hangs import HangDetector, UpstreamEvidence
 from rookery.upstreams.health import Sign
 from rookery.upstreams.protocol import (
     CONCURRENCY,
@@ -42,7 +43,7 @@ from rookery.upstreams.protocol import (
     UpstreamConfig,
 )
 from rookery.upstreams.queueing import waited
-from rookery.upstreams.replica import Answer, Failure, Replica, Unheard
+from rookery.upstreams.replica import Answer, CallProgress, Failure, Replica, Unheard
 from rookery.upstreams.retry import Backoff
 from rookery.upstreams.servers import MISSING, Servers
 from rookery.upstreams.urls import Address
@@ -91,6 +92,7 @@ class HttpUpstream(Servers):
         self._refused: frozenset[str] = frozenset()
         self._plain = config.sampling == Sampling()
         self._turn = 0
+        self.hangs = HangDetector(self.vitals, lambda: config.model)
 
     # ------------------------------------------------------------------------------------- of each kind
 
@@ -114,7 +116,7 @@ class HttpUpstream(Servers):
         avoid: Replica | None = None
         again: Replica | None = None
         while True:
-            replica = again or self._choose(request.affinity, avoid, loop.time())
+            replica = again or self._choose(request, avoid, loop.time())
             spoken = self.format(replica, ask)
             stream = news is not None and spoken.streams(request)
             if ask.stream is not stream:
@@ -147,7 +149,7 @@ class HttpUpstream(Servers):
                     deadline=timeout,
                     draw=random.random(),  # noqa: S311  (jitter)
                     dropped=dropped,
-                    elsewhere=len(self.replicas) > 1,
+                    elsewhere=self._has_other(replica, failure.kind),
                     retry_after=failure.retry_after,
                 )
                 if delay is None:
@@ -173,6 +175,10 @@ class HttpUpstream(Servers):
         spoken, ask, body = said
         version = self.version  # the weights that begin the answer
         url = replica.endpoint(spoken.path)
+        now = asyncio.get_running_loop().time()
+        call = CallProgress(replica, ask.request.affinity, now, streamed=ask.stream)
+        replica.begun(call)
+        self.hangs.watch(self.replicas)
         try:
             if ask.stream:
                 assert news is not None
@@ -189,7 +195,7 @@ class HttpUpstream(Servers):
             self._abandon(replica, ask)
             raise
         except Failure as failure:
-            if failure.error.code in ("upstream.timeout", "upstream.cut"):
+            if failure.error.code in ("upstream.timeout", "upstream.cut", "upstream.hung"):
                 self._abandon(replica, ask)
             raise
         except WireError as error:
@@ -198,6 +204,8 @@ class HttpUpstream(Servers):
         except Complained as complained:
             answer = Answer(complained.said.status, _NO_HEADERS, complained.data)
             raise self._refusal(replica, spoken, ask, answer, told=sink.told) from None
+        finally:
+            replica.ended(call)
         if news is not None:
             await news(whole(reply))
         return reply
@@ -244,6 +252,7 @@ class HttpUpstream(Servers):
     def _served(self, replica: Replica, ask: Ask, now: float) -> None:
         if ask.without is not self._refused:
             self._learn(replica, ask.without)
+        replica.hung = False
         if replica.health.answered():
             log.warning("%s answers again", replica.name)
         if now >= replica.refresh_at:
@@ -303,20 +312,38 @@ class HttpUpstream(Servers):
         if taken := sorted(self.reserved & sampling.extra.keys()):
             raise UsageError(f"sampling.extra may not set {', '.join(taken)}: Rookery sets these itself")
 
-    def _choose(self, affinity: str, avoid: Replica | None, now: float) -> Replica:
+    def _has_other(self, replica: Replica, kind: str) -> bool:
+        """Whether another replica can be tried; after a hang, one that is not known to hang."""
+        return any(other is not replica and not (kind == "hung" and other.hung) for other in self.replicas)
+
+    async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
+        """Evidence about the calls under way with this affinity: whether their servers hang."""
+        calls = [call for replica in self.replicas for call in replica.calls if call.affinity == affinity]
+        return tuple(await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
+
+    async def gives_tokens(self, replica: Replica) -> bool:
+        return await self.hangs.works_again(replica)
+
+    async def close(self) -> None:
+        self.hangs.close()
+        await super().close()
+
+    def _choose(self, request: ModelRequest, avoid: Replica | None, now: float) -> Replica:
         replicas = self.replicas
         if len(replicas) == 1:
             return replicas[0]
         self._turn += 1
         usable = [replica for replica in replicas if replica.health.well]
-        if len(usable) < len(replicas):
+        if request.avoid:
+            usable = [replica for replica in usable if replica.name not in request.avoid] or usable
+        if any(not replica.health.well for replica in replicas):
             self.look(now)
         if avoid is not None:
             usable = [replica for replica in usable if replica is not avoid]
         if not usable:  # all are left out: the one that comes back first, and not the one that just failed
             others = [replica for replica in replicas if replica is not avoid]
             return min(others, key=lambda replica: replica.health.until or 0.0)
-        return choose(usable, affinity=affinity, turn=self._turn)
+        return choose(usable, affinity=request.affinity, turn=self._turn)
 
 
 class _Telling:

@@ -85,6 +85,10 @@ class Servers:
         """How many calls the engine takes at once, where it says so."""
         return None
 
+    async def gives_tokens(self, replica: Replica) -> bool:
+        """Whether a server that hung works again."""
+        raise NotImplementedError
+
     def farewell(self, ask: Ask) -> tuple[str, bytes] | None:  # noqa: ARG002  (a kind may)
         """Endpoint and body that abort a call by its name, where closing its connection is not enough."""
         return None
@@ -106,6 +110,14 @@ class Servers:
         loop = asyncio.get_running_loop()
         health = replica.health
         try:
+            if replica.hung:
+                if await self.gives_tokens(replica):
+                    replica.hung = False
+                    health.answered()
+                    log.warning("%s answers again", replica.name)
+                else:
+                    health.failed("gone", f"{replica.name} still hangs", now=loop.time())
+                return
             answer = await replica.exchange(replica.endpoint(self.vitals), None, seconds=PROBE_SECONDS)
             if answer.status < 500:
                 health.answered()

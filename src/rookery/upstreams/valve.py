@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from rookery.core import Sampling, Truncation, UpstreamError
+from rookery.upstreams.hangs import Examinable, UpstreamEvidence
 from rookery.upstreams.interruptible import Call, Interrupted
 from rookery.upstreams.parts import joined, onward
 from rookery.upstreams.pausing import Pausing, ValveState
@@ -68,6 +69,11 @@ class Valve(Pausing):
     def states(self) -> tuple[ReplicaState, ...]:
         """How its replicas do; nothing where it has none."""
         return self.inner.states() if isinstance(self.inner, Servers) else ()
+
+    async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
+        """Evidence about silent calls, as `HttpUpstream.examine`; none where the upstream is in this process."""
+        inner = self.inner
+        return await inner.examine(affinity) if isinstance(inner, Examinable) else ()
 
     async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
         return await self.inner.freeze(mode, timeout=timeout)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rookery.core import Limits, Truncated, label
+from rookery.engine.retry import RetryPolicy
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent import agent_envs
@@ -60,6 +61,21 @@ async def test_an_agent_that_does_not_end_is_ended_at_its_deadline_and_scored(tm
     assert (found.reward, found.usage.turns) == (1.0, 1)
     assert found.info["agents"][0]["why"] == "deadline"
     assert sum(segment.trained for segment in found.segments) == 3
+
+
+async def test_an_agents_deadline_at_a_hung_model_server_is_infra(tmp_path: Path) -> None:
+    env = AgentEnvironment("program", script=program(tmp_path, "ask(messages)"), timeout=3.0)
+    never = asyncio.Event()
+    retry = RetryPolicy(attempts=1)
+    async with (
+        ModelServer(Answer("late", hold=never)) as server,
+        scripted_engine(server, env, tmp_path, limits=Limits(run=60.0), retry=retry, breaker=None) as made,
+    ):
+        (found,) = await all_of(made, [ROW])
+    assert label(found.outcome) == "upstream.hung", found.outcome
+    assert found.reward is None
+    (seen,) = found.attempts[0].evidence["upstream"]
+    assert (seen["verdict"], seen["report"]["health"]) == ("hung", "ok")
 
 
 async def test_a_deadline_of_the_run_is_kept_a_moment_before_it(tmp_path: Path) -> None:

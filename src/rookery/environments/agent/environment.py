@@ -275,6 +275,8 @@ class AgentEnvironment(Environment):
             if isinstance(data, bytes):
                 ctx.state["submission"] = data.decode("utf-8", "replace")
         if not well:
+            if ended.why == "exited":
+                await door.check_upstream()  # with the evidence, where its model server hangs
             check_start(self.launcher.name, ended, await door.status(), box.spec)
         return ended
 

@@ -3,6 +3,7 @@
 Promises:
 - it ends by itself, at its deadline, or when a budget at its door is spent; the last two after a grace;
 - however this ends, cancelled too, the process and what it started as its own tree are dead;
+- a deadline that passes while a model server hangs raises `upstream.hung`;
 - a box that was lost under it raises, and is never an exit.
 """
 
@@ -48,6 +49,7 @@ async def follow(process: Process, door: Door, left: Callable[[], float], *, gra
                 break
             if left() <= 0:
                 why = "deadline"
+                await door.check_upstream()  # before the kill, which would end the call that shows it
                 break
         if why == "budget":
             # It is told so by every call it makes now: one that can end well may.

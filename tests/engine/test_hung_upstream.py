@@ -1,0 +1,127 @@
+"""A model server that hangs is infra and retried elsewhere; a policy that writes for too long is Truncated."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Context, Engine, Environment, Limits
+from rookery.core import Completed, Failed, Rollout, Truncated
+from rookery.upstreams import hangs
+from rookery.upstreams.protocol import Delta, UpstreamConfig
+from tests.engine.conftest import QUICK
+from tests.servers import Answer, ModelServer, Request, raw_server
+from tests.standins import standin
+
+
+class Asks(Environment):
+    """Asks the policy once; streamed where the task says so."""
+
+    name = "asks"
+
+    async def run(self, ctx: Context) -> None:
+        async def news(delta: Delta) -> None: ...
+
+        await ctx.policy.chat(ctx.task.prompt, news=news if ctx.task.data.get("stream") else None)
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEALTH_SECONDS", "SAMPLE_SECONDS", "STALL_SECONDS"):
+        monkeypatch.setattr(hangs, name, 1.0)
+    monkeypatch.setattr(hangs, "METRICS_GAP_SECONDS", 0.2)
+    monkeypatch.setattr(hangs, "RECENT_SECONDS", 0.2)
+
+
+@asynccontextmanager
+async def hung_server() -> AsyncIterator[str]:
+    """A server that lists its models once, for the check at the start, and then accepts and never answers."""
+    listed = False
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal listed
+        await reader.readuntil(b"\r\n\r\n")
+        if not listed:
+            listed = True
+            body = b'{"data": [{"id": "test-model"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await reader.read()
+
+    async with raw_server(serve) as url:
+        yield url
+
+
+async def played(
+    tmp_path: Path, *urls: str, stream: bool = False, kind: str = "openai", **options: Any
+) -> Rollout:
+    policy = UpstreamConfig(kind=kind, urls=urls)
+    options = {"runners": 0, "retry": QUICK, "breaker": None, "limits": Limits(run=1.0), **options}
+    async with Engine(Asks(), policy=policy, out=tmp_path / "runs", **options) as engine:
+        task = {"prompt": "write", "data": {"stream": stream}}
+        (group,) = [group async for group in engine.groups([task], k=1)]
+    return group.rollouts[0]
+
+
+def causes(rollout: Rollout) -> list[str]:
+    return [one.outcome.cause if isinstance(one.outcome, Failed) else "" for one in rollout.attempts]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(tmp_path: Path, stream: bool) -> None:
+    async with hung_server() as url:
+        rollout = await played(tmp_path, url, stream=stream)
+    assert isinstance(rollout.outcome, Failed)
+    assert (rollout.outcome.fault, rollout.outcome.cause) == ("infra", "upstream.hung")
+    assert causes(rollout) == ["upstream.hung"] * 3
+    assert rollout.reward is None
+    for attempt in rollout.attempts:
+        (seen,) = attempt.evidence["upstream"]
+        assert (seen["verdict"], seen["streamed"]) == ("hung", stream)
+        assert seen["report"]["health"] != "ok"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_hung_replica_of_two_costs_one_attempt(tmp_path: Path, stream: bool) -> None:
+    async with ModelServer("ok") as good:
+        async with hung_server() as bad:
+            rollout = await played(tmp_path, bad, good.url, stream=stream)
+        assert rollout.outcome == Completed()
+        assert causes(rollout) in ([""], ["upstream.hung", ""])  # affinity chooses the first replica
+
+
+async def test_a_policy_that_writes_for_too_long_is_truncated_with_its_evidence(tmp_path: Path) -> None:
+    never = asyncio.Event()
+
+    def play(request: Request) -> Answer:
+        long = request.body["messages"][-1]["content"] == "write"
+        return Answer("long", hold=never) if long else Answer("ok")
+
+    async with ModelServer(play) as server:
+        rollout = await played(tmp_path, server.url)
+    assert rollout.outcome == Truncated("time")
+    assert rollout.reward == 1.0
+    (seen,) = rollout.attempts[0].evidence["upstream"]
+    assert seen["verdict"] == "working"
+
+
+async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path) -> None:
+    async with standin("vllm") as server:
+        await server.fault(after_events=3, then="stall")
+        rollout = await played(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=3.0))
+    assert causes(rollout)[0] == "upstream.hung"
+    assert rollout.attempts[0].evidence["upstream"][0]["bytes"] > 0
+
+
+async def test_an_answer_that_never_comes_from_an_idle_engine_is_hung_and_run_again(tmp_path: Path) -> None:
+    async with standin("sglang", weights=None) as server:
+        await server.fault(after_bytes=0, then="stall")
+        rollout = await played(tmp_path, server.url, kind="sglang", limits=Limits(run=3.0))
+    assert causes(rollout)[0] == "upstream.hung"
+    assert rollout.attempts[0].evidence["upstream"][0]["reason"] == "request_lost"
+    assert isinstance(rollout.outcome, Completed | Truncated)

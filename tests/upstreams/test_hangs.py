@@ -1,0 +1,238 @@
+"""A server that hangs is told from one that is busy with a long answer, by what the server itself shows."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rookery.core import Message, UpstreamError
+from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from rookery.upstreams import hangs as module
+from rookery.upstreams.hangs import HangDetector, ReplicaReport, UpstreamEvidence, judge
+from rookery.upstreams.metrics_text import EngineLoad, engine_load
+from rookery.upstreams.protocol import Delta
+from rookery.upstreams.served import HttpUpstream
+from tests.servers import ModelServer, raw_server
+from tests.standins import Speaks, standin
+from tests.upstreams.engines import DONE, Engine, Play, event
+
+ASK = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
+QUICK = {"HEALTH_SECONDS": 1.0, "SAMPLE_SECONDS": 1.0, "STALL_SECONDS": 1.0, "METRICS_GAP_SECONDS": 0.2}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts in about a second."""
+    for name, value in QUICK.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "RECENT_SECONDS", 0.1)
+
+
+@asynccontextmanager
+async def opened(*urls: str, kind: str = "openai") -> AsyncIterator[HttpUpstream]:
+    upstream = open_upstream(UpstreamConfig(kind=kind, urls=urls, model="m"))
+    assert isinstance(upstream, HttpUpstream)
+    try:
+        yield upstream
+    finally:
+        await upstream.close()
+
+
+@asynccontextmanager
+async def calling(upstream: HttpUpstream, *, streamed: bool = False) -> AsyncIterator["asyncio.Task[Any]"]:
+    async def news(delta: Delta) -> None: ...
+
+    call = upstream.complete(ASK, timeout=120, news=news if streamed else None)
+    task = asyncio.create_task(call)
+    try:
+        async with asyncio.timeout(60):
+            while not any(replica.calls for replica in upstream.replicas):
+                await asyncio.sleep(0.001)
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def evidence(upstream: HttpUpstream) -> UpstreamEvidence:
+    async with asyncio.timeout(60):
+        (found,) = await upstream.examine("a")
+    return found
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Takes every connection and never says anything."""
+    await reader.read()
+
+
+def chunk(text: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]})
+
+
+# ---- the rule
+
+
+@pytest.mark.parametrize(
+    ("report", "begun", "moved", "expected"),
+    [
+        (ReplicaReport(health="failed"), False, True, ("hung", "health_failed")),
+        (ReplicaReport(health="ok", load=EngineLoad(0), known_calls=1), False, True, ("hung", "request_lost")),
+        (ReplicaReport(health="ok", new_tokens=5), True, False, ("working", "tokens_generated")),
+        (ReplicaReport(health="ok", sample="answered"), True, True, ("hung", "answer_stalled")),
+        (ReplicaReport(health="ok", sample="failed"), False, True, ("working", "other_calls_progress")),
+        (ReplicaReport(health="ok", sample="answered"), False, False, ("working", "sample_answered")),
+        (ReplicaReport(health="ok", sample="refused"), False, False, ("working", "sample_refused")),
+        (ReplicaReport(health="ok", sample="failed"), False, False, ("hung", "sample_failed")),
+    ],
+)
+def test_the_evidence_decides(report: ReplicaReport, begun: bool, moved: bool, expected: tuple[str, str]) -> None:
+    assert judge(report, begun=begun, others_moved=moved) == expected
+
+
+def test_metrics_are_summed_over_ranks() -> None:
+    text = (
+        b"# TYPE vllm:num_requests_running gauge\n"
+        b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+        b'vllm:num_requests_waiting{engine="0"} 4.0\nvllm:generation_tokens_total{engine="0"} 10.0\n'
+    )
+    assert engine_load(text) == EngineLoad(3.0, 4.0, 10.0)
+    assert engine_load(b"<html>not metrics</html>\n\xff") is None
+
+
+# ---- real servers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_server_that_accepts_and_never_answers_hangs(quick: None, streamed: bool) -> None:
+    async with raw_server(silent) as url, opened(url) as upstream, calling(upstream, streamed=streamed):
+        found = await evidence(upstream)
+    assert (found.verdict, found.reason, found.bytes) == ("hung", "health_failed", 0)
+    assert upstream.replicas[0].hung
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_server_that_answers_health_checks_only_hangs(quick: None, streamed: bool) -> None:
+    async with Engine() as engine, opened(engine.url) as upstream:
+        engine.on("/v1/models", Play(body={"data": []}))
+        engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
+        async with calling(upstream, streamed=streamed):
+            found = await evidence(upstream)
+    assert (found.verdict, found.reason) == ("hung", "sample_failed")
+    assert found.report is not None
+    assert found.report.health == "ok"
+
+
+async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does_not(quick: None) -> None:
+    async with Engine() as engine, opened(engine.url) as upstream:
+        engine.on("/v1/models", Play(body={"data": []}))
+        permits = asyncio.Semaphore(0)
+        play = Play(events=[chunk("a"), chunk("b"), chunk("c"), DONE], between=permits)
+        engine.on("/v1/chat/completions", play, Play(body={"choices": []}))
+        async with calling(upstream, streamed=True):
+            permits.release()
+            (call,) = upstream.replicas[0].calls
+            async with asyncio.timeout(60):
+                while not call.bytes:
+                    await upstream.replicas[0].next_progress()
+            examining = asyncio.create_task(evidence(upstream))
+            while upstream.hangs._reports.get(upstream.replicas[0].name) is None and not examining.done():
+                await asyncio.sleep(0.001)
+            permits.release()
+            assert (await examining).verdict == "working"
+            found = await evidence(upstream)
+            if found.reason == "bytes_received":  # it was quick enough to still be recent
+                await asyncio.sleep(module.RECENT_SECONDS)
+                found = await evidence(upstream)
+    assert (found.verdict, found.reason, found.streamed) == ("hung", "answer_stalled", True)
+    assert found.bytes > 0
+
+
+async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(quick: None) -> None:
+    async with Engine() as engine, opened(engine.url) as upstream:
+        engine.on("/v1/models", Play(body={"data": []}))
+        held = Play(body={}, hold=asyncio.Event())
+        engine.on("/v1/chat/completions", held, Play(body={"choices": []}))
+        async with calling(upstream):
+            await engine.until(lambda: engine.asked("/v1/chat/completions"))
+            found = await evidence(upstream)
+    assert (found.verdict, found.reason) == ("working", "sample_answered")
+
+
+@pytest.mark.parametrize("speaks", ["vllm", "sglang"])
+async def test_a_request_that_the_engine_no_longer_has_is_lost(quick: None, speaks: Speaks) -> None:
+    async with standin(speaks) as server, opened(server.url, kind=speaks) as upstream:
+        await server.fault(after_bytes=0, then="stall")
+        async with calling(upstream):
+            await server.until(0)
+            async with asyncio.timeout(60):
+                while (found := await evidence(upstream)).reason != "request_lost":
+                    assert found.verdict == "working"  # it was sampled when we looked
+    assert found.verdict == "hung"
+    assert not upstream.replicas[0].hung  # the server answers others
+
+
+async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_server(quick: None) -> None:
+    hold = asyncio.Event()
+    async with Engine() as engine, opened(engine.url) as upstream:
+        answer = {"choices": [{"index": 0, "message": {"content": "late"}, "finish_reason": "stop"}]}
+        engine.on("/v1/models", Play(body={"data": []}, hold=hold))
+        engine.on("/v1/chat/completions", Play(body=answer, hold=hold))
+        async with calling(upstream) as task:
+            examining = asyncio.create_task(evidence(upstream))
+            await engine.until(lambda: engine.asked("/v1/models"))
+            hold.set()
+            assert (await examining).verdict == "working"
+            assert (await task).message.text == "late"
+
+
+# ---- calls under way
+
+
+async def test_a_silent_call_is_tried_again_at_a_replica_that_works(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.1)
+    async with raw_server(silent) as bad, ModelServer("good") as good, opened(bad, good.url) as upstream:
+        hung, _ = upstream.replicas
+        upstream.replicas[1].health.failed("gone", "for the test", now=float("inf"))
+        async with calling(upstream) as task:
+            assert [call.replica for call in hung.calls]
+            async with asyncio.timeout(60):
+                reply = await task
+        assert reply.replica == good.url.removeprefix("http://") or "good" in reply.message.text
+        assert hung.hung
+        assert (await upstream.complete(ASK, timeout=60)).message.text == "good"
+
+
+async def test_a_call_whose_only_server_hangs_fails_with_the_evidence(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.1)
+    async with raw_server(silent) as url, opened(url) as upstream, calling(upstream) as task:
+        with pytest.raises(UpstreamError) as raised:
+            async with asyncio.timeout(60):
+                await task
+    assert (raised.value.code, raised.value.fault) == ("upstream.hung", "infra")
+    assert isinstance(raised.value.evidence, UpstreamEvidence)
+
+
+async def test_a_replica_that_hung_gets_calls_again_once_it_gives_tokens(quick: None) -> None:
+    async with ModelServer("ok") as server, opened(server.url) as upstream:
+        (replica,) = upstream.replicas
+        assert await HangDetector("models", lambda: "m").works_again(replica)
+        replica.mark_hung(0.0, "test")
+        assert replica.hung
+        await upstream.complete(ASK, timeout=60)
+        assert not replica.hung
+
+
+async def test_an_earlier_attempts_hung_replica_is_avoided() -> None:
+    async with ModelServer("one") as one, ModelServer("two") as two, opened(one.url, two.url) as upstream:
+        avoid = (upstream.replicas[0].name,)
+        for n in range(8):
+            asked = ModelRequest(model="m", messages=ASK.messages, affinity=str(n), avoid=avoid)
+            assert (await upstream.complete(asked, timeout=60)).message.text == "two"
