@@ -1,6 +1,7 @@
 """`ls`, `show`, `export`, `init`: looking at runs, and making a first environment."""
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -173,3 +174,75 @@ async def test_init_makes_an_environment_that_runs_and_never_overwrites(
     for name in ("class", "1st", "…"):
         (await rookery("init", name, cwd=tmp_path)).refused("cannot name an environment")
     (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).refused("cannot write into /proc/nowhere")
+
+
+async def test_a_label_that_no_rollout_has_is_named_with_those_that_there_are(ran: Path) -> None:
+    (await rookery("show", "latest", "--label", "complete", cwd=ran)).refused("'complete'", "'completed'")
+    (await rookery("show", "latest", "--label", "zzz", cwd=ran)).refused("'zzz'", "bug.scoring, completed")
+
+
+async def test_a_page_beyond_the_end_says_how_many_there_are(ran: Path) -> None:
+    (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=ran)).refused(
+        "page 4", "12 rollouts on 3 pages"
+    )
+    (await rookery("show", "latest", "--failed", "--page", "2", cwd=ran)).refused("2 rollouts on 1 page")
+    (await rookery("show", "latest", "--page", "2", "--json", cwd=ran)).refused("12 rollouts on 1 page")
+    (await rookery("show", "latest", "99", cwd=ran)).refused("no rollouts of group 99")
+    (await rookery("show", "latest", "--task", "nobody", cwd=ran)).refused("no rollouts of task 'nobody'")
+
+
+async def test_two_runs_with_different_settings_can_be_told_apart(here: Path, server: ModelServer) -> None:
+    for temperature in ("0.25", "0.75"):
+        done = await rookery(*RUN, "--policy", server.url, "--temperature", temperature, cwd=here)
+        assert done.code == 0, done.err
+    listed = (await rookery("ls", cwd=here)).out.splitlines()
+    assert ["temperature=0.75" in line for line in listed[1:]] == [True, False]
+    assert ["temperature=0.25" in line for line in listed[1:]] == [False, True]
+    assert "seed=" not in "".join(listed)  # the same in both
+    settings = [line["settings"]["sampling"] for line in (await rookery("ls", "--json", cwd=here)).events]
+    assert settings == [{"temperature": 0.75}, {"temperature": 0.25}]
+    assert "temperature=0.75" in (await rookery("show", "latest", cwd=here)).out
+    shown = (await rookery("show", "latest", "--json", cwd=here)).events[0]
+    assert shown["settings"]["sampling"] == {"temperature": 0.75}
+
+
+async def test_what_an_environment_logs_is_shown_with_its_rollout(here: Path, server: ModelServer) -> None:
+    (here / "logs.py").write_text(
+        "import rookery\n"
+        "@rookery.environment(tasks=['question'])\n"
+        "async def logs(ctx):\n"
+        "    ctx.log.info('looked up \\x1b[2J', rows=3)\n"
+        "    await ctx.policy.chat(ctx.task.prompt)\n"
+        "    ctx.log.warning(f'member {ctx.attempt}')\n"
+        "    return 1.0\n"
+    )
+    done = await rookery("run", "logs.py", "--policy", server.url, "-k", "2", "--runners", "0", cwd=here)
+    assert done.code == 0, done.err
+    shown = (await rookery("show", "latest", "0.1", cwd=here)).out
+    assert "log.info" in shown
+    assert '{"rows":3}' in shown
+    assert "member 0.1.1" in shown
+    assert "member 0.0.1" not in shown
+    assert "\x1b" not in shown
+    plain = (await rookery("show", "latest", "r0.1", "--json", cwd=here)).events[0]
+    assert [(one["kind"], one["data"].get("rows")) for one in plain["events"]] == [
+        ("log.info", 3),
+        ("log.warning", None),
+    ]
+
+
+async def test_a_file_is_written_in_the_format_that_its_name_says_or_refused(ran: Path) -> None:
+    done = await rookery("export", "latest", "-o", "x.csv", cwd=ran)
+    assert done.code == 0, done.err
+    with (ran / "x.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == 12
+    assert found[0]["id"] == "r0.0"
+    assert found[0]["answer"] == "42"
+    assert json.loads(found[0]["task_data"])["answer"] == 42
+    assert json.loads(found[0]["run"])["settings"]["stream"]["k"] == 2
+    assert found[2]["reward"] == ""
+    (await rookery("export", "latest", "-o", "x.xlsx", cwd=ran)).refused("x.xlsx", ".csv")
+    assert not (ran / "x.xlsx").exists()
+    stdout = await rookery("export", "latest", "--format", "csv", cwd=ran)
+    assert stdout.out == (ran / "x.csv").read_text()

@@ -1,5 +1,6 @@
 """Promises of `rookery.journal.export`."""
 
+import csv
 import io
 import json
 import os
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 from journal_kit import Mount, record, whole
 
-from rookery.core import Failed, UsageError
+from rookery.core import Failed, Task, UsageError
 from rookery.journal import Journal, RunReader
-from rookery.journal.export import export, export_jsonl, export_parquet, from_columns
+from rookery.journal.export import MAX_TASK_VALUE, export, export_jsonl, export_parquet, from_columns
 
 
 @pytest.fixture
@@ -150,3 +151,50 @@ def test_without_pyarrow_the_extra_is_named(filled: Path, tmp_path: Path) -> Non
         check=True,
     )
     assert "pip install 'rookery[parquet]'" in done.stdout
+
+
+def test_a_rollouts_id_stays_a_text_for_programs_that_guess_types(run: Path, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    with Journal.create(run, {}) as journal:
+        for member in range(11):
+            journal.add_rollout(whole(run, 0, member, writer=f"w{member}"))
+    with RunReader(run) as reader:
+        export(reader, tmp_path / "a.jsonl")
+        export(reader, tmp_path / "a.csv")
+        export(reader, tmp_path / "a.parquet")
+    expected = [f"r0.{member}" for member in range(11)]
+    assert list(pandas.read_json(tmp_path / "a.jsonl", lines=True)["id"]) == expected
+    assert list(pandas.read_csv(tmp_path / "a.csv")["id"]) == expected
+    assert list(pandas.read_parquet(tmp_path / "a.parquet")["id"]) == expected
+    with RunReader(run) as reader:
+        assert reader.rollout("r0.10") == reader.rollout("0.10")
+
+
+def test_a_row_has_the_expected_answer_task_data_and_settings(run: Path, tmp_path: Path) -> None:
+    task = Task(id="t0", data={"answer": 42, "context": "x" * (2 * MAX_TASK_VALUE)})
+    with Journal.create(run, {"seed": 7}, env="sums", model="m") as journal:
+        journal.add_tasks([task])
+        journal.add_group(0, stream="main", position=0, task=0, k=1)
+        journal.add_rollout(whole(run, 0, 0, writer="w"))
+    with RunReader(run) as reader:
+        export(reader, tmp_path / "a.jsonl")
+    (found,) = lines(tmp_path / "a.jsonl")
+    assert found["answer"] == 42
+    assert found["task_data"] == {"answer": 42, "context": {"left_out_bytes": 2 * MAX_TASK_VALUE + 2}}
+    assert found["run"]["settings"] == {"seed": 7}
+    assert (found["run"]["environment"], found["run"]["model"]) == ("sums", "m")
+
+
+def test_csv_and_jsonl_say_the_same(filled: Path, tmp_path: Path) -> None:
+    csv.field_size_limit(1 << 30)
+    with RunReader(filled) as reader:
+        export(reader, tmp_path / "a.jsonl", tokens=True)
+        export(reader, tmp_path / "a.csv", tokens=True)
+    with (tmp_path / "a.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    for row, plain in zip(found, lines(tmp_path / "a.jsonl"), strict=True):
+        assert row.keys() == plain.keys()
+        assert json.loads(row["messages"]) == plain["messages"]
+        assert json.loads(row["segments"]) == plain["segments"]
+        assert row["label"] == plain["label"]
+        assert (float(row["reward"]) if row["reward"] else None) == plain["reward"]

@@ -16,7 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "resume": ("rookery.cli.resume:resume", "Go on with a run that was stopped."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
-    "export": ("rookery.cli.export:export", "Write a run as JSONL or Parquet."),
+    "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),
     "init": ("rookery.cli.init:init", "Make a first environment that runs."),
     "tasks": ("rookery.cli.tasks:tasks", "List, show and convert tasks."),
     "validate": ("rookery.cli.validate:validate", "Try whether tasks can be solved, and not be cheated."),

@@ -7,6 +7,7 @@ Promises:
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,10 +95,15 @@ def _defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str
 
 
 def _near(key: str, names: list[str]) -> str:
+    return suggestion(key, names) or f"; its keys are {', '.join(sorted(names))}"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the known word that is most like this one, or nothing."""
     from difflib import get_close_matches
 
-    near = get_close_matches(key, names, 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; its keys are {', '.join(sorted(names))}"
+    near = get_close_matches(word, list(known), 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def runs_folder(given: str | None) -> Path:

@@ -12,40 +12,47 @@ from rookery.core import UsageError
 if TYPE_CHECKING:
     from rookery.journal.export import Kind
 
-_HELP = """Writes RUN's rollouts as JSONL or Parquet, one record each, with transcripts.
+_HELP = """Writes RUN's rollouts as JSONL, CSV or Parquet, one row each, with transcripts, task data and settings.
 
-Without -o JSONL goes to stdout. A file appears under its name when it is whole.
+Without -o JSONL goes to stdout. A file appears under its name when it is complete.
 """
 
 
-@click.command(help=_HELP, short_help="Write a run as JSONL or Parquet.")
+@click.command(help=_HELP, short_help="Write a run as JSONL, CSV or Parquet.")
 @click.argument("name", metavar="RUN")
 @click.option("-o", "--out", metavar="FILE", help="The file to write.  [default: stdout]")
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["jsonl", "parquet"]),
+    type=click.Choice(["jsonl", "csv", "parquet"]),
     help="[default: what the file's name says, or jsonl]",
 )
 @click.option("--tokens", is_flag=True, help="With segments: token ids, mask, logprobs, versions.")
 @runs_option
 def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: str | None) -> int:
+    from rookery.cli.summary import BIASED, read_summary
     from rookery.cli.text import plural
     from rookery.journal import RunReader, find_run
     from rookery.journal.export import export as write
-    from rookery.journal.export import export_jsonl
+    from rookery.journal.export import export_csv, export_jsonl, kind_of
 
     if out in (None, "-"):
         if kind == "parquet":
             raise UsageError("Parquet does not go to stdout: name a file with -o FILE.parquet")
         out = None
+    else:
+        kind = kind or kind_of(Path(out))  # a wrong name is an error before anything is read
     with RunReader(find_run(name, runs_folder(root))) as reader:
         if out is None:
-            done = export_jsonl(reader, sys.stdout, tokens=tokens)
+            done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens)
             sys.stdout.flush()
         else:
             done = write(reader, Path(out), kind=kind, tokens=tokens)
+        left = read_summary(reader).left
     click.echo(f"{plural(done.rollouts, 'rollout')} written to {out or 'stdout'}", err=True)
+    if left:
+        text = f"the run is not finished ({plural(left, 'rollout')} to do), so this is {BIASED}"
+        click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     if done.damaged:
         text = f"{done.damaged:,} of them without their tokens, which are damaged: see `damage` in their rows"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)

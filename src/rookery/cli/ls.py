@@ -1,9 +1,18 @@
-"""`rookery ls`: the runs, newest first. One unreadable run does not hide the others."""
+"""`rookery ls`: list the runs, newest first.
+
+One unreadable run does not hide the others. The settings that are shown are those in which the listed runs differ.
+"""
+
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from rookery.cli.config import runs_folder, runs_option
 from rookery.cli.options import Number
+
+if TYPE_CHECKING:
+    from rookery.journal import RunSummary
 
 
 @click.command(short_help="List the runs.")
@@ -15,8 +24,9 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
     """Lists the runs, newest first."""
     import msgspec
 
+    from rookery.cli.settings import differing, flat_settings
     from rookery.cli.stats import is_failure
-    from rookery.cli.text import age, bold, dim, line, shown_path, status_word, table
+    from rookery.cli.text import age, bold, columns, dim, line, shown_path, status_word, table
     from rookery.journal import list_runs, run_names
 
     folder = runs_folder(root)
@@ -29,8 +39,10 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
     if not runs:
         click.echo(f"no runs in {shown_path(folder)} yet: start one with `rookery run`", err=True)
         return 0
-    rows = [[dim(word) for word in ("run", "status", "rollouts", "failed", "reward", "started")]]
-    for run in runs:
+    rows = [[dim(word) for word in ("run", "status", "rollouts", "failed", "reward", "started", "settings")]]
+    settings = [flat_settings(run.settings) for run in runs]
+    shown = differing([one for one, run in zip(settings, runs, strict=True) if run.status != "unreadable"])
+    for run, own in zip(runs, settings, strict=True):
         failed = sum(count for label, count in run.labels.items() if is_failure(label))
         rows.append(
             [
@@ -38,11 +50,21 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
                 status_word(run.status),
                 f"{run.rollouts:,}" if run.status != "unreadable" else "",
                 click.style(f"{failed:,}", fg="red") if failed else "",
-                f"{run.mean_reward:.4g}" if run.mean_reward is not None else "",
-                line(run.detail, 100) if run.detail else age(run.created),
+                _reward(run),
+                age(run.created) if run.status != "unreadable" else "",
+                line(run.detail or "  ".join(f"{name}={own[name]}" for name in shown if name in own), 400),
             ]
         )
+    if sys.stdout.isatty():
+        room = max(40, columns() - 12 - sum(max(len(click.unstyle(row[at])) for row in rows) for at in range(6)))
+        rows[1:] = [[*row[:6], line(row[6], room)] for row in rows[1:]]
     click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
     if len(names) > len(runs):
         click.echo(dim(f"and {len(names) - len(runs):,} older ones: --all shows them"), err=True)
     return 0
+
+
+def _reward(run: "RunSummary") -> str:
+    if run.mean_reward is None:
+        return ""
+    return f"{run.mean_reward:.4g}" if run.status == "finished" else f"{run.mean_reward:.4g} so far"

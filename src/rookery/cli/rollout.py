@@ -1,6 +1,7 @@
 """One rollout on the terminal: how it ended, its transcript turn by turn, tokens, timings, attempts, failure."""
 
 import struct
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,8 +12,10 @@ from rookery.core import Attempt, Completed, Failed, JournalError, Message, Roll
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader
+    from rookery.journal.schema import Event
 
 MAX_TEXT = 6_000
+MAX_EVENTS = 50
 _COLOURS = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -27,6 +30,7 @@ def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: b
         lines += ["", click.style(f"its turns cannot be read: {line(str(error), 300)}", fg="red")]
     for turn in turns:
         lines += ["", *_turn(turn, limit, tokens=tokens)]
+    lines += _log(reader.events_of(record.id), full=full)
     lines += _attempts(reader.attempts(record.id), record)
     if isinstance(record.outcome, Failed):
         lines += ["", *_failure(record.outcome)]
@@ -156,6 +160,33 @@ def _attempts(attempts: list[Attempt], record: Rollout) -> list[str]:
         + dim(f"  the turns are those of {record.attempts[-1].id}" if record.attempts else ""),
         *table(rows, indent="  "),
     ]
+
+
+def event_words(event: "Event", limit: int) -> str:
+    """Return an event's message and its other fields, in one line."""
+    payload = dict(event.payload)
+    message = str(payload.pop("message", payload.pop("detail", "")))
+    fields = {name: value for name, value in payload.items() if name not in ("attempt", "runner")}
+    return line(f"{message}  {_json(fields)}" if fields else message, limit)
+
+
+def _log(events: "list[Event]", *, full: bool) -> list[str]:
+    """Return what the environment logged, and what else happened to the rollout's attempts."""
+    if not events:
+        return []
+    shown = events if full else events[:MAX_EVENTS]
+    rows = [
+        [
+            time.strftime("%H:%M:%S", time.localtime(event.ts)),
+            line(str(event.payload.get("attempt", "")), 40),
+            click.style(line(event.kind, 40), fg="yellow" if event.kind == "log.warning" else None),
+            event_words(event, 10_000 if full else 200),
+        ]
+        for event in shown
+    ]
+    left = len(events) - len(shown)
+    more = [dim(f"  {plural(left, 'more event')}: --full shows all")] if left else []
+    return ["", bold("events"), *table(rows, indent="  "), *more]
 
 
 def _failure(outcome: Failed) -> list[str]:

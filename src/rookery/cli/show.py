@@ -63,26 +63,25 @@ def show(name: str, rollout: str | None, root: str | None, json: bool, **values:
 
 def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
     from rookery.cli.stats import facts
-    from rookery.cli.summary import next_lines, read_summary, summary_lines
+    from rookery.cli.summary import next_lines, read_summary, settings_lines, summary_lines
     from rookery.cli.text import bold, dim, program, quoted
 
+    if values["label"]:
+        _check_label(reader, values["label"])
     chosen = _chosen(reader, group, values)
     start = (values["page"] - 1) * values["count"]
     found = list(islice(chosen, start, start + values["count"] + 1))
     page, more = found[: values["count"]], len(found) > values["count"]
     filtered = group is not None or any(values[name] for name in ("failed", "label", "task"))
     summary = read_summary(reader)
+    if not page and (filtered or start):
+        raise _nothing_there(reader, group, values)
     if json:
         rollouts = [facts(record) for record in page]
         click.echo(msgspec.json.encode({**summary.plain(), "page": values["page"], "rollouts_shown": rollouts}))
         return 0
-    lines = [] if filtered else [*summary_lines(summary), ""]
-    if page:
-        lines += _listed(page)
-    elif filtered:
-        raise UsageError(f"no rollout of {reader.folder.name} is like that")
-    else:
-        lines.append("no rollouts yet")
+    lines = [] if filtered else [*summary_lines(summary), *settings_lines(summary), ""]
+    lines += _listed(page) if page else ["no rollouts yet"]
     click.echo("\n".join(lines))
     if more:
         click.echo(dim(f"more with --page {values['page'] + 1}"), err=True)
@@ -93,6 +92,31 @@ def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, 
             f"\n{dim('one of them:')} {bold(f'{program()} show {quoted(reader.folder)} {page[0].id}')}", err=True
         )
     return 0
+
+
+def _check_label(reader: "RunReader", label: str) -> None:
+    labels = reader.labels()
+    if label not in labels:
+        from rookery.cli.config import suggestion
+
+        known = f"its labels are {', '.join(labels)}" if labels else "it has no rollouts yet"
+        near = suggestion(label, labels)
+        raise UsageError(f"no rollout of {reader.folder.name} has the label {label!r}{near or f'; {known}'}")
+
+
+def _nothing_there(reader: "RunReader", group: str | None, values: dict[str, Any]) -> UsageError:
+    """Say why a page is empty: it is beyond the last one, or no rollout matches."""
+    run = reader.folder.name
+    matching = sum(1 for _ in _chosen(reader, group, values))
+    if matching:
+        pages = -(-matching // values["count"])
+        what = f"{matching:,} rollout{'s' if matching > 1 else ''} on {pages:,} page{'s' if pages > 1 else ''}"
+        return UsageError(f"there is no page {values['page']:,} of {run}: it has {what} of {values['count']}")
+    wanted = [f"of group {group}"] if group is not None else []
+    wanted += [f"of task {values['task']!r}"] if values["task"] else []
+    wanted += [f"with the label {values['label']!r}"] if values["label"] else []
+    wanted += ["that failed"] if values["failed"] else []
+    return UsageError(f"{run} has no rollouts {' and '.join(wanted) or 'yet'}")
 
 
 def _chosen(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "Iterator[Rollout]":
@@ -139,6 +163,7 @@ def _cells(record: "Rollout") -> list[str]:
 
 
 def _follow(reader: "RunReader", json: bool) -> int:
+    from rookery.cli.rollout import event_words
     from rookery.cli.stats import facts
     from rookery.cli.text import dim, line
     from rookery.core import Rollout
@@ -153,9 +178,9 @@ def _follow(reader: "RunReader", json: bool) -> int:
             click.echo(
                 msgspec.json.encode({"event": "event", "ts": item.ts, "kind": item.kind, "data": item.payload})
             )
-        elif not item.kind.startswith("log."):
-            about = str(item.payload.get("detail") or item.payload.get("status") or "")
-            click.echo(dim(f"{item.kind}  {line(about, 160)}".rstrip()))
+        else:
+            who = line(str(item.payload.get("attempt", "")), 40)
+            click.echo(dim("  ".join(part for part in (item.kind, who, event_words(item, 160)) if part)))
     return 0
 
 
@@ -174,7 +199,8 @@ def _one(reader: "RunReader", rollout: str, json: bool, *, tokens: bool, full: b
     if json:
         from rookery.journal.export import row
 
-        click.echo(msgspec.json.encode(row(reader, record, tokens=tokens)))
+        events = [{"ts": one.ts, "kind": one.kind, "data": one.payload} for one in reader.events_of(record.id)]
+        click.echo(msgspec.json.encode({**row(reader, record, tokens=tokens), "events": events}))
     else:
         print_rollout(reader, record, tokens=tokens, full=full)
     return 0

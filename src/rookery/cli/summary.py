@@ -7,6 +7,7 @@
 - It ends with what to do next.
 """
 
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from rookery.cli.settings import flat_settings
 from rookery.cli.stats import Stats
 from rookery.cli.text import bold, columns, dim, duration, line, plural, program, quoted, rate, status_word, table
 from rookery.core import cause_of
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 MAX_CAUSES = 8
 BIASED = "a biased sample: short rollouts finish first"
 LEVELS_A_LINE = 6
+MAX_SETTINGS = 2_000
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class Summary(msgspec.Struct, kw_only=True):
     groups: int = 0
     solved: int = 0
     """Groups with at least one reward of 1."""
+    settings: dict[str, Any] = {}
+    """The configuration that the run was started with."""
 
     @property
     def left(self) -> int:
@@ -70,6 +75,7 @@ class Summary(msgspec.Struct, kw_only=True):
             "environment": self.environment,
             "model": self.model,
             "created": self.created,
+            "settings": self.settings,
             "tasks": self.tasks,
             "quarantined": self.quarantined,
             "planned": self.planned,
@@ -121,8 +127,9 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
     for row in reader.task_rows():
         tasks += 1
         quarantined += row.status == "quarantined"
+    settings = reader.config()
     if k is None:
-        k = int(reader.config().get("stream", {}).get("k", 0) or 0)
+        k = int(settings.get("stream", {}).get("k", 0) or 0)
     planned = tasks * k if k else sum(row.k for row in reader.groups())
     return Summary(
         path=reader.folder,
@@ -136,6 +143,7 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
         stats=stats,
         groups=groups,
         solved=solved,
+        settings=settings,
     )
 
 
@@ -159,6 +167,15 @@ def summary_lines(summary: Summary, session: Session | None = None) -> list[str]
     head = f"{title}  {status_word(summary.status)}"
     body = table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  ")
     return [head, *body]
+
+
+def settings_lines(summary: Summary) -> list[str]:
+    """Return the run's settings, wrapped to the width of the terminal."""
+    words = [f"{name}={value}" for name, value in flat_settings(summary.settings).items()]
+    if not words:
+        return []
+    lines = textwrap.wrap(line("  ".join(words), MAX_SETTINGS), max(40, columns() - 15), break_on_hyphens=False)
+    return [f"  {dim('settings' if not at else '        ')}   {one}" for at, one in enumerate(lines)]
 
 
 def _indent(rows: list[list[str]]) -> int:

@@ -87,8 +87,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def rollout_place(rollout_id: str) -> tuple[int, int] | None:
-    """Group and member of a rollout's id; None for what is no such id."""
-    group, _, member = rollout_id.partition(".")
+    """Return group and member of a rollout's ID such as `12.3`, or `r12.3` as exports write it; else None."""
+    group, _, member = rollout_id.removeprefix("r").partition(".")
     return (int(group), int(member)) if group.isdecimal() and member.isdecimal() else None
 
 

@@ -1,13 +1,14 @@
-"""A run as JSONL or Parquet, for other programs.
+"""Export a run as JSONL, CSV or Parquet, for other programs.
 
-Promises:
-- one object for each record, all of one shape, by group and member;
-- JSONL and Parquet say the same;
-- memory is bounded by a page of records, whatever the run's size;
-- a file appears under its name when it is whole: an interrupted export leaves no half file there;
-- a record whose tokens cannot be read is exported with the reason, and does not stop the others.
+- There is one row per record, all of one shape, ordered by group and member.
+- All formats hold the same data. In CSV and Parquet, columns whose shape varies are JSON text.
+- Rollout IDs never look like a number (`r0.10`), so that a program that guesses types does not read 0.1.
+- Memory is bounded by a page of records, whatever the size of the run.
+- A file appears under its name when it is complete: an interrupted export leaves no partial file there.
+- A record whose tokens cannot be read is exported with the reason, and does not stop the others.
 """
 
+import csv
 import os
 import secrets
 import struct
@@ -20,12 +21,14 @@ from typing import IO, Any, Literal, TextIO
 
 import msgspec
 
-from rookery.core import Extra, JournalError, Outcome, Rollout, Segment, UsageError, label
+from rookery.core import Extra, JournalError, Outcome, Rollout, Segment, Task, UsageError, label
 from rookery.journal.reader import RunReader
 
 Progress = Callable[[int], None]
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
+MAX_TASK_VALUE = 64 << 10
+"""Bytes of JSON of one value of a task's data. A larger one is replaced by its size: it would be in k rows."""
 
 _json = msgspec.json.Encoder()
 
@@ -38,13 +41,48 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]:
-    """One plain object for each record."""
+    """Yield one plain object per record."""
+    run = run_facts(reader)
+    group, task = -1, _task_facts(None)
     for record in reader.each():
-        yield row(reader, record, tokens=tokens)
+        if record.group != group:
+            group, task = record.group, _task_facts(reader.task_of(record.group))
+        yield _row(reader, record, task, run, tokens=tokens)
 
 
 def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str, Any]:
-    """The record as plain data, its transcript included, its segments when asked for."""
+    """Return the record as plain data, with its transcript, and with its segments if `tokens`."""
+    return _row(reader, record, _task_facts(reader.task_of(record.group)), run_facts(reader), tokens=tokens)
+
+
+def run_facts(reader: RunReader) -> dict[str, Any]:
+    """Return the run's name, status and settings, which every row repeats: rows of several runs can be mixed."""
+    meta = reader.meta()
+    return {
+        "name": reader.folder.resolve().name,
+        "status": reader.status,
+        "environment": meta.get("env", ""),
+        "model": meta.get("model", ""),
+        "created": float(meta.get("created", 0.0)),
+        "settings": reader.config(),
+    }
+
+
+def _task_facts(task: Task | None) -> dict[str, Any]:
+    if task is None:
+        return {"answer": None, "task_data": {}}
+    data = {name: _bounded(msgspec.to_builtins(value, str_keys=True)) for name, value in task.data.items()}
+    return {"answer": data.get("answer"), "task_data": data}
+
+
+def _bounded(value: Any) -> Any:
+    size = len(_json.encode(value))
+    return value if size <= MAX_TASK_VALUE else {"left_out_bytes": size}
+
+
+def _row(
+    reader: RunReader, record: Rollout, task: dict[str, Any], run: dict[str, Any], *, tokens: bool
+) -> dict[str, Any]:
     from rookery.trajectories import segments, transcript
 
     messages: list[Any] = []
@@ -58,10 +96,11 @@ def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str
     except (JournalError, ValueError) as error:
         messages, parts, damage = [], [], str(error)
     found: dict[str, Any] = {
-        "id": record.id,
+        "id": f"r{record.id}",
         "group": record.group,
         "member": record.member,
         "task": record.task,
+        **task,
         "seed": record.seed,
         "label": label(record.outcome),
         "outcome": _outcome(record.outcome),
@@ -77,6 +116,7 @@ def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str
             for attempt in record.attempts
         ],
         "damage": damage,
+        "run": run,
     }
     if tokens:
         found["segments"] = parts
@@ -130,6 +170,35 @@ def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progre
     return Exported(done, damaged)
 
 
+def export_csv(
+    reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
+) -> Exported:
+    """Write one line per record under a line of column names. What is neither text nor number is JSON text."""
+    if isinstance(out, Path):
+        with _whole_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
+            return _write_csv(reader, file, tokens, progress)
+    return _write_csv(reader, out, tokens, progress)
+
+
+def _write_csv(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
+    done = damaged = 0
+    writer = csv.DictWriter(out, [*COLUMNS, *(("segments",) if tokens else ())], lineterminator="\n")
+    writer.writeheader()
+    for one in rows(reader, tokens=tokens):
+        writer.writerow({name: _cell(value) for name, value in one.items()})
+        done += 1
+        damaged += one["damage"] is not None
+        if progress is not None:
+            progress(done)
+    return Exported(done, damaged)
+
+
+def _cell(value: Any) -> str | int | float:
+    if value is None:
+        return ""
+    return value if isinstance(value, str | int | float) else _json.encode(value).decode()
+
+
 def export_parquet(
     reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
@@ -167,7 +236,11 @@ def export_parquet(
     return Exported(done, damaged)
 
 
-_AS_JSON = ("outcome", "info", "messages", "attempts")
+_AS_JSON = ("answer", "task_data", "outcome", "info", "messages", "attempts", "run")
+COLUMNS = (
+    *("id", "group", "member", "task", "answer", "task_data", "seed", "label", "outcome", "reward", "rewards"),
+    *("metrics", "info", "messages", "usage", "timing", "attempts", "damage", "run"),
+)
 
 
 def _columns(one: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +271,8 @@ def _schema(pa: Any, tokens: bool) -> Any:
         "group": count,
         "member": count,
         "task": text,
+        "answer": text,
+        "task_data": text,
         "seed": count,
         "label": text,
         "outcome": text,
@@ -210,6 +285,7 @@ def _schema(pa: Any, tokens: bool) -> Any:
         "timing": pa.struct([(name, real) for name in stages]),
         "attempts": text,
         "damage": text,
+        "run": text,
     }
     if tokens:
         span = pa.struct([("start", count), ("end", count), ("version", count)])
@@ -243,7 +319,26 @@ def _whole_file(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-Kind = Literal["jsonl", "parquet"]
+Kind = Literal["jsonl", "csv", "parquet"]
+_KINDS: dict[str, Kind] = {
+    "": "jsonl",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+
+
+def kind_of(path: Path) -> Kind:
+    """Return the format that a file's name says. Raises `UsageError` if that is none of ours."""
+    kind = _KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise UsageError(
+            f"{path.name} names no format that a run is exported in: end it in .jsonl, .csv or .parquet, "
+            "or say which with --format"
+        )
+    return kind
 
 
 def export(
@@ -254,8 +349,6 @@ def export(
     tokens: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Export to a file, in the format its name says unless `kind` does."""
-    if kind is None:
-        kind = "parquet" if path.suffix in (".parquet", ".pq") else "jsonl"
-    write = export_parquet if kind == "parquet" else export_jsonl
+    """Export to a file, in the format that its name says unless `kind` does."""
+    write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or kind_of(path)]
     return write(reader, path, tokens=tokens, progress=progress)

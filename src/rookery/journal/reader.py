@@ -78,6 +78,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, int] = {}
     rollouts: int = 0
     mean_reward: float | None = None
+    settings: dict[str, Any] = {}
+    """The configuration that the run was started with."""
     detail: str = ""
 
 
@@ -144,6 +146,7 @@ class RunReader(Closing):
             labels=totals.labels,
             rollouts=sum(totals.labels.values()),
             mean_reward=totals.reward / totals.valid if totals.valid else None,
+            settings=self.config(),
         )
 
     def rollouts(self, offset: int = 0, limit: int = 100, label: str | None = None) -> list[Rollout]:
@@ -171,6 +174,26 @@ class RunReader(Closing):
             return None
         rows = self._all("SELECT record FROM rollouts WHERE group_idx = ? AND member = ?", *place)
         return _rollout(rows[0][0]) if rows else None
+
+    def task_of(self, group: int) -> Task | None:
+        """Return the task of a group."""
+        query = "SELECT tasks.payload FROM groups JOIN tasks ON tasks.idx = groups.task_idx WHERE groups.idx = ?"
+        rows = self._all(query, group)
+        return _task(rows[0][0]) if rows else None
+
+    def events_of(self, rollout_id: str, *, limit: int = 1000) -> list[Event]:
+        """Return up to `limit` events of a rollout's attempts, such as what its environment logged."""
+        rows = self._all(
+            "SELECT seq, ts, kind, payload FROM events "
+            "WHERE json_extract(payload, '$.attempt') GLOB ? ORDER BY seq LIMIT ?",
+            f"{rollout_id}.*",
+            limit,
+        )
+        return [Event(seq, ts, kind, msgspec.json.decode(payload)) for seq, ts, kind, payload in rows]
+
+    def labels(self) -> list[str]:
+        """Return the labels that rollouts of this run have, in order."""
+        return [row[0] for row in self._all("SELECT DISTINCT label FROM rollouts ORDER BY label")]
 
     def turns(self, rollout: Rollout) -> list[Turn]:
         """The turns of the rollout's last attempt, verified against their checksums."""
