@@ -392,3 +392,10 @@ async def test_an_ended_attempt_is_freed_at_once_and_not_by_the_collector(
         assert [thing for thing in found if thing not in before] == []
     finally:
         gc.enable()
+
+
+async def test_a_limit_of_the_run_wins_over_the_tasks(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [{**row(run="spend-turns"), "limits": {"turns": 5}}, row(run="spend-turns")]
+    groups = await gather(model, tmp_path, tasks, limits=Limits(turns=2))
+    assert [group.rollouts[0].usage.turns for group in groups] == [2, 2]
+    assert [label(group.rollouts[0].outcome) for group in groups] == ["truncated.turns"] * 2

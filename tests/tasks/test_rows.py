@@ -153,6 +153,7 @@ def test_task_data_that_is_no_folder_is_refused(tmp_path):
         ({"workdir": "/logs/x"}, "workdir"),
         ({"env": {"A": None}}, "env.A"),
         ({"timeout": "x"}, "steps[0].timeout"),
+        ({"timeout": 0}, "steps[0].timeout"),
         ({"verifier": {"mode": "other"}}, "steps[0].verifier"),
         ({"verifier": {"odd": 1}}, "steps[0].verifier.odd"),
         ({"memory": -1}, "memory"),

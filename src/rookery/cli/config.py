@@ -304,7 +304,9 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     if not values["env"]:
         raise UsageError("name an environment: rookery run ENV, with ENV a name, module:attr or file.py")
     limits: Limits = _struct(ctx, "limits", Limits)
-    limits = Limits(turns=values["limit_turns"], tokens=values["limit_tokens"]).over(limits)
+    limits = Limits(
+        turns=values["limit_turns"], tokens=values["limit_tokens"], test_timeout=values["test_timeout"]
+    ).over(limits)
     sampling: Sampling = Sampling(
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
     ).over(_struct(ctx, "sampling", Sampling))

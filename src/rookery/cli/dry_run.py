@@ -218,13 +218,14 @@ def _sampling(ctx: click.Context, config: "EngineConfig", environment: "Environm
 
 
 def _limits(ctx: click.Context, config: "EngineConfig", environment: "Environment") -> list[Value]:
-    """As every rollout gets them, unless its own task says otherwise."""
+    """List the limits of every rollout. A task's own limits replace those that the run does not say."""
     rows = []
     limits = config.limits.over(environment.limits.over(DEFAULT_LIMITS))
     for name, value in msgspec.to_builtins(limits).items():
         where = "default"
-        if ctx.params.get(f"limit_{name}") is not None:
-            where = origin(ctx, f"limit_{name}")
+        option = name if name == "test_timeout" else f"limit_{name}"
+        if ctx.params.get(option) is not None:
+            where = origin(ctx, option)
         elif name in part(ctx, "limits"):
             where = _file(ctx)
         elif getattr(environment.limits, name) is not None:

@@ -257,6 +257,13 @@ _OPTIONS = (
         help="Tokens a rollout may sample.",
     ),
     _option(
+        "--test-timeout",
+        metavar="SECONDS",
+        type=Number(float, 0, above=True),
+        env="TEST_TIMEOUT",
+        help="One run of a task's tests; wins over what tasks say.",
+    ),
+    _option(
         "--max-tokens",
         metavar="N",
         type=Number(int, 1),

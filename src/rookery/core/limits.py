@@ -6,7 +6,8 @@ import msgspec
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Seconds for stages, counts for the policy. None: not said here, the next one down the line decides.
 
-    A task's limits go over the run's, which go over its environment's, which go over the defaults.
+    What the run says explicitly wins over what a task says, that over its environment's limits, and those over the
+    defaults.
     """
 
     turns: int | None = None
@@ -23,6 +24,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     teardown: float | None = None
     call: float | None = None
     """One tool call."""
+    test_timeout: float | None = None
+    """One run of a task's tests, where an environment grades by tests (`swe` and `agent`)."""
     model_call: float | None = None
     """One model call, without the waiting for a place."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from rookery.core import DEFAULT_LIMITS, CancelledReason, JournalError, RookeryError
+from rookery.core import CancelledReason, JournalError, RookeryError
 from rookery.core.errors import describe
 from rookery.engine.boxes import Boxes
 from rookery.engine.live import Live
@@ -56,7 +56,6 @@ class Executor:
             for stage in ("setup", "run", "score", "teardown")
             if inspect.iscoroutinefunction(getattr(environment, stage))
         }
-        self.limits = settings.limits.over(environment.limits.over(DEFAULT_LIMITS))
         self.send = send
         self.logger = logging.getLogger("rookery.attempts")
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)

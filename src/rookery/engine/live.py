@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rookery.core import (
+    DEFAULT_LIMITS,
     SCORED,
     Cancelled,
     CancelledReason,
@@ -79,6 +80,7 @@ class Live:
         "_expired",
         "_extents",
         "_hung_on_others",
+        "_limits_error",
         "_loop",
         "_loose",
         "_result",
@@ -99,7 +101,13 @@ class Live:
     def __init__(self, executor: "Executor", start: Start) -> None:
         self.executor = executor
         self.start = start
-        self.limits = start.task.limits.over(executor.limits)
+        self._limits_error: Exception | None = None
+        env, said = executor.environment, executor.settings.limits
+        try:
+            self.limits = env.limits_for(start.task, said).over(DEFAULT_LIMITS)
+        except Exception as error:  # noqa: BLE001  (an environment's own code: it ends this rollout alone)
+            self._limits_error = error
+            self.limits = said.over(DEFAULT_LIMITS)
         self.stage: Stage = "queue"
         self.cancelled: CancelledReason | None = None
         self.ended = False
@@ -209,6 +217,8 @@ class Live:
     def _described(self) -> BaseException | None:
         """What its sandbox is to be: with the task's and the environment's words, which may be wrong."""
         self.stage = "setup"
+        if self._limits_error is not None:
+            return self._limits_error
         try:
             self.ctx.spec = self.executor.boxes.spec_for(self.start.task)
         except BaseException as error:  # noqa: BLE001  (as in any stage: it ends this rollout alone)

@@ -62,6 +62,13 @@ class Environment:
         """The built-in taskset, for runs that name none."""
         raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")
 
+    def limits_for(self, task: Task, run: Limits) -> Limits:
+        """Return the limits of a rollout: what the run says explicitly, then the task, then the environment.
+
+        It depends on nothing but its arguments and is quick. What it raises ends the attempts in their setup.
+        """
+        return run.over(task.limits.over(self.limits))
+
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:  # noqa: ARG002
         """What `ctx.sandbox()` makes for a task, out of what the run gives; here just that.
 

@@ -29,19 +29,31 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rookery.core import Message, Task
+from rookery.core.limits import NO_LIMITS
 from rookery.tasks.cache import Cache
 from rookery.tasks.folders import MAX_TEXT, env_of, image_of, workdir_of
 from rookery.tasks.links import read_inside, resolve_link
 from rookery.tasks.parts import DOCKERFILE, pieces
 from rookery.tasks.report import Notes
 from rookery.tasks.rows import Invalid, checked_path, limits_of, prompt_of
-from rookery.tasks.sidecars import STEP_FIELDS, TASK_FIELDS, merged
+from rookery.tasks.sidecars import STEP_FIELDS, TASK_FIELDS, TEST_TIMEOUT_KEY, merged
 from rookery.tasks.swe import KEY, SOLUTION, TESTS, WORKSPACE, Part, SweStep, SweTask, swe_task, task_of
 
 FORMAT: Final = "rows"
 _STEP: Final = ("instruction", "files", "setup", "tests", "solution")
 _OWN: Final = frozenset(
-    {"id", "prompt", "messages", "image", "dockerfile", "steps", *_STEP, *STEP_FIELDS, *TASK_FIELDS}
+    {
+        "id",
+        "prompt",
+        "messages",
+        "image",
+        "dockerfile",
+        "steps",
+        TEST_TIMEOUT_KEY,
+        *_STEP,
+        *STEP_FIELDS,
+        *TASK_FIELDS,
+    }
 )
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -114,7 +126,9 @@ class BoxRows:
             if found is None:
                 return None
             made = msgspec.structs.replace(swe_task(found), id=name)
-            said = {key: row[key] for key in TASK_FIELDS if key in row}
+            said = {key: row[key] for key in (*TASK_FIELDS, TEST_TIMEOUT_KEY) if key in row}
+            if TEST_TIMEOUT_KEY in config:
+                said.setdefault(TEST_TIMEOUT_KEY, config[TEST_TIMEOUT_KEY])
             if said:
                 made = merged(made, said, "", notes)
         else:
@@ -125,18 +139,20 @@ class BoxRows:
             made = msgspec.structs.replace(made, image=image_of(image, "image", notes))
         if prompt and made.steps[0].instruction not in "\n".join(message.text for message in prompt):
             prompt = (*prompt, Message("user", made.steps[0].instruction))
-        task = task_of(made, prompt)
         if isinstance(data := others.pop("data", {}), dict):
             others = {**data, **others}
         else:
             notes.wrong("data", "it must be an object")
-        limits = task.limits
-        if (said := others.pop("limits", None)) is not None:
+        limits = NO_LIMITS
+        if (given := others.pop("limits", None)) is not None:
             try:
-                limits = limits_of(said).over(limits)
+                limits = limits_of(given)
             except Invalid as problem:
                 notes.wrong("limits", str(problem))
-        return msgspec.structs.replace(task, data={**others, **task.data}, limits=limits)
+        if notes.broken:  # no limits follow from values that were refused
+            return None
+        task = task_of(made, prompt)
+        return msgspec.structs.replace(task, data={**others, **task.data}, limits=limits.over(task.limits))
 
     def _inline(self, row: dict[str, Any], name: str, notes: Notes) -> SweTask | None:
         tables = row.get("steps")
@@ -165,9 +181,13 @@ class BoxRows:
             env=env_of(row.get("env"), "env", notes),
         )
         said: dict[str, Any] = {
-            key: row[key] for key in TASK_FIELDS if key in row and key not in ("workdir", "env")
+            key: row[key]
+            for key in (*TASK_FIELDS, TEST_TIMEOUT_KEY)
+            if key in row and key not in ("workdir", "env")
         }
-        said["steps"] = [{key: one[key] for key in STEP_FIELDS if key in one} for one in tables]
+        said["steps"] = [
+            {key: one[key] for key in (*STEP_FIELDS, TEST_TIMEOUT_KEY) if key in one} for one in tables
+        ]
         task = merged(task, said, "", notes)
         if not notes.broken:
             self._makers[place.name] = writing.write

@@ -18,6 +18,8 @@ TASK_FIELDS: Final = (
     "workdir", "artifacts", "env", "user", "memory", "cpus", "disk", "gpus", "network", "allow", "mcp", "rewards",
     "build", "metadata",
 )  # fmt: skip
+TEST_TIMEOUT_KEY: Final = "test_timeout"
+"""Of a task or a step: seconds for one run of its tests, unless the step's `verifier.timeout` says it."""
 STEP_FIELDS: Final = ("name", "solve", "solve_env", "timeout", "verifier", "enough", "enough_parts")
 
 
@@ -56,7 +58,7 @@ def merged(task: SweTask, said: object, field: str, notes: Notes) -> SweTask:
         return task
     at = f"{field}." if field else ""
     known = {name: value for name, value in said.items() if name in TASK_FIELDS}
-    for name in said.keys() - {*TASK_FIELDS, "steps"}:
+    for name in said.keys() - {*TASK_FIELDS, "steps", TEST_TIMEOUT_KEY}:
         notes.wrong(f"{at}{str(name)[:80]}", "it is not known")
     steps = said.get("steps", [])
     if not isinstance(steps, list) or len(steps) > len(task.steps):
@@ -69,9 +71,19 @@ def merged(task: SweTask, said: object, field: str, notes: Notes) -> SweTask:
         if not isinstance(more, dict):
             notes.wrong(where, "it must be an object")
             continue
-        for name in more.keys() - set(STEP_FIELDS):
+        for name in more.keys() - {*STEP_FIELDS, TEST_TIMEOUT_KEY}:
             notes.wrong(f"{where}.{str(name)[:80]}", "it is not known")
-        made.append(_put(step, {name: more[name] for name in STEP_FIELDS if name in more}, where, notes))
+        put = _put(step, {name: more[name] for name in STEP_FIELDS if name in more}, where, notes)
+        own = TEST_TIMEOUT_KEY in more
+        seconds = folders.number_of(
+            more.get(TEST_TIMEOUT_KEY) if own else said.get(TEST_TIMEOUT_KEY),
+            f"{where}.{TEST_TIMEOUT_KEY}" if own else f"{at}{TEST_TIMEOUT_KEY}",
+            notes,
+        )
+        verifier = more.get("verifier")
+        if seconds is not None and not (isinstance(verifier, dict) and "timeout" in verifier):
+            put = msgspec.structs.replace(put, verifier=msgspec.structs.replace(put.verifier, timeout=seconds))
+        made.append(put)
     whole: SweTask = _put(msgspec.structs.replace(task, steps=tuple(made) or task.steps), known, field, notes)
     checked(whole, at, notes)
     return whole

@@ -28,6 +28,10 @@ GradeMode: TypeAlias = Literal["fresh", "shared"]
 """`fresh`: the tests run in another box, over what the agent changed. `shared`: in the agent's own."""
 
 
+TEST_TIMEOUT = 600.0
+"""Seconds for one run of the tests where neither run nor task nor environment says it."""
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file or folder of this machine, and where it goes in the box."""
 
@@ -41,7 +45,8 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     script: str = "test.sh"
     """Below the tests."""
     mode: GradeMode = "fresh"
-    timeout: float = 600.0
+    timeout: float = TEST_TIMEOUT
+    """Seconds for one run of the script."""
     env: dict[str, str] = {}
     user: str | None = None
     services: bool = False
@@ -117,25 +122,67 @@ SETUP_ROOM = 300.0
 
 def task_of(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
     """The task that an engine runs. `prompt`: instead of the first step's instruction."""
+    return Task(
+        id=task.id,
+        prompt=prompt or (Message("user", task.steps[0].instruction),),
+        image=task.image,
+        limits=limits_of(task),
+        data={KEY: msgspec.to_builtins(task)},
+    )
+
+
+def limits_of(task: SweTask) -> Limits:
+    """Return the limits that follow from a task's own timeouts."""
     steps = task.steps
     run = None
     if all(step.timeout is not None for step in steps):
         # All but the last are graded while the rollout runs.
         graded = sum(step.verifier.timeout + SCORE_ROOM for step in steps[:-1])
         run = sum(step.timeout or 0.0 for step in steps) + graded
-    limits = Limits(
+    return Limits(
         run=run,
         # Twice: a grader that fails on a submission is run once more.
         score=2 * steps[-1].verifier.timeout + SCORE_ROOM,
         setup=task.build + SETUP_ROOM if task.build is not None else None,
     )
-    return Task(
-        id=task.id,
-        prompt=prompt or (Message("user", steps[0].instruction),),
-        image=task.image,
-        limits=limits,
-        data={KEY: msgspec.to_builtins(task)},
-    )
+
+
+def with_test_timeout(task: SweTask, run: float | None, default: float | None) -> SweTask:
+    """Return the task with the seconds that each run of its tests has in a rollout.
+
+    What the run says wins over what the task says. `default`: for tests whose own timeout is `TEST_TIMEOUT`, the
+    timeout of a task that says nothing.
+    """
+
+    def timed(step: SweStep) -> SweStep:
+        own = step.verifier.timeout
+        seconds = run or (default if default is not None and own == TEST_TIMEOUT else own)
+        return msgspec.structs.replace(step, verifier=msgspec.structs.replace(step.verifier, timeout=seconds))
+
+    if run is None and default is None:
+        return task
+    return msgspec.structs.replace(task, steps=tuple(timed(step) for step in task.steps))
+
+
+def limits_with_test_timeout(task: Task, said: Limits, run: Limits, default: float | None) -> Limits:
+    """Return the limits `said` of a rollout, with stages that are long enough for tests with other timeouts.
+
+    Only limits that follow from the task's timeouts are changed. What the run or a row says explicitly stays.
+    """
+    try:
+        described = swe_task(task)
+    except TaskError:  # the setup of its attempts says so
+        return said
+    timed = with_test_timeout(described, said.test_timeout, default)
+    if timed is described or not described.steps:
+        return said
+    before, after = limits_of(described), limits_of(timed)
+    changed = {
+        name: getattr(after, name)
+        for name in ("run", "score")
+        if getattr(run, name) is None and getattr(task.limits, name) == getattr(before, name) is not None
+    }
+    return msgspec.structs.replace(said, **changed)
 
 
 def swe_task(task: Task) -> SweTask:

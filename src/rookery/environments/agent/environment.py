@@ -9,7 +9,17 @@ from typing import Any, ClassVar, Final
 
 from msgspec.structs import replace
 
-from rookery.core import Limits, Mount, RookeryError, SandboxError, SandboxSpec, TaskError, Truncation, UsageError
+from rookery.core import (
+    Limits,
+    Mount,
+    RookeryError,
+    SandboxError,
+    SandboxSpec,
+    Task,
+    TaskError,
+    Truncation,
+    UsageError,
+)
 from rookery.core.errors import boundary, describe
 from rookery.environments.agent import kinds
 from rookery.environments.agent.boxes import AGENT, HOME, Boxes, fed, read_file
@@ -27,7 +37,7 @@ from rookery.gateway.door import Door
 from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import Forms
-from rookery.tasks.swe import SweTask, swe_task
+from rookery.tasks.swe import KEY, SweTask, limits_with_test_timeout, swe_task, with_test_timeout
 
 MAX_ARGUMENT: Final = 120_000
 """Bytes of one argument of a program; the kernel's own limit is a little above."""
@@ -63,6 +73,7 @@ class AgentEnvironment(Environment):
         instructions: bool = True,
         partial: bool = False,
         max_log: int = 16_384,
+        test_timeout: float | None = None,
     ) -> None:
         self.launcher = find_launcher(launcher)
         self.script = _script(self.launcher, script)
@@ -73,13 +84,16 @@ class AgentEnvironment(Environment):
         if not model:
             raise UsageError("model must be a name: that of the model, or policy")
         self.model = model
-        for name, value, least in (("timeout", timeout, 0.0), ("grace", grace, -1.0)):
+        given = (("timeout", timeout, 0.0), ("test_timeout", test_timeout, 0.0), ("grace", grace, -1.0))
+        for name, value, least in given:
             if value is not None and not least < value < math.inf:
                 raise UsageError(f"{name} must be a finite number of seconds, not {value!r:.80}")
         if max_log < 64:
             raise UsageError(f"max_log must be at least 64 bytes, not {max_log!r}")
         self.timeout = timeout
         """Seconds for the agent; None: what the run's stage has, or what a step of its task says."""
+        self.test_timeout = test_timeout
+        """Seconds for one run of the tests of `swe` tasks that do not say it themselves."""
         self.grace = grace
         """Seconds that an agent with a spent budget gets to end by itself."""
         self.instructions = instructions
@@ -96,6 +110,11 @@ class AgentEnvironment(Environment):
     @property
     def needs_gateway(self) -> bool:
         return True
+
+    def limits_for(self, task: Task, run: Limits) -> Limits:
+        """Return the limits of a rollout, with stages that are long enough for the tests of a `swe` task."""
+        said = super().limits_for(task, run)
+        return limits_with_test_timeout(task, said, run, self.test_timeout) if KEY in task.data else said
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         """What cannot work in the run's sandboxes, in sentences; starts nothing."""
@@ -124,7 +143,10 @@ class AgentEnvironment(Environment):
     async def setup(self, ctx: Context) -> None:
         """The box, the agent in it, and all that it is started with. What fails here is never the policy's."""
         kind = ctx.state["kind"] = kinds.kind_of(ctx)
-        task = ctx.state["task"] = swe_task(ctx.task) if kind == "swe" else None
+        task = swe_task(ctx.task) if kind == "swe" else None
+        if task is not None:
+            task = with_test_timeout(task, ctx.limits.test_timeout, self.test_timeout)
+        ctx.state["task"] = task
         ctx.state["step"], ctx.state["grades"] = 0, []
         ctx.state["mcp"] = mcp_text(self.launcher, task, ctx.log) if task is not None else ""
         spec = ctx.spec if task is None else _box_of(task, ctx.spec)

@@ -36,7 +36,7 @@ from rookery.environments.swe.toolbox import toolbox
 from rookery.environments.tools import ANSWER, ToolEnvironment, _Ended
 from rookery.sandboxes.protocol import Shell
 from rookery.scoring.swe import Prepared, SweGrader, prepare, prepare_step
-from rookery.tasks.swe import SweStep, SweTask, swe_task
+from rookery.tasks.swe import SweStep, SweTask, limits_with_test_timeout, swe_task, with_test_timeout
 
 TaskNetwork: TypeAlias = Literal["task", "run"]
 PROMPT = (
@@ -74,6 +74,7 @@ class SweEnvironment(ToolEnvironment):
         network: TaskNetwork = "task",
         fresh_always: bool = False,
         graded_at_once: int | None = None,
+        test_timeout: float | None = None,
     ) -> None:
         names, own = _parted(tools)
         self.tooling = tooling_of(names, _config(tool_config))
@@ -94,6 +95,8 @@ class SweEnvironment(ToolEnvironment):
         self.fresh_always = fresh_always
         if graded_at_once is not None and graded_at_once < 1:
             raise UsageError(f"graded_at_once must be at least 1, not {graded_at_once!r}")
+        self.test_timeout = seconds_of("test_timeout", test_timeout)
+        """Seconds for one run of the tests of tasks that do not say it themselves."""
         self._gate = Gate(graded_at_once or max(2, cores()), name_of_run())
         self._outputs = _outputs(self.tooling)
         super().__init__(
@@ -113,6 +116,10 @@ class SweEnvironment(ToolEnvironment):
 
         return repairs()
 
+    def limits_for(self, task: Task, run: Limits) -> Limits:
+        """Return the limits of a rollout, with stages that are long enough for its tests."""
+        return limits_with_test_timeout(task, super().limits_for(task, run), run, self.test_timeout)
+
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
         """The box that a task asks for, over what the run says; pure."""
         return sandbox_for(swe_task(task), spec, network=self.network)
@@ -121,7 +128,7 @@ class SweEnvironment(ToolEnvironment):
 
     async def setup(self, ctx: Context) -> None:
         """The box as the task describes it, and its MCP servers. What fails here is never the policy's."""
-        task = swe_task(ctx.task)
+        task = with_test_timeout(swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
         if not task.steps:
             raise TaskError(f"task {ctx.task.id} has no steps")
         own = servers_of_task(task.id, task.mcp)
@@ -256,6 +263,15 @@ class SweEnvironment(ToolEnvironment):
         shell: Shell | None = ctx.state.pop(SHELL, None)
         if shell is not None:
             await ctx.working("sandbox", shell.close())
+
+
+def seconds_of(name: str, value: Any) -> float | None:
+    """Return a number of seconds that an environment was given; `UsageError` unless it is finite and above 0."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name} must be a finite number of seconds above 0, not {value!r:.80}")
+    return float(value)
 
 
 def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "task") -> SandboxSpec:
