@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rookery import Context, Engine
-from rookery.core import Completed, Failed, Group, Rollout, UsageError, label
+from rookery import Context, Engine, Limits
+from rookery.core import Completed, Failed, Group, Rollout, Truncated, UsageError, label
 from rookery.engine.retry import RetryPolicy
 from rookery.environments.code import CodeEnvironment
 from rookery.workers import Cell
@@ -55,6 +55,9 @@ def told(server: ModelServer) -> list[str]:
 
 
 pytestmark = pytest.mark.needs("mount")
+THREAD = "<code>import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()"
+"""After this there is no savepoint: the state of a Python with threads cannot be copied."""
+EXIT = "<code>import os; os._exit(1)"
 
 
 async def test_context_persists_across_turns_and_the_submission_is_graded(
@@ -193,10 +196,10 @@ async def test_an_answer_cut_at_its_token_limit_is_truncated_and_its_cell_does_n
 
 
 class Unlucky(CodeEnvironment):
-    """The worker of one member cannot be brought back, the first time."""
+    """The worker of one member is lost with its sandbox between two cells, in the first attempt."""
 
     async def cell(self, ctx: Context, code: str) -> Cell:
-        if ctx.attempt.endswith(".1.1"):
+        if ctx.attempt.endswith(".1.1") and "worker" in ctx.state:
             await (await ctx.sandbox()).close()
         return await super().cell(ctx, code)
 
@@ -204,7 +207,7 @@ class Unlucky(CodeEnvironment):
 async def test_a_worker_that_cannot_be_brought_back_is_infra_and_the_rest_of_the_group_is_unharmed(
     server: ModelServer, tmp_path: Path
 ) -> None:
-    server.default = lambda request: Answer(RIGHT if len(request.body["messages"]) > 2 else "<code>1 + 1")
+    server.default = lambda request: Answer(RIGHT if len(request.body["messages"]) > 4 else "<code>1 + 1")
     async with Engine(
         Unlucky(), policy=server.url, out=tmp_path / "runs", runners=0, sandbox="local", retry=QUICK
     ) as engine:
@@ -213,7 +216,28 @@ async def test_a_worker_that_cannot_be_brought_back_is_infra_and_the_rest_of_the
     assert [len(rollout.attempts) for rollout in group.rollouts] == [1, 2, 1]
     lost = group.rollouts[1].attempts[0].outcome
     assert isinstance(lost, Failed)
-    assert lost.fault == "infra"
+    assert (lost.fault, lost.cause) == ("infra", "worker.unrecoverable")
+
+
+async def test_a_worker_that_is_lost_in_a_cell_is_brought_back_and_the_rollout_goes_on(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    rollout = await played(server, tmp_path, ADD, THREAD, EXIT, "<code>1 + 1", RIGHT)
+    assert (rollout.outcome, rollout.reward, len(rollout.attempts)) == (Completed(), 1.0, 1)
+    assert rollout.metrics["recovered/reset"] == 1.0
+    assert told(server)[2] == "<result>2</result>"
+
+
+async def test_a_policy_that_destroys_its_interpreter_for_good_is_truncated_at_the_minimum(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    """The second time on a healthy host it is the policy's doing, and no free retry."""
+    server.default = lambda request: Answer(EXIT if len(request.body["messages"]) % 4 == 0 else THREAD)
+    retry = RetryPolicy(attempts=3, base=0.001)
+    rollout = await played(server, tmp_path, ADD, retry=retry, limits=Limits(turns=200))
+    assert (rollout.outcome, rollout.reward) == (Truncated("lost"), 0.0)
+    assert [label(attempt.outcome) for attempt in rollout.attempts] == ["worker.unrecoverable"] * 2
+    assert rollout.valid
 
 
 async def test_the_embedded_policy_plays_it(tmp_path: Path) -> None:

@@ -53,6 +53,43 @@ def address(port: int) -> GatewayAddress:
     return GatewayAddress(host="127.0.0.1", port=port, key="k", sockets="")
 
 
+async def test_silence_at_registering_looking_and_ending_is_infra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "CLOSE_SECONDS", 0.2)
+    silent_at = ""
+
+    def answers(asked: str) -> tuple[int, bytes] | None:
+        if silent_at and asked.startswith(silent_at):
+            return None
+        return 200, b'{"id": "a", "base_url": "http://h", "secret": "s"}'
+
+    wish = registration("a", Limits(), Sampling(), 0, 60.0)
+    session: Any = SimpleNamespace(watch=None, truncated=None, adopt=lambda turns: None)
+    async with client_of(answers) as (client, _):
+        for name in ("register", "status", "record", "cancel"):
+            monkeypatch.setitem(getattr(GatewayClient, name).__kwdefaults__, "timeout", 0.2)
+        silent_at = "POST /rollouts"
+        with pytest.raises(UnansweredError) as register:
+            async with open_door(client, session, wish):
+                raise AssertionError("it is not registered")
+        silent_at = "GET /rollouts/a"
+        async with open_door(client, session, wish) as door:
+            with pytest.raises(UnansweredError) as look:
+                await door.look()
+            silent_at = "POST /rollouts/a/cancel"
+            with pytest.raises(UnansweredError) as end:
+                await door.end(timeout=0.2)
+    for raised in (register, look, end):
+        assert (raised.value.fault, raised.value.code) == ("infra", "engine.gateway")
+
+
+@pytest.mark.parametrize(("status", "fault"), [(500, "infra"), (503, "infra"), (404, "infra"), (400, "bug")])
+async def test_a_gateway_that_fails_is_infra_and_a_wrong_request_is_a_bug(status: int, fault: str) -> None:
+    async with client_of(lambda _: (status, BUSY)) as (client, _):
+        with pytest.raises(RookeryError) as raised:
+            await client.register({})
+    assert raised.value.fault == fault
+
+
 async def test_one_that_does_not_answer_in_time_is_said_to_be_so_with_what_it_said_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

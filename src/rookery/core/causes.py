@@ -49,8 +49,8 @@ _TABLE = (
     Cause(
         "worker.unrecoverable",
         "infra",
-        "A worker died and could not be brought back.",
-        "The engine tries again in a fresh sandbox; if it repeats, read the sandbox's log.",
+        "A worker or a REPL's shell died and could not be brought back.",
+        "The engine tries again in a fresh sandbox. If the policy's code does it twice, the rollout is truncated.",
     ),
     Cause(
         "tool.unreachable",
@@ -123,6 +123,12 @@ _TABLE = (
         "bug",
         "The model server rejected the request itself (4xx).",
         "Read the detail: a wrong model name, or a request the environment built wrongly.",
+    ),
+    Cause(
+        "engine.gateway",
+        "infra",
+        "The run's gateway did not answer, or no longer has the attempt's session.",
+        "Nothing if it is rare: its processes are started again; else read the gateway's log in the run's folder.",
     ),
     Cause(
         "engine.queue",

@@ -51,9 +51,11 @@ class SandboxError(RookeryError):
 
 
 class WorkerRecoveryError(SandboxError):
-    """A worker could not be brought back; the attempt ends as infra."""
+    """A worker could not be brought back; the attempt ends."""
 
     cause = "worker.unrecoverable"
+    after_cell: bool = True
+    """Whether the policy had run code there: only then can the policy have caused the loss."""
 
 
 class UpstreamError(RookeryError):

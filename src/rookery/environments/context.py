@@ -164,7 +164,7 @@ class Context:
         try:
             return await awaitable
         except SandboxError as error:
-            if error.code in LOST and on == "tool":
+            if error.code in LOST and on == "tool" and getattr(error, "after_cell", True):
                 self.lost_in_command = True
             raise
         finally:

@@ -3,6 +3,7 @@
 Promises:
 - what the gateway says is wrong is raised, in its words; one that does not answer in time is said to be so, with
   what it said or failed with last;
+- a gateway that is silent, fails or lost the session is infra; only a request that it refuses is a bug;
 - while shards start again, what can be asked twice is asked again;
 - a listener that was handed over is served until it is taken back or this client closes;
 - closing takes back every listener.
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 MAX_ANSWER: Final = 1 << 30
 MSGPACK: Final = "application/msgpack"
+LOST_SESSION: Final = (404, 410)
 AGAIN_SECONDS: Final = 0.05
 """Before a gateway that was not reached is asked again; doubled up to a second."""
 
@@ -68,8 +70,14 @@ _record = msgspec.msgpack.Decoder(Record).decode
 _status = msgspec.json.Decoder(Record).decode
 
 
-class UnansweredError(RookeryError):
-    """Nobody knows whether the gateway did what it was asked for."""
+class GatewayError(RookeryError):
+    """The gateway failed, or no longer has the session."""
+
+    cause = "engine.gateway"
+
+
+class UnansweredError(GatewayError):
+    """The gateway did not answer in time: it is not known whether it did what it was asked for."""
 
 
 class GatewayClient:
@@ -174,7 +182,8 @@ class GatewayClient:
 def _good(status: int, answer: bytes) -> bytes:
     if status < 400:
         return answer
-    raise RookeryError(f"the gateway answers {status}: {wrong_in(answer)}")
+    said = f"the gateway answers {status}: {wrong_in(answer)}"
+    raise GatewayError(said) if status >= 500 or status in LOST_SESSION else RookeryError(said)
 
 
 def _read(decode: Callable[[bytes], T], answer: bytes, what: str) -> T:

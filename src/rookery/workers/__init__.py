@@ -19,7 +19,7 @@ Promises:
 | `WorkerLimits`, `CellLimits` | of the worker and of one cell; a cell's None is the worker's |
 | `HostFunction(call=…, timeout=…)` | what cells can call; a bare callable does too |
 | `sandbox_for(limits, spec)` | a spec in which these limits hold and savepoints have room |
-| `WorkerRecoveryError` | it cannot be brought back: the attempt ends as infra |
+| `WorkerRecoveryError` | it cannot be brought back: the attempt ends |
 """
 
 from rookery.core import WorkerRecoveryError

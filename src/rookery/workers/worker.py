@@ -346,6 +346,7 @@ class Worker(AsyncClosing):
             except WorkerRecoveryError as error:
                 self._given_up = error
         if self._given_up is not None:
+            self._given_up.after_cell = self._number > 0
             raise self._given_up
 
     def _spend(self, what: str) -> None:

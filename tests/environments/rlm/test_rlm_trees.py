@@ -10,6 +10,7 @@ from rookery.core import Completed, Failed, Truncated, WorkerRecoveryError
 from rookery.engine.retry import RetryPolicy
 from rookery.environments import Context
 from rookery.environments.rlm import RlmEnvironment
+from rookery.environments.rlm.repl import Observed
 from rookery.environments.schemas import tool
 from tests.environments.rlm.helpers import Models, by_role, one, played, said, trained_once, turns_of, until
 from tests.servers import Answer
@@ -278,6 +279,37 @@ async def test_recovery_that_fails_in_one_of_eight_is_infra_and_the_others_go_on
     assert outcomes == [Completed()] * 7
     assert group.rollouts[3].segments == []
     assert sum(rollout.reward or 0 for rollout in group.rollouts) == 7
+
+
+class _ShellLost(RlmEnvironment):
+    """The shell's sandbox is gone when the shell has to be replaced; `first` says only in the first attempt."""
+
+    first = True
+
+    def _cell(self, ctx: Context, observed: Observed, *, root: bool) -> None:
+        super()._cell(ctx, observed, root=root)
+        if observed.recovered == "reset" and (ctx.attempt.endswith(".1") or not self.first):
+            ctx.state["lost"] = asyncio.ensure_future(ctx.state["repl"]._sandbox.close())
+
+
+class _ShellLostAlways(_ShellLost):
+    first = False
+
+
+@pytest.mark.parametrize("env", [_ShellLost, _ShellLostAlways])
+async def test_a_bash_that_cannot_be_replaced_is_unrecoverable_as_a_python_is(
+    tmp_path: Path, env: type[_ShellLost]
+) -> None:
+    models = Models(["<code>exit 3", "<code>sleep 1; echo alive", "done"])
+    retry = RetryPolicy(attempts=3, base=0.001)
+    group = await played(models, tmp_path, TASK, k=1, env=env(repl="bash"), retry=retry)
+    (rollout,) = group.rollouts
+    lost = rollout.attempts[0].outcome
+    assert isinstance(lost, Failed)
+    assert (lost.fault, lost.cause) == ("infra", "worker.unrecoverable")
+    assert rollout.outcome == (Completed() if env.first else Truncated("lost"))
+    assert rollout.reward == (1.0 if env.first else 0.0)
+    assert len(rollout.attempts) == 2
 
 
 # ---- bash

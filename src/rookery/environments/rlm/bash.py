@@ -2,6 +2,7 @@
 
 Promises:
 - the commands are there in every bash that starts, also after `exit`;
+- a shell that is gone and cannot be replaced raises `WorkerRecoveryError`, as the Python REPL does;
 - nobody is served without the secret, which is the REPL's own;
 - requests, connections and what they hold are bounded; all end with the REPL;
 - time while a command of ours is under way is not the script's own; one that is stopped leaves its sub-calls to go
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rookery.core import RookeryError, SandboxError, TaskError, Truncation
+from rookery.core import RookeryError, SandboxError, TaskError, Truncation, WorkerRecoveryError
 from rookery.core.errors import describe
 from rookery.environments.results import render
 from rookery.environments.rlm.budgets import BudgetSpent, CallFailed
@@ -80,6 +81,8 @@ class BashRepl:
         self._fault: BaseException | None = None
         """What ends the attempt, found while a command was served."""
         self._faulted = asyncio.Event()
+        self._scripts = 0
+        """Scripts of the model that were run."""
         self._held = 0
         self._commands = 0
         self._since = 0.0
@@ -145,9 +148,15 @@ class BashRepl:
                 await asyncio.wait({work}, timeout=END_SECONDS)
         if self._fault is not None:
             raise self._fault
-        result = work.result()
+        try:
+            result = work.result()
+        except SandboxError as error:
+            if error.code != "sandbox.lost":
+                raise
+            raise self._unrecoverable(str(error)) from error
+        self._scripts += 1
         if result.status == "lost":
-            raise SandboxError(f"sandbox {self._sandbox.id} was lost under a script: {result.detail}")
+            raise self._unrecoverable(result.detail)
         reset = "shell was replaced" in result.detail
         return Observed(
             text=of_script(result, self._options.max_output),
@@ -155,6 +164,12 @@ class BashRepl:
             late=result.status == "time_limit",
             recovered="reset" if reset else "none",
         )
+
+    def _unrecoverable(self, why: str) -> WorkerRecoveryError:
+        """The error for a shell that is gone and cannot be replaced, as the Python REPL has it."""
+        error = WorkerRecoveryError(f"no new shell can be started in sandbox {self._sandbox.id}: {why}")
+        error.after_cell = self._scripts > 0
+        return error
 
     async def close(self) -> None:
         if self._server is not None:

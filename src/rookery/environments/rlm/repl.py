@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rookery.core import TaskError
+from rookery.core import TaskError, WorkerRecoveryError
 from rookery.environments.rlm.contexts import MOST_PART, Placed
 from rookery.environments.rlm.observing import of_cell
 from rookery.environments.rlm.options import Options
@@ -88,6 +88,8 @@ class PythonRepl:
         self._placed = placed
         self._options = options
         self._seen = 0
+        self._cells = 0
+        """Cells of the model that were begun."""
 
     @classmethod
     async def open(cls, sandbox: Sandbox, verbs: Verbs, placed: Placed, options: Options) -> "PythonRepl":
@@ -107,9 +109,17 @@ class PythonRepl:
         return repl
 
     async def run(self, code: str) -> Observed:
+        try:
+            return await self._run(code)
+        except WorkerRecoveryError as error:
+            error.after_cell = self._cells > 0  # loading the context is a cell too, and none of the policy's
+            raise
+
+    async def _run(self, code: str) -> Observed:
         before = ""
         if await self._worker.ready() != self._seen:  # it was lost between two cells
             before = _back(*await self._prelude())
+        self._cells += 1
         cell = await self._worker.run(code)
         after = _back(*await self._prelude()) if cell.recovered == "reset" else ""
         notice = " ".join(filter(None, (before, cell.notice, after)))
