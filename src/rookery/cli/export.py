@@ -54,6 +54,6 @@ def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: 
         text = f"the run is not finished ({plural(left, 'rollout')} to do), so this is {BIASED}"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     if done.damaged:
-        text = f"{done.damaged:,} of them without their tokens, which are damaged: see `damage` in their rows"
+        text = f"{done.damaged:,} of them with missing or damaged tokens: see `damage` in their rows"
         click.echo(click.style("warning: ", fg="yellow") + text, err=True)
     return 0

@@ -36,6 +36,7 @@ _WARNINGS: Final = frozenset(
         "teardown.failed",
         "sandbox.close_failed",
         "sandbox.not_isolated",
+        "upstream.no_tokens",
         "log.warning",
         "resume.changed",
     )

@@ -91,6 +91,7 @@ class Stats:
         self.sampled_tokens = 0
         self.turns = 0
         self.drifted = 0
+        self.without_tokens = 0
         self.attempts = 0
         self.busy = Busy()
         self._levels: dict[float, Level] | None = {}
@@ -108,6 +109,7 @@ class Stats:
         self.sampled_tokens += record.usage.sampled_tokens
         self.turns += record.usage.turns
         self.drifted += record.usage.drifted
+        self.without_tokens += record.usage.without_tokens
         if isinstance(outcome, Failed):
             self.failed += 1
             self.failures.setdefault(outcome.cause, Failure(record, outcome)).count += 1

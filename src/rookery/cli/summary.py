@@ -93,6 +93,7 @@ class Summary(msgspec.Struct, kw_only=True):
             "reward": stats.reward(),
             "turns": stats.turns,
             "drifted": stats.drifted,
+            "without_tokens": stats.without_tokens,
             "prompt_tokens": stats.prompt_tokens,
             "sampled_tokens": stats.sampled_tokens,
         }
@@ -161,6 +162,9 @@ def summary_lines(summary: Summary, session: Session | None = None) -> list[str]
     if stats.drifted:
         about = "turns whose prompt changed the tokens it continues: they train apart; --record tokens avoids it"
         rows.append(["drifted", f"{stats.drifted:,}", about])
+    if stats.without_tokens and summary.settings.get("record") != "plain":
+        about = "turns whose token IDs the model server did not return: they cannot train"
+        rows.append(["no token IDs", f"{stats.without_tokens:,}", about])
     rows += _speed(summary, session)
     rows += _outcomes(stats, columns() - _indent(rows))
     title = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}"

@@ -28,6 +28,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     others: dict[str, int] = {}
     drifted: int = 0
     """Turns whose prompt did not begin with the tokens that they continue, or was not told."""
+    without_tokens: int = 0
+    """Turns whose token IDs the model server did not return. They cannot train."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):

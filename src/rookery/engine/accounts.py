@@ -72,4 +72,5 @@ def usage_of(session: Session, ctx: Context) -> Usage:
         int(ctx.tool_calls),
         session.others,
         session.recorder.counts.drifted + session.promptless,
+        session.without_tokens,
     )

@@ -56,6 +56,8 @@ class Channel:
         self.ordinals: dict[int, int] = {}
         """Group index → ordinal, of groups that the consumer has not taken."""
         self.taken = 0
+        self.needs_tokens = False
+        """Its consumer trains: a server that returns no token IDs ends the stream with an error."""
         self.trains = True
         """Its groups are handed out with their segments."""
         self.owed: set[int] = set()

@@ -263,6 +263,7 @@ class Engine:
         buffer: int = 64,
         name: str = MAIN,
         load_tokens: bool = True,
+        need_tokens: bool = False,
         pace: Pace | None = None,
     ) -> GroupStream:
         """Groups of k rollouts, each handed out when its last member ends.
@@ -270,8 +271,12 @@ class Engine:
         `keep` drops groups (`"informative"`: valid rewards differ, or a function of the group) and, with `want`,
         others take their place; `oversample` starts that many groups more than wanted; `epochs=None` goes round
         for ever. Streams of different `name` run side by side and share the engine fairly.
+
+        `need_tokens` is for trainers: the stream raises `UsageError` where turns are recorded without token IDs.
         """
         supervisor = self.supervisor
+        if need_tokens and self.config.recording == "plain":
+            raise UsageError("training needs token IDs, and record='plain' keeps none: record tokens or messages")
         if name in self._channels and not self._channels[name].done:
             raise UsageError(f"a stream named {name!r} is still open: give this one another name")
         if isinstance(keep, str):
@@ -303,6 +308,7 @@ class Engine:
             behind = (group.index + 1 for group in state.finished)
             supervisor.next_group = max(supervisor.next_group, *behind, 0)
         channel.trains = load_tokens
+        channel.needs_tokens = need_tokens
         self._channels[name] = channel
         self._rounds[name] = number
         supervisor.open_channel(channel)
@@ -330,7 +336,9 @@ class Engine:
         except ValueError as error:
             raise UsageError(str(error)) from error
         ahead = (lag + 1) * groups
-        stream = self.groups(tasks, k, keep=keep, epochs=epochs, buffer=ahead, name=name, pace=pace)
+        stream = self.groups(
+            tasks, k, keep=keep, epochs=epochs, buffer=ahead, name=name, pace=pace, need_tokens=True
+        )
         return StepStream(stream, pace, self.upstream)
 
     def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:

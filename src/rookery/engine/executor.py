@@ -19,7 +19,7 @@ from rookery.core import CancelledReason, JournalError, RookeryError
 from rookery.core.errors import describe
 from rookery.engine.boxes import Boxes
 from rookery.engine.live import Live
-from rookery.engine.wire import Done, Note, Pause, Paused, RunSettings, Start, plain
+from rookery.engine.wire import NO_TOKENS, Done, Note, Pause, Paused, RunSettings, Start, plain
 from rookery.environments import Environment, reward_bounds
 from rookery.gateway import Credits, Role
 from rookery.gateway.client import GatewayAddress, GatewayClient
@@ -27,6 +27,7 @@ from rookery.gateway.renderings import open_offloop
 from rookery.journal.tokens import TokenWriter
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import CONCURRENCY, PauseMode, UpstreamConfig
+from rookery.upstreams.urls import redact
 from rookery.upstreams.valve import Valve, ValveState
 
 NEVER: Final = 10 * 365 * 86_400.0
@@ -72,6 +73,7 @@ class Executor:
         self._pause = 0
         self.paused = pause is not None
         self._broken = False
+        self._missing_tokens_reported = False
 
     def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> Role:
         calls = (config.concurrency or CONCURRENCY) * max(1, len(config.urls))
@@ -87,6 +89,18 @@ class Executor:
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
             rendering=self._rendering if name == "policy" else None,
         )
+
+    def notice_missing_tokens(self, replica: str) -> None:
+        """Report once that the policy's server returns no token IDs, unless the run records none anyway."""
+        if self._missing_tokens_reported or self.settings.record == "plain":
+            return
+        self._missing_tokens_reported = True
+        detail = (
+            f"the model server {redact(replica) or 'of the policy'} returns no token IDs: rollouts are scored but "
+            "cannot train. Use a server that returns them (--upstream-kind vllm or sglang), record token by token "
+            "(--record tokens --tokenizer NAME), or say --record plain for an evaluation"
+        )
+        self.send(Note(NO_TOKENS, {"detail": detail}))
 
     # ---- attempts
 

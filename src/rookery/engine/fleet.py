@@ -74,7 +74,8 @@ class Fleet:
         self._named = 0
         self._idle_deaths = 0
         self._stopping = False
-        self._not_isolated = False
+        self._noted: set[str] = set()
+        """Kinds of events that are recorded once per run and were received."""
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -195,10 +196,11 @@ class Fleet:
                 self.owner.on_done(link, message)
                 if link.retiring:
                     self.retire(link)
-            case wire.Note(wire.NOT_ISOLATED, _) if self._not_isolated:
+            case wire.Note(wire.NOT_ISOLATED | wire.NO_TOKENS as kind, _) if kind in self._noted:
                 pass
             case wire.Note(kind, payload):
-                self._not_isolated |= kind == wire.NOT_ISOLATED
+                if kind in (wire.NOT_ISOLATED, wire.NO_TOKENS):
+                    self._noted.add(kind)
                 self.owner.event(kind, {"runner": link.name, **payload})
             case wire.Image():
                 self._on_image(link, message)

@@ -49,6 +49,7 @@ from rookery.environments.context import LOST
 from rookery.environments.threads import in_thread, stuck_threads
 from rookery.gateway import Session
 from rookery.gateway.door import Door, open_door, registration
+from rookery.gateway.session import lacks_tokens
 from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Listening, Sandbox
 from rookery.scoring import Score, checked
@@ -471,6 +472,8 @@ class Live:
 
     def _keep(self, turn: Turn) -> None:
         if not self.ended:
+            if turn.role == "policy" and lacks_tokens(turn):
+                self.executor.notice_missing_tokens(turn.upstream)
             self._extents.append(self.executor.writer.append(encode_turn(turn)))
 
     def _log(self, level: str, fields: dict[str, Any]) -> None:

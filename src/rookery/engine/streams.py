@@ -58,6 +58,7 @@ class GroupStream(AsyncIterator[Group]):
 
         They are the caller's to `count`, or to `put_back`."""
         channel = self._channel
+        self._supervisor.refuse_without_tokens(channel)
         while not (chosen := choose(channel.queue, channel.ending)):
             if channel.error is not None:
                 raise channel.error
@@ -67,6 +68,7 @@ class GroupStream(AsyncIterator[Group]):
             if self._supervisor.closing:
                 raise UsageError("the engine was closed before this stream of groups had ended")
             await channel.wait()
+            self._supervisor.refuse_without_tokens(channel)
         for group in chosen:
             channel.queue.remove(group)
         try:

@@ -9,6 +9,7 @@ Promises:
 """
 
 import asyncio
+import logging
 import random
 import shutil
 import time
@@ -27,6 +28,7 @@ from rookery.core import (
     Rollout,
     RookeryError,
     Timing,
+    UsageError,
     derive_seed,
 )
 from rookery.core.errors import MAX_DETAIL
@@ -48,6 +50,8 @@ from rookery.environments import Environment
 from rookery.journal import Journal
 from rookery.sandboxes import reap
 
+log = logging.getLogger("rookery.engine")
+
 
 class Supervisor:
     """Owns the links, the channels and the journal's writing end."""
@@ -62,6 +66,8 @@ class Supervisor:
         self.next_group = 0
         self.ledger = Ledger(journal, self.stop)
         self.stopped: RookeryError | None = None
+        self.no_tokens = ""
+        """Why turns have no token IDs, once a runner has reported it."""
         self.counts = {"attempts": 0, "retries": 0}
         self.gateway = RunGateway(settings) if environment.needs_gateway else None
         self.fleet = Fleet(
@@ -134,12 +140,23 @@ class Supervisor:
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
         self.ledger.event(kind, payload)
+        if kind == wire.NO_TOKENS:
+            self.no_tokens = payload["detail"]
+            log.warning("%s", self.no_tokens)
+            for channel in self.channels:
+                channel.changed()
+
+    def refuse_without_tokens(self, channel: Channel) -> None:
+        """Raise if the consumer of a stream needs token IDs and the policy's server returns none."""
+        if channel.needs_tokens and self.no_tokens:
+            raise UsageError(f"training needs token IDs: {self.no_tokens}")
 
     # ---- streams
 
     def open_channel(self, channel: Channel) -> None:
         if self.stopped is not None:
             raise self.stopped
+        self.refuse_without_tokens(channel)
         self.channels.append(channel)
         self.pump()
 

@@ -25,6 +25,8 @@ from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 MAX_FRAME = 256 << 20
 NOT_ISOLATED = "sandbox.not_isolated"
 """The event for programs that run without walls; each process tells it, a run keeps it once."""
+NO_TOKENS = "upstream.no_tokens"
+"""Event: the policy's server returns no token IDs. Each runner process sends it once, a run records it once."""
 _HEAD = struct.Struct("<I")
 
 

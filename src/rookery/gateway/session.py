@@ -148,6 +148,8 @@ class Session:
         """Turns of the policy that were made beside the conversation."""
         self.promptless = 0
         """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
+        self.without_tokens = 0
+        """Turns of the policy that were recorded without token IDs."""
         self.rerendered = 0
         """Turns whose prompt could not extend the one before."""
         self.respelled = Respelled()
@@ -293,6 +295,7 @@ class Session:
             self.turns += 1
             self.prompt_tokens += turn.prompt_tokens
             self.sampled_tokens += turn.sampled_tokens
+            self.without_tokens += lacks_tokens(turn)
         else:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
 
@@ -324,6 +327,11 @@ class Session:
         finally:
             self.watch.release()
         return time.monotonic() - began
+
+
+def lacks_tokens(turn: Turn) -> bool:
+    """Whether something was sampled in a turn and its token IDs are not known."""
+    return not turn.sampled and bool(turn.sampled_tokens or turn.response.content or turn.response.tool_calls)
 
 
 class Model:

@@ -93,6 +93,8 @@ def _row(
         messages = [msgspec.to_builtins(message) for message in transcript(turns)]
         if tokens and record.valid:
             parts = [_segment(one) for one in segments(turns)]
+            if record.usage.without_tokens:
+                damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
     except (JournalError, ValueError) as error:
         messages, parts, damage = [], [], str(error)
     found: dict[str, Any] = {
@@ -152,10 +154,26 @@ def export_jsonl(
     reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
     """One JSON object a line."""
+    if tokens:
+        _check_tokens(reader)
     if isinstance(out, Path):
         with _whole_file(out) as part, part.open("w", encoding="utf-8", newline="\n") as file:
             return _write_lines(reader, file, tokens, progress)
     return _write_lines(reader, out, tokens, progress)
+
+
+def _check_tokens(reader: RunReader) -> None:
+    """Raise if no turn of the valid rollouts has token IDs: there are no segments to write."""
+    turns = missing = 0
+    for record in reader.each():
+        if record.valid:
+            turns += record.usage.turns
+            missing += record.usage.without_tokens
+    if turns and missing == turns:
+        raise UsageError(
+            f"{reader.folder.name} has no token IDs: none of its {turns:,} turns has them. Run again "
+            "with a server that returns them or with --record tokens, or export without --tokens"
+        )
 
 
 def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
@@ -210,6 +228,8 @@ def export_parquet(
         raise UsageError(
             "Parquet needs pyarrow: install it with `pip install 'rookery[parquet]'`, or export JSONL"
         ) from error
+    if tokens:
+        _check_tokens(reader)
     schema = _schema(pa, tokens)
     done = damaged = size = 0
     page: list[dict[str, Any]] = []
@@ -265,7 +285,7 @@ def from_columns(one: dict[str, Any]) -> dict[str, Any]:
 def _schema(pa: Any, tokens: bool) -> Any:
     text, real, count = pa.string(), pa.float64(), pa.int64()
     stages = ("queue", "setup", "run", "score", "teardown", "model", "sandbox", "paused")
-    counts = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls", "drifted")
+    counts = ("turns", "prompt_tokens", "sampled_tokens", "tool_calls", "drifted", "without_tokens")
     fields = {
         "id": text,
         "group": count,

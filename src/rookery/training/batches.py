@@ -224,12 +224,23 @@ class _Making:
                     continue
                 if len(segment) and (included == "all" or (use == "train" and trains)):
                     picked.append((row, number))
-        if self.tally["without_ids"] and not self.tally["sampled_tokens"]:
+        if not self.tally["sampled_tokens"]:
+            self._refuse_without_tokens()
+        return picked
+
+    def _refuse_without_tokens(self) -> None:
+        """Raise if rollouts sampled something and none of them has token IDs to train on."""
+        turns = sum(rollout.usage.without_tokens for rollout in self.records if rollout.valid)
+        if turns:
+            raise BatchError(
+                f"the model server returned no token IDs for {turns} turns, so nothing can train: use a server "
+                "that returns them (upstream kind vllm or sglang), or record='tokens' with the model's tokenizer"
+            )
+        if self.tally["without_ids"]:
             raise BatchError(
                 f"the rollouts sampled {self.tally['without_ids']} tokens, and none of them has a segment: "
-                "ask for groups with load_tokens=True, and record with token ids"
+                "ask for groups with load_tokens=True"
             )
-        return picked
 
     def _drop(self, row: int, segment: Segment) -> None:
         """Counts a segment as if it were there: the same tokens train, under the same rules."""

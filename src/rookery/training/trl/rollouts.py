@@ -309,7 +309,9 @@ def _collected(engine: SyncEngine, asked: Sequence[Task], k: int) -> list[Rollou
         for task, places in some:
             waiting.setdefault(task.id, deque()).append(places)
         # An iterator, not a list: a task may stand in it twice.
-        groups = engine.groups(iter([task for task, _ in some]), k=size, name=STREAM, buffer=max(1, len(some)))
+        groups = engine.groups(
+            iter([task for task, _ in some]), k=size, name=STREAM, buffer=max(1, len(some)), need_tokens=True
+        )
         with closing(groups):  # type: ignore[type-var]
             for group in groups:
                 found.update(zip(waiting[group.task.id].popleft(), group.rollouts, strict=True))

@@ -225,7 +225,13 @@ class RolloutWorker:
             if self.version:
                 await engine.upstream.resume(self.version)
             stream = engine.groups(
-                self.tasks, k=self.k, epochs=None, keep=self._keep, buffer=self._ahead, name=STREAM
+                self.tasks,
+                k=self.k,
+                epochs=None,
+                keep=self._keep,
+                buffer=self._ahead,
+                name=STREAM,
+                need_tokens=True,
             )
             async with stream:
                 self._engine = engine
