@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Callable
@@ -205,3 +206,44 @@ async def test_a_run_that_is_none_is_named(here: Path) -> None:
     (await rookery("resume", "latest", cwd=here)).refused("there is no run in runs yet")
     (await rookery("show", "abc", cwd=here)).refused("no run 'abc'")
     (await rookery("export", "./sums.py", cwd=here)).refused("is not a run")
+
+
+@pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
+async def test_a_misspelt_embedded_policy_is_suggested(word: str, here: Path) -> None:
+    (await rookery("run", "sums.py", "--policy", word, cwd=here)).refused("did you mean 'embedded'?")
+
+
+async def test_a_misspelt_environment_or_provider_is_suggested(here: Path) -> None:
+    (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).refused("did you mean 'arithmetic'?")
+    misspelt = ("run", "arithmetic", "--policy", "embedded", "--sandbox", "subproces")
+    (await rookery(*misspelt, cwd=here)).refused("did you mean 'subprocess'?")
+
+
+async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) -> None:
+    (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "1G"\ndisk = "512M"\noutput = 4096\n')
+    plan = ("run", "arithmetic", "--policy", "embedded", "-n", "1", "--dry-run", "--json")
+    done = await rookery(*plan, cwd=here)
+    assert done.code == 0, done.err
+    assert str(1 << 30) in done.out
+    assert str(512 << 20) in done.out
+    (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "lots"\n')
+    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).refused(
+        "[run.sandbox] memory", "'lots'"
+    )
+    (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemry = "1G"\n')
+    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).refused("'memry'", "'memory'")
+
+
+async def test_a_run_whose_folder_is_removed_stops_and_says_so(here: Path, server: ModelServer) -> None:
+    tasks(here, 200)
+    run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-c", "4", "--runners", "1")
+    gate = asyncio.Event()
+    server.default = Answer("42", hold=gate)
+    async with started(*run, cwd=here) as process:
+        await server.requested(4)
+        shutil.rmtree(here / "runs")
+        gate.set()
+        done = await ended(process)
+    assert done.code == 4
+    assert "was removed" in done.err
+    assert "Traceback" not in done.err

@@ -15,7 +15,7 @@ import pytest
 
 from rookery import Engine, SyncEngine
 from rookery.core import Group, RookeryError, Task, UsageError, label
-from rookery.engine import remote
+from rookery.engine import EngineConfig, remote
 from rookery.engine.control import HELLO_BYTES, KEY, SOCKET
 from tests.engine.conftest import ENV, QUICK, engine, gather
 from tests.servers import ModelServer
@@ -385,3 +385,15 @@ async def main():
     said, _ = await asyncio.wait_for(run.communicate(), 60)
     assert run.returncode == 0, said
     assert b"1.0" in said
+
+
+def test_an_unknown_option_is_named_with_the_known_ones_and_a_suggestion() -> None:
+    with pytest.raises(UsageError, match=r"'concurency'.*breaker, concurrency,.*did you mean 'concurrency'\?"):
+        Engine(ENV, policy="embedded", concurency=3)
+    with pytest.raises(UsageError, match="environment"):
+        Engine(ENV, policy="embedded", environment="other")
+
+
+def test_settings_beside_a_configuration_are_refused() -> None:
+    with pytest.raises(UsageError, match="not from both"):
+        Engine(ENV, config=EngineConfig(environment=ENV), runners=3)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -407,3 +408,15 @@ def test_a_full_or_read_only_disk_at_the_start_is_said_so(disk: Mount) -> None:
     with RunReader(frozen) as reader:
         assert reader.counts() == {"completed": 4}
         assert reader.status == "interrupted"
+
+
+def test_a_journal_whose_folder_is_removed_fails_instead_of_writing_to_nothing(run: Path) -> None:
+    journal = Journal.create(run, {})
+    journal.event("before")
+    journal.flush()
+    shutil.rmtree(run)
+    journal.event("after")
+    with pytest.raises(JournalError, match="removed"):
+        journal.flush()
+    with pytest.raises(JournalError, match="removed"):
+        journal.close()

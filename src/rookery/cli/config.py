@@ -7,13 +7,13 @@ Promises:
 """
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
+from rookery.core.suggestions import suggestion
 
 if TYPE_CHECKING:
     from click.core import ParameterSource
@@ -98,14 +98,6 @@ def _near(key: str, names: list[str]) -> str:
     return suggestion(key, names) or f"; its keys are {', '.join(sorted(names))}"
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known word that is most like this one, or nothing."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, list(known), 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def runs_folder(given: str | None) -> Path:
     """Where runs lie, for the commands that only look: option, ROOKERY_OUT (by click), file, default."""
     if given is not None:
@@ -152,13 +144,35 @@ def part(ctx: click.Context, name: str) -> dict[str, Any]:
     return found
 
 
+_SIZES: Final = {"sandbox": ("memory", "disk", "output")}
+"""Keys of a table that hold bytes: a number, or a text such as "1G"."""
+
+
 def _struct(ctx: click.Context, name: str, kind: Any) -> Any:
     import msgspec
 
+    table = dict(part(ctx, name))
+    for key in table:
+        if key not in kind.__struct_fields__:
+            raise UsageError(
+                f"{ctx.meta[_SOURCE]}: [run.{name}] has no key {key!r}{_near(key, list(kind.__struct_fields__))}"
+            )
+    for key in _SIZES.get(name, ()):
+        if isinstance(table.get(key), str):
+            table[key] = _size(table[key], f"{ctx.meta[_SOURCE]}: [run.{name}] {key}")
     try:
-        return msgspec.convert(part(ctx, name), kind)
+        return msgspec.convert(table, kind)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"{ctx.meta[_SOURCE]}: [run.{name}] {error}") from None
+
+
+def _size(text: str, where: str) -> int:
+    from rookery.cli.options import Size
+
+    try:
+        return Size().convert(text, None, None)
+    except click.BadParameter as error:
+        raise UsageError(f"{where}: {error.message.rstrip('.')}") from None
 
 
 def arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:

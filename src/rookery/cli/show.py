@@ -97,7 +97,7 @@ def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, 
 def _check_label(reader: "RunReader", label: str) -> None:
     labels = reader.labels()
     if label not in labels:
-        from rookery.cli.config import suggestion
+        from rookery.core.suggestions import suggestion
 
         known = f"its labels are {', '.join(labels)}" if labels else "it has no rollouts yet"
         near = suggestion(label, labels)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
+from rookery.core.suggestions import suggestion
 from rookery.engine import processes
 from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
@@ -42,6 +43,21 @@ if TYPE_CHECKING:
 
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
+OPTIONS = tuple(
+    name
+    for name in EngineConfig.__struct_fields__
+    if name not in ("environment", "upstreams", "sandbox", "limits", "sampling")
+)
+"""Fields of `EngineConfig` that `Engine` takes by their names, beside its own arguments."""
+
+
+def _check_options(what: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `UsageError` for the first unknown option. The message lists the known ones and suggests one."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = suggestion(name, [*known, "policy", "model", "roles", "sandbox", "limits", "sampling", "out"])
+            raise UsageError(f"{what} has no option {name!r} (its options are {', '.join(known)}){near}")
 
 
 class Engine:
@@ -74,10 +90,13 @@ class Engine:
                 "an engine cannot be started inside of a runner process: put what starts it under "
                 '`if __name__ == "__main__":`, since runners import the file that defines the environment'
             )
-        unknown = set(options) - set(EngineConfig.__struct_fields__)
-        if unknown:
-            raise UsageError(f"Engine has no option {', '.join(sorted(unknown))}")
+        _check_options("Engine", options, OPTIONS)
         self._given = env if isinstance(env, Environment) else None
+        if config is not None and (options or policy or model or roles or sandbox or limits or sampling):
+            raise UsageError(
+                "an engine takes its settings from `config` or from arguments, not from both: "
+                "change the configuration with msgspec.structs.replace(config, …)"
+            )
         if config is None:
             source = env if isinstance(env, str) else ""
             config = EngineConfig(
@@ -132,6 +151,7 @@ class Engine:
             config = msgspec.convert(reader.config(), EngineConfig)
         if isinstance(env, str):
             changes["environment"] = env
+        _check_options("Engine.resume", changes, (*EngineConfig.__struct_fields__, "env"))
         config = msgspec.structs.replace(config, **changes)
         if env is None and not config.environment:
             raise UsageError(

@@ -16,6 +16,7 @@ import msgspec
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
+from rookery.core.suggestions import suggestion
 from rookery.environments.base import Environment
 from rookery.environments.function import FunctionEnvironment
 
@@ -182,9 +183,10 @@ def _find(source: str) -> Any:
                 raise UsageError(
                     f"the environment {source!r} ({point.value}) cannot be imported: {describe(error)}"
                 ) from error
-    hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else ""
+    known = known_environments()
+    hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else suggestion(source, known)
     raise UsageError(
-        f"unknown environment {source!r}: known are {', '.join(known_environments()) or 'none'}; "
+        f"unknown environment {source!r}: known are {', '.join(known) or 'none'}; "
         f"or name a file.py or module:attr{hint}"
     )
 

@@ -73,6 +73,7 @@ class Journal(Closing):
         self.folder = folder
         self.path = folder / FILE
         self._db = connection
+        self._file = _file_id(self.path)
         self._lock = lock
         self._bound = bound
         self._linger = linger
@@ -318,9 +319,17 @@ class Journal(Closing):
         refused: JournalError | None = None
         failure: JournalError | None = None
         try:
+            if self._file is not None and _file_id(self.path) != self._file:
+                # SQLite would go on writing to the deleted file without an error.
+                raise JournalError(
+                    f"the run's folder {self.folder} was removed or moved while the run was under way: its "
+                    "records can no longer be written. Start the run again and leave its folder where it is"
+                )
             refusals = commit(self._db, self._writing, self._totals)
             if refusals:
                 refused = JournalError(f"{self.path} refused {len(refusals)} writes: {'; '.join(refusals[:3])}")
+        except JournalError as error:
+            failure = error
         except sqlite3.Error as error:
             failure = in_a_sentence(error, self.path, "writing")
             failure.__cause__ = error
@@ -386,6 +395,15 @@ class Journal(Closing):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error:
             return  # everything is in the -wal file, which every reader reads
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Return what identifies a file whatever its name, or None if it cannot be asked."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:

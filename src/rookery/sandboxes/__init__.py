@@ -16,6 +16,7 @@ import msgspec
 
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
+from rookery.core.suggestions import suggestion
 from rookery.sandboxes.leases import owner_alive, start_ticks
 from rookery.sandboxes.protocol import (
     Command,
@@ -151,7 +152,7 @@ def open_provider(name: str, home: Home) -> Provider:
     found = _installed()
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
-        raise UsageError(f"there is no sandbox provider {name!r}; known: {known}")
+        raise UsageError(f"there is no sandbox provider {name!r}; known: {known}{suggestion(name, found)}")
     provider: Provider = found[name].load()(home)
     return provider
 

@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from yarl import URL
 
 from rookery.core import UsageError
+from rookery.core.suggestions import suggestion
 
 _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/generate", "/generate")
 
@@ -58,7 +59,10 @@ def _split(text: str) -> SplitResult:
     except ValueError:  # its text is left out: it quotes parts that may be a password
         raise UsageError(f"the model server's URL {shown!r} cannot be read; {hint}") from None
     if parts.scheme not in ("http", "https") or "://" not in text:
-        raise UsageError(f"the model server's URL {shown!r} does not begin with http:// or https://; {hint}")
+        near = suggestion(text.partition(":")[0], ("embedded",))
+        raise UsageError(
+            f"the model server's URL {shown!r} does not begin with http:// or https://{near or f'; {hint}'}"
+        )
     if not parts.hostname or port == 0:
         raise UsageError(f"the model server's URL {shown!r} names no host or port; {hint}")
     try:
