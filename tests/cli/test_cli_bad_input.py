@@ -210,7 +210,7 @@ async def test_a_run_that_is_none_is_named(here: Path) -> None:
 
 @pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
 async def test_a_misspelt_embedded_policy_is_suggested(word: str, here: Path) -> None:
-    (await rookery("run", "sums.py", "--policy", word, cwd=here)).refused("did you mean 'embedded'?")
+    (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).refused("did you mean 'embedded'?")
 
 
 async def test_a_misspelt_environment_or_provider_is_suggested(here: Path) -> None:
