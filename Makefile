@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint unit test-long test-agents agents test-cgroup2 setup peers tokenizers docker-engine podman ssh-server bench clean help
+.PHONY: demo test lint unit test-long test-agents test-engines engines agents test-cgroup2 setup peers tokenizers docker-engine podman ssh-server bench clean help
 
 help:
 	@echo "make demo    set up the little that is needed and run real rollouts, offline (DEMO_ARGS='-n 5 -k 2')"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-cgroup2  the sandboxes' limits on cgroup v2: here, or in a guest kernel (ARGS='--kernel 6.12')"
 	@echo "make peers   other systems under .peers/, for the benchmarks"
 	@echo "make tokenizers  real tokenizers under .peers/, for the tests of chat formats and for the benchmarks"
+	@echo "make engines  vLLM, llama.cpp and a small model, for the CPU (1.5 GB); make test-engines tests against them"
 	@echo "make agents  real agents in the user's cache, for the tests of agents"
 	@echo "make docker-engine  Docker's programs under .peers/, for the tests of containers (Debian, as root)"
 	@echo "make podman  podman's programs under .peers/, for the tests of containers (Debian, as root)"
@@ -55,11 +56,19 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not long and not engines" $(ARGS)
 
 # What proves by numbers: thousands of boxes and streams, kill -9 again and again. With `make test`, all there is.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long $(ARGS)
+
+# Real vLLM and llama.cpp with a real model, on the CPU. Not a part of `make test`: vLLM takes a minute to start.
+test-engines: engines
+	$(BIN)/python -m pytest -n 0 -m engines --timeout 900 tests/engines $(ARGS)
+
+# Downloads about 1.5 GB once, into the user's cache.
+engines: $(STAMP)
+	$(BIN)/python tools/make_engines.py
 
 # Not a part of `make test`: where this machine has no v2 controllers, it fetches and boots a kernel.
 test-cgroup2: $(STAMP)

@@ -1,0 +1,190 @@
+"""Upstream for llama.cpp's server: token IDs through `/completion`, messages through `/chat/completions`.
+
+Runs in the runner and gateway processes.
+
+Promises:
+- the sampling parameters of a call are complete: the server's own defaults (top-k 40, top-p 0.95, min-p 0.05)
+  never apply, because a trainer assumes that tokens come from the whole distribution;
+- log probabilities are those of the model before temperature and filters, one for each sampled token;
+- the token that ended the reply is part of it, as with vLLM and SGLang.
+
+llama.cpp ends a reply at the model's own end tokens and at stop strings. It has no parameter for other stop token
+IDs, and no endpoints to pause sampling or to replace weights.
+"""
+
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from rookery.core import Finish, Message, ints
+from rookery.upstreams.complaints import complaint, head_of
+from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, packed
+from rookery.upstreams.ids import written
+from rookery.upstreams.openai import Chat
+from rookery.upstreams.protocol import ModelReply, ModelRequest
+from rookery.upstreams.replica import Replica
+from rookery.upstreams.served import HttpUpstream
+from rookery.upstreams.servers import SIZE_SECONDS
+from rookery.upstreams.wire import RESERVED, Id
+
+_FINISH: Final[dict[str, Finish]] = {"eos": "stop", "word": "stop", "limit": "length"}
+# Temperature comes first, as in vLLM and SGLang; llama.cpp's own order applies it last.
+_SAMPLERS: Final = ("penalties", "temperature", "top_k", "top_p", "min_p")
+
+
+class _TopToken(msgspec.Struct, frozen=True):
+    id: Id
+    logprob: float
+
+
+class _TokenLogprob(_TopToken, frozen=True):
+    top_logprobs: list[_TopToken] = []
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    """One reply, or one event of a stream."""
+
+    content: str = ""
+    tokens: list[Id] = []
+    completion_probabilities: list[_TokenLogprob] = []
+    stop: bool = False
+    stop_type: str = ""
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Completion).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def _read(data: bytes) -> _Completion:
+    try:
+        completion = _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a completion of llama.cpp: {error}; it begins {head_of(data)}") from None
+    if completion.error is not None:
+        raise Complained(complaint(data), data)
+    return completion
+
+
+def _logprobs(completion: _Completion) -> list[float]:
+    """Return the log probabilities of the sampled tokens. Raises `WireError` if they are of other tokens."""
+    if [entry.id for entry in completion.completion_probabilities] != completion.tokens:
+        raise WireError("the log probabilities in the reply are not those of its tokens")
+    return [entry.logprob for entry in completion.completion_probabilities]
+
+
+def _tops(completion: _Completion, count: int) -> tuple[Tops, ...]:
+    if not count:
+        return ()
+    return tuple(
+        tuple((top.id, top.logprob) for top in entry.top_logprobs[:count])
+        for entry in completion.completion_probabilities
+    )
+
+
+def _finish(completion: _Completion) -> Finish:
+    finish = _FINISH.get(completion.stop_type)
+    if finish is None:
+        raise WireError(f"unknown stop_type {completion.stop_type[:80]!r}")
+    return finish
+
+
+class _NativeCompletion:
+    """Format of `/completion`: token IDs in, token IDs with log probabilities out."""
+
+    path = "/completion"
+
+    def encode(self, ask: Ask) -> bytes:
+        request, sampling = ask.request, ask.sampling
+        body: dict[str, Any] = {
+            "prompt": written(request.tokens, request.memo),
+            "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "top_k": max(0, sampling.top_k or 0),
+            "min_p": 0.0,
+            "samplers": _SAMPLERS,
+            "n_probs": max(1, request.top_logprobs),
+            "return_tokens": True,
+            "cache_prompt": True,
+        }
+        if sampling.stop:
+            body["stop"] = sampling.stop
+        if (seed := request.seed if sampling.seed is None else sampling.seed) is not None:
+            body["seed"] = seed % 2**32
+        if ask.stream:
+            body["stream"] = True
+        return _encode(body | sampling.extra)
+
+    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
+        completion = _read(data)
+        if not completion.stop:
+            raise WireError("the reply does not say how it ended: it is not complete")
+        return ModelReply(
+            message=Message("assistant", completion.content),
+            finish=_finish(completion),
+            prompt=ask.request.tokens,
+            sampled=ints(completion.tokens),
+            logprobs=packed(_logprobs(completion)),
+            version=about.version,
+            prompt_tokens=len(ask.request.tokens) // 4,
+            sampled_tokens=len(completion.tokens),
+            queued=about.queued,
+            replica=about.replica,
+            tops=_tops(completion, ask.request.top_logprobs),
+        )
+
+    def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (every call can be streamed)
+        return True
+
+    def gather(self, ask: Ask) -> Gather:
+        return _Stream(ask)
+
+
+class _Stream(Gather):
+    """A streamed reply. Each event holds what is new; the last one says how the reply ended."""
+
+    __slots__ = ()
+
+    def event(self, data: bytes) -> None:
+        completion = _read(data)
+        if completion.tokens:
+            self.tokens(completion.tokens, _logprobs(completion))
+            if tops := _tops(completion, self.ask.request.top_logprobs):
+                self.alternatives(list(tops))
+        if completion.content:
+            self.text(completion.content)
+        if completion.stop:
+            self.finish = _finish(completion)
+            self.done = True
+
+
+_COMPLETION: Final = _NativeCompletion()
+_CHAT: Final = Chat()
+
+
+class LlamaCppUpstream(HttpUpstream):
+    """Inference through llama.cpp's `llama-server`."""
+
+    reserved: ClassVar[frozenset[str]] = RESERVED | {"n_predict", "n_probs", "return_tokens", "cache_prompt"}
+    vitals = "/health"
+
+    def format(self, replica: Replica, ask: Ask) -> Format:  # noqa: ARG002  (all servers are alike)
+        return _COMPLETION if ask.request.tokens else _CHAT
+
+    async def size(self, replica: Replica) -> int | None:
+        """Return the number of slots: calls beyond them wait in the server."""
+        reply = await replica.exchange(replica.endpoint("/props"), None, seconds=SIZE_SECONDS)
+        if reply.status != 200:
+            return None
+        try:
+            return _decode_properties(reply.body).total_slots
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+
+class _Properties(msgspec.Struct, frozen=True):
+    total_slots: int
+
+
+_decode_properties = msgspec.json.Decoder(_Properties).decode

@@ -1,0 +1,107 @@
+"""Conformance of the upstream kinds with the real engines: token IDs and log probabilities in and out."""
+
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rookery.core import Sampling, Truncation, ints
+from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from tests.engines.conftest import RunningEngine
+from tests.upstreams.helpers import News
+
+pytestmark = pytest.mark.engines
+
+PROMPT = [1, 4093, 198, 36218, 15310, 30, 2, 198, 1, 520, 9531, 198]
+"""`Say OK.` in SmolLM2's chat template."""
+SECONDS = 300.0
+
+
+def read_ints(data: bytes) -> list[int]:
+    return list(array("i", data))
+
+
+def read_floats(data: bytes) -> list[float]:
+    return list(array("f", data))
+
+
+@pytest.fixture(params=["vllm", "llamacpp"])
+def engine(request: pytest.FixtureRequest) -> tuple[str, RunningEngine]:
+    return request.param, request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+async def upstream(engine: tuple[str, RunningEngine]) -> AsyncIterator[Any]:
+    kind, server = engine
+    opened = open_upstream(UpstreamConfig(kind=kind, urls=(f"{server.url}/v1",)))
+    yield opened
+    await opened.close()
+
+
+def request(tokens: list[int] = PROMPT, **sampling: Any) -> ModelRequest:
+    return ModelRequest(model="", tokens=ints(tokens), sampling=Sampling(**{"max_tokens": 24, **sampling}))
+
+
+async def rescored(engine: tuple[str, RunningEngine], prompt: list[int], sampled: list[int]) -> list[float]:
+    """Ask the engine for the log probability of each sampled token, given the tokens before it."""
+    kind, server = engine
+    async with aiohttp.ClientSession(server.url) as session:
+        if kind == "vllm":
+            body = {"prompt": prompt + sampled, "max_tokens": 1, "prompt_logprobs": 0, "model": "smollm2"}
+            async with session.post("/v1/completions", json=body) as reply:
+                told = (await reply.json())["choices"][0]["prompt_logprobs"]
+            return [float(told[len(prompt) + at][str(token)]["logprob"]) for at, token in enumerate(sampled)]
+        values = []
+        for at, token in enumerate(sampled):
+            body = {"prompt": prompt + sampled[:at], "n_predict": 1, "n_probs": 60_000, "cache_prompt": False}
+            async with session.post("/completion", json=body) as reply:
+                tops = (await reply.json())["completion_probabilities"][0]["top_logprobs"]
+            values.append(next(float(top["logprob"]) for top in tops if top["id"] == token))
+        return values
+
+
+async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstream: Any, engine: Any) -> None:
+    reply = await upstream.complete(request(temperature=1.0, seed=7, max_tokens=12), timeout=SECONDS)
+    sampled, told = read_ints(reply.sampled), read_floats(reply.logprobs)
+    values = await rescored(engine, PROMPT, list(sampled))
+    assert len(told) == len(sampled) == len(values) > 2
+    worst = max(abs(ours - theirs) for ours, theirs in zip(told, values, strict=True))
+    shifted = max(abs(ours - theirs) for ours, theirs in zip(told[1:], values[:-1], strict=True))
+    assert worst < 1e-4
+    assert shifted > 1e-2, "the check must notice log probabilities that are off by one"
+
+
+async def test_streamed_and_whole_replies_are_the_same_tokens(upstream: Any) -> None:
+    whole = await upstream.complete(request(temperature=0.0), timeout=SECONDS)
+    news = News()
+    streamed = await upstream.complete(request(temperature=0.0), timeout=SECONDS, news=news)
+    assert read_ints(streamed.sampled) == read_ints(whole.sampled)
+    assert b"".join(delta.sampled for delta in news.deltas) == whole.sampled
+    assert len(news.deltas) > 1
+
+
+async def test_the_end_token_is_part_of_a_reply_that_stopped(upstream: Any) -> None:
+    reply = await upstream.complete(request(temperature=0.0, max_tokens=64), timeout=SECONDS)
+    assert reply.finish == "stop"
+    assert read_ints(reply.sampled)[-1] == 2
+
+
+async def test_max_tokens_ends_a_reply_with_length(upstream: Any) -> None:
+    reply = await upstream.complete(request(temperature=0.0, max_tokens=3), timeout=SECONDS)
+    assert (reply.finish, len(read_ints(reply.sampled))) == ("length", 3)
+
+
+async def test_a_seed_repeats_a_reply_and_another_seed_changes_it(upstream: Any) -> None:
+    replies = [
+        read_ints((await upstream.complete(request(temperature=1.0, seed=seed), timeout=SECONDS)).sampled)
+        for seed in (1, 1, 2)
+    ]
+    assert replies[0] == replies[1] != replies[2]
+
+
+async def test_a_prompt_beyond_the_context_is_a_truncation(upstream: Any) -> None:
+    with pytest.raises(Truncation) as caught:
+        await upstream.complete(request(PROMPT * 200), timeout=SECONDS)
+    assert caught.value.reason == "context"
