@@ -2,10 +2,12 @@
 
 from array import array
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import test_utils, web
 
 from rookery.core import Sampling, Truncation, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.engines
 PROMPT = [1, 4093, 198, 36218, 15310, 30, 2, 198, 1, 520, 9531, 198]
 """`Say OK.` in SmolLM2's chat template."""
 SECONDS = 300.0
+JSON = {"Content-Type": "application/json"}
 
 
 def read_ints(data: bytes) -> list[int]:
@@ -62,6 +65,23 @@ async def rescored(engine: tuple[str, RunningEngine], prompt: list[int], sampled
         return values
 
 
+@asynccontextmanager
+async def forbidding_proxy(url: str, path: str) -> AsyncIterator[str]:
+    """Forward everything to the server at `url`, except that requests to `path` are answered with 403."""
+
+    async def forward(request: web.Request) -> web.Response:
+        if request.path == path:
+            return web.json_response({"error": "disabled"}, status=403)
+        body = await request.read()
+        async with session.request(request.method, request.path_qs, data=body, headers=JSON) as reply:
+            return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", forward)
+    async with aiohttp.ClientSession(url) as session, test_utils.TestServer(application) as server:
+        yield f"http://127.0.0.1:{server.port}"
+
+
 async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstream: Any, engine: Any) -> None:
     reply = await upstream.complete(request(temperature=1.0, seed=7, max_tokens=12), timeout=SECONDS)
     sampled, told = read_ints(reply.sampled), read_floats(reply.logprobs)
@@ -105,3 +125,20 @@ async def test_a_prompt_beyond_the_context_is_a_truncation(upstream: Any) -> Non
     with pytest.raises(Truncation) as caught:
         await upstream.complete(request(PROMPT * 200), timeout=SECONDS)
     assert caught.value.reason == "context"
+
+
+async def test_vllm_without_its_token_endpoint_is_asked_through_completions(vllm: RunningEngine) -> None:
+    """vLLM answers 403 at `/inference/v1/generate` unless it runs with `--enable-scale-out`."""
+    async with forbidding_proxy(vllm.url, "/inference/v1/generate") as url:
+        opened = open_upstream(UpstreamConfig(kind="vllm", urls=(f"{url}/v1",)))
+        try:
+            reply = await opened.complete(request(temperature=0.0), timeout=SECONDS)
+        finally:
+            await opened.close()
+    direct = open_upstream(UpstreamConfig(kind="vllm", urls=(f"{vllm.url}/v1",)))
+    try:
+        expected = await direct.complete(request(temperature=0.0), timeout=SECONDS)
+    finally:
+        await direct.close()
+    assert (reply.prompt, reply.sampled, reply.finish) == (expected.prompt, expected.sampled, expected.finish)
+    assert read_floats(reply.logprobs) == pytest.approx(read_floats(expected.logprobs), abs=1e-4)

@@ -121,7 +121,7 @@ async def test_a_server_without_the_token_endpoint_is_found_out_once():
         assert (sent["prompt"], sent["max_tokens"], sent["return_token_ids"]) == ([1, 2, 3], None, True)
 
 
-@pytest.mark.parametrize("status", [404, 405, 501])
+@pytest.mark.parametrize("status", [403, 404, 405, 501])
 async def test_completions_stream_as_well(status):
     def piece(ids, finish=None):
         values = {"token_logprobs": [-0.5] * len(ids), "top_logprobs": [{"token_id:4": -0.25}] * len(ids)}

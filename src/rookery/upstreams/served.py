@@ -223,7 +223,7 @@ class HttpUpstream(Servers):
         if told:
             failure.kind = "final"
             return failure
-        if answer.status in MISSING and self.optional(spoken):
+        if answer.status in (*MISSING, 403) and self.optional(spoken):
             return _Again(msgspec.structs.replace(ask, without=ask.without | {spoken.path}))
         if answer.status in (400, 413, 422):
             if context_full(said, ask.sampling.max_tokens):
@@ -238,7 +238,7 @@ class HttpUpstream(Servers):
         return failure
 
     def optional(self, spoken: Format) -> bool:  # noqa: ARG002  (a kind may)
-        """Whether a server may lack this endpoint and the call still be made."""
+        """Return True if another endpoint can serve the call when a server lacks or disables this one."""
         return False
 
     def _anew(self, ask: Ask, attempt: int) -> Ask:

@@ -1,8 +1,8 @@
 """vLLM: token ids in through `/inference/v1/generate`, messages through `/chat/completions`.
 
 Promises:
-- as those of `http.py`;
-- a server without the token endpoint is found out once, and asked through `/completions` from then on;
+- a server that lacks the token endpoint, or disables it (403 unless it runs with `--enable-scale-out`), is
+  detected by the first call and asked through `/completions` from then on;
 - a stream of the token endpoint that says it has ended, without a finish, was aborted: its last event has no
   tokens, and the server leaves such events out; it is never taken for a complete answer;
 - freezing uses `/pause` and `/resume`, which exist where vLLM runs in its development mode, as does its size.
