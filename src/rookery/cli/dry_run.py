@@ -126,7 +126,7 @@ def _values(
             else []
         ),
         Value("out", values["out"], origin(ctx, "out")),
-        Value("seed", config.seed, origin(ctx, "seed")),
+        Value("seed", config.root_seed, origin(ctx, "seed")),
         Value("attempts", config.retry.attempts, origin(ctx, "attempts")),
         Value("breaker", "off" if config.breaker is None else config.breaker, origin(ctx, "breaker")),
     ]

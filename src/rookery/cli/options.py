@@ -215,10 +215,8 @@ _OPTIONS = (
         "--seed",
         metavar="S",
         type=Number(int, -(2**63), 2**63 - 1),
-        default=0,
-        show_default=True,
         env="SEED",
-        help="Root of all seeds.",
+        help="Root of all seeds; if given, also sent to model servers, as one for each call. [default: 0]",
     ),
     _option(
         "--launcher",

@@ -35,7 +35,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     concurrency: int = 64
     warm: int | None = None
     """Sandboxes to have ready ahead of need where making one takes long; None: `concurrency`, up to `WARM`."""
-    seed: int = 0
+    seed: int | None = None
+    """Root of all seeds. One that is given is also sent to model servers, as a seed for each call; None: root 0,
+    and servers draw as they like."""
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
     block_limit: float = 30.0
@@ -52,6 +54,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`HOST:PORT` where the run's gateway listens, for a public URL to lead to; else a free port of 127.0.0.1."""
     stream: dict[str, Any] = {}
     """`k`, `want`, … of the run's main stream, for `resume`."""
+
+    @property
+    def root_seed(self) -> int:
+        """What the seeds of rollouts are derived from."""
+        return self.seed or 0
 
     @property
     def recording(self) -> Record:

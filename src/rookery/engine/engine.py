@@ -411,13 +411,13 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
         assert self.folder is not None
-        return dump_state(self.config.seed, self._channels, self._rounds, self.folder, self._states)
+        return dump_state(self.config.root_seed, self._channels, self._rounds, self.folder, self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `groups`: streams of the same name go on where the checkpoint was taken."""
         seed, self._states = load_state(state)
-        if seed != self.config.seed:
-            raise UsageError(f"the checkpoint was made with seed {seed}, this engine has {self.config.seed}")
+        if seed != self.config.root_seed:
+            raise UsageError(f"the checkpoint was made with seed {seed}, this engine has {self.config.root_seed}")
 
     async def status(self) -> dict[str, Any]:
         """What is going on, as plain data."""

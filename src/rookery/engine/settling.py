@@ -17,6 +17,7 @@ from rookery.engine.flights import Policy
 from rookery.engine.wire import RunSettings
 from rookery.environments import EnvironmentRef
 from rookery.sandboxes import is_pooled
+from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
 
@@ -38,7 +39,7 @@ def run_settings(config: EngineConfig, sandbox: SandboxSpec, folder: Path, ref: 
         run=folder.name,
         folder=str(folder.resolve()),
         environment=ref,
-        upstreams={**config.upstreams, "policy": policy},
+        upstreams={role: _seeded(up, config) for role, up in {**config.upstreams, "policy": policy}.items()},
         sandbox=sandbox,
         limits=config.limits,
         share=max(1, config.runners),
@@ -48,6 +49,10 @@ def run_settings(config: EngineConfig, sandbox: SandboxSpec, folder: Path, ref: 
         public=config.public,
         gateway_listen=config.gateway_listen,
     )
+
+
+def _seeded(upstream: UpstreamConfig, config: EngineConfig) -> UpstreamConfig:
+    return upstream if config.seed is None else msgspec.structs.replace(upstream, seeded=True)
 
 
 def _warm(config: EngineConfig, sandbox: SandboxSpec) -> int:
@@ -62,7 +67,7 @@ def policy_of(config: EngineConfig) -> Policy:
     return Policy(
         runners=config.runners,
         concurrency=config.concurrency,
-        seed=config.seed,
+        seed=config.root_seed,
         retry=config.retry,
         breaker=config.breaker,
         block_limit=config.block_limit,

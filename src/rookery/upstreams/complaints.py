@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-LEARNABLE: Final = ("return_token_ids", "logprobs", "stream_options", "max_tokens")
+LEARNABLE: Final = ("return_token_ids", "logprobs", "stream_options", "max_tokens", "seed")
 """Fields that some servers refuse; a call can go on without them (`max_tokens` under its newer name)."""
 
 

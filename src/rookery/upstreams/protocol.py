@@ -179,5 +179,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Processes that divide it."""
     retries: int = 4
     sampling: Sampling = Sampling()
+    seeded: bool = False
+    """Whether calls whose sampling has no seed are sent with one that is derived from the rollout and the turn."""
     resend_reasoning: bool = False
     """Whether the reasoning of earlier answers goes back to the server (as `reasoning_content`)."""

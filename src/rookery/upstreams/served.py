@@ -233,9 +233,17 @@ class HttpUpstream(Servers):
                 sent |= {"return_token_ids", "logprobs"}
             if ask.stream:
                 sent.add("stream_options")
+            if self._derived_seed(ask):
+                sent.add("seed")
             if field := refused_field(said, answer.body, sent - ask.without):
-                return _Again(msgspec.structs.replace(ask, without=ask.without | {field}))
+                sampling = msgspec.structs.replace(ask.sampling, seed=None) if field == "seed" else ask.sampling
+                return _Again(msgspec.structs.replace(ask, without=ask.without | {field}, sampling=sampling))
         return failure
+
+    def _derived_seed(self, ask: Ask) -> bool:
+        """Whether the call's seed is ours, so that the call can be made without it."""
+        named = ask.request.sampling.seed is not None or self.config.sampling.seed is not None
+        return ask.sampling.seed is not None and not named
 
     def optional(self, spoken: Format) -> bool:  # noqa: ARG002  (a kind may)
         """Return True if another endpoint can serve the call when a server lacks or disables this one."""
@@ -291,6 +299,14 @@ class HttpUpstream(Servers):
                 raise UpstreamError(str(error), cause="upstream.rejected") from None
         if not self._plain and sampling is not self.config.sampling:
             sampling = sampling.over(self.config.sampling)
+        if (
+            self.config.seeded
+            and sampling.seed is None
+            and request.seed is not None
+            and "seed" not in self._refused
+        ):
+            # 31 bits, which every server takes; the upper ones, since the lower ones repeat soonest.
+            sampling = msgspec.structs.replace(sampling, seed=(request.seed >> 32) & 0x7FFF_FFFF)
         name = request.id or (secrets.token_hex(12) if self.names else "")
         return Ask(
             request=request,

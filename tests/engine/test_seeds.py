@@ -1,0 +1,83 @@
+"""The run's seed reaches model servers: one for each call, the same in every run with the same seed."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Context, Engine, Environment, Sampling
+from rookery.core import Completed
+from rookery.upstreams import UpstreamConfig
+from tests.servers import ModelServer
+from tests.standins import Speaks, standin
+
+
+class TwoTurns(Environment):
+    """Asks the policy twice."""
+
+    name = "two-turns"
+
+    async def run(self, ctx: Context) -> None:
+        for number in range(2):
+            await ctx.policy.chat(f"{ctx.task.prompt}, turn {number}, {ctx.attempt.rpartition('.')[0]}")
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer("ok") as made:
+        yield made
+
+
+async def seeds(server: ModelServer, out: Path, **options: Any) -> dict[str, int | None]:
+    """The seed of each call, by what was asked: three rollouts of each of two tasks, two turns each."""
+    server.requests.clear()
+    async with Engine(TwoTurns(), policy=server.url, out=out, runners=0, **options) as engine:
+        groups = [group async for group in engine.groups([{"prompt": "a"}, {"prompt": "b"}], k=3)]
+    assert all(rollout.outcome == Completed() for group in groups for rollout in group.rollouts)
+    return {one.body["messages"][-1]["content"]: one.body.get("seed") for one in server.requests}
+
+
+async def test_each_call_has_a_seed_of_its_own_and_a_run_with_the_same_seed_has_the_same(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    found = await seeds(server, tmp_path, seed=7)
+    assert len(found) == len(set(found.values())) == 12
+    assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in found.values())
+    assert await seeds(server, tmp_path, seed=7) == found
+    assert not set((await seeds(server, tmp_path, seed=8)).values()) & set(found.values())
+    assert (await seeds(server, tmp_path, seed=0)).keys() == found.keys()
+
+
+async def test_a_run_without_a_seed_sends_none(server: ModelServer, tmp_path: Path) -> None:
+    assert set((await seeds(server, tmp_path)).values()) == {None}
+
+
+async def test_a_seed_in_the_sampling_wins(server: ModelServer, tmp_path: Path) -> None:
+    assert set((await seeds(server, tmp_path, seed=7, sampling=Sampling(seed=3))).values()) == {3}
+
+
+async def test_a_server_that_refuses_seeds_is_asked_without(server: ModelServer, tmp_path: Path) -> None:
+    server.refuses = {"seed"}
+    await seeds(server, tmp_path, seed=7, concurrency=1)
+    assert sum("seed" in one.body for one in server.requests) == 1
+
+
+@pytest.mark.parametrize("speaks", ["vllm", "sglang"])
+async def test_engines_draw_the_same_from_the_same_seed(speaks: Speaks, tmp_path: Path) -> None:
+    async def answers(seed: int, out: Path) -> dict[str, bytes]:
+        policy = UpstreamConfig(kind=speaks, urls=(server.url,))
+        sampling = Sampling(temperature=1.0, max_tokens=12)
+        options: dict[str, Any] = {"seed": seed, "sampling": sampling, "runners": 0}
+        async with Engine(TwoTurns(), policy=policy, out=out, **options) as engine:
+            groups = [group async for group in engine.groups([{"prompt": "a"}], k=3)]
+        return {one.id: b"".join(part.tokens for part in one.segments) for one in groups[0].rollouts}
+
+    async with standin(speaks) as server:
+        found = await answers(7, tmp_path / "a")
+        assert len(set(found.values())) == 3
+        assert await answers(7, tmp_path / "b") == found
+        assert await answers(8, tmp_path / "c") != found
