@@ -1,6 +1,13 @@
 """Budgets of a rollout and deadlines of its stages."""
 
+from typing import Any
+
 import msgspec
+
+
+def whole(value: Any) -> Any:
+    """Return a float without a fraction, such as 256e6, as an int, and every other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

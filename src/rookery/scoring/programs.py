@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from rookery.core import UsageError
+from rookery.core.limits import whole
 from rookery.core.sandboxes import ExecStatus, ExecUsage
 
 Language: TypeAlias = Literal["python", "bash", "c", "c++"]
@@ -274,6 +275,7 @@ def limits_of(plain: object, where: str = "limits") -> ProgramLimits:
     if plain is None:
         return NO_PROGRAM_LIMITS
     fields = _fields(where, plain, ProgramLimits.__struct_fields__)
+    fields |= {name: whole(value) for name, value in fields.items() if name not in ("wall", "cpu")}
     try:
         return ProgramLimits(**fields)
     except UsageError as error:

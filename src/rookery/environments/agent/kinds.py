@@ -16,6 +16,7 @@ import msgspec
 
 from rookery.core import TaskError
 from rookery.environments.base import Score
+from rookery.environments.code.limits import normalized
 from rookery.environments.context import Context
 from rookery.environments.results import match_answer
 from rookery.sandboxes import is_isolated
@@ -47,7 +48,8 @@ def kind_of(ctx: Context) -> Kind:
 
 
 def graded(ctx: Context) -> CodeTask:
-    return code_task({**ctx.task.data, "id": ctx.task.id, "prompt": ctx.task.text})
+    data, _ = normalized(ctx.task.data)
+    return code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
 
 
 def expected(ctx: Context) -> str | float:

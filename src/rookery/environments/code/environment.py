@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -20,7 +20,7 @@ from rookery.core import (
 )
 from rookery.environments.base import Score, reward_bounds
 from rookery.environments.code import tags
-from rookery.environments.code.limits import OWN, defaults, of_task, sandbox_of
+from rookery.environments.code.limits import OWN, defaults, is_unlimited, normalized, of_task, sandbox_of
 from rookery.environments.context import Context
 from rookery.environments.schemas import CallLimit, tool
 from rookery.environments.tools import ANSWER, ToolEnvironment
@@ -28,11 +28,13 @@ from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, code_task
 from rookery.scoring.grading import Forms, GradeFunction, Grader
 from rookery.scoring.programs import ProgramLimits
-from rookery.workers import Cell, Worker
+from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
 AT_ONCE = 4
 """Sandboxes in which one rollout is graded at a time."""
+UNBOUNDED = 3600.0
+"""Seconds of grading, where the stage has no end."""
 TAGS = (
     "You can run Python. Write a cell between <code> and </code>; you then get what it printed, and the value of "
     "its last expression, between <result> and </result>. Variables, functions and imports stay from cell to "
@@ -59,8 +61,8 @@ class CodeEnvironment(ToolEnvironment):
         self,
         *,
         style: Style = "tags",
-        default_timeout_seconds: float = 10.0,
-        default_memory_limit_bytes: int | None = 512 << 20,
+        default_timeout_seconds: float | None = 10.0,
+        default_memory_limit_bytes: float | None = 512 << 20,
         system_prompt: str | None = None,
         max_turns: int | None = None,
         max_result: int = 8192,
@@ -93,11 +95,14 @@ class CodeEnvironment(ToolEnvironment):
     # ---- an attempt
 
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
-        return sandbox_of(of_task(task.id, task.data, self.cell_limits), task.data, spec)
+        data, _ = normalized(task.data)
+        return sandbox_of(task.id, of_task(task.id, data, self.cell_limits), data, spec)
 
     async def setup(self, ctx: Context) -> None:
         """Checks the task; starts nothing."""
-        data = ctx.task.data
+        data, raised = normalized(ctx.task.data)
+        for note in raised:
+            ctx.log.warning(note, task=ctx.task.id)
         allowed = of_task(ctx.task.id, data, self.cell_limits)
         task = _graded(ctx)
         if task is None and self.grade is None and data.get("answer") is None:
@@ -196,12 +201,14 @@ class CodeEnvironment(ToolEnvironment):
 
 def _graded(ctx: Context) -> CodeTask | None:
     """What the submission is graded by, where the task says so."""
-    data: dict[str, Any] = ctx.task.data
+    data, _ = normalized(ctx.task.data)
     if data.get("tests") is None and data.get("cases") is None:
         return None
     return code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
 
 
 def _program_limits(ctx: Context) -> ProgramLimits:
-    allowed = ctx.state["cell_limits"]
-    return ProgramLimits(wall=allowed.wall, cpu=allowed.cpu_seconds, memory=allowed.memory)
+    allowed: WorkerLimits = ctx.state["cell_limits"]
+    # Without a limit, two runs of the submission and one of the solution must still fit into the stage.
+    wall = max(1.0, min(ctx.remaining, UNBOUNDED) / 4) if is_unlimited(allowed) else allowed.wall
+    return ProgramLimits(wall=wall, cpu=allowed.cpu_seconds, memory=allowed.memory or ctx.spec.memory)

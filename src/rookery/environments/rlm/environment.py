@@ -7,12 +7,13 @@ import msgspec
 
 from rookery.core import Limits, Message, SandboxSpec, TaskError, ToolSchema, Truncation, UsageError
 from rookery.environments.base import Score
+from rookery.environments.code.limits import OWN, normalized, of_task, sandbox_of
 from rookery.environments.context import Context
 from rookery.environments.rlm.bash import BashRepl
 from rookery.environments.rlm.budgets import CallFailed
 from rookery.environments.rlm.contexts import Placed, put, source_of
 from rookery.environments.rlm.conversation import REPL, Conversation
-from rookery.environments.rlm.options import options_of
+from rookery.environments.rlm.options import LEAST_CELL_MEMORY, MOST_CELL_MEMORY, Options, options_of
 from rookery.environments.rlm.prompts import system_prompt
 from rookery.environments.rlm.recipes import tasks_of
 from rookery.environments.rlm.repl import Observed, PythonRepl, Repl, worker_limits
@@ -21,9 +22,11 @@ from rookery.environments.rlm.verbs import Verbs
 from rookery.environments.schemas import Tool
 from rookery.environments.tools import ANSWER, ToolEnvironment
 from rookery.sandboxes.protocol import Sandbox
-from rookery.workers import sandbox_for
+from rookery.workers import WorkerLimits
 
 TAKEN = frozenset({"llm", "llm_batch", "rlm", "answer", "budget", "context"})
+NO_WORKER = WorkerLimits(memory=None, processes=0)
+"""Limits that ask nothing of a sandbox."""
 ROOM = 64 << 20
 """Of a bash sandbox's memory, for what is not the scripts' own."""
 
@@ -33,9 +36,11 @@ class RlmEnvironment(ToolEnvironment):
 
     `tools` are functions in the REPL; `sub_tools` are what sub-models may call. A task's context is its row's
     `context` (text or JSON), `context_file` or `context_folder`; its `answer` is what the answer is compared with.
+    Its `timeout_seconds`, `memory_limit_bytes` and `limits` go over `cell_seconds` and `cell_memory`.
     """
 
     name = "rlm"
+    own_limits = OWN
 
     def __init__(
         self,
@@ -78,27 +83,53 @@ class RlmEnvironment(ToolEnvironment):
         if type(self).score is RlmEnvironment.score and not isinstance(answer, str | int | float):
             raise TaskError(f"task {ctx.task.id} cannot be scored: data.answer must be a text or a number")
         source = source_of(ctx.task.id, ctx.task.data)
-        ctx.spec = self._spec(ctx.spec)
+        options = ctx.state["options"] = self._options_of(ctx)
+        ctx.spec = self._spec(ctx, options)
         sandbox = await ctx.sandbox()
         placed = await put(sandbox, source, preview=self.options.preview)
         tree = ctx.state["tree"] = Tree(ctx, self.options, self._sub, self._child)
         verbs = Verbs(tree, 0, self._tools)
         ctx.state["placed"] = placed
-        ctx.state["repl"] = await self._opened(sandbox, verbs, placed)
+        ctx.state["repl"] = await self._opened(ctx, sandbox, verbs, placed)
 
-    def _spec(self, spec: SandboxSpec) -> SandboxSpec:
-        """No network but the one channel."""
-        if self.options.repl == "python":
-            return msgspec.structs.replace(
-                sandbox_for(worker_limits(self.options), spec), network="none", allow=()
-            )
-        memory = max(spec.memory or 0, self.options.cell_memory + ROOM)
-        return msgspec.structs.replace(spec, memory=memory, network="model", allow=())
+    def _options_of(self, ctx: Context) -> Options:
+        """Return the options of an attempt: its row's limits of a cell go over the environment's."""
+        data, raised = normalized(ctx.task.data, LEAST_CELL_MEMORY)
+        for note in raised:
+            ctx.log.warning(note, task=ctx.task.id)
+        allowed = of_task(ctx.task.id, data, worker_limits(self.options))
+        if (allowed.memory or 0) > MOST_CELL_MEMORY:
+            raise TaskError(f"task {ctx.task.id}: a cell cannot have {allowed.memory} bytes of memory")
+        ctx.state["worker_limits"] = allowed
+        return msgspec.structs.replace(self.options, cell_seconds=allowed.wall, cell_memory=allowed.memory)
 
-    async def _opened(self, sandbox: Sandbox, verbs: Verbs, placed: Placed) -> Repl:
-        if self.options.repl == "python":
-            return await PythonRepl.open(sandbox, verbs, placed, self.options)
-        return await BashRepl.open(sandbox, verbs, placed, self.options)
+    def _spec(self, ctx: Context, options: Options) -> SandboxSpec:
+        """Return the sandbox of a REPL. It has no network but the one channel."""
+        allowed: WorkerLimits = ctx.state["worker_limits"]
+        data, _ = normalized(ctx.task.data, LEAST_CELL_MEMORY)
+        if options.repl == "python":
+            made = sandbox_of(ctx.task.id, allowed, data, ctx.spec)
+            return msgspec.structs.replace(made, network="none", allow=())
+        made = sandbox_of(ctx.task.id, NO_WORKER, data, ctx.spec)
+        said = data.get("limits") or {}
+        memory = options.cell_memory + ROOM
+        if said.get("memory") is None and data.get("memory_limit_bytes") is None:
+            memory = max(ctx.spec.memory or 0, memory)
+        return msgspec.structs.replace(
+            made,
+            memory=memory,
+            pids=allowed.processes if said.get("pids") is not None else made.pids,
+            cpu_seconds=allowed.cpu_seconds or made.cpu_seconds,
+            output=allowed.output if said.get("output") is not None else made.output,
+            network="model",
+            allow=(),
+        )
+
+    async def _opened(self, ctx: Context, sandbox: Sandbox, verbs: Verbs, placed: Placed) -> Repl:
+        options: Options = ctx.state["options"]
+        if options.repl == "python":
+            return await PythonRepl.open(sandbox, verbs, placed, options, ctx.state["worker_limits"])
+        return await BashRepl.open(sandbox, verbs, placed, options)
 
     def messages(self, ctx: Context) -> list[Message]:
         if not ctx.task.prompt:
@@ -164,7 +195,7 @@ class RlmEnvironment(ToolEnvironment):
         try:
             placed = await put(sandbox, asked.context, preview=self.options.preview)
             verbs = Verbs(tree, asked.depth, self._tools)
-            repl = await self._opened(sandbox, verbs, placed)
+            repl = await self._opened(ctx, sandbox, verbs, placed)
             turns = 0
 
             async def speak(messages: Sequence[Message], **more: Any) -> Any:

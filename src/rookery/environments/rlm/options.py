@@ -11,7 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from rookery.core import UsageError
+from rookery.core.limits import whole
 
+LEAST_CELL_MEMORY = 64 << 20
+MOST_CELL_MEMORY = 1 << 50
 KINDS = ("needle", "aggregate", "join")
 
 
@@ -59,7 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ("sub_turns", 1, 10_000),
             ("concurrency", 1, 1024),
             ("children", 1, 64),
-            ("cell_memory", 64 << 20, 1 << 50),
+            ("cell_memory", LEAST_CELL_MEMORY, MOST_CELL_MEMORY),
             ("max_output", 16, 1 << 20),
             ("context_tokens", 64, 1 << 30),
             ("preview", 0, 4096),
@@ -81,6 +84,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def options_of(given: dict[str, Any]) -> Options:
     """Checked."""
     listed = {name: _listed(value) if name in ("kinds", "megabytes") else value for name, value in given.items()}
+    if "cell_memory" in listed:
+        listed["cell_memory"] = whole(listed["cell_memory"])
     unknown = sorted(set(listed) - set(Options.__struct_fields__))
     if unknown:
         raise UsageError(f"rlm takes no {', '.join(unknown)}; it takes {', '.join(Options.__struct_fields__)}")

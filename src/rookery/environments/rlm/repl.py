@@ -92,12 +92,14 @@ class PythonRepl:
         """Cells of the model that were begun."""
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, verbs: Verbs, placed: Placed, options: Options) -> "PythonRepl":
+    async def open(
+        cls, sandbox: Sandbox, verbs: Verbs, placed: Placed, options: Options, limits: WorkerLimits
+    ) -> "PythonRepl":
         async def read_file(name: str) -> bytes:
             return await sandbox.read(name, limit=MOST_PART, timeout=60.0)
 
         verbs.read_file = read_file
-        worker = await Worker.open(sandbox, limits=worker_limits(options), functions=_functions(verbs))
+        worker = await Worker.open(sandbox, limits=limits, functions=_functions(verbs))
         repl = cls(worker, verbs, placed, options)
         try:
             trouble, _ = await repl._prelude()
