@@ -208,3 +208,30 @@ async def test_the_tool_answers_and_never_raises(tmp_path: Path, tooling: Toolin
         assert "is undone" in await said(command="undo" if "undo" in words else "undo_edit", path="a")
         assert "\tx" in await said(command="view", path="/work/a")
         assert attempt.ctx.metrics["edits_refused"] == 3
+
+
+@pytest.mark.parametrize("preset", ["open-instruct", "open-instruct-marker"])
+async def test_create_makes_parent_folders_in_the_presets_of_open_instruct(tmp_path: Path, preset: str) -> None:
+    async with box(tmp_path) as made:
+        attempt = attempt_in(made)
+        tool = edit_tool(tooling_of(None, {"preset": preset}))
+        arguments = {"command": "create", "path": "new/deep folder/a.txt", "file_text": "x\n"}
+        assert "is written" in str(await tool.invoke(tool.parse(json.dumps(arguments)), attempt.ctx, 30.0))
+        assert await made.read("new/deep folder/a.txt") == b"x\n"
+        assert await sh(made, "stat -c '%a %U' new") == await sh(made, "mkdir -m 755 o; stat -c '%a %U' o")
+
+
+async def test_parent_folders_that_cannot_be_made_are_an_answer(tmp_path: Path) -> None:
+    async with box(tmp_path) as made:
+        parents = Editor(Files(made, "/work", 20.0), 4096, create_parents=True)
+        await sh(made, "echo x > file; ln -s nowhere dangling; mkdir real; ln -s real link")
+        for path in ("file/a", "dangling/a", "/proc/new/a"):
+            assert "cannot be made" in await refused(parents.create(path, "x"))
+        assert "bytes" in await refused(parents.create("huge/a", "x" * (MAX_FILE + 1)))
+        await parents.create("link/sub/a", "x")
+        await parents.create("top", "x")
+        assert (
+            await sh(made, "find . -type d | sort | tr '\\n' ' '; cat real/sub/a top") == ". ./real ./real/sub xx"
+        )
+        plain = editor(made)
+        assert "cannot be read" in await refused(plain.create("other/a", "x"))

@@ -42,6 +42,8 @@ class Tooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line that submits when it is the first or the last that bash prints; empty: there is none."""
     editor_words: Literal["short", "long"] = "short"
     """`long`: the editor's commands are called `str_replace` and `undo_edit`."""
+    create_parents: bool = False
+    """Whether the editor's `create` makes the folders that are missing above a new file."""
     timeouts: bool = True
     """Whether a bash call may name a time limit of its own, below the tool's."""
     bash: ToolSettings = ToolSettings()
@@ -55,6 +57,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "rookery": {},
     "open-instruct": {
         "editor_words": "long",
+        "create_parents": True,
         "timeouts": False,
         "bash": {"name": "execute_bash"},
         "edit": {"name": "str_replace_editor"},
@@ -63,6 +66,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "open-instruct-marker": {
         "tools": ["bash", "edit"],
         "editor_words": "long",
+        "create_parents": True,
         "timeouts": False,
         "marker": MARKER,
         "bash": {"name": "execute_bash"},
@@ -71,7 +75,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "bash-only": {"tools": ["bash"], "marker": MARKER},
 }
 
-_PLAIN: Final = ("marker", "editor_words", "timeouts")
+_PLAIN: Final = ("marker", "editor_words", "create_parents", "timeouts")
 
 
 def tooling_of(tools: Any, config: Any) -> Tooling:

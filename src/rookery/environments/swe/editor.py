@@ -17,7 +17,7 @@ from rookery.environments.schemas import CallLimit, Tool
 from rookery.environments.swe import texts
 from rookery.environments.swe.bash import FOLDER
 from rookery.environments.swe.config import Tooling
-from rookery.environments.swe.files import MAX_LISTED, Files, Found
+from rookery.environments.swe.files import MAX_FILE, MAX_LISTED, Files, Found
 from rookery.environments.swe.texts import Refused
 
 MAX_REMEMBERED: Final = 8 << 20
@@ -48,8 +48,9 @@ class _Edit:
 class Editor:
     """The editor of one attempt."""
 
-    def __init__(self, files: Files, limit: int) -> None:
+    def __init__(self, files: Files, limit: int, *, create_parents: bool = False) -> None:
         self._files = files
+        self._create_parents = create_parents
         self._limit = limit
         """Bytes of one answer."""
         self._edits: deque[_Edit] = deque()
@@ -85,9 +86,13 @@ class Editor:
         if file_text is None:
             raise Refused("create needs file_text, the content of the file.")
         path = self._files.path(path)
+        data = file_text.encode("utf-8", "replace")
+        if self._create_parents:
+            if len(data) > MAX_FILE:
+                raise Refused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
+            await self._files.make_parents(path)
         found = await self._files.look(path)
         self._no_folder(path, found)
-        data = file_text.encode("utf-8", "replace")
         await self._write(path, found, data)
         lines = len(texts.lines_of(file_text))
         done = "is written" if found.data is None else "is replaced as a whole"
@@ -180,7 +185,9 @@ async def _edited(
         box = await ctx.sandbox()
         folder = str(ctx.state.get(FOLDER) or ctx.spec.workdir or "/")
         seconds = max(1.0, min(limit, WAIT))
-        editor = ctx.state[EDITOR] = Editor(Files(box, folder, seconds), tooling.edit.output)
+        editor = ctx.state[EDITOR] = Editor(
+            Files(box, folder, seconds), tooling.edit.output, create_parents=tooling.create_parents
+        )
     try:
         match command:
             case "view":
@@ -201,9 +208,9 @@ async def _edited(
 _SHORT: Final = ("replace", "undo", Literal["view", "create", "replace", "insert", "undo"])
 _LONG: Final = ("str_replace", "undo_edit", Literal["view", "create", "str_replace", "insert", "undo_edit"])
 _ABOUT: Final = """\
-Views and edits files: `view` shows a file with line numbers, or lists a folder; `create` writes a whole file; \
-`{replace}` replaces old_str, which must occur exactly once, by new_str; `insert` puts new_str after the line \
-insert_line; `{undo}` takes the last edit of a file back.
+Views and edits files: `view` shows a file with line numbers, or lists a folder; `create` writes a whole \
+file{create}; `{replace}` replaces old_str, which must occur exactly once, by new_str; `insert` puts new_str \
+after the line insert_line; `{undo}` takes the last edit of a file back.
 
 Args:
     command: What to do.
@@ -235,7 +242,8 @@ def edit_tool(tooling: Tooling) -> Tool:
         )
 
     replace, undo, commands = _LONG if tooling.editor_words == "long" else _SHORT
-    edit.__doc__ = _ABOUT.format(replace=replace, undo=undo)
+    create = ", and makes the folders that are missing above it" if tooling.create_parents else ""
+    edit.__doc__ = _ABOUT.format(replace=replace, undo=undo, create=create)
     edit.__annotations__["command"] = commands
     own = tooling.edit
     return Tool(edit, name=own.name or "edit", description=own.description or None, timeout=own.timeout)

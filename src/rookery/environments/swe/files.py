@@ -102,6 +102,10 @@ said=$( { cat > "$1"; } 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit
 """
 _CLEAN: Final = 'r=$(readlink -f -- "$1") || r=$1; rm -f -- "$(dirname -- "$r")/$2"'
 _BACK: Final = 'exec cat > "$1"'
+_PARENTS: Final = """
+LC_ALL=C; export LC_ALL; umask 022; d=${1%/*}
+[ -z "$d" ] || [ -d "$d" ] || said=$(mkdir -p -- "$d" 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 1; }
+"""
 _REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
 
 
@@ -151,6 +155,12 @@ class Files:
         if kind != "file" or result.stdout_dropped or int(stamp.split(" ")[1]) not in (0, len(rest)):
             raise Refused(f"{path} cannot be read: it changed while it was read.")
         return Found(rest, stamp)
+
+    async def make_parents(self, path: str) -> None:
+        """Make the folders above a path that are missing; `Refused` if they cannot be made."""
+        result = await self._run(_PARENTS, path)
+        if not result.ok:
+            raise Refused(f"The folder of {path} cannot be made: {_said(result)}.")
 
     async def put(self, path: str, data: bytes, found: Found) -> None:
         """Replaces what `look` found; `Refused` where it cannot be, and then the file is as it was."""
