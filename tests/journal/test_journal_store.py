@@ -241,7 +241,7 @@ def test_totals_never_disagree_with_the_records(run: Path) -> None:
         assert reader.mean_reward() == pytest.approx((9 * 0.5 - 1.0) / 10)
 
 
-def test_a_discarded_record_is_an_event_and_its_member_can_run_again(run: Path) -> None:
+def test_a_discarded_record_is_kept_and_its_member_can_run_again(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         journal.add_group(0, stream="s", position=0, task=0, k=1)
         journal.add_rollout(record(0, 0, reward=0.25))
@@ -255,7 +255,38 @@ def test_a_discarded_record_is_an_event_and_its_member_can_run_again(run: Path) 
         assert [group.status for group in reader.groups()] == ["open"]
         [event] = [event for event in reader.events() if event.kind == "rollout.discarded"]
         assert event.payload["reason"] == "tokens lost"
-        assert event.payload["record"]["reward"] == 0.25  # type: ignore[index]
+        assert event.payload["label"] == "completed"
+        [earlier] = reader.earlier("0.0")
+        assert (earlier.record.reward, earlier.reason) == (0.25, "tokens lost")
+
+
+def test_a_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
+    lost = Failed("infra", "tokens.unreadable", "gone", "load")
+    with Journal.create(run, {}) as journal:
+        journal.add_group(0, stream="s", position=0, task=0, k=1)
+        journal.add_rollout(record(0, 0, reward=0.25))
+        journal.set_group(0, "consumed")
+    with Journal.open(run) as journal:
+        journal.replace_rollout(record(0, 0, outcome=lost), "gone")
+    with RunReader(run) as reader:
+        assert reader.counts() == {"tokens.unreadable": 1}
+        assert reader.mean_reward() is None
+        assert [group.status for group in reader.groups()] == ["consumed"]
+        assert [one.record.reward for one in reader.earlier("0.0")] == [0.25]
+
+
+def test_a_journal_without_the_table_of_superseded_records_can_be_read_and_gone_on_with(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        journal.add_rollout(record(0, 0, reward=0.25))
+    with contextlib.closing(sqlite3.connect(run / FILE)) as connection:
+        connection.execute("DROP TABLE superseded")
+        connection.commit()
+    with RunReader(run) as reader:
+        assert reader.earlier("0.0") == []
+    with Journal.open(run) as journal:
+        journal.discard("0.0", "why not")
+    with RunReader(run) as reader:
+        assert len(reader.earlier("0.0")) == 1
 
 
 HOLD = """

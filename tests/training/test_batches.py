@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.core import Extra, Failed, Group, Truncated, Usage, UsageError, ints
+from rookery.core import Extra, Failed, Group, Rollout, Truncated, Usage, UsageError, floats, ints
 from rookery.training import Batch, BatchConfig, BatchError, check, make_batch, rollout_weights
 from tests.training.kit import configs, group, many_groups, of_rewards, reference, rollout, same, segment
 
@@ -141,7 +141,9 @@ def test_truncated_rollouts_follow_their_rule_by_reason() -> None:
 def test_a_token_without_a_logprob_is_never_silently_trained() -> None:
     groups = [group(0, rollout(0, 0, 1.0, [segment([0, 1, 1, 1], logprob=math.nan)]), rollout(0, 1, 0.0))]
     with pytest.raises(BatchError, match=r"3 sampled tokens have no usable logprob.*rollout 0\.0"):
-        make_batch(groups)
+        make_batch(groups, strict=True)
+    with pytest.raises(BatchError, match="no usable logprob"):
+        make_batch(groups, BatchConfig(without_logprob="refuse"))
     masked = make_batch(groups, BatchConfig(without_logprob="mask"))
     assert masked.counts.without_logprob == 3
     assert masked.segments.rollout.tolist() == [1]
@@ -162,7 +164,7 @@ def test_the_first_token_of_a_segment_has_no_logit_and_does_not_train() -> None:
 def test_extras_are_carried_along_in_one_layout_or_refused() -> None:
     def made(*extras: dict[str, Extra], **config: Any) -> Batch:
         parts = [segment([0, 1, 1], turns=(n,), extras=one) for n, one in enumerate(extras)]
-        return make_batch([group(0, rollout(0, 0, 1.0, parts))], BatchConfig(**config))
+        return make_batch([group(0, rollout(0, 0, 1.0, parts))], BatchConfig(strict=True, **config))
 
     def experts(*values: int) -> Extra:
         return Extra("int32", 8, ints(values))
@@ -199,7 +201,7 @@ def test_extras_are_carried_along_in_one_layout_or_refused() -> None:
 )
 def test_what_would_train_wrongly_is_refused(groups: list[Group], message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        make_batch(groups)
+        make_batch(groups, strict=True)
 
 
 def test_a_mask_that_is_shifted_against_the_logprobs_is_refused_when_the_batch_is_made() -> None:
@@ -207,7 +209,106 @@ def test_a_mask_that_is_shifted_against_the_logprobs_is_refused_when_the_batch_i
     moved = msgspec.structs.replace(right, mask=wrong.mask, versions=wrong.versions)
     for which in ("trained", "nonzero"):
         with pytest.raises(BatchError, match=r"token 1 .* rollout 0\.0 was not sampled and has a logprob"):
-            make_batch([group(0, rollout(0, 0, 1.0, [moved]))], BatchConfig(segments=which))  # type: ignore[arg-type]
+            make_batch([group(0, rollout(0, 0, 1.0, [moved]))], BatchConfig(segments=which), strict=True)  # type: ignore[arg-type]
+
+
+def _broken(kind: str, group_index: int, member: int) -> Rollout:
+    """A rollout with a reward that cannot be put into a batch."""
+    good = segment([0, 1, 1, 0])
+    match kind:
+        case "one logprob":
+            logprobs = floats([0.0, -0.5, math.nan, 0.0])
+            parts, fields = [msgspec.structs.replace(good, logprobs=logprobs)], {}
+        case "shifted mask":
+            wrong = segment([0, 0, 1, 1])
+            parts, fields = [msgspec.structs.replace(good, mask=wrong.mask, versions=wrong.versions)], {}
+        case "turn twice":
+            parts, fields = [segment([0, 1]), segment([0, 1])], {}
+        case "too many tokens":
+            parts, fields = [good], {"usage": Usage(turns=1, sampled_tokens=1)}
+        case "version":
+            parts, fields = [segment([0, 1], version=-1)], {}
+        case "extras":
+            parts, fields = [segment([0, 1], extras={"experts": Extra("int32", 4, ints([1, 2]))})], {}
+        case _:
+            parts, fields = [good], {}
+    return rollout(group_index, member, math.inf if kind == "reward" else 1.0, parts, **fields)  # type: ignore[arg-type]
+
+
+BROKEN = {
+    "one logprob": "batch.logprob",
+    "shifted mask": "bug.batch",
+    "turn twice": "bug.batch",
+    "too many tokens": "bug.batch",
+    "version": "bug.batch",
+    "extras": "bug.batch",
+    "reward": "bug.batch",
+}
+
+
+ALONE = [kind for kind in BROKEN if kind != "extras"]
+"""Broken whatever the others are like; extras are wrong only if most rollouts have others."""
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_rollout_that_cannot_be_put_into_a_batch_is_left_out_and_counted(kind: str) -> None:
+    def groups(bad: Rollout) -> list[Group]:
+        return [group(0, rollout(0, 0, 1.0), bad, rollout(0, 2, 0.0)), of_rewards(1, 1.0, 0.0)]
+
+    given = groups(_broken(kind, 0, 1))
+    batch = make_batch(given)
+    check(batch, given)
+    assert batch.counts.left_out_rollouts == 1
+    assert [bool(why) for why in batch.rollouts.problem] == [False, True, False, False, False]
+    assert batch.rollouts.outcome[1] == BROKEN[kind]
+    assert batch.rollouts.use[1] == "missing"
+    # Everything else is as if that rollout had failed in the run.
+    without = make_batch(groups(rollout(0, 1, None)))
+    for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "offsets"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(without, name))
+    assert batch.denominator == without.denominator
+    with pytest.raises(BatchError):
+        make_batch(given, strict=True)
+    with pytest.raises(BatchError):
+        make_batch(given, BatchConfig(strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([None, "", "", "", *ALONE]), min_size=1, max_size=5), max_size=4))
+def test_broken_rollouts_never_change_what_the_others_train(kinds: list[list[str | None]]) -> None:
+    def member(index: int, at: int, kind: str | None, *, broken: bool) -> Rollout:
+        if kind and broken:
+            return _broken(kind, index, at)
+        return rollout(index, at, None if kind or kind is None else float(at % 2))
+
+    given, without = (
+        [
+            group(index, *(member(index, at, kind, broken=broken) for at, kind in enumerate(members)))
+            for index, members in enumerate([["", ""], *kinds])
+        ]
+        for broken in (True, False)
+    )
+    batch, expected = make_batch(given), make_batch(without)
+    check(batch, given)
+    assert batch.counts.left_out_rollouts == sum(bool(kind) for members in kinds for kind in members)
+    assert batch.counts.rollouts == expected.counts.rollouts
+    for name in ("tokens", "mask", "logprobs", "versions", "advantages", "weights", "offsets"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+
+
+def test_a_batch_in_which_nothing_has_a_logprob_is_refused() -> None:
+    with pytest.raises(BatchError) as caught:
+        make_batch([group(0, *(rollout(0, at, 1.0, [segment([0, 1, 1], logprob=math.nan)]) for at in range(3)))])
+    assert caught.value.code == "batch.logprob"
+
+
+def test_a_group_whose_rewards_cannot_be_compared_is_left_out_alone() -> None:
+    given = [of_rewards(0, 1.7e308, -1.7e308), of_rewards(1, 1.0, 0.0)]
+    batch = make_batch(given)
+    check(batch, given)
+    assert batch.counts.left_out_rollouts == 2
+    assert batch.groups.kind == ("failed", "informative")
+    assert batch.rollouts.advantage.tolist() == [0.0, 0.0, 1.0, -1.0]
 
 
 def test_groups_of_two_engines_may_have_the_same_number() -> None:

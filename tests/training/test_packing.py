@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Group, UsageError
-from rookery.training import IGNORE, Batch, BatchError, attention, make_batch, pack, padded, split, targets
+from rookery.training import (
+    IGNORE,
+    Batch,
+    BatchConfig,
+    BatchError,
+    attention,
+    check,
+    make_batch,
+    pack,
+    padded,
+    split,
+    targets,
+)
 from tests.training.kit import group, many_groups, rollout, segment
 
 COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
@@ -60,12 +72,64 @@ def test_packing_is_close_to_the_best() -> None:
 
 def test_a_segment_longer_than_a_row_is_refused_or_alone_and_never_cut() -> None:
     batch = of_lengths(4, 12, 4)
-    with pytest.raises(BatchError, match=r"1 segments are longer than a row of 8 tokens.*has 12 \(rollout 0\.0\)"):
-        pack(batch, 8)
+    for options in ({"strict": True}, {"oversize": "refuse"}):
+        with pytest.raises(
+            BatchError, match=r"1 segments are longer than a row of 8 tokens.*has 12 \(rollout 0\.0\)"
+        ):
+            pack(batch, 8, **options)  # type: ignore[arg-type]
     packed = pack(batch, 8, oversize="alone")
     assert packed.plan == ((0, 2), (1,))
     assert [len(row) for row in packed] == [8, 12]
     assert packed.efficiency == 1.0
+
+
+@pytest.mark.parametrize("which", ["trained", "all"])
+@pytest.mark.parametrize("uninformative", ["count", "leave_out"])
+def test_a_rollout_with_a_segment_longer_than_a_row_is_left_out_and_counted(
+    which: Any, uninformative: Any
+) -> None:
+    def groups(reward: float | None) -> list[Group]:
+        parts = [segment([0, 1, 1], turns=(0,)), segment([0] * 4 + [1] * 8, turns=(1,))]
+        return [
+            group(0, rollout(0, 0, 1.0), rollout(0, 1, reward, parts), rollout(0, 2, 0.0)),
+            group(1, rollout(1, 0, 0.5), rollout(1, 1, 1.0)),
+            group(2, rollout(2, 0, 1.0), rollout(2, 1, 1.0)),
+        ]
+
+    config = BatchConfig(segments=which, uninformative=uninformative)
+    batch = make_batch(groups(0.0), config)
+    packed = pack(batch, 8)
+    assert packed.left_out == ("0.1",)
+    check(packed.batch)
+    assert packed.batch.counts.left_out_rollouts == 1
+    assert packed.batch.counts.left_out_tokens == batch.counts.left_out_tokens + 10
+    assert packed.batch.rollouts.use[1] == "leave_out"
+    there = sorted(one for row in packed for one in row.segments.tolist())
+    assert there == [at for at, row in enumerate(batch.segments.rollout.tolist()) if row != 1]
+    # The others train as if that rollout had failed: same baseline, same denominator.
+    without = make_batch(groups(None), config)
+    assert packed.batch.denominator == without.denominator
+    np.testing.assert_allclose(packed.batch.rollouts.advantage, without.rollouts.advantage)
+    for name in ("mask", "advantages", "weights"):
+        mine = np.concatenate([getattr(row, name) for row in packed])
+        assert sorted(mine.tolist()) == sorted(getattr(without, name).tolist())
+
+
+def test_leaving_out_keeps_columns_of_the_trainers_own() -> None:
+    batch = make_batch([group(0, rollout(0, 0, 1.0), rollout(0, 1, 0.0, [segment([0] * 9 + [1])]))])
+    own = batch.changed(advantages=np.where(batch.mask, 7.0, 0.0).astype(np.float32))
+    packed = pack(own, 8)
+    assert packed.left_out == ("0.1",)
+    assert [row.advantages.max() for row in packed] == [7.0]
+
+
+def test_leaving_out_in_a_part_of_a_batch_changes_no_weight_of_it() -> None:
+    batch = make_batch([group(0, rollout(0, 0, 1.0), rollout(0, 1, 0.0, [segment([0] * 9 + [1])]))])
+    part = pack(batch.select([0, 1][::-1][:1]), 8)
+    assert part.left_out == ("0.1",)
+    assert len(part) == 0
+    check(part.batch)
+    assert part.batch.denominator == batch.denominator
 
 
 def test_two_rows_of_a_hand_made_batch() -> None:

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from rookery.cli.text import bold, clean, clip, dim, duration, line, plural, table
-from rookery.core import Attempt, Completed, Failed, JournalError, Message, Rollout, Turn, cause_of, label
+from rookery.core import Attempt, Completed, Failed, Message, Rollout, Turn, cause_of, label
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader
@@ -22,12 +22,20 @@ _COLOURS = {"system": "magenta", "developer": "magenta", "user": "cyan", "assist
 def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: bool) -> None:
     """On stdout."""
     limit = 1 << 30 if full else MAX_TEXT
-    lines = _head(record)
+    from rookery.journal import LoadError, failed_record, load_turns, merge_turns
+
+    turns: list[Turn] = []
+    damage = ""
     try:
-        turns = reader.turns(record)
-    except (JournalError, ValueError) as error:
-        turns = []
-        lines += ["", click.style(f"its turns cannot be read: {line(str(error), 300)}", fg="red")]
+        turns = load_turns(record, reader.tokens)
+        if record.valid:
+            merge_turns(record, turns)
+    except LoadError as error:  # the rollout counts as failed wherever it is loaded, so show it as failed
+        damage = str(error)
+        record = failed_record(record, error)
+    lines = _head(record)
+    if damage:
+        lines += ["", click.style(line(damage, 300), fg="red")]
     for turn in turns:
         lines += ["", *_turn(turn, limit, tokens=tokens)]
     lines += _log(reader.events_of(record.id), full=full)

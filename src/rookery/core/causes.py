@@ -201,6 +201,18 @@ _TABLE = (
     Cause("task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."),
     Cause("task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."),
     Cause(
+        "tokens.unreadable",
+        "infra",
+        "The rollout's recorded tokens could not be read back: a token file is missing, truncated or corrupt.",
+        "Check the disk that holds the run; `rookery resume RUN --failed` runs the rollout again.",
+    ),
+    Cause(
+        "batch.logprob",
+        "infra",
+        "A sampled token has no usable log probability, so the rollout was left out of the batch.",
+        "Let the model server return log probabilities, or set BatchConfig(without_logprob=…).",
+    ),
+    Cause(
         "bug.environment",
         "bug",
         "The environment's code raised in setup or run.",
@@ -241,6 +253,24 @@ _TABLE = (
         "bug",
         "The rollout killed its runner process, also when run alone.",
         "Read the crash stack in the record; run the suspect code in a sandbox.",
+    ),
+    Cause(
+        "bug.merge",
+        "bug",
+        "Rookery could not merge the rollout's turns into segments.",
+        "Please report it, with the traceback.",
+    ),
+    Cause(
+        "bug.batch",
+        "bug",
+        "The rollout's segments contradict each other or its record, so it was left out of the batch.",
+        "Read the detail; if you did not change the segments yourself, please report it.",
+    ),
+    Cause(
+        "bug.send",
+        "bug",
+        "The rollout could not be encoded, sent or decoded between the engine and another process.",
+        "Read the detail; keep less in `ctx.info` if the rollout is too large, else please report it.",
     ),
     Cause("bug.exit", "bug", "The environment's code called exit.", "Return from the stage instead."),
     Cause("bug.rookery", "bug", "Rookery's own code failed.", "Please report it, with the traceback."),

@@ -10,7 +10,8 @@ import msgspec
 Fault: TypeAlias = Literal["infra", "task", "bug"]
 TruncatedReason: TypeAlias = Literal["turns", "tokens", "context", "time", "lost"]
 CancelledReason: TypeAlias = Literal["user", "filtered", "stale", "shutdown"]
-Stage: TypeAlias = Literal["queue", "setup", "run", "score", "teardown"]
+Stage: TypeAlias = Literal["queue", "setup", "run", "score", "teardown", "load"]
+"""`load` is everything after the environment returned: reading tokens back, merging turns, building a batch."""
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed", tag_field="kind"):

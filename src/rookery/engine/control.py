@@ -2,6 +2,8 @@
 
 Promises:
 - a client that goes away takes its streams with it, and a pause it held ends;
+- a group counts as taken when the client says that it has it; one that did not arrive is put back;
+- a rollout that cannot be sent fails alone; its group and its stream go on;
 - over TCP nothing is answered before the key was shown, and nothing large is read; the Unix socket is the user's
   alone;
 - closing waits for what clients held: streams are cancelled, pauses end.
@@ -11,6 +13,7 @@ import asyncio
 import hmac
 import os
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,8 +22,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rookery.core import RookeryError, UsageError
+from rookery.core import Group, RookeryError, UsageError
 from rookery.core.errors import describe
+from rookery.engine.group_transfer import GroupPart, split_group
+from rookery.engine.streams import first_group
 from rookery.engine.wire import MAX_FRAME, Wire
 
 if TYPE_CHECKING:
@@ -111,6 +116,14 @@ class Control:
             (self._folder / name).unlink(missing_ok=True)
 
 
+class _Sent(msgspec.Struct):
+    """A group on its way to a client, and the parts of it that were not asked for yet."""
+
+    stream: int
+    groups: list[Group]
+    parts: deque[GroupPart]
+
+
 class _Client:
     """One connection."""
 
@@ -122,7 +135,10 @@ class _Client:
         if key:
             self.wire.limit = HELLO_BYTES
         self._gone = gone
-        self._streams: dict[str, GroupStream] = {}
+        self._streams: dict[int, GroupStream] = {}
+        """By the number that the client gave it."""
+        self._sent: dict[int, _Sent] = {}
+        """By the number of the call that asked for it: groups that the client has not confirmed yet."""
         self._name = secrets.token_hex(8)
         self._pauses: list[str] = []
         """The holders of this process's pauses."""
@@ -153,10 +169,11 @@ class _Client:
             async with AsyncExitStack() as held:  # each of them, whatever another of them raises
                 for holder in self._pauses:
                     held.push_async_callback(self._engine.supervisor.fleet.pauses.resume, holder=holder)
-                for stream in self._streams.values():
-                    held.push_async_callback(stream.aclose)
+                for number in list(self._streams):
+                    held.push_async_callback(self._end_stream, number)
         finally:
             self._streams.clear()
+            self._sent.clear()
             self._pauses.clear()
             self.wire.close()
             self._gone(self)
@@ -169,34 +186,55 @@ class _Client:
                     raise UsageError("the engine's key is wrong or missing")
                 self._known = True
                 self.wire.limit = MAX_FRAME
-            value = await self._do(call.op, call.args)
-            self.wire.send(Answer(call.id, value))
+            value = await self._do(call)
+            self.wire.send(Answer(call.id, value), limit=MAX_FRAME)
         except RookeryError as error:
             self.wire.send(Answer(call.id, None, str(error), type(error).__name__))
         except Exception as error:  # noqa: BLE001  (the client gets it; the engine goes on)
             self.wire.send(Answer(call.id, None, describe(error), "RookeryError"))
 
-    async def _do(self, op: str, args: dict[str, Any]) -> Any:
-        engine = self._engine
-        match op:
+    async def _next(self, number: int, call: int) -> GroupPart | None:
+        stream = self._streams.get(number)
+        if stream is None:
+            raise UsageError("this stream of groups is closed")
+        groups = await stream.take(first_group)
+        if not groups:
+            return None
+        parts = deque(split_group(groups[0], stream.failed))
+        self._sent[call] = _Sent(number, groups, parts)
+        return parts.popleft()
+
+    async def _end_stream(self, number: int) -> None:
+        stream = self._streams.pop(number, None)
+        if stream is None:
+            return
+        for call, sent in list(self._sent.items()):
+            if sent.stream == number:
+                stream.put_back(sent.groups)
+                del self._sent[call]
+        await stream.aclose()
+
+    async def _do(self, call: Call) -> Any:
+        engine, args = self._engine, call.args
+        match call.op:
             case "hello":
                 return {"run": str(engine.folder)}
             case "status":
                 return await engine.status()
             case "open":
-                name = str(args.get("name", "main"))
-                self._streams[name] = engine.groups(**args)
+                number = int(args.pop("stream"))
+                self._streams[number] = engine.groups(**args)
                 return None
             case "next":
-                try:
-                    return await anext(self._streams[args["name"]])
-                except StopAsyncIteration:
-                    return None
-            case "close":
-                stream = self._streams.pop(args["name"], None)
-                if stream is not None:
-                    await stream.aclose()
+                return await self._next(args["stream"], call.id)
+            case "more":
+                return self._sent[args["call"]].parts.popleft()
+            case "took":
+                sent = self._sent.pop(args["call"])
+                self._streams[sent.stream].count(sent.groups)
                 return None
+            case "close":
+                return await self._end_stream(args["stream"])
             case "pause":
                 holder = f"{self._name}.{args.pop('holder', '')}"  # nobody ends the pause of another
                 await engine.upstream.hold(**args, holder=holder)
@@ -211,4 +249,4 @@ class _Client:
                 return engine.state_dict()
             case "load_state_dict":
                 return engine.load_state_dict(args["state"])
-        raise UsageError(f"the engine does not know {op!r}")
+        raise UsageError(f"the engine does not know {call.op!r}")

@@ -411,7 +411,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
         assert self.folder is not None
-        return dump_state(self.config.root_seed, self._channels, self._rounds, self.folder, self._states)
+        loaded = self._supervisor.ledger.loaded if self._supervisor is not None else None
+        return dump_state(self.config.root_seed, self._channels, self._rounds, self.folder, self._states, loaded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `groups`: streams of the same name go on where the checkpoint was taken."""

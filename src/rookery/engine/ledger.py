@@ -3,16 +3,20 @@
 Promises:
 - every admitted rollout gets exactly one terminal record;
 - a group always returns k records, in order, of one shape;
-- a group is handed out only after its records are committed.
+- a group is handed out only after its records are committed;
+- a rollout that cannot be loaded gets a `Failed` record; the journal keeps its first one as superseded.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rookery.core import Failed, JournalError, Outcome, Rollout, RookeryError
+from rookery.core import Failed, Group, JournalError, Outcome, Rollout, RookeryError
 from rookery.engine.channel import Channel, Sourced
 from rookery.engine.schedule import OpenGroup, Pick
 from rookery.journal import Journal
+
+log = logging.getLogger("rookery.engine")
 
 
 class Ledger:
@@ -25,6 +29,8 @@ class Ledger:
         self.on_record: Callable[[Rollout], None] | None = None
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
         self._fail = fail
+        self._unloadable: set[str] = set()
+        """Rollouts whose record was replaced because loading failed."""
 
     def write(self, put: Callable[[], None]) -> None:
         try:
@@ -89,6 +95,20 @@ class Ledger:
         if channel.done:
             channel.changed()
         return surplus
+
+    def loaded(self, before: Group, after: Group) -> None:
+        """Record the rollouts of a group that failed while it was loaded."""
+        for old, new in zip(before.rollouts, after.rollouts, strict=True):
+            if old.valid and isinstance(new.outcome, Failed) and new.id not in self._unloadable:
+                self._unloadable.add(new.id)
+                self._load_failed(new, new.outcome)
+
+    def _load_failed(self, record: Rollout, outcome: Failed) -> None:
+        log.error(
+            "rollout %s failed in load: %s: %s\n%s", record.id, outcome.cause, outcome.detail, outcome.traceback
+        )
+        self.write(lambda: self.journal.replace_rollout(record, outcome.detail))
+        self.event("rollout.load_failed", {"id": record.id, "cause": outcome.cause, "detail": outcome.detail})
 
     def taken(self, channel: Channel, index: int) -> None:
         """The consumer took a group. Only one that trains is worth a word in the journal."""

@@ -8,10 +8,13 @@ Promises:
 import asyncio
 import itertools
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,8 +23,9 @@ from rookery.core import Group, RookeryError, Task, UsageError
 from rookery.core.closing import AsyncClosing
 from rookery.core.errors import describe
 from rookery.engine.control import SOCKET, Answer, Call, answers, short_path
+from rookery.engine.group_transfer import GroupPart, join_group
 from rookery.engine.upstream import EngineUpstream
-from rookery.engine.wire import Wire, encoder
+from rookery.engine.wire import MAX_FRAME, Wire, encoder
 from rookery.upstreams.protocol import PauseMode
 
 CONNECT_SECONDS = 10.0
@@ -55,7 +59,7 @@ class RemoteEngine(AsyncClosing):
                     path = Path(url.removeprefix("unix:"))
                     async with short_path(path.parent if path.name == SOCKET else path) as short:
                         await loop.create_unix_connection(lambda: engine._wire, short)
-                engine.run = (await engine._call("hello", key=key))["run"]
+                engine.run = (await engine.call("hello", key=key))["run"]
         except TimeoutError as error:
             raise UsageError(
                 f"nothing at {_without_key(url)} answers as an engine within {CONNECT_SECONDS:g} seconds"
@@ -85,35 +89,47 @@ class RemoteEngine(AsyncClosing):
                 future.set_exception(RookeryError(self._lost))
         self._waiting.clear()
 
-    async def _call(self, op: str, **args: Any) -> Any:
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is gone."""
+        return bool(self._lost)
+
+    def new_number(self) -> int:
+        """A number that no other call or stream of this connection has."""
+        return next(self._numbers)
+
+    async def call(self, op: str, **args: Any) -> Any:
+        """Ask the engine and wait for its answer."""
+        return (await self.numbered_call(op, **args))[1]
+
+    async def numbered_call(self, op: str, **args: Any) -> tuple[int, Any]:
+        """As `call`; also returns the number of the call."""
         if self._lost:
             raise RookeryError(self._lost)
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._wire.send(Call(number, op, args))
-            return await future
+            self._wire.send(Call(number, op, args), limit=MAX_FRAME)
+            return number, await future
         finally:
             self._waiting.pop(number, None)
 
-    async def groups(
+    def tell(self, op: str, **args: Any) -> None:
+        """Send a call whose answer nobody waits for; does nothing on a lost connection."""
+        if not self._lost:
+            self._wire.send(Call(next(self._numbers), op, args), limit=MAX_FRAME)
+
+    def groups(
         self, tasks: Iterable[Task | dict[str, Any] | str] | None = None, k: int = 1, **options: Any
-    ) -> AsyncIterator[Group]:
+    ) -> "RemoteStream":
         """As `Engine.groups`; the tasks are sent at once, and `keep` must be a filter's name."""
-        name = str(options.setdefault("name", "main"))
         try:
             plain = None if tasks is None else [msgspec.to_builtins(task) for task in tasks]
             encoder.encode(options)
         except TypeError as error:
             raise UsageError(f"what is sent to another process must be plain data: {error}") from error
-        await self._call("open", tasks=plain, k=k, **options)
-        try:
-            while (value := await self._call("next", name=name)) is not None:
-                yield msgspec.convert(value, Group)
-        finally:
-            if not self._lost:
-                await self._call("close", name=name)
+        return RemoteStream(self, {"tasks": plain, "k": k, **options})
 
     @property
     def upstream(self) -> EngineUpstream:
@@ -122,7 +138,7 @@ class RemoteEngine(AsyncClosing):
 
     async def pause(self, mode: PauseMode, *, timeout: float, deadline: float | None, holder: str = "") -> None:
         """What `upstream.pause` asks of the engine."""
-        await self._call("pause", mode=mode, timeout=timeout, deadline=deadline, holder=holder)
+        await self.call("pause", mode=mode, timeout=timeout, deadline=deadline, holder=holder)
 
     async def resume(self, version: int | None = None, holder: str = "") -> bool:
         """What `upstream.resume` asks of the engine."""
@@ -130,7 +146,7 @@ class RemoteEngine(AsyncClosing):
             if version is not None:
                 raise RookeryError(f"version {version} of the policy could not be named: {self._lost}")
             return True
-        had = bool(await self._call("resume", version=version, holder=holder))
+        had = bool(await self.call("resume", version=version, holder=holder))
         if version is not None:
             self.version = version
         return had
@@ -146,19 +162,104 @@ class RemoteEngine(AsyncClosing):
             await self.resume(holder=holder)
 
     async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = await self._call("status")
+        status: dict[str, Any] = await self.call("status")
         return status
 
     async def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = await self._call("state_dict")
+        state: dict[str, Any] = await self.call("state_dict")
         return state
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        await self._call("load_state_dict", state=dict(state))
+        await self.call("load_state_dict", state=dict(state))
 
     async def close(self) -> None:
         self._lost = self._lost or "this connection to the engine was closed"
         self._wire.close()
+
+
+class RemoteStream(AsyncIterator[Group]):
+    """The groups of a stream in another process. Closing it, or dropping it, closes the stream there.
+
+    A group counts as taken when `anext` returns it: a cancelled `anext` loses none.
+    """
+
+    def __init__(self, engine: RemoteEngine, options: dict[str, Any]) -> None:
+        self._engine = engine
+        self._options: dict[str, Any] | None = options
+        """What to open the stream with; None once that was sent."""
+        self._number = engine.new_number()
+        self._one_at_a_time = asyncio.Lock()
+        self._pending: asyncio.Task[tuple[int, Group] | None] | None = None
+        self._closed = False
+        self._dropped = weakref.finalize(self, _close_dropped, asyncio.get_running_loop(), engine, self._number)
+        self._dropped.atexit = False
+
+    async def __anext__(self) -> Group:
+        async with self._one_at_a_time:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._pending is None:
+                self._pending = asyncio.ensure_future(self._fetch())
+                self._pending.add_done_callback(_retrieved)
+            pending = self._pending
+            await asyncio.wait({pending})  # cancelling us leaves it: the next `anext` gets what it fetched
+            self._pending = None
+            found = pending.result()
+            if found is None:
+                await self.aclose()
+                raise StopAsyncIteration
+            self._engine.tell("took", call=found[0])
+            return found[1]
+
+    async def _fetch(self) -> tuple[int, Group] | None:
+        engine = self._engine
+        if self._options is not None:
+            await engine.call("open", stream=self._number, **self._options)
+            self._options = None
+        call, value = await engine.numbered_call("next", stream=self._number)
+        if value is None:
+            return None
+        parts = [msgspec.convert(value, GroupPart)]
+        while parts[-1].more:
+            parts.append(msgspec.convert(await engine.call("more", call=call), GroupPart))
+        return call, join_group(parts)
+
+    async def aclose(self) -> None:
+        """Close the stream. Rollouts under way end as Cancelled(user); the next stream of its name goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._dropped.detach()
+        if self._pending is not None:
+            self._pending.cancel()
+        if not self._engine.lost:
+            await self._engine.call("close", stream=self._number)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def _retrieved(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # whoever asks next gets it; nobody asking is no reason for a warning
+
+
+def _close_dropped(loop: asyncio.AbstractEventLoop, engine: RemoteEngine, number: int) -> None:
+    if loop.is_closed():
+        return
+    try:
+        here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        here = False
+    if here:  # before any later call of this client, so that the stream's name is free for it
+        engine.tell("close", stream=number)
+    else:
+        loop.call_soon_threadsafe(partial(engine.tell, "close", stream=number))
 
 
 def _without_key(url: str) -> str:

@@ -4,10 +4,11 @@ Promises:
 - a group that was taken before the checkpoint is not handed out again after it; one that was not taken is, also
   over several checkpoints in a row;
 - rollouts that run again after a restore draw the seeds they had;
-- a checkpoint needs nothing of the run that made it: finished groups travel in it, tokens and all.
+- a checkpoint needs nothing of the run that made it: finished groups travel in it, tokens and all;
+- a rollout that cannot be loaded is `Failed` in the checkpoint, and the checkpoint is made all the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,28 @@ def dump_state(
     rounds: Mapping[str, int],
     folder: Path,
     unopened: Mapping[str, StreamState] | None = None,
+    on_loaded: Callable[[Group, Group], None] | None = None,
 ) -> dict[str, Any]:
-    """Plain data: numbers, strings and one bytes value, safe in any checkpoint format.
+    """Return plain data (numbers, strings and one bytes value) that any checkpoint format can hold.
 
     `unopened` are streams of an earlier checkpoint that nobody has opened since: they are kept as they were.
+    `on_loaded` gets each finished group before and after its segments were loaded.
     """
     with TokenReader(folder / "tokens") as reader:
-        streams = {name: _stream(channel, rounds[name], reader) for name, channel in channels.items()}
+
+        def load(group: Group) -> Group:
+            loaded = with_segments(group, reader)
+            if on_loaded is not None:
+                on_loaded(group, loaded)
+            return _detached(loaded)
+
+        streams = {name: _stream(channel, rounds[name], load) for name, channel in channels.items()}
     streams.update(unopened or {})
     packed = msgspec.msgpack.encode(_EngineState(format=FORMAT, seed=seed, streams=streams))
     return {"rookery": FORMAT, "seed": seed, "streams": packed}
 
 
-def _stream(channel: Channel, number: int, reader: TokenReader) -> StreamState:
+def _stream(channel: Channel, number: int, load: Callable[[Group], Group]) -> StreamState:
     waiting = [*channel.queue, *(group for _, group in channel.pending)]
     indices = {group.index for group in waiting}
     return StreamState(
@@ -84,7 +94,7 @@ def _stream(channel: Channel, number: int, reader: TokenReader) -> StreamState:
         taken=channel.taken,
         round=number,
         open=sorted({*(ordinal for at, ordinal in channel.ordinals.items() if at not in indices), *channel.owed}),
-        finished=[_detached(with_segments(group, reader)) for group in waiting],
+        finished=[load(group) for group in waiting],
     )
 
 

@@ -3,7 +3,8 @@
 Promises:
 - a group counts as taken when the consumer has it: a cancelled or failed `anext` puts it back;
 - a stream that nobody holds any more is cancelled, as if it had been closed;
-- a stream that was cut short, by an error or by closing the engine, never looks like one that ended.
+- a stream that was cut short, by an error or by closing the engine, never looks like one that ended;
+- a rollout that cannot be loaded becomes `Failed`; its group still has k records and the stream goes on.
 """
 
 import asyncio
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 
-from rookery.core import Group, Rollout, Task, UsageError
+from rookery.core import Group, Task, UsageError
 from rookery.engine.channel import Channel, Sourced
-from rookery.journal import Journal, RunReader, TokenReader, decode_turn
-from rookery.trajectories import segments
+from rookery.journal import Journal, RunReader, TokenReader, load_segments
 
 if TYPE_CHECKING:
     from rookery.engine.state import StreamState
@@ -30,7 +30,8 @@ Choose: TypeAlias = Callable[[deque[Group], bool], list[Group]]
 """Which of the finished groups to take, none to wait; with whether no others will come."""
 
 
-def _first(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG001
+def first_group(ready: deque[Group], ending: bool) -> list[Group]:  # noqa: ARG001
+    """Choose the group that finished first."""
     return [ready[0]] if ready else []
 
 
@@ -47,7 +48,7 @@ class GroupStream(AsyncIterator[Group]):
         weakref.finalize(self, _abandoned, loop, supervisor, channel, self._reader).atexit = False
 
     async def __anext__(self) -> Group:
-        groups = await self.take(_first)
+        groups = await self.take(first_group)
         if not groups:
             raise StopAsyncIteration
         self.count(groups)
@@ -107,10 +108,16 @@ class GroupStream(AsyncIterator[Group]):
         async with self._loading:  # a reader is for one thread at a time
             work = asyncio.ensure_future(asyncio.to_thread(with_segments, group, self._reader))
             try:
-                return await asyncio.shield(work)
+                loaded = await asyncio.shield(work)
             except asyncio.CancelledError:
                 await asyncio.wait({work})  # the thread still reads; disk reads end
                 raise
+        self.failed(group, loaded)
+        return loaded
+
+    def failed(self, before: Group, after: Group) -> None:
+        """Record the rollouts of a group that failed after the environment returned."""
+        self._supervisor.ledger.loaded(before, after)
 
     async def _close_reader(self) -> None:
         if self._reader is not None:
@@ -143,15 +150,10 @@ def _abandoned(
 
 
 def with_segments(group: Group, reader: TokenReader) -> Group:
-    """The group with the segments of its valid rollouts loaded; the others have none, by contract."""
-    return msgspec.structs.replace(group, rollouts=tuple(_loaded(rollout, reader) for rollout in group.rollouts))
-
-
-def _loaded(rollout: Rollout, reader: TokenReader) -> Rollout:
-    if not rollout.valid or rollout.segments:
-        return rollout
-    turns = [decode_turn(reader.read(extent)) for extent in rollout.tokens]
-    return msgspec.structs.replace(rollout, segments=segments(turns))
+    """Return the group with the segments of its valid rollouts; one that cannot be loaded becomes `Failed`."""
+    return msgspec.structs.replace(
+        group, rollouts=tuple(load_segments(rollout, reader) for rollout in group.rollouts)
+    )
 
 
 def sourced(

@@ -239,8 +239,11 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, *, limit: int | None = None) -> None:
+        """Send a message with the other messages of this tick; one of more than `limit` bytes is a `WireError`."""
         data = encoder.encode(message)
+        if limit is not None and len(data) > limit:
+            raise WireError(f"a message of {len(data):,} bytes is longer than the {limit:,} that a frame may have")
         self._out.append(_HEAD.pack(len(data)))
         self._out.append(data)
         if not self._scheduled:

@@ -9,7 +9,8 @@ Promises:
 
 from rookery.journal.batch import Totals
 from rookery.journal.folder import RunLock, create_run, find_run, is_locked, open_lock, run_names, slug
-from rookery.journal.reader import Missing, RunReader, RunStatus, RunSummary, Unfinished, list_runs
+from rookery.journal.loading import LoadError, failed_record, load_segments, load_turns, merge_turns
+from rookery.journal.reader import Missing, RunReader, RunStatus, RunSummary, Superseded, Unfinished, list_runs
 from rookery.journal.schema import Event, GroupRow, GroupStatus, TaskRow
 from rookery.journal.store import Journal
 from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
@@ -19,11 +20,13 @@ __all__ = [
     "GroupRow",
     "GroupStatus",
     "Journal",
+    "LoadError",
     "Missing",
     "RunLock",
     "RunReader",
     "RunStatus",
     "RunSummary",
+    "Superseded",
     "TaskRow",
     "TokenReader",
     "TokenWriter",
@@ -32,9 +35,13 @@ __all__ = [
     "create_run",
     "decode_turn",
     "encode_turn",
+    "failed_record",
     "find_run",
     "is_locked",
     "list_runs",
+    "load_segments",
+    "load_turns",
+    "merge_turns",
     "open_lock",
     "run_names",
     "slug",

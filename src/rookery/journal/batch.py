@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rookery.core import Rollout, rollout_place
+from rookery.core import rollout_place
 from rookery.journal.schema import DISCARDED, REFUSED
 
-ADD_TASK, SET_TASK, ADD_GROUP, ADD_ROLLOUT, ADD_ATTEMPT, SET_GROUP, EVENT, PUT_META, DISCARD = range(9)
+ADD_TASK, SET_TASK, ADD_GROUP, ADD_ROLLOUT, ADD_ATTEMPT, SET_GROUP, EVENT, PUT_META, SUPERSEDE = range(9)
 
 Op: TypeAlias = tuple[int, tuple[Any, ...]]
 
@@ -29,11 +29,11 @@ _STATEMENTS = {
     ADD_ATTEMPT: "INSERT INTO attempts VALUES(NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
     SET_GROUP: "UPDATE groups SET status = ? WHERE idx = ?",
     EVENT: "INSERT INTO events VALUES(NULL, ?, ?, ?)",
+    SUPERSEDE: "INSERT INTO superseded VALUES(NULL, ?, ?, ?, ?, ?)",
     PUT_META: "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
 }
 _NAMES = {ADD_TASK: "task", ADD_GROUP: "group", ADD_ROLLOUT: "rollout"}
 _VALID = ("completed", "truncated")
-_decode = msgspec.msgpack.Decoder(Rollout).decode
 
 
 class Totals(msgspec.Struct):
@@ -90,10 +90,10 @@ def _transaction(
     try:
         buckets: dict[int, list[tuple[Any, ...]]] = {}
         for kind, row in ops:
-            if kind == DISCARD:  # order matters: the same member may be put again right after it
+            if kind == SUPERSEDE:  # order matters: the same member may be put again right after it
                 _write(connection, buckets, counted, refused, one_by_one)
                 buckets = {}
-                _discard(connection, counted, *row)
+                _supersede(connection, counted, *row)
             else:
                 buckets.setdefault(kind, []).append(row)
         _write(connection, buckets, counted, refused, one_by_one)
@@ -140,7 +140,8 @@ def _accepted(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], r
     return True
 
 
-def _discard(connection: sqlite3.Connection, totals: Totals, rollout_id: str, reason: str) -> None:
+def _supersede(connection: sqlite3.Connection, totals: Totals, rollout_id: str, reason: str, reopen: bool) -> None:
+    """Move the rollout's record to the table of superseded records; `reopen` makes its group unfinished again."""
     row = connection.execute(
         "SELECT id, group_idx, member, task, kind, label, fault, cause, reward, ended, record "
         "FROM rollouts WHERE group_idx = ? AND member = ?",
@@ -148,9 +149,11 @@ def _discard(connection: sqlite3.Connection, totals: Totals, rollout_id: str, re
     ).fetchone()
     if row is None:
         return
-    record = msgspec.to_builtins(_decode(row[10]))
-    payload = msgspec.json.encode({"id": rollout_id, "reason": reason, "record": record}).decode()
-    connection.execute(_STATEMENTS[EVENT], (time.time(), DISCARDED, payload))
+    now, label = time.time(), row[5]
+    connection.execute(_STATEMENTS[SUPERSEDE], (now, rollout_id, label, reason, row[10]))
+    payload = msgspec.json.encode({"id": rollout_id, "label": label, "reason": reason}).decode()
+    connection.execute(_STATEMENTS[EVENT], (now, DISCARDED, payload))
     connection.execute("DELETE FROM rollouts WHERE group_idx = ? AND member = ?", row[1:3])
-    connection.execute(_STATEMENTS[SET_GROUP], ("open", row[1]))
+    if reopen:
+        connection.execute(_STATEMENTS[SET_GROUP], ("open", row[1]))
     totals.add(row, -1)

@@ -5,7 +5,7 @@
 - Rollout IDs never look like a number (`r0.10`), so that a program that guesses types does not read 0.1.
 - Memory is bounded by a page of records, whatever the size of the run.
 - A file appears under its name when it is complete: an interrupted export leaves no partial file there.
-- A record whose tokens cannot be read is exported with the reason, and does not stop the others.
+- A rollout that cannot be loaded or written is exported as `Failed`, with the traceback, and stops no other.
 """
 
 import csv
@@ -17,13 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO
+from typing import IO, Any, Literal, TextIO, TypeVar
 
 import msgspec
 
-from rookery.core import Extra, JournalError, Outcome, Rollout, Segment, Task, UsageError, label
+from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed, label
+from rookery.core.errors import describe
+from rookery.journal.loading import failed_record, load_turns, merge_turns
 from rookery.journal.reader import RunReader
+from rookery.trajectories import transcript
 
+T = TypeVar("T")
 Progress = Callable[[int], None]
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
@@ -34,7 +38,7 @@ _json = msgspec.json.Encoder()
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """How many records were written, and how many of them without their tokens because those are damaged."""
+    """How many rollouts were written, and how many of them could not be loaded or written as they are."""
 
     rollouts: int
     damaged: int
@@ -51,7 +55,10 @@ def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]
 
 
 def row(reader: RunReader, record: Rollout, *, tokens: bool = False) -> dict[str, Any]:
-    """Return the record as plain data, with its transcript, and with its segments if `tokens`."""
+    """Return the record as plain data, with its transcript, and with its segments if `tokens`.
+
+    A valid rollout that cannot be loaded is returned as `Failed`; `damage` says why, for any rollout.
+    """
     return _row(reader, record, _task_facts(reader.task_of(record.group)), run_facts(reader), tokens=tokens)
 
 
@@ -83,20 +90,19 @@ def _bounded(value: Any) -> Any:
 def _row(
     reader: RunReader, record: Rollout, task: dict[str, Any], run: dict[str, Any], *, tokens: bool
 ) -> dict[str, Any]:
-    from rookery.trajectories import segments, transcript
-
     messages: list[Any] = []
     parts: list[dict[str, Any]] = []
     damage: str | None = None
     try:
-        turns = reader.turns(record)
+        turns = load_turns(record, reader.tokens)
         messages = [msgspec.to_builtins(message) for message in transcript(turns)]
-        if tokens and record.valid:
-            parts = [_segment(one) for one in segments(turns)]
-            if record.usage.without_tokens:
-                damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
-    except (JournalError, ValueError) as error:
-        messages, parts, damage = [], [], str(error)
+        merged = merge_turns(record, turns) if record.valid else []
+        parts = [_segment(one) for one in merged] if tokens else []
+        if parts and record.usage.without_tokens:
+            damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
+    except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
+        messages, parts, damage = [], [], describe(error)
+        record = failed_record(record, error)
     found: dict[str, Any] = {
         "id": f"r{record.id}",
         "group": record.group,
@@ -123,6 +129,24 @@ def _row(
     if tokens:
         found["segments"] = parts
     return found
+
+
+def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> tuple[T, bool]:
+    """Convert a row, or, if a format cannot hold it, the row as `Failed` and without its content.
+
+    Also says whether the rollout could not be loaded or converted.
+    """
+    try:
+        return convert(one), one["damage"] is not None
+    except Exception as error:  # noqa: BLE001  (a row that cannot be written stops no other)
+        outcome = failed(error, "load", cause="bug.merge")
+        empty: dict[str, Any] = {
+            "answer": None, "task_data": {}, "reward": None, "rewards": {}, "metrics": {}, "info": {},
+            "messages": [], "attempts": [], "damage": describe(error),
+            "label": label(outcome), "outcome": _outcome(outcome),
+            **({"segments": []} if "segments" in one else {}),
+        }
+        return convert({**one, **empty}), True
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
@@ -179,10 +203,11 @@ def _check_tokens(reader: RunReader) -> None:
 def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
     done = damaged = 0
     for one in rows(reader, tokens=tokens):
-        out.write(_json.encode(one).decode())
+        text, bad = _converted(one, _json.encode)
+        out.write(text.decode())
         out.write("\n")
         done += 1
-        damaged += one["damage"] is not None
+        damaged += bad
         if progress is not None:
             progress(done)
     return Exported(done, damaged)
@@ -203,9 +228,10 @@ def _write_csv(reader: RunReader, out: IO[str], tokens: bool, progress: Progress
     writer = csv.DictWriter(out, [*COLUMNS, *(("segments",) if tokens else ())], lineterminator="\n")
     writer.writeheader()
     for one in rows(reader, tokens=tokens):
-        writer.writerow({name: _cell(value) for name, value in one.items()})
+        cells, bad = _converted(one, lambda row: {name: _cell(value) for name, value in row.items()})
+        writer.writerow(cells)
         done += 1
-        damaged += one["damage"] is not None
+        damaged += bad
         if progress is not None:
             progress(done)
     return Exported(done, damaged)
@@ -235,24 +261,35 @@ def export_parquet(
     page: list[dict[str, Any]] = []
     with _whole_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
 
-        def write() -> None:
-            if page:
-                writer.write_table(pa.Table.from_pylist(page, schema=schema))
-                page.clear()
+        def write() -> int:
+            """Write the page; return how many of its rows could not be loaded or written as they are."""
+            if not page:
+                return 0
+            try:
+                table = pa.Table.from_pylist([_columns(one) for one in page], schema=schema)
+                bad = sum(one["damage"] is not None for one in page)
+            except Exception:  # noqa: BLE001  (one of the rows is the reason: convert each alone)
+                alone = [
+                    _converted(one, lambda row: pa.Table.from_pylist([_columns(row)], schema=schema))
+                    for one in page
+                ]
+                table = pa.concat_tables([found for found, _ in alone])
+                bad = sum(failed_alone for _, failed_alone in alone)
+            writer.write_table(table)
+            page.clear()
+            return bad
 
         for one in rows(reader, tokens=tokens):
-            page.append(_columns(one))
-            size += sum(12 * len(segment["tokens"]) for segment in one.get("segments", ())) + len(
-                page[-1]["messages"]
-            )
+            page.append(one)
+            size += sum(12 * len(segment["tokens"]) for segment in one.get("segments", ()))
+            size += sum(len(str(message)) for message in one["messages"])
             done += 1
-            damaged += one["damage"] is not None
             if len(page) >= ROW_GROUP or size >= ROW_GROUP_BYTES:
-                write()
+                damaged += write()
                 size = 0
             if progress is not None:
                 progress(done)
-        write()
+        damaged += write()
     return Exported(done, damaged)
 
 

@@ -66,6 +66,14 @@ class Unfinished(msgspec.Struct, frozen=True):
     lost: tuple[str, ...]
 
 
+class Superseded(msgspec.Struct, frozen=True):
+    """An earlier record of a rollout: when and why a newer one took its place."""
+
+    ts: float
+    reason: str
+    record: Rollout
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `rookery ls`."""
 
@@ -199,10 +207,18 @@ class RunReader(Closing):
         """The turns of the rollout's last attempt, verified against their checksums."""
         return [decode_turn(self.tokens.read(extent)) for extent in rollout.tokens]
 
+    def earlier(self, rollout_id: str) -> list[Superseded]:
+        """Earlier records of the rollout, oldest first. Only its newest record counts anywhere else."""
+        if not self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"):
+            return []  # written before records could be superseded
+        query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
+        return [Superseded(ts, reason, _rollout(record)) for ts, reason, record in self._all(query, rollout_id)]
+
     def attempts(self, rollout_id: str) -> list[Attempt]:
-        """Every attempt that is known: those of the record, and those put on their own before it."""
+        """Every known attempt: those in the rollout's records, earlier ones too, and those recorded alone."""
         record = self.rollout(rollout_id)
-        known = {attempt.id: attempt for attempt in (record.attempts if record else ())}
+        records = [*(one.record for one in self.earlier(rollout_id)), *([record] if record else [])]
+        known = {attempt.id: attempt for one in records for attempt in one.attempts}
         alone = [
             _attempt(row[0])
             for row in self._all("SELECT record FROM attempts WHERE rollout_id = ? ORDER BY seq", rollout_id)

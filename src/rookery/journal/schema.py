@@ -52,6 +52,15 @@ CREATE INDEX attempts_rollout ON attempts(rollout_id);
 CREATE TABLE events(seq INTEGER PRIMARY KEY, ts REAL NOT NULL, kind TEXT NOT NULL, payload TEXT NOT NULL);
 """
 
+_SUPERSEDED = """
+CREATE TABLE IF NOT EXISTS superseded(
+    seq INTEGER PRIMARY KEY, ts REAL NOT NULL, rollout_id TEXT NOT NULL, label TEXT NOT NULL, reason TEXT NOT NULL,
+    record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS superseded_rollout ON superseded(rollout_id)
+"""
+"""Records that a newer record of the same rollout replaces. Journals of format 1 may lack this table: it is added
+when such a run is opened for writing, and a reader without it finds no earlier records."""
+
 BUSY_SECONDS = 10.0
 
 
@@ -94,7 +103,7 @@ def create(path: Path, config: bytes, meta: dict[str, str]) -> sqlite3.Connectio
         try:
             _tune(connection)
             connection.execute("BEGIN IMMEDIATE")
-            for statement in _TABLES.split(";"):
+            for statement in (*_TABLES.split(";"), *_SUPERSEDED.split(";")):
                 connection.execute(statement)
             connection.executemany("INSERT INTO meta VALUES(?, ?)", meta.items())
             connection.execute("INSERT INTO config VALUES(?)", (config.decode(),))
@@ -117,6 +126,8 @@ def open_writer(path: Path) -> sqlite3.Connection:
         try:
             _tune(connection)
             connection.execute("BEGIN IMMEDIATE")
+            for statement in _SUPERSEDED.split(";"):
+                connection.execute(statement)
             _insert_start(connection, RESUMED)
             connection.execute("COMMIT")
         except BaseException:

@@ -27,11 +27,11 @@ from rookery.journal.batch import (
     ADD_GROUP,
     ADD_ROLLOUT,
     ADD_TASK,
-    DISCARD,
     EVENT,
     PUT_META,
     SET_GROUP,
     SET_TASK,
+    SUPERSEDE,
     Op,
     Totals,
     commit,
@@ -140,6 +140,10 @@ class Journal(Closing):
         """The task with this number is broken, and why."""
         self._append([(SET_TASK, ("quarantined", detail, task))])
 
+    def lift_quarantine(self, task: int) -> None:
+        """Let the task with this number run again."""
+        self._append([(SET_TASK, ("ok", "", task))])
+
     def add_group(self, idx: int, *, stream: str, position: int, task: int, k: int) -> None:
         """A group was admitted."""
         self._append([(ADD_GROUP, (idx, stream, position, task, k, "open"))])
@@ -153,27 +157,7 @@ class Journal(Closing):
 
         `encoded`: msgpack of the record without segments, where the caller has it already.
         """
-        outcome = record.outcome
-        if encoded is None:
-            bare = msgspec.structs.replace(record, segments=[]) if record.segments else record
-            encoded = _plain(bare, "rollout")
-        fault, cause = (outcome.fault, outcome.cause) if isinstance(outcome, Failed) else (None, None)
-        ended = record.attempts[-1].ended if record.attempts else time.time()
-        kind: str = outcome.__struct_config__.tag  # type: ignore[assignment]
-        row = (
-            record.id,
-            record.group,
-            record.member,
-            record.task,
-            kind,
-            label(outcome),
-            fault,
-            cause,
-            record.reward,
-            ended,
-            encoded,
-        )
-        self._append([(ADD_ROLLOUT, row)])
+        self._append([(ADD_ROLLOUT, _row(record, encoded))])
 
     def add_attempt(self, rollout_id: str, attempt: Attempt) -> None:
         """An attempt that did not end its rollout; those that did are in the rollout's own record."""
@@ -208,8 +192,12 @@ class Journal(Closing):
         self.event(ENDED, {"status": status, **payload})
 
     def discard(self, rollout_id: str, reason: str) -> None:
-        """Move a record that cannot be used to the events and open its group, so that it can run again."""
-        self._append([(DISCARD, (rollout_id, reason))])
+        """Supersede a record and reopen its group, so that the rollout runs again. The record is kept."""
+        self._append([(SUPERSEDE, (rollout_id, reason, True))])
+
+    def replace_rollout(self, record: Rollout, reason: str) -> None:
+        """Supersede a rollout's record with this one, in one transaction. The journal keeps the earlier record."""
+        self._append([(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))])
 
     @property
     def backlog(self) -> int:
@@ -412,3 +400,27 @@ def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:
         return _pack.encode(record)
     except _NOT_PLAIN as error:
         raise JournalError(f"{what} {record.id!r} holds something that is not plain data: {error}") from error
+
+
+def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
+    """The record as a row of the table `rollouts`, from its id on."""
+    outcome = record.outcome
+    if encoded is None:
+        bare = msgspec.structs.replace(record, segments=[]) if record.segments else record
+        encoded = _plain(bare, "rollout")
+    fault, cause = (outcome.fault, outcome.cause) if isinstance(outcome, Failed) else (None, None)
+    ended = record.attempts[-1].ended if record.attempts else time.time()
+    kind: str = outcome.__struct_config__.tag  # type: ignore[assignment]
+    return (
+        record.id,
+        record.group,
+        record.member,
+        record.task,
+        kind,
+        label(outcome),
+        fault,
+        cause,
+        record.reward,
+        ended,
+        encoded,
+    )

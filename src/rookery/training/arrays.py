@@ -19,7 +19,7 @@ from rookery.training.errors import BatchError
 
 MAX_LOGPROB = 1e-3
 """A little above 0 is rounding; more is not the logarithm of a probability."""
-_MAX_VERSION = 2**31 - 1
+MAX_VERSION = 2**31 - 1
 Digests: TypeAlias = npt.NDArray[np.uint32]
 
 
@@ -51,9 +51,9 @@ def versions(segments: Sequence[Segment], mask: Bool) -> Int32:
     """The version of each trained token: spans cover these exactly and in order, as a segment promises."""
     spans = [span for segment in segments for span in segment.versions]
     named: Int64 = np.array([span.version for span in spans], dtype=np.int64)
-    if len(named) and not (named.min() >= 0 and named.max() <= _MAX_VERSION):
+    if len(named) and not (named.min() >= 0 and named.max() <= MAX_VERSION):
         raise BatchError(
-            f"policy versions are numbers from 0 to {_MAX_VERSION}, not {named.min()} to {named.max()}"
+            f"policy versions are numbers from 0 to {MAX_VERSION}, not {named.min()} to {named.max()}"
         )
     lengths = np.array([span.end - span.start for span in spans], dtype=np.int64)
     found = np.full(len(mask), CONTEXT, dtype=np.int32)

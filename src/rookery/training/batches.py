@@ -6,16 +6,20 @@ Promises:
 - a token trains only with the version that sampled it, and never without a logprob, unless a rule says so;
 - baselines, denominators and advantages are per rollout, over valid rollouts: five segments weigh as one;
 - which segments are in the batch changes no denominator;
+- a rollout that cannot be put into the batch is left out and counted, and affects no other, unless `strict`;
 - memory beyond the batch's own arrays is less than they take.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from rookery.core import Group, Rollout, Segment, Truncated, label
+from rookery.core import Failed, Group, Rollout, Segment, Truncated, label
 from rookery.training.advantages import Float64, advantages, informative
 from rookery.training.arrays import (
     digests,
@@ -28,12 +32,14 @@ from rookery.training.arrays import (
     usable,
     versions,
 )
-from rookery.training.columns import CONTEXT, Bool, Columns, Float32, Int64
+from rookery.training.columns import CONTEXT, EMPTY, Bool, Columns, Float32, Int64
 from rookery.training.config import BatchConfig
 from rookery.training.errors import BatchError
+from rookery.training.screening import left_out, screened, use_by_rule
 from rookery.training.tables import Counts, GroupTable, Kind, RolloutTable, SegmentTable, Use
 from rookery.training.weights import rollout_weights
 
+log = logging.getLogger("rookery.training")
 _DEFAULT = BatchConfig()
 _TALLIED = (
     "sampled_tokens",
@@ -94,9 +100,122 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
             segments=self.segments.take(rows),
         )
 
+    def leave_out(self, rollouts: Mapping[int, str]) -> "Batch":
+        """Return the batch without these rollouts: rows of its table, and why each is left out.
 
-def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT) -> Batch:
-    """The batch of some groups, as `engine.groups` hands them out."""
+        Their segments stay in place, so that numbers of segments keep their meaning, and no token of them trains.
+        Advantages and weights are computed again over the others, as if these had failed. Columns of your own
+        (`changed`) and the weights of a part of a batch (`select`) stay as they are.
+        """
+        if not rollouts:
+            return self
+        whole = self.whole and self._has_own_rules()
+        table, counts = self.rollouts, self.counts
+        use: list[Use] = [
+            "leave_out" if row in rollouts and one != "missing" else one for row, one in enumerate(table.use)
+        ]
+        advantage, weight, denominator, valid = table.advantage, table.weight, self.denominator, self.groups.valid
+        kinds: Sequence[Kind] = self.groups.kind
+        if whole:
+            compared = _compared(table.reward, use, table.group, len(self.groups), self.config)
+            advantage, use, valid, kinds = compared.advantage, compared.uses, compared.valid, compared.kinds
+        gone = np.array([new != old for new, old in zip(use, table.use, strict=True)], dtype=np.bool_)
+        rows, lengths = self.segments.rollout, self.lengths
+        here = np.bincount(rows, weights=self.segments.trained, minlength=len(table)).astype(np.int64)
+        removed = np.where(gone, table.trained if whole else here, 0)
+        trained = table.trained - removed
+        if whole:
+            weight, denominator = rollout_weights(
+                trained, table.group.astype(np.int64), self.config.normalise, length=self.config.length
+            )
+        off = np.repeat(gone[rows], lengths)
+        columns: dict[str, Any] = {}
+        for name, empty in EMPTY.items():
+            columns[name] = getattr(self, name).copy()
+            columns[name][off] = empty
+        if whole:
+            columns["advantages"] = spread(advantage[rows], lengths, columns["mask"])
+            columns["weights"] = spread(weight[rows], lengths, columns["mask"])
+        by_segment = trained_by_segment(columns["mask"], self.offsets)
+        untrained = int(self.segments.trained.sum() - by_segment.sum())
+        problem = [rollouts.get(row, "") or said for row, said in enumerate(table.problem or [""] * len(table))]
+        digest = digests(self.tokens, columns["mask"], columns["logprobs"], columns["versions"], self.offsets)
+        return msgspec.structs.replace(
+            self,
+            **columns,
+            denominator=denominator,
+            segments=msgspec.structs.replace(self.segments, trained=by_segment.astype(np.int32), digest=digest),
+            rollouts=msgspec.structs.replace(
+                table,
+                advantage=advantage,
+                weight=weight,
+                trained=trained,
+                use=tuple(use),
+                problem=tuple(problem),
+            ),
+            groups=msgspec.structs.replace(self.groups, valid=valid, kind=tuple(kinds)),
+            counts=msgspec.structs.replace(
+                counts,
+                trained_tokens=counts.trained_tokens - untrained,
+                dropped_tokens=counts.dropped_tokens - (int(removed.sum()) - untrained),
+                left_out_tokens=counts.left_out_tokens + int(removed.sum()),
+                left_out_rollouts=sum(map(bool, problem)),
+            ),
+        )
+
+    def _has_own_rules(self) -> bool:
+        """Whether advantages and weights are those of the tables, and not a trainer's own."""
+        rows, lengths = self.segments.rollout, self.lengths
+        return all(
+            np.array_equal(getattr(self, name), spread(value[rows], lengths, self.mask))
+            for name, value in (("advantages", self.rollouts.advantage), ("weights", self.rollouts.weight))
+        )
+
+
+class _Compared(msgspec.Struct):
+    """The rollouts of all groups, each compared with the others of its group."""
+
+    advantage: Float64
+    uses: list[Use]
+    valid: npt.NDArray[np.int32]
+    kinds: list[Kind]
+
+
+def _compared(
+    rewards: Float64, uses: Sequence[Use], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
+) -> _Compared:
+    """Compute advantages group by group; leave out a group that teaches nothing if the config says so."""
+    found = _Compared(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
+    bounds = np.searchsorted(of_group, np.arange(groups + 1)).tolist()
+    for group in range(groups):
+        rows = range(bounds[group], bounds[group + 1])
+        counted = [float(rewards[at]) if uses[at] in ("train", "mask") else None for at in rows]
+        own = advantages(counted, baseline=config.baseline, scale=config.scale)
+        found.advantage[rows.start : rows.stop] = own
+        found.valid[group] = sum(reward is not None for reward in counted)
+        found.kinds.append(_kind(counted))
+        if config.uninformative == "leave_out" and not own.any():
+            for at in rows:
+                found.uses[at] = "missing" if found.uses[at] == "missing" else "leave_out"
+    return found
+
+
+def _kind(rewards: Sequence[float | None]) -> Kind:
+    count = sum(reward is not None for reward in rewards)
+    if count < 2:
+        return "short" if count else "failed"
+    return "informative" if informative(rewards) else "uniform"
+
+
+def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT, *, strict: bool | None = None) -> Batch:
+    """Make a batch of groups as `engine.groups` hands them out.
+
+    A rollout that cannot be trained on (a missing logprob, a segment that contradicts its record) is left out as
+    if it had failed: `batch.counts.left_out_rollouts` counts these, `batch.rollouts.problem` has the reasons. With
+    `strict` (by default `config.strict`) it raises `BatchError`. A group given twice always does.
+    """
+    if strict is not None:
+        config = msgspec.structs.replace(config, strict=strict)
     return _Making(list(groups), config).batch()
 
 
@@ -106,43 +225,50 @@ class _Making:
     def __init__(self, groups: list[Group], config: BatchConfig) -> None:
         self.config = config
         self.groups = groups
-        self.records = [rollout for group in groups for rollout in group.rollouts]
-        _looked_over(groups, self.records)
+        _no_group_twice(groups)
+        given = [rollout for group in groups for rollout in group.rollouts]
+        self.records = screened(groups, config)
+        self.problems = [
+            new.outcome.detail if old.valid and isinstance(new.outcome, Failed) else ""
+            for old, new in zip(given, self.records, strict=True)
+        ]
         sizes = np.array([len(group.rollouts) for group in groups], dtype=np.int64)
         self.of_group: Int64 = np.repeat(np.arange(len(groups)), sizes)
         self.uses: list[Use] = [_use(rollout, config) for rollout in self.records]
-        self.advantage: Float64 = np.zeros(len(self.records))
-        self.kinds: list[Kind] = []
-        self.baseline: list[int] = []
-        self._compare()
+        self._leave_out_groups_too_far_apart()
+        rewards = np.array([_reward(rollout) for rollout in self.records], dtype=np.float64)
+        compared = _compared(rewards, self.uses, self.of_group.astype(np.int32), len(groups), config)
+        self.advantage, self.uses = compared.advantage, compared.uses
+        self.kinds, self.baseline = compared.kinds, compared.valid
         self.trained: Int64 = np.zeros(len(self.records), dtype=np.int64)
         self.tally = dict.fromkeys(_TALLIED, 0)
 
-    def _compare(self) -> None:
-        """Advantages, group by group; a group that teaches nothing is left out where the config says so."""
-        config, row = self.config, 0
+    def _leave_out_groups_too_far_apart(self) -> None:
+        """Leave out groups whose rewards are so far apart that floats cannot compare them."""
+        row = 0
         for group in self.groups:
             rows = range(row, row + len(group.rollouts))
             row = rows.stop
-            rewards = [
-                rollout.reward if self.uses[at] in ("train", "mask") else None
-                for at, rollout in zip(rows, group.rollouts, strict=True)
-            ]
+            rewards = [self.records[at].reward if self.uses[at] in ("train", "mask") else None for at in rows]
             try:
-                found = advantages(rewards, baseline=config.baseline, scale=config.scale)
+                advantages(rewards, baseline=self.config.baseline, scale=self.config.scale)
             except BatchError as error:
-                raise BatchError(f"group {group.index} (task {group.task.id}): {error}") from None
-            self.advantage[rows.start : rows.stop] = found
-            count = sum(reward is not None for reward in rewards)
-            self.baseline.append(count)
-            self.kinds.append(
-                "informative" if informative(rewards) else ("failed", "short")[count] if count < 2 else "uniform"
-            )
-            if config.uninformative == "leave_out" and not found.any():
+                problem = f"group {group.index} (task {group.task.id}): {error}"
                 for at in rows:
-                    self.uses[at] = "missing" if self.uses[at] == "missing" else "leave_out"
+                    if self.records[at].valid:
+                        self.records[at] = left_out(self.records[at], BatchError(problem), self.config)
+                        self.uses[at], self.problems[at] = "missing", problem
+
+    def _warn(self) -> None:
+        first = next(filter(None, self.problems), "")
+        if first:
+            count = sum(map(bool, self.problems))
+            log.warning(
+                "%d of %d rollouts are left out of the batch; the first: %s", count, len(self.problems), first
+            )
 
     def batch(self) -> Batch:
+        self._warn()
         picked = self._picked()
         segments = [self.records[row].segments[number] for row, number in picked]
         lengths: Int64 = np.array([len(segment) for segment in segments], dtype=np.int64)
@@ -152,7 +278,6 @@ class _Making:
         mask = joined([segment.mask for segment in segments], np.bool_)
         logprobs = joined([segment.logprobs for segment in segments], "<f4")
         sampled_by = versions(segments, mask)
-        self._silent_context(mask, logprobs, offsets, rows)
         self._only_what_trains(mask, logprobs, offsets, rows)
         context = ~mask
         logprobs[context] = 0.0
@@ -186,6 +311,7 @@ class _Making:
             segments=len(picked),
             tokens=len(tokens),
             trained_tokens=int(by_segment.sum()),
+            left_out_rollouts=sum(map(bool, self.problems)),
             **self.tally,
         )
         made = Batch(
@@ -248,21 +374,10 @@ class _Making:
         logprobs = np.frombuffer(segment.logprobs, dtype="<f4")
         rows, offsets = np.array([row]), np.array([0, len(segment)])
         if len(segment):
-            self._silent_context(mask, logprobs, offsets, rows)
             self._only_what_trains(mask, logprobs, offsets, rows, dropped=True)
         count = int(mask.sum())
         self.trained[row] += count
         self.tally["dropped_tokens"] += count
-
-    def _silent_context(self, mask: Bool, logprobs: Float32, offsets: Int64, rows: Int64) -> None:
-        """A logprob where nothing was sampled: mask and logprobs are not of the same tokens."""
-        loud = logprobs != 0.0
-        loud &= ~mask
-        if loud.any():
-            raise BatchError(
-                f"{self._place(int(loud.argmax()), offsets, rows)} was not sampled and has a logprob: "
-                "the mask does not fit the logprobs, as if one of them were shifted"
-            )
 
     def _only_what_trains(
         self, mask: Bool, logprobs: Float32, offsets: Int64, rows: Int64, *, dropped: bool = False
@@ -280,12 +395,6 @@ class _Making:
         if not count:
             return
         match self.config.without_logprob:
-            case "refuse":
-                raise BatchError(
-                    f"{count} sampled tokens have no usable logprob, the first is "
-                    f"{self._place(int(without.argmax()), offsets, rows)}: let the upstream return logprobs, or "
-                    "say without_logprob='mask' (they do not train) or 'train' (the trainer computes its own)"
-                )
             case "mask":
                 mask[without] = False
                 self.tally["without_logprob"] += count
@@ -293,10 +402,6 @@ class _Making:
                 if not dropped:
                     logprobs[without] = np.nan
                     self.tally["trained_without_logprob"] += count
-
-    def _place(self, token: int, offsets: Int64, rows: Int64) -> str:
-        at = int(np.searchsorted(offsets, token, side="right")) - 1
-        return f"token {token - int(offsets[at])} of a segment of rollout {self.records[int(rows[at])].id}"
 
     def _rollout_table(self, weights: Float64) -> RolloutTable:
         records = self.records
@@ -306,9 +411,7 @@ class _Making:
             member=np.array([rollout.member for rollout in records], dtype=np.int32),
             task=tuple(rollout.task for rollout in records),
             valid=np.array([rollout.valid for rollout in records], dtype=np.bool_),
-            reward=np.array(
-                [np.nan if rollout.reward is None else rollout.reward for rollout in records], dtype=np.float64
-            ),
+            reward=np.array([_reward(rollout) for rollout in records], dtype=np.float64),
             advantage=self.advantage,
             weight=weights,
             trained=self.trained,
@@ -318,25 +421,28 @@ class _Making:
             ),
             use=tuple(self.uses),
             turns=np.array([rollout.usage.turns for rollout in records], dtype=np.int32),
+            problem=tuple(self.problems),
         )
 
     def _group_table(self) -> GroupTable:
         return GroupTable(
             index=np.array([group.index for group in self.groups], dtype=np.int64),
             task=tuple(group.task.id for group in self.groups),
-            valid=np.array(self.baseline, dtype=np.int32),
+            valid=self.baseline,
             kind=tuple(self.kinds),
         )
 
 
+def _reward(rollout: Rollout) -> float:
+    return math.nan if rollout.reward is None else rollout.reward
+
+
 def _use(rollout: Rollout, config: BatchConfig) -> Use:
-    if not rollout.valid:
-        return "missing"
-    return config.rule(rollout.outcome.reason) if isinstance(rollout.outcome, Truncated) else "train"
+    return use_by_rule(rollout, config) if rollout.valid else "missing"
 
 
-def _looked_over(groups: list[Group], records: list[Rollout]) -> None:
-    """Nothing twice: no group, no member of a group, no turn of a rollout."""
+def _no_group_twice(groups: list[Group]) -> None:
+    """Raise if a group or a member of a group is given twice: it would train twice."""
     seen: set[tuple[object, ...]] = set()
     for group in groups:
         # Engines count their groups from 0, so that an index alone does not tell two of them apart.
@@ -346,22 +452,9 @@ def _looked_over(groups: list[Group], records: list[Rollout]) -> None:
         seen.add(name)
         if len({rollout.member for rollout in group.rollouts}) != len(group.rollouts):
             raise BatchError(f"group {group.index} (task {group.task.id}) has a member twice")
-    for rollout in records:
-        turns: set[int] = set()
-        for segment in rollout.segments if rollout.valid else ():
-            twice = turns.intersection(segment.turns)
-            if twice or len(set(segment.turns)) != len(segment.turns):
-                raise BatchError(f"rollout {rollout.id} has turn {min(twice or segment.turns)} in two places")
-            turns.update(segment.turns)
 
 
 def _without_ids(rollout: Rollout) -> int:
-    """Sampled tokens of a rollout that its segments lack; more than were sampled is a doubled token."""
-    sampled, there = rollout.usage.sampled_tokens, sum(segment.trained for segment in rollout.segments)
-    if not sampled:
-        return 0
-    if there > sampled:
-        raise BatchError(
-            f"rollout {rollout.id} sampled {sampled} tokens, but {there} would train: some train twice"
-        )
-    return sampled - there
+    """Sampled tokens of a rollout that its segments lack."""
+    sampled = rollout.usage.sampled_tokens
+    return max(0, sampled - sum(segment.trained for segment in rollout.segments)) if sampled else 0

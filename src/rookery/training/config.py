@@ -10,8 +10,9 @@ from rookery.training.weights import Normalise
 
 TruncatedRule: TypeAlias = Literal["train", "mask", "leave_out"]
 """`train`: as scored. `mask`: in the baseline, but its tokens do not train. `leave_out`: as if it were missing."""
-LogprobRule: TypeAlias = Literal["refuse", "mask", "train"]
-"""What becomes of sampled tokens without a usable logprob (see `Batch.logprobs`)."""
+LogprobRule: TypeAlias = Literal["leave_out", "refuse", "mask", "train"]
+"""What becomes of sampled tokens without a usable logprob (see `Batch.logprobs`). `leave_out`: their rollout is
+left out of the batch. `refuse`: `BatchError`. `mask`: these tokens do not train. `train`: they train with NaN."""
 Included: TypeAlias = Literal["trained", "nonzero", "all"]
 """Which segments are in the batch; the denominators are the same with all three."""
 Uninformative: TypeAlias = Literal["count", "leave_out"]
@@ -29,11 +30,13 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncated: TruncatedRule = "train"
     """For every reason that `truncated_by` does not name."""
     truncated_by: dict[TruncatedReason, TruncatedRule] = {}
-    without_logprob: LogprobRule = "refuse"
+    without_logprob: LogprobRule = "leave_out"
     uninformative: Uninformative = "count"
     segments: Included = "trained"
     extras: tuple[str, ...] | None = None
     """Names of the extras to carry along; None: all, and every segment must have the same."""
+    strict: bool = False
+    """Raise `BatchError` for the first rollout that cannot be put into the batch, instead of leaving it out."""
 
     def __post_init__(self) -> None:
         chosen("baseline", self.baseline, Baseline)

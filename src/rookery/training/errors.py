@@ -1,7 +1,9 @@
-"""The room's own error."""
+"""The error of `rookery.training`."""
 
 from rookery.core import RookeryError
 
 
 class BatchError(RookeryError):
-    """What is there cannot be trained on as it stands: nothing of it may reach an optimiser."""
+    """Data cannot be trained on as it is. Its code says whose fault that is: `bug.batch` unless given."""
+
+    cause = "bug.batch"

@@ -1,7 +1,8 @@
 """Segments in rows: packed, padded, and dealt out to ranks.
 
 Promises:
-- every segment is in exactly one row, whole and in one piece; one that does not fit is refused, never cut;
+- every segment is in exactly one row, whole and in one piece; a segment that does not fit is never cut: its
+  rollout is left out and counted, or refused with `strict`;
 - the same batch gives the same rows; within a row, segments stand in the batch's order;
 - document boundaries are told three ways (`position_ids`, `cu_seqlens`, `seq_idx`), which agree; padding is a
   document of its own;
@@ -9,6 +10,7 @@ Promises:
 - every rank gets as many rows as any other, so that none waits for another for ever.
 """
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
@@ -24,9 +26,11 @@ from rookery.training.batches import Batch
 from rookery.training.columns import EMPTY, Array, Bool, Columns, Int32, Int64
 from rookery.training.errors import BatchError
 
+log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]
-Oversize: TypeAlias = Literal["refuse", "alone"]
-"""A segment longer than a row: refused, or in a row of its own that is as long as it is."""
+Oversize: TypeAlias = Literal["leave_out", "refuse", "alone"]
+"""What becomes of a segment that is longer than a row: its rollout is left out, `BatchError` is raised, or the
+segment gets a row of its own that is as long as it is."""
 
 
 class Row(Columns, frozen=True, eq=False, kw_only=True):
@@ -64,12 +68,15 @@ class Packed(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Which segments share a row. Rows are made when they are asked for: a plan costs next to nothing."""
 
     batch: Batch
+    """The batch that was packed, without the rollouts that were left out. Its segments have the same numbers."""
     length: int
     """Tokens that a row may have."""
     plan: tuple[tuple[int, ...], ...]
     """The segments of each row."""
     pad: int | None = None
     """The id that fills rows up to `length`; None: rows are as long as what is in them."""
+    left_out: tuple[str, ...] = ()
+    """IDs of rollouts that have a segment longer than a row: no segment of them is in any row."""
 
     def __len__(self) -> int:
         """Rows."""
@@ -106,25 +113,34 @@ class Packed(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         ]
 
 
-def pack(batch: Batch, length: int, *, pad: int | None = None, oversize: Oversize = "refuse") -> Packed:
-    """Segments in rows of at most `length` tokens: each, the longest first, into the fullest row that has room.
+def pack(
+    batch: Batch, length: int, *, pad: int | None = None, oversize: Oversize = "leave_out", strict: bool = False
+) -> Packed:
+    """Put segments into rows of at most `length` tokens: each, longest first, into the fullest row with room.
 
-    With `pad`, rows are filled up to `length` with that id.
+    With `pad`, rows are filled up to `length` with that ID. A rollout with a longer segment is left out as if it
+    had failed (see `Batch.leave_out`); `packed.left_out` names it, `packed.batch.counts` counts it. `strict`
+    raises `BatchError` instead, as `oversize="refuse"` does.
     """
     _whole_number("length", length)
     chosen("oversize", oversize, Oversize)
+    if strict:
+        oversize = "refuse"
     lengths = batch.lengths
-    if oversize == "refuse" and len(lengths) and lengths.max() > length:
-        at = int(lengths.argmax())
-        rollout = batch.rollouts.id[int(batch.segments.rollout[at])]
-        raise BatchError(
-            f"{int((lengths > length).sum())} segments are longer than a row of {length} tokens, the longest has "
-            f"{int(lengths[at])} (rollout {rollout}): make rows longer, limit the context, leave them out with "
-            "batch.select, or say oversize='alone'"
-        )
+    out: list[int] = []
+    if oversize != "alone" and len(lengths) and lengths.max() > length:
+        problem = _oversize(batch, length)
+        if oversize == "refuse":
+            raise BatchError(problem)
+        out = sorted(set(batch.segments.rollout[lengths > length].tolist()))
+        batch = batch.leave_out(dict.fromkeys(out, f"a segment is longer than a row of {length} tokens"))
+        log.warning("%d rollouts are left out of the rows: %s", len(out), problem)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free places, row), in order
+    packed = ~np.isin(batch.segments.rollout, out)
     for one in np.argsort(-lengths, kind="stable").tolist():
+        if not packed[one]:
+            continue
         size = int(lengths[one])
         at = bisect_left(room, (size, 0))
         if at < len(room):
@@ -134,7 +150,23 @@ def pack(batch: Batch, length: int, *, pad: int | None = None, oversize: Oversiz
             rows.append([])
         rows[row].append(one)
         insort(room, (free - size, row))
-    return Packed(batch=batch, length=length, plan=tuple(sorted(tuple(sorted(row)) for row in rows)), pad=pad)
+    return Packed(
+        batch=batch,
+        length=length,
+        plan=tuple(sorted(tuple(sorted(row)) for row in rows)),
+        pad=pad,
+        left_out=tuple(batch.rollouts.id[row] for row in out),
+    )
+
+
+def _oversize(batch: Batch, length: int) -> str:
+    lengths = batch.lengths
+    at = int(lengths.argmax())
+    rollout = batch.rollouts.id[int(batch.segments.rollout[at])]
+    return (
+        f"{int((lengths > length).sum())} segments are longer than a row of {length} tokens, the longest has "
+        f"{int(lengths[at])} (rollout {rollout}): make rows longer, limit the context, or set oversize='alone'"
+    )
 
 
 def split(batch: Batch, ranks: int) -> list[Batch]:

@@ -70,6 +70,8 @@ class RolloutTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     use: tuple[Use, ...]
     turns: Int32
     """Model calls of the policy."""
+    problem: tuple[str, ...] = ()
+    """Why the rollout was left out although it has a reward; empty for the others."""
 
     def __len__(self) -> int:
         return len(self.id)
@@ -114,5 +116,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Masked because nothing stands before them: no logit predicts the first token of a segment."""
     trained_without_logprob: int = 0
     """Among `trained_tokens`: their logprob is NaN, by the rule `train`."""
+    left_out_rollouts: int = 0
+    """Rollouts that were left out because they could not be put into the batch or into its rows."""
     without_ids: int = 0
     """Sampled tokens that the engine counted and gave no ids for: they are in no segment."""
