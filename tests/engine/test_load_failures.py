@@ -90,7 +90,7 @@ async def test_flipped_bytes_fail_their_rollouts_alone(model: ModelServer, tmp_p
             flip(path, offset + rng.randrange(12 + length))
         state = made.state_dict()
         groups = [group async for group in stream]
-    expected = dict.fromkeys(chosen, "tokens.unreadable")
+    expected = dict.fromkeys(chosen, "engine.tokens")
     whole(groups, expected)
     # The journal says the same: newest record failed, first one kept, nothing of it in a denominator.
     stored = {record.id: record for record in records(tmp_path)}
@@ -129,7 +129,7 @@ async def test_a_token_file_that_is_gone_fails_its_rollouts_and_not_the_stream(
                 victim.unlink()
                 victim.mkdir()
         made.state_dict()
-        whole([group async for group in stream], dict.fromkeys(lost, "tokens.unreadable"))
+        whole([group async for group in stream], dict.fromkeys(lost, "engine.tokens"))
 
 
 # ---- faults in our own merge
@@ -206,7 +206,7 @@ async def test_an_export_has_a_row_for_every_rollout_and_names_those_that_cannot
         row["outcome"] = msgspec.json.decode(row["outcome"])
     failed = {row["id"]: row for row in rows if row["label"] != "completed"}
     assert {name: row["label"] for name, row in failed.items()} == {
-        "r1.2": "tokens.unreadable",
+        "r1.2": "engine.tokens",
         "r3.0": "bug.merge",
     }
     for row in failed.values():
@@ -216,7 +216,7 @@ async def test_an_export_has_a_row_for_every_rollout_and_names_those_that_cannot
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
     shown = CliRunner().invoke(app, ["show", str(made.folder), "1.2"])
     assert shown.exit_code == 0
-    assert "tokens.unreadable" in shown.output
+    assert "engine.tokens" in shown.output
 
 
 # ---- the control socket

@@ -261,7 +261,7 @@ def test_a_discarded_record_is_kept_and_its_member_can_run_again(run: Path) -> N
 
 
 def test_a_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
-    lost = Failed("infra", "tokens.unreadable", "gone", "load")
+    lost = Failed("infra", "engine.tokens", "gone", "load")
     with Journal.create(run, {}) as journal:
         journal.add_group(0, stream="s", position=0, task=0, k=1)
         journal.add_rollout(record(0, 0, reward=0.25))
@@ -269,7 +269,7 @@ def test_a_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
     with Journal.open(run) as journal:
         journal.replace_rollout(record(0, 0, outcome=lost), "gone")
     with RunReader(run) as reader:
-        assert reader.counts() == {"tokens.unreadable": 1}
+        assert reader.counts() == {"engine.tokens": 1}
         assert reader.mean_reward() is None
         assert [group.status for group in reader.groups()] == ["consumed"]
         assert [one.record.reward for one in reader.earlier("0.0")] == [0.25]

@@ -236,7 +236,7 @@ def _broken(kind: str, group_index: int, member: int) -> Rollout:
 
 
 BROKEN = {
-    "one logprob": "batch.logprob",
+    "one logprob": "upstream.logprobs",
     "shifted mask": "bug.batch",
     "turn twice": "bug.batch",
     "too many tokens": "bug.batch",
@@ -299,7 +299,7 @@ def test_broken_rollouts_never_change_what_the_others_train(kinds: list[list[str
 def test_a_batch_in_which_nothing_has_a_logprob_is_refused() -> None:
     with pytest.raises(BatchError) as caught:
         make_batch([group(0, *(rollout(0, at, 1.0, [segment([0, 1, 1], logprob=math.nan)]) for at in range(3)))])
-    assert caught.value.code == "batch.logprob"
+    assert caught.value.code == "upstream.logprobs"
 
 
 def test_a_group_whose_rewards_cannot_be_compared_is_left_out_alone() -> None:

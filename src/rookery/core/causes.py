@@ -201,13 +201,13 @@ _TABLE = (
     Cause("task.setup", "task", "The task's own setup failed.", "Read its output in the detail; fix the task."),
     Cause("task.image", "task", "The task's image is missing or broken.", "Pull, build or fix the named image."),
     Cause(
-        "tokens.unreadable",
+        "engine.tokens",
         "infra",
         "The rollout's recorded tokens could not be read back: a token file is missing, truncated or corrupt.",
         "Check the disk that holds the run; `rookery resume RUN --failed` runs the rollout again.",
     ),
     Cause(
-        "batch.logprob",
+        "upstream.logprobs",
         "infra",
         "A sampled token has no usable log probability, so the rollout was left out of the batch.",
         "Let the model server return log probabilities, or set BatchConfig(without_logprob=…).",

@@ -98,7 +98,7 @@ def _row(
         messages = [msgspec.to_builtins(message) for message in transcript(turns)]
         merged = merge_turns(record, turns) if record.valid else []
         parts = [_segment(one) for one in merged] if tokens else []
-        if parts and record.usage.without_tokens:
+        if tokens and record.valid and record.usage.without_tokens:
             damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
         messages, parts, damage = [], [], describe(error)
@@ -141,9 +141,17 @@ def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> t
     except Exception as error:  # noqa: BLE001  (a row that cannot be written stops no other)
         outcome = failed(error, "load", cause="bug.merge")
         empty: dict[str, Any] = {
-            "answer": None, "task_data": {}, "reward": None, "rewards": {}, "metrics": {}, "info": {},
-            "messages": [], "attempts": [], "damage": describe(error),
-            "label": label(outcome), "outcome": _outcome(outcome),
+            "answer": None,
+            "task_data": {},
+            "reward": None,
+            "rewards": {},
+            "metrics": {},
+            "info": {},
+            "messages": [],
+            "attempts": [],
+            "damage": describe(error),
+            "label": label(outcome),
+            "outcome": _outcome(outcome),
             **({"segments": []} if "segments" in one else {}),
         }
         return convert({**one, **empty}), True

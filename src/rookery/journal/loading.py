@@ -1,7 +1,7 @@
 """Load the turns and segments of one rollout without letting its failure reach another rollout.
 
 `load_segments` never raises for a rollout that cannot be loaded: it returns a record of the same shape whose
-outcome is `Failed`, with the traceback. Unreadable token data is infra (`tokens.unreadable`), an exception while
+outcome is `Failed`, with the traceback. Unreadable token data is infra (`engine.tokens`), an exception while
 merging turns into segments is a bug of Rookery (`bug.merge`).
 """
 
@@ -12,7 +12,7 @@ from rookery.core.errors import describe
 from rookery.journal.tokens import TokenReader, decode_turn
 from rookery.trajectories import segments
 
-UNREADABLE = "tokens.unreadable"
+UNREADABLE = "engine.tokens"
 MERGE = "bug.merge"
 
 

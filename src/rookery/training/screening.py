@@ -17,7 +17,7 @@ from rookery.training.arrays import MAX_VERSION, usable
 from rookery.training.config import BatchConfig, TruncatedRule
 from rookery.training.errors import BatchError
 
-LOGPROB = "batch.logprob"
+LOGPROB = "upstream.logprobs"
 Layout: TypeAlias = tuple[tuple[str, str, int], ...]
 """Name, dtype and width of each extra, by name."""
 
