@@ -133,7 +133,7 @@ def test_the_limits_are_in_it(group: groups.Group) -> None:
     two = os.path.exists(f"{memory}/memory.max")
     assert int(text(memory, "memory.max" if two else "memory.limit_in_bytes")) == 64 * MB
     if not two:  # counted apart, and by default without a limit
-        assert int(text(memory, "memory.kmem.tcp.limit_in_bytes")) == 64 * MB
+        assert int(text(memory, "memory.kmem.tcp.limit_in_bytes")) == 64 * MB // groups.SOCKETS_PART
     assert text(pids, "pids.max") == "5"
     assert os.path.samefile(groups.pids_folder(memory), pids)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
-from rookery.sandboxes.protocol import Command, Listening, OnOutput, Process, Sandbox, Shell
+from rookery.sandboxes.protocol import Command, Listening, OnOutput, Process, Sandbox, Shell, Stopping
 
 
 class WatchedSandbox:
@@ -74,6 +74,11 @@ class WatchedSandbox:
     def unlisten(self) -> None:
         if isinstance(self._inner, Listening):
             self._inner.unlisten()
+
+    async def kill_all(self, *, timeout: float = 30.0) -> None:
+        if not isinstance(self._inner, Stopping):
+            raise SandboxError(f"sandbox {self.id} cannot kill all of its processes", cause="sandbox.refused")
+        await self._working("sandbox", self._inner.kill_all(timeout=timeout))
 
     async def close(self) -> None:
         await self._inner.close()

@@ -52,6 +52,7 @@ class Channel:
         self._ours = pidfd < 0
         self._waiting: dict[int, asyncio.Future[Report | None]] = {}
         self._interrupted: dict[int, asyncio.Future[None]] = {}
+        self._sweeping: dict[int, asyncio.Future[int]] = {}
         self._last = 0
         self._room = asyncio.Lock()
         self._ready: asyncio.Future[bool] = self._loop.create_future()
@@ -124,6 +125,21 @@ class Channel:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._interrupted.pop(number, None)
 
+    async def kill_all(self) -> int:
+        """Kill every process of the sandbox but the guard; return how many are left when it gave up.
+
+        It also returns, with 0, when the guard dies: its processes die with it."""
+        number = self.reserve()
+        done = self._sweeping[number] = self._loop.create_future()
+        try:
+            if not self.dead.done():
+                await self._send(_request(stub.KILL_ALL, number), b"", ())
+                either: set[asyncio.Future[Any]] = {done, self.dead}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return done.result() if done.done() else 0
+        finally:
+            self._sweeping.pop(number, None)
+
     def discard(self, fd: int) -> None:
         """Hands over a pipe that somebody left behind still writes to. Closes ours."""
         try:
@@ -187,6 +203,11 @@ class Channel:
             if kind == stub.READY:
                 if not self._ready.done():
                     self._ready.set_result(True)
+                continue
+            if kind == stub.ALL_KILLED:
+                gone = self._sweeping.pop(number, None)
+                if gone is not None and not gone.done():
+                    gone.set_result(rest[-1])
                 continue
             if kind == stub.INTERRUPTED:
                 done = self._interrupted.pop(number, None)

@@ -44,8 +44,8 @@ REQUEST = struct.Struct("<BIddqIiiB")
 """op, command, wall, cpu seconds, memory (or start ticks), number of arguments, user, group, flags."""
 REPORT = struct.Struct("<BIBidqdI")
 """kind, command, reason, wait status (or errno), cpu seconds, peak bytes, wall, survivors."""
-HELLO, SPAWN, KILL, INTERRUPT, DISCARD = range(5)
-READY, ENDED, INTERRUPTED = range(3)
+HELLO, SPAWN, KILL, INTERRUPT, DISCARD, KILL_ALL = range(6)
+READY, ENDED, INTERRUPTED, ALL_KILLED = range(4)
 FLAG_BODY_IN_FILE, FLAG_WARM = 1, 2
 MAX_MESSAGE = 64 << 10
 MAX_DISCARDS = 64
@@ -163,6 +163,9 @@ class Guard(Trees):
         body = bytes(self.room[REQUEST.size : size])
         if op == HELLO:
             self.begin([os.fsdecode(part) for part in body.split(b"\0")])
+        elif op == KILL_ALL:
+            left = self.kill_everyone()
+            self.reports.append(REPORT.pack(ALL_KILLED, number, 0, 0, 0, 0, 0, left))
         elif op == DISCARD:
             if len(self.discards) < MAX_DISCARDS:
                 self.discards.append(fds.pop())
@@ -174,6 +177,11 @@ class Guard(Trees):
                     self.interrupt(command, body.decode(), amount)
             if op == INTERRUPT:
                 self.reports.append(REPORT.pack(INTERRUPTED, number, 0, 0, 0, 0, 0, 0))
+
+    def kill_everyone(self) -> int:
+        """Kill all processes of the sandbox; return how many are still there afterwards."""
+        self.kill_all()
+        return 0 if self.barren else len(procs.children_of(self.pid))
 
     def called(self, number: int) -> list[Running]:
         return [c for c in self.running.values() if c.number == number]

@@ -202,6 +202,24 @@ class GuardedSandbox:
         self._parts.add(made)
         return made
 
+    async def kill_all(self, *, timeout: float = 30.0) -> None:
+        """Kill every process in the sandbox, and return when all of them are gone.
+
+        The guard does it, without a process of its own: it also works when programs hold every process that the
+        sandbox may have. `SandboxError(sandbox.lost)` if some process does not end.
+        """
+        await self._is_exhausted()
+        channel = self._live()
+        try:
+            async with asyncio.timeout(timeout):
+                left = await channel.kill_all()
+        except TimeoutError as error:
+            raise SandboxError(f"the processes of sandbox {self.id} did not end within {timeout:g} s") from error
+        await self._is_exhausted()
+        self._live()
+        if left:
+            raise SandboxError(f"{left} processes of sandbox {self.id} could not be killed")
+
     # ---- files
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:

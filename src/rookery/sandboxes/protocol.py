@@ -235,6 +235,16 @@ class Counting(Protocol):
         ...
 
 
+@runtime_checkable
+class Stopping(Protocol):
+    """A sandbox that can kill all of its processes from outside, also when no further process can start in it."""
+
+    async def kill_all(self, *, timeout: float = 30.0) -> None:
+        """Return when every process is gone; `SandboxError(sandbox.lost)` if one is not, `sandbox.refused` if the
+        provider cannot do it."""
+        ...
+
+
 class Home(msgspec.Struct, frozen=True, kw_only=True):
     """Where a provider may write: below `folder` and nowhere else; `run` names the owner of its leases."""
 

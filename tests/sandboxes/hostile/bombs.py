@@ -197,6 +197,34 @@ PROGRAMS = [
         limits={"memory": 48 * MB, "disk": 512 * MB},
         leaves=True,
     ),
+    wall(
+        "takes_netlink_sockets_from_many_threads",
+        """
+            import resource, socket, threading
+            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+            held, again = [], threading.Barrier(16)
+
+            def take():
+                again.wait()
+                for _ in range(200):
+                    try:
+                        held.append(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0))
+                    except OSError as error:
+                        holds(f"{error}", error.errno in (errno.ENOBUFS, errno.ENOSYS))
+
+            threads = [threading.Thread(target=take) for _ in range(16)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            holds(f"{len(held)} netlink sockets", len(held) <= 40)
+            had = bool(held)
+            while held:
+                held.pop().close()
+            if had:
+                socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()
+        """,
+    ),
     Program(
         name="fills_memory_that_outlives_it",
         text="""

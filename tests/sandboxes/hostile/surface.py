@@ -131,6 +131,17 @@ PROGRAMS = [
         """,
     ),
     wall(
+        "leases_files_and_watches_folders",
+        """
+            import fcntl
+            with open("leased", "w") as file:
+                for what in (fcntl.F_RDLCK, fcntl.F_WRLCK):
+                    fails("a lease", fcntl.fcntl, file.fileno(), fcntl.F_SETLEASE, what, allowed=(errno.EPERM,))
+            folder = os.open("/usr/bin", os.O_RDONLY)
+            fails("dnotify", fcntl.fcntl, folder, fcntl.F_NOTIFY, fcntl.DN_ACCESS, allowed=(errno.EPERM,))
+        """,
+    ),
+    wall(
         "opens_rare_protocols",
         """
             import socket

@@ -33,7 +33,7 @@ ETC = {
 }
 """For an engine that does not write them as a container without a network needs them."""
 _OURS = ("guard", "procs", "small", "trees")
-_OF_LOCAL = ("first", "inside", "kernel", "launch", "program", "python", "zygote", "zygotes")
+_OF_LOCAL = ("first", "inside", "kernel", "launch", "netlink", "program", "python", "zygote", "zygotes")
 _OF_DOCKER = ("inner",)
 _PRELOAD, _NO_PRELOAD = b"/etc/ld.so.preload\0", b"/.rookery/no-such\0\0"
 _SECONDS = 60.0

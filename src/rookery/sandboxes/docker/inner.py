@@ -140,7 +140,7 @@ def _settled(asked: "dict[str, Any]", line: _socket.socket) -> "tuple[Inner, dic
     k.drop_capabilities(*kept, idle=idle)
     k.no_new_privileges()
     k.set_name("sandbox")
-    k.install_filter(program)
+    init.watch_netlink(k.install_filter(program))
     k.set_dumpable(False)  # becoming another user set it again
     init.score, init.worth = score, os.pread(score, 16, 0)
     os.chdir("/")

@@ -153,7 +153,7 @@ def _settled(
         k.drop_capabilities()
     k.no_new_privileges()
     k.set_name("sandbox")
-    k.install_filter(program)
+    init.watch_netlink(k.install_filter(program))
     k.set_dumpable(False)  # becoming another user set it again
     k.die_with_parent()  # and cleared this
     return init

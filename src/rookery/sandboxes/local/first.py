@@ -30,6 +30,7 @@ if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local import python
     from rookery.sandboxes.local.launch import Launcher
+    from rookery.sandboxes.local.netlink import NetlinkGate
     from rookery.sandboxes.local.zygotes import Zygotes, text_of
     from rookery.sandboxes.small import _signal, send, suppress
 
@@ -42,6 +43,7 @@ else:
     import python
     import trees
     from launch import Launcher
+    from netlink import NetlinkGate
     from small import _signal, send, suppress
     from zygotes import Zygotes, text_of
 
@@ -75,12 +77,19 @@ class Init(guard.Guard):
     user = -1
     """Whom commands are, where nothing else is said; -1: all are who we are."""
     zygotes: Zygotes | None = None
+    netlink: NetlinkGate | None = None
     page: mmap.mmap | None = None
     slate: mmap.mmap | None = None
     """What a fork of ours has to say before it is the program."""
 
     def watch_owner(self) -> int:
         return -1
+
+    def watch_netlink(self, listener: int) -> None:
+        """Answer questions about netlink sockets from now on; -1: the kernel asks none."""
+        if listener >= 0:
+            self.netlink = NetlinkGate(listener)
+            self.poll.register(listener, select.POLLIN)
 
     def expose(self, on: bool) -> None:
         # Memory that is no process's own (files, buffers) is paid for by the largest, which would be this one.
@@ -248,7 +257,9 @@ class Init(guard.Guard):
             super().kill(command, reason)
 
     def heard(self, fd: int) -> None:
-        if self.zygotes is not None:
+        if self.netlink is not None and fd == self.netlink.listener:
+            self.netlink.answer()
+        elif self.zygotes is not None:
             self.zygotes.heard(fd)
 
     def gone(self, pid: int) -> None:
@@ -286,10 +297,10 @@ class Init(guard.Guard):
         finally:
             self.page.madvise(mmap.MADV_DONTNEED)
 
-    def end_everyone(self) -> bool:
+    def end_everyone(self, within: float = trees.KILL_SECONDS) -> bool:
         if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
             return False
-        end = time.monotonic() + trees.KILL_SECONDS
+        end = time.monotonic() + within
         with suppress(ProcessLookupError):
             os.kill(-1, _signal.SIGKILL)
         self.reap()
@@ -298,6 +309,15 @@ class Init(guard.Guard):
             self.swallow()
             self.reap()
         return self.barren
+
+    def kill_everyone(self) -> int:
+        if self.pid != 1:  # outside of a pid namespace it would reach the whole machine
+            return super().kill_everyone()
+        end = time.monotonic() + 2 * trees.KILL_SECONDS
+        while not self.barren and time.monotonic() < end:
+            # Again and again: for all at once, so that what forks cannot outrun it.
+            self.end_everyone(within=0.5)
+        return 0 if self.barren else len(_pids())
 
     def hold(self, *, last: bool) -> None:
         if self.pid != 1:

@@ -21,6 +21,8 @@ _PERIOD = 100_000
 MAX_IDLE = 32
 MOST_LEFT = 4 << 20
 """Bytes that a group may still account for (files that its box read) when another box gets it."""
+SOCKETS_PART = 8
+"""On v1, all socket buffers of a sandbox together may hold this part of its memory limit, in addition to it."""
 LEAST = 64 << 20
 """A box with less memory than this gets a new one: what is left would count."""
 
@@ -156,8 +158,9 @@ class Group:
                 _try(f"{memory}/memory.memsw.limit_in_bytes", "-1")  # never below the other, whichever way it goes
                 _write(f"{memory}/memory.limit_in_bytes", most)
                 _try(f"{memory}/memory.memsw.limit_in_bytes", most)
-                # Buffers of connections are counted apart here, and without this not at all.
-                _try(f"{memory}/memory.kmem.tcp.limit_in_bytes", most)
+                # v1 counts socket buffers apart from other memory: what they may hold comes on top of the limit.
+                # Each TCP socket can still exceed it by one segment (64 KiB), which the kernel never refuses.
+                _try(f"{memory}/memory.kmem.tcp.limit_in_bytes", str(limits.memory // SOCKETS_PART or -1))
         if (pids := self.folder_of(PIDS)) and limits.pids != old.pids:
             _write(f"{pids}/pids.max", str(limits.pids or "max"))
         if (cpu := self.folder_of(CPU)) and limits.cpus != old.cpus:

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_NO_NEW_PRIVS, _PR_SET_NAME, _PR_CAP_AMBIENT = 38, 15, 47
 _PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP = 28, 4
 CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 2, 5, 6, 7, 19, 24
-_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _ATTR_READ_ONLY, _ATTR_IDMAP = 1 | 2 | 4, 0x100000
@@ -253,10 +253,19 @@ class Filter(ctypes.Structure):
         super().__init__(len(program) // 8, ctypes.addressof(self._kept))
 
 
-def install_filter(program: Filter) -> None:
-    """For this process and all it starts; for good."""
+def install_filter(program: Filter) -> int:
+    """Install a seccomp filter for this process and all it starts, for good.
+
+    Return a descriptor on which the kernel asks about calls that the filter leaves to us; -1 if it cannot ask (an
+    old kernel, or somebody asked for such a descriptor before), and then refuses those calls.
+    """
     call = ctypes.c_long(_NUMBERS["seccomp"])
-    _checked(_libc.syscall(call, _SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(program)), "seccomp")
+    said = ctypes.byref(program)
+    listener = _libc.syscall(call, _SECCOMP_SET_MODE_FILTER, _SECCOMP_NEW_LISTENER, said)
+    if listener >= 0:
+        return int(listener)
+    _checked(_libc.syscall(call, _SECCOMP_SET_MODE_FILTER, 0, said), "seccomp")
+    return -1
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:

@@ -124,7 +124,13 @@ def _copy_data(old: int, new: int, size: int) -> None:
 
 
 def _attributes(old: int, new: int) -> None:
-    for name in os.listxattr(old):
+    try:
+        names = os.listxattr(old)
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        return  # a program set more than the kernel can list (64 KiB of names): nothing can copy these
+    for name in names:
         if name.startswith("user.") and name not in _MARKS:
             os.setxattr(new, name, os.getxattr(old, name))
 

@@ -2,9 +2,11 @@
 
 Promises:
 - calls of a foreign architecture, and x32's, end the program: they have other numbers, and could mean anything;
-- what namespaces do not cover is refused: vsock and every socket family but unix, inet, inet6 and netlink,
-  keyrings, io_uring, ptrace and reading others' memory, new namespaces, mounts, bpf, userfaultfd, perf, modules,
-  clocks, raw input to terminals, requests of asynchronous input (their number is one for the whole machine);
+- what namespaces do not cover is refused: vsock and every socket family but unix, inet, inet6 and netlink (about
+  which pid 1 is asked), keyrings, io_uring, ptrace and reading others' memory, new namespaces, mounts, bpf,
+  userfaultfd, perf, modules, clocks, raw input to terminals, requests of asynchronous input (their number is one
+  for the whole machine);
+- no program delays or watches whoever uses a file that it can read: no file leases, no directory notifications;
 - nothing makes the host load a module: of rare protocols and line disciplines not even the first is asked for;
 - what is refused fails with an errno that programs know how to live with: `ENOSYS` where libraries have another
   way (clone3, io_uring), `EPERM` elsewhere.
@@ -20,6 +22,8 @@ import struct
 _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGS = 0, 4, 16
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+ASK = 0x7FC00000
+"""Pid 1 decides (`netlink`); without somebody to ask, the kernel refuses with `ENOSYS`."""
 
 CLONE_NEW = 0x7E020080
 """Every namespace: mount, cgroup, uts, ipc, user, pid, net and time."""
@@ -31,6 +35,8 @@ _NETLINK_PROTOCOLS = (0, 4, 15)
 """Routes, sockets, events of devices."""
 _TERMINAL = (0x5412, 0x541C, 0x5423)
 """TIOCSTI, TIOCLINUX, TIOCSETD."""
+_FCNTL = (1024, 1026, 1040)
+"""F_SETLEASE, F_NOTIFY, F_SETDELEG: they delay whoever opens a file, or tell of what others do in a folder."""
 _PERSONALITIES = (0, 0x8, 0x20000, 0x20008, 0x40000, 0x40008, 0xFFFFFFFF)
 """As it is, 32 bits, an old version, fixed addresses (debuggers), and asking."""
 
@@ -40,6 +46,7 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # name: (x86_64, aarch64); -1 where an architecture does not have it
 _NUMBERS = {
     "ioctl": (16, 29),
+    "fcntl": (72, 25),
     "clone": (56, 220),
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -130,13 +137,14 @@ def program(machine: str) -> bytes:
         leaves[found[name]] = _looking(0, [(_JSET, 0, 1, CLONE_NEW), _refuse(errno.EPERM)])
     protocols = [
         *_protocols((_INET, _INET6), _INET_PROTOCOLS),
-        *_protocols((_NETLINK,), _NETLINK_PROTOCOLS),
+        *_protocols((_NETLINK,), _NETLINK_PROTOCOLS, ASK),
     ]
     leaves[found["socket"]] = _looking(0, [*protocols, *_only((_UNIX,), errno.EAFNOSUPPORT)])
     leaves[found["socketpair"]] = _looking(0, _only(_FAMILIES, errno.EAFNOSUPPORT))
     leaves[found["personality"]] = _looking(0, _only(_PERSONALITIES, errno.EPERM))
-    body = [step for number in _TERMINAL for step in ((_JEQ, 0, 1, number), _refuse(errno.EPERM))]
-    leaves[found["ioctl"]] = _looking(1, body)
+    for name, requests in (("ioctl", _TERMINAL), ("fcntl", _FCNTL)):
+        body = [step for number in requests for step in ((_JEQ, 0, 1, number), _refuse(errno.EPERM))]
+        leaves[found[name]] = _looking(1, body)
     code += _tree(_ranges(leaves))
     return b"".join(struct.pack("<HBBI", *step) for step in code)
 
@@ -170,9 +178,9 @@ def _only(values: tuple[int, ...], otherwise: int) -> list[Step]:
     return [*((_JEQ, len(values) - at, 0, value) for at, value in enumerate(values)), _refuse(otherwise)]
 
 
-def _protocols(families: tuple[int, ...], protocols: tuple[int, ...]) -> list[Step]:
+def _protocols(families: tuple[int, ...], protocols: tuple[int, ...], answer: int = ALLOW) -> list[Step]:
     """Ends the matter for these families, by the third argument; with another it goes on past its own end."""
-    inner = [(_LD, 0, 0, _ARGS + 16), *_only(protocols, errno.EPROTONOSUPPORT), (_RET, 0, 0, ALLOW)]
+    inner = [(_LD, 0, 0, _ARGS + 16), *_only(protocols, errno.EPROTONOSUPPORT), (_RET, 0, 0, answer)]
     last = len(families) - 1
     heads = [(_JEQ, last - at, len(inner) if at == last else 0, family) for at, family in enumerate(families)]
     return [*heads, *inner]

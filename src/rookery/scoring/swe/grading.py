@@ -243,7 +243,11 @@ class SweGrader:
             finally:
                 with contextlib.suppress(SandboxError):  # a box that is lost has nothing left in it
                     await scripts.cleared(box, step, several=prepared.several, clock=clock)
-        final = await box.snapshot(timeout=clock.left())
+        try:
+            final = await box.snapshot(timeout=clock.left())
+        except SandboxError as error:
+            await self._alive_or_raise(box, error, clock)
+            raise TooMuch(f"what it left cannot be copied: {describe(error)}") from error
         copy = await box.fork(final, timeout=clock.left(), spec=self._quiet(box.spec, step))
         try:
             return await self._in(copy, box, prepared, step, who, found, own, clock)
@@ -339,10 +343,14 @@ class SweGrader:
             return await box.diff(prepared.snapshot, timeout=clock.left())
         except SandboxError as error:
             # What there is too much of to be compared is in a box that lives; a lost one answers nothing.
-            alive = await run(box, "exit 0", clock=clock)
-            if alive.status == "lost":
-                raise
+            await self._alive_or_raise(box, error, clock)
             raise TooMuch(f"what it changed cannot be told: {describe(error)}") from error
+
+    async def _alive_or_raise(self, box: Sandbox, error: SandboxError, clock: Clock) -> None:
+        """Raise `error` if the sandbox is lost; a living one failed because of what programs left in it."""
+        alive = await run(box, "exit 0", clock=clock)
+        if alive.status == "lost":
+            raise error
 
     async def _kept_back(
         self, box: Sandbox, fresh: Sandbox, found: Mapping[str, str], own: tuple[str, ...], clock: Clock

@@ -15,9 +15,10 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-from rookery.core import ExecResult, TaskError
+from rookery.core import ExecResult, SandboxError, TaskError
 from rookery.core.errors import describe
 from rookery.sandboxes import Command, Sandbox
+from rookery.sandboxes.protocol import Stopping
 from rookery.scoring.boxes import bounded_exec
 from rookery.scoring.swe import door
 from rookery.scoring.swe.changes import TooMuch
@@ -65,6 +66,7 @@ _UNPACK: Final = r"""
 command -v tar >/dev/null 2>&1 || exit 127
 umask 022; exec tar -x -o -f - -C /
 """
+KILL_SECONDS: Final = 30.0
 KILL: Final = "kill -9 -1 2>/dev/null; exit 0"
 """As a user: all processes of that one but this."""
 _GONE: Final = f'for d; do rm -rf -- "$d"; done; rm -rf {door.HOME} {LOGS}/verifier; exit 0'
@@ -88,7 +90,20 @@ def _mentions(task: SweTask, part: Part, word: bytes) -> bool:
 
 
 async def killed(box: Sandbox, clock: Clock, user: str | None = None) -> None:
-    """Every process of the user's. Whoever keeps us from it keeps nothing: its box is not believed afterwards."""
+    """Kill the processes of a user; all processes of the sandbox if no user is named.
+
+    Where the provider can do the latter from outside, it works also when programs hold every process that the
+    sandbox may have. Elsewhere a program may keep us from it, and gains nothing: its sandbox is not believed
+    afterwards.
+    """
+    if user is None and isinstance(box, Stopping):
+        try:
+            await box.kill_all(timeout=clock.left(KILL_SECONDS))
+        except SandboxError as error:
+            if error.code != "sandbox.refused":
+                raise
+        else:
+            return
     await run(box, KILL, clock=clock, user=user)
 
 

@@ -1,0 +1,114 @@
+"""Whatever a program left, its sandbox can be stopped, read and copied, or the caller gets a typed answer."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rookery.sandboxes import Command
+from rookery.sandboxes.local.provider import LocalProvider
+from tests.sandboxes.hostile import lifetime
+from tests.sandboxes.hostile.test_hostile import SPEC, limited, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LEASE_AND_FORKS = """
+import fcntl, os, signal, time
+open("file", "w").write("text")
+for number in (signal.SIGIO, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+try:
+    fcntl.fcntl(os.open("file", os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+except OSError:
+    pass
+if os.fork():
+    time.sleep(0.2)
+    os._exit(0)
+os.setsid()
+while True:
+    try:
+        if os.fork() == 0:
+            time.sleep(600)
+    except OSError:
+        time.sleep(0.001)
+"""
+ATTRIBUTES = """
+import os
+open("file", "w").write("text")
+for path in ("file", "."):
+    for number in range(300):
+        try:
+            os.setxattr(path, f"user.{number:03}" + "x" * 240, b"y" * 100)
+        except OSError:
+            break
+"""
+LONG_PATH = """
+import os
+for _ in range(30):
+    os.mkdir("d" * 250)
+    os.chdir("d" * 250)
+open("f" * 200, "w").write("text")
+"""
+
+
+async def test_all_processes_can_be_killed_when_a_program_took_every_one(boxes: LocalProvider) -> None:
+    await limited(boxes)
+    program = next(one for one in lifetime.PROGRAMS if one.name == "leaves_a_bomb")
+    sandbox = await boxes.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
+    try:
+        assert (await sandbox.exec(Command(argv=program.command))).ok
+        async with asyncio.timeout(60):
+            while (await sandbox.exec(Command(argv=("true",)))).ok:
+                await asyncio.sleep(0.01)
+        await sandbox.kill_all(timeout=60)
+        assert await running(sandbox) == []
+        await sandbox.kill_all(timeout=60)  # with nothing to kill
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+    finally:
+        await sandbox.close()
+
+
+async def test_running_commands_end_when_all_processes_are_killed(boxes: LocalProvider) -> None:
+    sandbox = await boxes.create(SPEC, attempt="hostile")
+    try:
+        process = await sandbox.start(Command(argv=("sleep", "600")))
+        shell = await sandbox.shell()
+        assert (await shell.run("true", timeout=60)).ok
+        await sandbox.kill_all(timeout=60)
+        assert (await process.wait(timeout=60)).signal == 9
+        assert (await shell.run("echo again", timeout=60)).stdout == b"again\n"
+    finally:
+        await sandbox.close()
+
+
+async def test_a_file_lease_and_a_fork_bomb_do_not_keep_files_from_being_read(
+    boxes: LocalProvider, tmp_path: Path
+) -> None:
+    await limited(boxes)
+    sandbox = await boxes.create(SPEC, attempt="hostile")
+    try:
+        assert (await sandbox.exec(Command(argv=("python3", "-c", LEASE_AND_FORKS)))).exit_code == 0
+        assert await sandbox.read("file") == b"text"
+        await sandbox.kill_all(timeout=60)
+        await sandbox.download("/work", tmp_path / "got")
+        assert (tmp_path / "got" / "file").read_text() == "text"
+    finally:
+        await sandbox.close()
+
+
+@pytest.mark.parametrize("program", [ATTRIBUTES, LONG_PATH], ids=["attributes", "long-path"])
+async def test_odd_files_can_be_copied(program: str, boxes: LocalProvider, tmp_path: Path) -> None:
+    sandbox = await boxes.create(msgspec.structs.replace(SPEC, disk=64 << 20), attempt="hostile")
+    try:
+        before = await sandbox.snapshot()
+        assert (await sandbox.exec(Command(argv=("python3", "-c", program)))).ok
+        assert await sandbox.diff(before)
+        await sandbox.download("/work", tmp_path / "got")
+        fork = await sandbox.fork(await sandbox.snapshot())
+        try:
+            found = await fork.exec(Command(argv=("find", "/work", "-type", "f")))
+            assert len(found.stdout.splitlines()) == 1
+        finally:
+            await fork.close()
+    finally:
+        await sandbox.close()
