@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,13 +14,17 @@ from typing import Any
 
 import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rookery.cli.exec import exit_code
+from rookery.cli.exec import _HELP, exit_code
 from rookery.cli.options import Size, shown_size
+from rookery.cli.passing import TerminalFilter
 from rookery.core import ExecResult, ExecStatus
 from rookery.sandboxes.reaper import SCRATCH
 from tests.cli.helpers import COMMAND, Ended, ended, environ, rookery, started
 from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
+from tests.cli.test_cli_terminal import Terminal
 
 __all__ = ["boxes", "own_folder", "walless"]
 
@@ -399,3 +405,82 @@ def test_an_ordinary_user_has_boxes_too(own_folder: tuple[Path, int], monkeypatc
     assert (result(done)["stdout"], result(done)["isolated"]) == ("1000\nin", True)
     assert called_as(user, "exec", "--wall", "0.3", "--", "sleep", "60", cwd=folder).code == 124
     assert list(folder.iterdir()) == []
+
+
+# ---- files of this machine
+
+
+@pytest.mark.usefixtures("boxes")
+def test_uploaded_files_and_folders_are_in_the_working_folder_under_their_names(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("print(open('data/a').read())")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").write_text("from a file")
+    done = called("exec", "--upload", "main.py", "--upload", "data/", "--", "python3", "main.py", cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (0, "from a file\n", "")
+    done = called("exec", "--upload", "main.py:deep/er.py", "--", "cat", "deep/er.py", cwd=tmp_path)
+    assert done.out == "print(open('data/a').read())"
+    (tmp_path / "link.py").symlink_to("main.py")
+    assert called("exec", "--upload", "link.py", "--", "cat", "link.py", cwd=tmp_path).code == 0
+
+
+@pytest.mark.usefixtures("boxes")
+def test_an_upload_of_nothing_is_named_and_nothing_runs(tmp_path: Path) -> None:
+    done = called("exec", "--upload", "nowhere.py", "--", "echo", "ran", cwd=tmp_path)
+    assert (done.code, done.out) == (125, "")
+    assert "nowhere.py" in done.err
+    plain = result(called("exec", "--json", "--upload", "nowhere.py", "--", "true", cwd=tmp_path))
+    assert plain["status"] == "error"
+
+
+@pytest.mark.usefixtures("boxes")
+def test_the_documented_examples_work_as_written(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("print('main')")
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho $1")
+    program.chmod(0o755)
+    docs = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    examples = {
+        line.strip("`. ")
+        for text in (_HELP, docs)
+        for line in re.findall(r"(?:^|`)\s*(rookery exec (?:.* )?-- [^`\n]+)", text, re.MULTILINE)
+    }
+    assert len(examples) >= 3
+    for example in examples:
+        done = called(*shlex.split(example)[1:], cwd=tmp_path)
+        assert done.code == 0, (example, done.err)
+
+
+@pytest.mark.usefixtures("boxes")
+@pytest.mark.parametrize("name", ["no-such-program", "./no-such-program"])
+def test_a_program_that_does_not_exist_is_named(name: str, tmp_path: Path) -> None:
+    done = called("exec", "--", name, cwd=tmp_path)
+    assert done.code == 127
+    assert repr(name) in done.err
+    assert repr(name) in result(called("exec", "--json", "--", name, cwd=tmp_path))["detail"]
+
+
+# ---- terminals
+
+PAINT = ("sh", "-c", r"printf '\033[2Jred\r\nhidden\rshown \302\233 \377 \303\251\007\n'")
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_a_program_cannot_control_the_terminal_it_is_shown_on(tmp_path: Path) -> None:
+    terminal = Terminal("exec", "--", *PAINT, cwd=tmp_path)
+    assert await terminal.end() == 0
+    assert terminal.said.replace("\r\n", "\n") == "\\x1b[2Jred\nhidden\\rshown \\x9b \\xff é\\x07\n"
+
+
+@pytest.mark.usefixtures("boxes")
+async def test_raw_output_passes_control_characters_to_the_terminal(tmp_path: Path) -> None:
+    terminal = Terminal("exec", "--raw-output", "--", *PAINT, cwd=tmp_path)
+    assert await terminal.end() == 0
+    assert terminal.said.startswith("\x1b[2Jred")
+
+
+@given(st.lists(st.binary(max_size=6), max_size=8))
+def test_filtered_output_does_not_depend_on_how_it_was_cut(parts: list[bytes]) -> None:
+    filtered, whole = TerminalFilter(), TerminalFilter()
+    shown = b"".join(filtered.feed(part) for part in parts) + filtered.feed(b"", final=True)
+    assert shown == whole.feed(b"".join(parts), final=True)
+    assert all(char in "\n\t" or char.isprintable() for char in shown.decode())

@@ -1,10 +1,10 @@
-"""`rookery exec`: runs one command in a sandbox.
+"""`rookery exec`: run one command in a sandbox.
 
-Promises:
-- output passes through as it comes, byte for byte; a slow reader slows the command and fills no memory;
-- the exit code is the command's; 124: its time was up; 137: its memory was; 125: we failed, and said why;
-- a provider that does not isolate is used only where it is named, or consented to with --unsafe, and says so;
-- however this process ends, nothing of the command is left.
+- Output passes through as it comes, byte for byte. A slow reader slows the command and fills no memory.
+- On a terminal, control characters are written out unless --raw-output is given: a program cannot control it.
+- The exit code is the command's. 124: time limit, 137: memory limit, 125: Rookery failed and said why.
+- A provider that does not isolate is used only if it is named, or consented to with --unsafe, and says so.
+- However this process ends, nothing of the command is left.
 
 Exit codes in full: the command's own where it exited, 128 + n where signal n ended it, 124 for the time limit, 137
 for the memory limit, for another limit the command's own code or else 1, 125 for all that is not the command's
@@ -22,6 +22,7 @@ from rookery.cli.errors import say_error
 from rookery.cli.options import NETWORKS, UNSAFE, Number, Size
 
 if TYPE_CHECKING:
+    from rookery.cli.passing import Job
     from rookery.core import ExecResult, SandboxSpec
 
 OURS: Final = 125
@@ -32,7 +33,8 @@ _HELP = """Runs one command in a sandbox and passes its output through. What is 
 
 \b
   rookery exec -- python3 -c 'print(6 * 7)'
-  rookery exec --memory 128M --wall 6 --json -- ./program --its-own-options
+  rookery exec --upload main.py --memory 128M --wall 6 -- python3 main.py
+  rookery exec --upload program --json -- ./program --its-own-options
 
 The exit code is the command's. 124: the time limit, 137: the memory limit, 125: our own failure.
 Sizes are bytes, or written with K, M, G: 512K, 128M, 1G.
@@ -111,16 +113,28 @@ class _Exec(click.Command):
     help="What it reaches: none, model, allow or all.  [default: none]",
 )
 @click.option("--allow", metavar="HOST", multiple=True, help="A host that it may reach; repeat it.")
+@click.option(
+    "--upload",
+    "uploads",
+    metavar="PATH[:TARGET]",
+    multiple=True,
+    help="Copy a file or folder into the sandbox, under its own name or as TARGET; repeat it.",
+)
 @click.option("--unsafe", is_flag=True, envvar="ROOKERY_UNSAFE", help=UNSAFE)
+@click.option("--raw-output", is_flag=True, help="Pass control characters through to a terminal too.")
 @click.option("--json", is_flag=True, help="Print how it ended as the last line of stdout, instead of its output.")
 @click.argument("argv", metavar="-- ARGV…", nargs=-1, required=True, type=click.UNPROCESSED)
-def exec_(json: bool, unsafe: bool, argv: tuple[str, ...], **asked: Any) -> int:
+def exec_(
+    json: bool, unsafe: bool, raw_output: bool, uploads: tuple[str, ...], argv: tuple[str, ...], **asked: Any
+) -> int:
+    from rookery.cli.passing import Job, upload_of
     from rookery.core import RookeryError, SandboxError
 
     _filled()
     spec = _spec(unsafe, **asked)
     try:
-        result, spec, isolated = _tried(spec, argv, passing=not json)
+        job = Job(argv=argv, uploads=tuple(map(upload_of, uploads)), passing=not json, raw=raw_output)
+        result, spec, isolated = _tried(spec, job)
         if result.status == "lost":
             raise SandboxError(f"the sandbox was lost: {result.detail or 'no detail'}")
     except RookeryError as error:
@@ -173,7 +187,7 @@ def _spec(unsafe: bool, **asked: Any) -> "SandboxSpec":
     return SandboxSpec(**asked, untrusted_ok=unsafe)
 
 
-def _tried(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "tuple[ExecResult, SandboxSpec, bool]":
+def _tried(spec: "SandboxSpec", job: "Job") -> "tuple[ExecResult, SandboxSpec, bool]":
     """The result, with the provider that gave the sandbox and whether that isolates."""
     from msgspec.structs import replace
 
@@ -185,7 +199,7 @@ def _tried(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "tup
         # The best where it works, and asking whether it does takes as long as using it.
         quick = replace(spec, provider=QUICKEST)
         try:
-            return _run(quick, argv, passing=passing), quick, True
+            return _run(quick, job), quick, True
         except SandboxError as error:
             if error.code not in ("sandbox.create", "sandbox.refused", "task.image"):
                 raise
@@ -201,10 +215,10 @@ def _tried(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "tup
     if not isolated:
         say = f"{spec.provider} sandboxes do not isolate: the command runs as you, on your files and network"
         click.echo(f"{click.style('warning: ', fg='yellow', bold=True)}{say}", err=True)
-    return _run(spec, argv, passing=passing), spec, isolated
+    return _run(spec, job), spec, isolated
 
 
-def _run(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "ExecResult":
+def _run(spec: "SandboxSpec", job: "Job") -> "ExecResult":
     import asyncio
     import signal
 
@@ -212,7 +226,7 @@ def _run(spec: "SandboxSpec", argv: tuple[str, ...], *, passing: bool) -> "ExecR
 
     async def main() -> "ExecResult":
         loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(command(spec, argv, passing=passing))
+        task = asyncio.ensure_future(command(spec, job))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, _interrupted(number, task, got))

@@ -1,21 +1,26 @@
-"""One command in a sandbox of its own, with our input and output in its place.
+"""Run one command in a sandbox of its own, connected to this process's standard streams.
 
-Promises:
-- what it writes is handed on in order, as it comes; while our reader does not read, nothing is taken from it;
-- what we are given on stdin is handed in as it comes, unless it is a terminal; then the command finds its end;
-- a command that writes far more than is kept of it is ended, as it would be by `Sandbox.exec`;
-- the sandbox is gone when this returns, however it returns; one that was killed is cleaned after by the next.
+- Output is handed on in order, as it comes. While our reader does not read, nothing is taken from the command.
+- On a terminal, control characters in the output are written out (`\\x1b`), unless raw output is asked for.
+- Standard input is handed in as it comes, unless it is a terminal: then the command finds its end.
+- A command that writes far more than is kept of it is ended, as it would be by `Sandbox.exec`.
+- The sandbox is gone when this returns, however it returns. What a killed process left, the next one removes.
 """
 
 import asyncio
+import codecs
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from rookery.core import ExecResult, SandboxError, SandboxSpec
+import msgspec
+
+from rookery.cli.text import clean
+from rookery.core import ExecResult, SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import Command, Home, Process, open_provider
 from rookery.sandboxes.jobs import HARD_OUTPUT
 from rookery.sandboxes.protocol import Fetching
@@ -25,14 +30,61 @@ CHUNK = 64 << 10
 _FDS = {"stdout": 1, "stderr": 2}
 
 
-async def command(spec: SandboxSpec, argv: tuple[str, ...], *, passing: bool) -> ExecResult:
-    """Runs it to its end. With `passing` its output goes to ours, else it is only kept."""
+class Upload(msgspec.Struct, frozen=True):
+    """A file or folder of this machine, and its path in the sandbox."""
+
+    source: Path
+    target: str
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run."""
+
+    argv: tuple[str, ...]
+    uploads: tuple[Upload, ...] = ()
+    passing: bool = True
+    """Whether output goes to ours. Else it is only kept."""
+    raw: bool = False
+    """Whether control characters reach a terminal."""
+
+
+def upload_of(text: str) -> Upload:
+    """Read `PATH` or `PATH:TARGET`. A relative target lies in the sandbox's working folder."""
+    path, target = Path(text), ""
+    if not path.exists() and ":" in text:
+        head, _, target = text.rpartition(":")
+        path = Path(head)
+    try:
+        # The user named this path, so a link is followed. Links inside of a folder never are.
+        source = path.expanduser().resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--upload {text}: {path} cannot be read: {reason}") from error
+    return Upload(source, target or path.name or source.name)
+
+
+class TerminalFilter:
+    """Writes out control characters of a stream of bytes, so that they do not reach a terminal as such."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._held = ""
+
+    def feed(self, data: bytes, *, final: bool = False) -> bytes:
+        """Return what can be shown by now. The beginning of a character or of a line's end waits for the rest."""
+        text = self._held + self._decoder.decode(data, final)
+        self._held = "\r" if text.endswith("\r") and not final else ""
+        return clean(text.removesuffix(self._held).replace("\r\n", "\n")).encode()
+
+
+async def command(spec: SandboxSpec, job: Job) -> ExecResult:
+    """Run a command to its end."""
     await asyncio.to_thread(reap_scratch, now=time.time())  # what an earlier one left that was killed
     with scratch(f"exec-{os.getpid()}") as home:
-        return await _in(home, spec, argv, passing=passing)
+        return await _in(home, spec, job)
 
 
-async def _in(home: Home, spec: SandboxSpec, argv: tuple[str, ...], *, passing: bool) -> ExecResult:
+async def _in(home: Home, spec: SandboxSpec, job: Job) -> ExecResult:
     provider = open_provider(spec.provider, home)
     if spec.image is not None and isinstance(provider, Fetching):
         from rookery.cli.images import lines
@@ -40,10 +92,17 @@ async def _in(home: Home, spec: SandboxSpec, argv: tuple[str, ...], *, passing: 
         provider.on_image = lines()
     try:
         box = await provider.create(spec, attempt="exec")
-        process = await box.start(Command(argv=argv, wall=spec.wall))
+        for upload in job.uploads:
+            try:
+                await box.upload(upload.source, upload.target)
+            except OSError as error:
+                raise UsageError(
+                    f"{upload.source} cannot be copied into the sandbox: {error.strerror or error}"
+                ) from error
+        process = await box.start(Command(argv=job.argv, wall=spec.wall))
         feeding = asyncio.ensure_future(_feed(process))
         try:
-            return await _followed(process, spec, passing=passing)
+            return await _followed(process, spec, job)
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
@@ -51,13 +110,26 @@ async def _in(home: Home, spec: SandboxSpec, argv: tuple[str, ...], *, passing: 
         await provider.close()
 
 
-async def _followed(process: Process, spec: SandboxSpec, *, passing: bool) -> ExecResult:
+async def _followed(process: Process, spec: SandboxSpec, job: Job) -> ExecResult:
+    filters = {fd: TerminalFilter() for fd in _FDS.values() if not job.raw and os.isatty(fd)}
+    try:
+        return await _passed_on(process, spec, filters, passing=job.passing)
+    finally:
+        for fd, one in filters.items():
+            if job.passing and (rest := one.feed(b"", final=True)):
+                await _aside(_write_all, fd, rest)
+
+
+async def _passed_on(
+    process: Process, spec: SandboxSpec, filters: dict[int, TerminalFilter], *, passing: bool
+) -> ExecResult:
     most = HARD_OUTPUT * max(spec.output, 1 << 16)
     written = {"stdout": 0, "stderr": 0}
     async for stream, data in process.output():
         written[stream] += len(data)
         if passing:
-            await _aside(_write_all, _FDS[stream], data)
+            fd = _FDS[stream]
+            await _aside(_write_all, fd, filters[fd].feed(data) if fd in filters else data)
         if written[stream] > most:
             return _flooded(await process.kill(), most)
     return await process.wait(timeout=spec.wall + 60.0)

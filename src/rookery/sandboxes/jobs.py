@@ -225,8 +225,11 @@ class Job:
         if self.oom is not None:
             self.oom.was_alive(self._oom)
         if report.reason in (trees.NOT_STARTED, trees.NO_FOLDER):
-            what = "the working folder" if report.reason == trees.NO_FOLDER else "the program"
-            text = f"{what} could not be used: {os.strerror(report.status)}"
+            folder, program = (part.decode(errors="backslashreplace") for part in self._plan.parts[:2])
+            if report.reason == trees.NO_FOLDER:
+                text = f"the working folder {folder!r:.300} could not be used: {os.strerror(report.status)}"
+            else:
+                text = f"the program {program!r:.300} could not be started: {os.strerror(report.status)}"
             if self.group and report.status == errno.EAGAIN:
                 return (
                     "process_limit",
