@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from rookery.core import ToolCall, UpstreamError
+from rookery.core import ToolCall, UpstreamError, floats, ints
+from rookery.upstreams.protocol import CallDelta, Delta
 from tests.gateway.kit import KEY, Gateway, Registered
 from tests.gateway.scripted import Play, Scripted
 
@@ -276,3 +278,67 @@ async def test_the_synchronous_librarys_retry_of_an_unavailable_upstream_asks_ag
 
     assert await synchronous(gateway, session, play, max_retries=1) == "the answer"
     assert (len(upstream.calls), len(await gateway.turns(session))) == (2, 1)
+
+
+# ---- tool calls in streams
+
+
+def merged_by_last_index(chunks: list[Any]) -> list[tuple[str, str, str]]:
+    """The calls of a stream as llama-index merges them: the first entry of a chunk belongs to the latest call, or
+    begins another one where its index differs."""
+    calls: list[dict[str, Any]] = []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for entry in (choice.delta.tool_calls or [])[:1]:
+                if not calls or calls[-1]["index"] != entry.index:
+                    calls.append({"index": entry.index, "id": "", "name": "", "arguments": ""})
+                calls[-1]["id"] += entry.id or ""
+                calls[-1]["name"] += entry.function.name or ""
+                calls[-1]["arguments"] += entry.function.arguments or ""
+    return [(call["id"], call["name"], call["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (Delta(tool_calls=tuple(CallDelta(n, c.id, c.name, c.arguments) for n, c in enumerate(CALLS))),),
+        (
+            Delta(
+                content="so:",
+                tool_calls=(
+                    CallDelta(0, "call_1", "look"),
+                    CallDelta(0, arguments='{"at": '),
+                    CallDelta(0, arguments="[1, 2]}"),
+                    CallDelta(1, "call_2", "stop", "{"),
+                    CallDelta(1, arguments="}"),
+                ),
+            ),
+        ),
+    ],
+    ids=["whole-calls", "several-pieces"],
+)
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "extra_body": {"return_token_ids": True}}])
+async def test_a_chunk_of_a_stream_has_at_most_one_tool_call_entry(
+    gateway: Gateway, session: Registered, upstream: Scripted, pieces: tuple[Delta, ...], fields: dict[str, Any]
+) -> None:
+    told = tuple(msgspec.structs.replace(one, sampled=ints([7, 8]), logprobs=floats([-1.0] * 2)) for one in pieces)
+    upstream.default = Play(
+        "", calls=CALLS, pieces=told, more={"sampled": ints([7, 8]), "logprobs": floats([-1.0] * 2)}
+    )
+    async with client(gateway, session) as own:
+        stream = await own.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, stream=True, **fields)
+        chunks = [chunk async for chunk in stream]
+        entries = [chunk.choices[0].delta.tool_calls or [] for chunk in chunks if chunk.choices]
+        assert max(map(len, entries)) == 1
+        assert merged_by_last_index(chunks) == [(call.id, call.name, call.arguments) for call in CALLS]
+        if fields:
+            assert [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", [])] == [7, 8]
+            assert (
+                sum(len(chunk.choices[0].logprobs.content) for chunk in chunks if chunk.choices[0].logprobs) == 2
+            )
+        async with own.chat.completions.stream(model="m", messages=HELLO, tools=TOOLS) as events:
+            final = await events.get_final_completion()
+    calls = final.choices[0].message.tool_calls or []
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == [
+        (call.id, call.name, call.arguments) for call in CALLS
+    ]

@@ -15,7 +15,10 @@ from rookery.upstreams.embedded import LlamaShape, Weights
 from rookery.upstreams.embedded import server as server_module
 from rookery.upstreams.embedded import serving as serving_module
 from rookery.upstreams.embedded.batch import Job
+from rookery.upstreams.embedded.openai_answers import _deltas
 from rookery.upstreams.embedded.serving import is_here
+from rookery.upstreams.embedded.streaming import CallDelta
+from rookery.upstreams.embedded.streaming import Delta as StreamDelta
 from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
 from tests.upstreams.embedded_reference import SMALL
 
@@ -356,3 +359,11 @@ async def test_weights_are_swapped_from_this_machine_unless_it_is_allowed(
             status, body, _ = await served.post(f"{served.root}/update_weights", {"path": str(weights)})
             assert status == expected
             assert allowed or "--allow-updates" in body["error"]["message"]
+
+
+def test_a_chunk_has_at_most_one_tool_call_entry() -> None:
+    calls = [CallDelta(0, "call_0", "look", "{}"), CallDelta(1, "call_1", "stop"), CallDelta(1, arguments="{}")]
+    told = _deltas(StreamDelta("so:", calls))
+    assert [list(one) for one in told] == [["content"], *[["tool_calls"]] * 3]
+    assert [len(one.get("tool_calls", ())) for one in told] == [0, 1, 1, 1]
+    assert [one["tool_calls"][0]["index"] for one in told[1:]] == [0, 1, 1]

@@ -7,6 +7,7 @@ Promises:
 - a stream's last events come only after its turn was recorded: whoever saw them may rely on the turn.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -142,6 +143,11 @@ class ChatAnswering(OpenAIAnswering):
         self._prompt = ask.ids
 
     def piece(self, choice: int, delta: Delta) -> bytes:
+        """The chunks for one piece of the answer.
+
+        A chunk has at most one `tool_calls` entry, and a call's ID and name come in a chunk before its arguments.
+        OpenAI and vLLM send them this way, and some clients read only the first entry of a chunk.
+        """
         ask = self._ask
         said: dict[str, Any] = {}
         if choice not in self._begun:
@@ -151,12 +157,13 @@ class ChatAnswering(OpenAIAnswering):
             said["content"] = delta.content
         if delta.reasoning:
             said["reasoning_content"] = delta.reasoning
-        if delta.tool_calls:
-            said["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        calls = [told for call in delta.tool_calls for told in _call_deltas(call)]
+        if not said and calls:
+            said = {"tool_calls": [calls.pop(0)]}
         shown = delta.sampled and (ask.logprobs or ask.ids)
         if not said and not shown:
             return b""
-        more = b""
+        more = tail = b""
         if ask.ids:
             more = b',"token_ids":' + encode(ids(delta.sampled))
         logprobs = b"null"
@@ -165,10 +172,18 @@ class ChatAnswering(OpenAIAnswering):
         elif ask.logprobs and delta.logprobs:
             told = entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
             logprobs = encode({"content": told})
-        tail = b""
         if self._prompt and delta.prompt:
             self._prompt = False
             tail = b',"prompt_token_ids":' + encode(ids(delta.prompt))
+        first = self._chunk(choice, said, logprobs, more, tail)
+        if not calls:
+            return first
+        more = b',"token_ids":[]' if ask.ids else b""
+        return first + b"".join([self._chunk(choice, {"tool_calls": [call]}, b"null", more) for call in calls])
+
+    def _chunk(
+        self, choice: int, said: dict[str, Any], logprobs: bytes = b"null", more: bytes = b"", tail: bytes = b""
+    ) -> bytes:
         return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
             self._about,
             choice,
@@ -211,14 +226,15 @@ def _message(message: Message) -> dict[str, Any]:
     return said
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    said: dict[str, Any] = {"index": call.index}
-    function: dict[str, str] = {"arguments": call.arguments}
+def _call_deltas(call: CallDelta) -> Iterator[dict[str, Any]]:
+    """The `tool_calls` entries for one piece of a call: its ID and name, then arguments."""
     if call.id or call.name:
-        said |= {"id": call.id, "type": "function"}
-        function["name"] = call.name
-    said["function"] = function
-    return said
+        head: dict[str, Any] = {"index": call.index}
+        if call.id:
+            head |= {"id": call.id, "type": "function"}
+        yield {**head, "function": {"name": call.name, "arguments": ""}}
+    if call.arguments:
+        yield {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _logprobs(ask: Ask, reply: Reply) -> dict[str, Any] | None:

@@ -160,12 +160,17 @@ class Teller:
             "logprobs": self._sheet._logprobs(job, first, last),
             "finish_reason": self._finish() if ended else None,
         }
-        choice |= {"delta": _delta(delta)} if order.chat else {"text": delta.text}
         if order.token_ids:
             choice["token_ids"] = job.tokens[first:last]
             if not order.chat and not first:
                 choice["prompt_token_ids"] = self._asked.prompt
-        return before + self._sheet.chunk([choice])
+        if not order.chat:
+            return before + self._sheet.chunk([{**choice, "text": delta.text}])
+        *earlier, final = _deltas(delta) or [{}]
+        for one in earlier:
+            told = {"index": self._number, "delta": one, "logprobs": None, "finish_reason": None}
+            before += self._sheet.chunk([{**told, "token_ids": []} if order.token_ids else told])
+        return before + self._sheet.chunk([{**choice, "delta": final}])
 
     def _head(self) -> bytes:
         """The first chunk of a chat's choice: who speaks. The prompt's ids go with the very first of all."""
@@ -194,13 +199,10 @@ def token_name(token: int) -> str:
     return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    if delta.text:
-        told["content"] = delta.text
-    if delta.calls:
-        told["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
-    return told
+def _deltas(delta: Delta) -> list[dict[str, Any]]:
+    """The deltas of a chat for one piece of an answer: its text, then one for each piece of a call."""
+    told: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+    return told + [{"tool_calls": [{"index": call.index, **_call(call)}]} for call in delta.calls]
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
