@@ -89,6 +89,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     extras: dict[str, Extra] = {}
     scope: bytes = b""
     """At a root: a digest of what else shaped the prompt, as tools do; turns share nothing across scopes."""
+    partial: bool = False
+    """Whether the client closed the stream before the answer was complete. What was sampled until then counts
+    against the budgets; it trains only as far as a later turn continues from it."""
+    cuts: bytes = b""
+    """Of a partial turn: where its client may have stopped reading. Four int32 for each place: characters of
+    content, characters of reasoning, tool calls, and the sampled tokens that they were read from."""
     key: str = ""
     """A digest of the client's request, by which its retry is known, and its answer's name, if it has one; empty
     for calls made in Python."""
@@ -103,6 +109,25 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
                 raise ValueError(f"extra {name!r} does not describe {len(self.sampled) // 4} tokens")
+        if len(self.cuts) % 16:
+            raise ValueError("the cuts of a partial turn are four int32 each")
+
+    def shortened(self, tokens: int) -> "Turn":
+        """The same turn with its first `tokens` sampled tokens only."""
+        if tokens >= len(self.sampled) // 4:
+            return self
+        return msgspec.structs.replace(
+            self,
+            sampled=self.sampled[: 4 * tokens],
+            logprobs=self.logprobs[: 4 * tokens],
+            spans=tuple(
+                Span(span.start, min(span.end, tokens), span.version) for span in self.spans if span.start < tokens
+            ),
+            extras={
+                name: Extra(extra.dtype, extra.width, extra.data[: tokens * extra.width])
+                for name, extra in self.extras.items()
+            },
+        )
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -231,7 +231,8 @@ def shown_turn(turn: Turn) -> dict[str, Any]:
     for name in ("prompt", "sampled"):
         shown[name] = _ints(getattr(turn, name))
     shown["logprobs"] = _floats(turn.logprobs)
-    shown.pop("extras", None)
+    for name in ("extras", "cuts"):
+        shown.pop(name, None)
     return shown
 
 

@@ -5,7 +5,8 @@ Promises:
 - a request that its client marks as a retry gets the recorded answer again, and waits for a call that
   is still under way; an equal request without the mark is a new turn;
 - a spent budget ends the call with an error in the client's own shape, and the session is truncated from then on;
-- a client that goes away takes its call with it, up to the engine; nothing of it is recorded.
+- a client that closes the connection ends its call, up to the engine; what a stream had sampled until then counts
+  against the budgets, as a partial turn.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import msgspec
 from rookery.core import Message, RookeryError, Sampling, Truncation, Turn, UpstreamError
 from rookery.core.errors import behind
 from rookery.gateway.dialects.protocol import Answering, Ask, BadRequestError, Counts, Dialect, Keeps, Problem
-from rookery.gateway.http import EVENTS, Answer, Request
+from rookery.gateway.http import EVENTS, Answer, Cut, Request
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.pipeline import counted
 from rookery.gateway.registry import Registry
@@ -68,6 +69,8 @@ class Calls:
         except asyncio.CancelledError:
             if seat.ended is None or out.gone:
                 self._metrics.count("disconnects")
+                if seat.session is not None:
+                    self._count_news(seat, seat.session)
                 raise
             task = asyncio.current_task()
             assert task is not None
@@ -147,6 +150,10 @@ class Calls:
             status, body = dialect.error(problem, message, where)
             out.send(status, body)
         self._metrics.count("requests", label="status", value=str(status))
+
+    def _count_news(self, seat: Seat, session: Session) -> None:
+        for name, by in seat.news_of(session).items():
+            self._metrics.count(name, by)
 
     def _problem(self, seat: Seat, error: BaseException) -> tuple[Problem, str, str | None]:
         """What to tell the client; what it is not about is raised on."""
@@ -228,6 +235,7 @@ class _Telling:
             logprobs=ask.logprobs,
             key=key,
             place=place,
+            cut=self._cut if ask.stream else None,
         )
         with seat.asks(key):
             async with seat.within():
@@ -237,6 +245,9 @@ class _Telling:
         for reply in replies:
             self._counted(session, reply.turn)
         self._complete(replies)
+
+    def _cut(self) -> Cut | None:
+        return self._out.cut
 
     def _answers(self, ask: Ask, role: Role) -> None:
         if ask.stream:
@@ -325,8 +336,7 @@ class _Telling:
 
     def _counted(self, session: Session, turn: Turn) -> None:
         count = self._metrics.count
-        for name, by in self._seat.news_of(session).items():
-            count(name, by)
+        self._calls._count_news(self._seat, session)
         count("turns")
         count("prompt_tokens", turn.prompt_tokens)
         count("sampled_tokens", turn.sampled_tokens)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 REASONS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 JSON: Final = b"application/json"
 EVENTS: Final = b"text/event-stream; charset=utf-8"
+
+
+Cut: TypeAlias = Literal["closed", "stalled"]
+"""How a client ends a connection: it closes it, or takes nothing until the server gives up."""
 
 
 class Request(msgspec.Struct, gc=False):
@@ -113,6 +117,13 @@ class Answer:
     def gone(self) -> bool:
         """Whether there is nobody left to answer."""
         return self._connection.gone
+
+    @property
+    def cut(self) -> Cut | None:
+        """How the client ended the connection; None while it is open, and where this server is shutting down."""
+        if not self._connection.gone or self._connection.server.stopping:
+            return None
+        return "stalled" if self._connection.stalled else "closed"
 
     def abort(self) -> None:
         """An answer that cannot be completed is cut off: its reader sees that something is missing."""

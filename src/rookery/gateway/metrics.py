@@ -19,6 +19,7 @@ HELP: Final = {
     "replays": "Marked retries that got the recorded answer again.",
     "forks": "Turns that continue a history in another way than it went on before.",
     "drifted": "Turns whose prompt did not begin with the tokens of the history that they continue.",
+    "partial": "Turns whose client closed the stream before the answer was complete.",
     "rerendered": "Turns in tokens mode whose prompt could not extend the one before.",
     "truncated": "Sessions that spent a budget, by reason.",
     "upstream_errors": "Calls that the upstream did not answer, by cause.",

@@ -5,18 +5,20 @@ Promises:
   is the sampled ids with the new messages after them;
 - a history that was edited, or that a chat format cannot extend for sure, begins a sequence of its own;
 - in plain mode no ids are kept;
-- a turn is recorded once, before its reply reaches the door, and only when the answer is complete;
+- a turn is recorded once, before its reply reaches the door, and as complete only when the answer is complete;
+- an answer whose client closed the stream is a partial turn: its tokens count, and nobody gets it as an answer;
 - what is told of an answer while it comes is the beginning of the message that is recorded;
 - ids without the ids of their prompt are not recorded: what they were sampled from is not known.
 """
 
 import codecs
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rookery.core import Finish, Message, UpstreamError
+from rookery.gateway.sent import HeldCalls, Sent, without_half_call
 from rookery.gateway.session import MODEL_CALL_SECONDS, Call, Reply, Role, Session
 from rookery.gateway.stops import Stops
 from rookery.trajectories import Place
@@ -63,6 +65,13 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         timeout = session.limits.model_call or MODEL_CALL_SECONDS
         reply = await role.upstream.complete(request, timeout=timeout, news=reading.told, held=session.held)
         message, finish = await reading.read(reply)
+    except BaseException:
+        how = call.cut() if call.cut is not None and not session.closed else None
+        # Without ids each piece counts as one token. That is too rough for all that a stalled client left unread.
+        if how == "closed" or (how == "stalled" and reading.sent.sampled):
+            facts = {"started": started, "seconds": time.monotonic() - at, "queued": queued, "key": call.key}
+            _record_partial(session, role, place, reading.sent, prompt, added, facts)
+        raise
     finally:
         role.credits.give()
     if role.record == "plain":  # also where the engine tells ids unasked
@@ -99,6 +108,32 @@ async def played(session: Session, role: Role, call: Call, news: News | None) ->
         logprob_content=reply.logprob_content,
         spell=role.rendering.rendering.spelled if role.rendering is not None else None,
     )
+
+
+def _record_partial(
+    session: Session,
+    role: Role,
+    place: Place,
+    sent: Sent,
+    prompt: bytes,
+    added: bytes | None,
+    facts: dict[str, Any],
+) -> None:
+    """Records what was sampled of an answer whose client closed the stream. Nothing is recorded where nothing is
+    known to have been sampled."""
+    if not sent.tokens:
+        return
+    prompt = prompt or sent.prompt
+    ids = role.record != "plain" and bool(prompt)
+    turn = session.recorder.record(
+        place,
+        prompt=(prompt if ids else b"") if added is None else None,
+        added=added,
+        prompt_tokens=len(prompt) // 4,
+        **sent.turn(ids=ids),
+        **facts,
+    )
+    session.count(turn)
 
 
 def _untold(reply: ModelReply) -> ModelReply:
@@ -152,6 +187,9 @@ class _Reading:
         self._stops = Stops(call.sampling.stop) if call.sampling.stop and role.rendering is not None else None
         self._reader = None
         self._plain = _Plain(role.rendering.rendering) if call.tokens and role.rendering is not None else None
+        self._upstream = role.upstream
+        self._calls = HeldCalls()
+        self.sent = Sent()
         self.told: News | None = None
         if news is not None:
             self.told = self._tell
@@ -170,13 +208,23 @@ class _Reading:
         elif self._plain is not None:
             text = self._stopped(self._plain.feed(delta.sampled))
             delta = msgspec.structs.replace(delta, content=text, reasoning="", tool_calls=())
+        if delta.tool_calls:
+            delta = msgspec.structs.replace(delta, tool_calls=self._calls.feed(delta.tool_calls))
+        self.sent.note(delta, self._upstream.version)
         await self._news(delta)
 
     def _stopped(self, text: str) -> str:
         return text if self._stops is None else self._stops.feed(text)
 
     async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
-        """The message and how it ended; a reader's last words are told before."""
+        """The message and how it ended; what was held back of it is sent first."""
+        message, finish = await self._whole(reply)
+        message = without_half_call(message, finish)
+        if self._news is not None and (calls := self._calls.rest(message.tool_calls)):
+            await self._news(Delta(tool_calls=calls))
+        return message, finish
+
+    async def _whole(self, reply: ModelReply) -> tuple[Message, Finish]:
         rendering, message, finish = self._rendering, reply.message, reply.finish
         if finish == "abort":
             raise UpstreamError(f"{reply.replica}: the engine aborted the answer", cause="upstream.error")
@@ -188,9 +236,9 @@ class _Reading:
             last, message = await rendering.end(self._reader, len(reply.sampled) // 4)
             if self._stops is not None:
                 last = msgspec.structs.replace(last, content=self._stops.end(last.content))
-            if last.content or last.reasoning or last.tool_calls:
+            if last.content or last.reasoning:
                 assert self._news is not None
-                await self._news(last)
+                await self._news(msgspec.structs.replace(last, tool_calls=()))
         else:
             message = await rendering.parse(self._tail, reply.sampled, self._tools, at=self._at)
         if self._stops is not None:

@@ -35,7 +35,7 @@ from rookery.gateway.registration import Opened, Registration, RoleWish, check
 from rookery.gateway.seat import Ending, Seat
 from rookery.gateway.session import Role, Session
 from rookery.journal.tokens import MAX_BYTES, TokenReader, TokenWriter, decode_turn, encode_turn
-from rookery.trajectories import Recorder
+from rookery.trajectories import Recorder, answered
 
 MAX_SESSIONS: Final = 200_000
 MAX_PAST: Final = 200_000
@@ -226,8 +226,11 @@ class Registry:
         if turn.prefix:
             turns = {one.index: one for one in self.turns(seat)}
             while turn.prefix and turn.parent is not None:
-                turn = turns[turn.parent]
-                parts += (turn.sampled, turn.prompt)
+                parent = turns[turn.parent]
+                # Of a partial turn, the next one may extend less than was sampled.
+                extended = turn.prefix - parent.prefix - len(parent.prompt) // 4
+                parts += (parent.sampled[: 4 * extended], parent.prompt)
+                turn = parent
         return b"".join(reversed(parts))
 
     def turn(self, seat: Seat, index: int) -> Turn:
@@ -243,7 +246,12 @@ class Registry:
             while at is not None:
                 path.append(decode_turn(reader.read(seat.extents[at])))
                 at = path[-1].parent
-        return [message for turn in reversed(path) for message in (*turn.messages, turn.response)]
+        path.reverse()
+        return [
+            message
+            for turn, following in zip(path, (*path[1:], None), strict=True)
+            for message in (*turn.messages, answered(turn, following))
+        ]
 
     def stopped(self, seat: Seat, reason: TruncatedReason) -> None:
         """A budget is spent: known also after a restart."""

@@ -164,7 +164,12 @@ class Seat:
     def news_of(self, session: Session) -> dict[str, int]:
         """What was counted about its turns since this was asked last."""
         counts = session.recorder.counts
-        now = {"drifted": counts.drifted, "forks": counts.forks, "rerendered": session.rerendered}
+        now = {
+            "drifted": counts.drifted,
+            "forks": counts.forks,
+            "partial": counts.partial,
+            "rerendered": session.rerendered,
+        }
         new = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
         self._told = now
         return new
@@ -205,6 +210,8 @@ class Seat:
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
+        if turn.partial:  # no retry gets it as an answer, and no client comes back to it by name
+            return
         key, choice, name, head = (*turn.key.split("."), "", "", "")[:4]
         self.keys.setdefault(key, {})[int(choice or 0)] = turn
         if name:

@@ -60,6 +60,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[tuple[Request, Answer]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self.stalled = False
+        """Whether the client took nothing until it was given up."""
         self._reading = False
         """Whether a request has begun and not ended."""
         self._refusal: tuple[Refusal, bool] | None = None
@@ -131,6 +133,7 @@ class Connection(asyncio.Protocol):
                 await asyncio.shield(choked)
         except TimeoutError:
             log.info("a client took nothing for %g seconds and is left behind", WRITE_SECONDS)
+            self.stalled = True
             self.abort()
             await asyncio.shield(choked)
 

@@ -39,6 +39,7 @@ from rookery.upstreams.ids import Memo
 from rookery.upstreams.protocol import News, Upstream
 
 if TYPE_CHECKING:
+    from rookery.gateway.http import Cut
     from rookery.gateway.renderings.offloop import Offloop
 
 Record: TypeAlias = Literal["tokens", "messages", "plain"]
@@ -101,6 +102,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Tells this request from others, where its client may send it again."""
     place: Place | None = None
     """Where in the session's histories it is, for a door that looked already."""
+    cut: "Callable[[], Cut | None] | None" = None
+    """For a streamed call: how its client ended the connection, if it did. What was sampled is then a partial
+    turn."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -203,6 +207,10 @@ class Session:
             role = policy if trained else self.roles.get(SUB) or msgspec.structs.replace(policy, name=SUB)
             found = self._models[name] = Model(self, msgspec.structs.replace(role, beside=True))
         return found
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def under_way(self) -> int:

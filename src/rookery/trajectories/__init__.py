@@ -10,17 +10,19 @@ Promises:
 from rookery.trajectories.canonical import MessageError, key_of, message_of
 from rookery.trajectories.histories import Entry
 from rookery.trajectories.recorder import Counts, Kind, Place, Recorder
-from rookery.trajectories.segments import segments, transcript
-from rookery.trajectories.strands import Node
+from rookery.trajectories.segments import answered, segments, transcript
+from rookery.trajectories.strands import Cut, Node
 
 __all__ = [
     "Counts",
+    "Cut",
     "Entry",
     "Kind",
     "MessageError",
     "Node",
     "Place",
     "Recorder",
+    "answered",
     "key_of",
     "message_of",
     "segments",

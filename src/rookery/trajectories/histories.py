@@ -62,7 +62,7 @@ class Step:
     @property
     def told(self) -> bool:
         """Whether a turn that ends here has ids."""
-        return any(node.strand is not None for node in self.nodes)
+        return any(node.strand is not None and not node.short for node in self.nodes)
 
     @property
     def node(self) -> Node | None:
@@ -261,9 +261,40 @@ class Tree:
                         return (child,)
         message = _read(entry, at, known)
         found = meant(fan.meaning(key_of(message)), message)
+        if not found:
+            found = self._shorter(fan, message)
         if len(found) == 1 and not found[0].twin and isinstance(entry, msgspec.Raw):
             found[0].spelled(entry)
         return found
+
+    def _shorter(self, fan: "_Fan", message: Message) -> list[Step]:
+        """The step for a client that stopped reading a partial answer earlier than the gateway stopped writing."""
+        if message.role != "assistant":
+            return []
+        content, calls = len(message.text), len(message.tool_calls)
+        reasoning = message.reasoning or ""
+        for step in reversed(fan.steps):
+            for node in step.nodes:
+                for cut in node.cuts:
+                    if (cut.content, cut.calls) != (content, calls):
+                        continue
+                    if reasoning and cut.reasoning != len(reasoning):
+                        continue
+                    shorter = node.upto(cut)
+                    said = shorter.response
+                    if key_of(said) == key_of(message) and (not reasoning or said.reasoning == reasoning):
+                        return [self.shorten(step, shorter)[0]]
+        return []
+
+    def shorten(self, step: Step, node: Node) -> tuple[Step, Node]:
+        """The step beside `step`, which ends a partial turn, for less of that turn's answer, and its node."""
+        assert step.parent is not None
+        made = self._put(Step(step.parent, node.response))
+        for one in made.nodes:
+            if (one.index, one.end) == (node.index, node.end):
+                return made, one
+        made.nodes.append(node)
+        return made, node
 
     # ---- adding
 

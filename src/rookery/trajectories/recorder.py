@@ -19,13 +19,14 @@ import msgspec
 
 from rookery.core import JournalError, Message, Turn
 from rookery.trajectories.histories import Entry, Step, Tree, read
-from rookery.trajectories.strands import Agreement, Node, Strand, begins_with, grown
+from rookery.trajectories.strands import Agreement, Cut, Node, Strand, begins_with, cuts_of, grown
 
 Kind: TypeAlias = Literal["root", "extends", "forks"]
 
 
 class Counts(msgspec.Struct):
-    """How turns came to be. Each is one of roots, extended, drifted and untold; forks are some of them."""
+    """How turns came to be. Each is one of roots, extended, drifted and untold; forks and partial count some of
+    them again."""
 
     turns: int = 0
     roots: int = 0
@@ -38,6 +39,8 @@ class Counts(msgspec.Struct):
     """They extend a turn by their messages, but there are no ids to compare."""
     forks: int = 0
     """They share messages with an earlier history that goes on in another way."""
+    partial: int = 0
+    """Their client closed the stream before the answer was complete."""
 
 
 class Place:
@@ -86,7 +89,7 @@ class _Trees:
         best: Node | None = None
         for strand, nodes in self.bare.items():
             agreed = agreement.with_strand(strand)
-            node = next((node for node in reversed(nodes) if node.end <= agreed), None)
+            node = next((found for one in reversed(nodes) if (found := _within(one, agreed)) is not None), None)
             if node is not None and (best is None or (node.end, node.index) > (best.end, best.index)):
                 best = node
         return best
@@ -201,6 +204,12 @@ class Recorder:
                     messages = _between(at, step, place.new)
             if exact is not None:
                 parent, new = exact, new[exact.end :]
+            elif parent is not None and parent.short and step is not None:
+                # The client read less of a partial answer than it was sent, and the prompt does not begin with
+                # those tokens: it continues from an earlier turn, and what it read is a message of its own.
+                at = next((one for one in step.up() if any(not node.short for node in one.nodes)), trees.tree.top)
+                parent = max((one for one in at.nodes if not one.short), key=_index, default=None)
+                messages = _between(at, step, place.new)
         turn = Turn(
             attempt=self._attempt,
             index=self.count,
@@ -233,7 +242,12 @@ class Recorder:
         ids: tuple[Strand | None, int, int] = (None, 0, 0)
         if turn.sampled:  # without, nobody knows what the prompt was followed by
             ids = grown(exact, turn.prompt, turn.sampled)
-        node = Node(turn.index, turn.response, turn.finish, *ids)
+        cuts: list[Cut] = []
+        if turn.partial and ids[0] is not None:
+            cuts = cuts_of(turn.cuts)
+            # Of what was sampled, only what the client was sent can be continued.
+            ids = (ids[0], ids[1], ids[1] + 4 * cuts[-1].tokens) if cuts else (None, 0, 0)
+        node = Node(turn.index, turn.response, turn.finish, *ids, cuts)
         counts = self.counts
         if step is not None:
             shared = there[-1] if there else step
@@ -250,6 +264,7 @@ class Recorder:
         else:
             counts.untold += 1
         counts.turns += 1
+        counts.partial += turn.partial
         self.count = turn.index + 1
         return _End(trees, step, node)
 
@@ -265,6 +280,13 @@ class Recorder:
                 )
             trees, step = end.trees, end.step
             exact = end.node if turn.prefix else None
+            if exact is not None and exact.cuts and exact.length != turn.prefix:
+                tokens = turn.prefix - exact.prompt_end // 4
+                cut = next((cut for cut in exact.cuts if cut.tokens == tokens), None)
+                if cut is not None:
+                    exact = exact.upto(cut)
+                    if step is not None:
+                        step, exact = trees.tree.shorten(step, exact)
             if exact is not None and exact.length != turn.prefix:
                 raise JournalError(
                     f"turn {turn.index} of attempt {turn.attempt} extends {turn.prefix} tokens of turn "
@@ -273,6 +295,18 @@ class Recorder:
         there = trees.tree.follow(step, turn.messages) if step is not None else []
         drifted = _drifts(turn, exact, step, there)
         ends[turn.index] = self._commit(turn, exact, drifted, trees, step, there, turn.messages, ())
+
+
+def _index(node: Node) -> int:
+    return node.index
+
+
+def _within(node: Node, end: int) -> Node | None:
+    """The node, or as much of a partial turn as lies before `end`; None where nothing does."""
+    if node.end <= end:
+        return node
+    cut = next((cut for cut in reversed(node.cuts) if node.prompt_end + 4 * cut.tokens <= end), None)
+    return node.upto(cut) if cut is not None else None
 
 
 def _nowhere(turn: Turn) -> None:

@@ -5,6 +5,8 @@ Promises:
 - no other segments that do so have fewer tokens in total: prefixes are shared wherever they are token-exact, also
   between turns that were not recorded as each other's; only turns whose extras differ in layout share no segment;
 - ids, mask, logprobs, version spans and extras of a segment describe the same tokens;
+- a partial turn, whose client closed the stream, trains exactly the tokens that a later turn continues from, and
+  nothing where no turn does;
 - the same turns give the same segments in the same order, whatever order the turns come in;
 - the cost is that of the turns' own bytes and of the segments' bytes, plus a sort: a chain copies nothing twice.
 """
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from rookery.core import Extra, Message, Segment, Span, Turn
-from rookery.trajectories.strands import common
+from rookery.trajectories.strands import common, cuts_of, shown_at
 
 NO_LOGPROB = b"\x00\x00\xc0\x7f"
 """float32 NaN: the engine gave no logprob for a sampled token; never a number that could train."""
@@ -21,7 +23,7 @@ NO_LOGPROB = b"\x00\x00\xc0\x7f"
 
 def segments(turns: Sequence[Turn], role: str = "policy") -> list[Segment]:
     """The fewest tokens that train all turns of a role; by the index of the last turn in each."""
-    own = sorted((turn for turn in turns if turn.role == role and turn.sampled), key=_index)
+    own = sorted((turn for turn in continued(turns) if turn.role == role and turn.sampled), key=_index)
     tree = _Ids(own)
     chains = [chain for alike in _by_layout(own) for chain in _chains(tree, alike)]
     chains.sort(key=lambda chain: chain[-1].index)
@@ -30,6 +32,32 @@ def segments(turns: Sequence[Turn], role: str = "policy") -> list[Segment]:
 
 def _index(turn: Turn) -> int:
     return turn.index
+
+
+def continued(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns without what nobody continued from: of partial ones, the tokens that a later turn extends."""
+    if not any(turn.partial for turn in turns):
+        return list(turns)
+    reached: dict[int, int] = {}
+    for turn in turns:
+        if turn.parent is not None and turn.prefix:
+            reached[turn.parent] = max(reached.get(turn.parent, 0), turn.prefix)
+    found: list[Turn] = []
+    for turn in turns:
+        if not turn.partial:
+            found.append(turn)
+        elif (end := reached.get(turn.index)) is not None:
+            found.append(turn.shortened(end - turn.prefix - len(turn.prompt) // 4))
+    return found
+
+
+def answered(turn: Turn, following: Turn | None) -> Message:
+    """The answer of a turn, as the turn after it continues it: of a partial one, what its client had read."""
+    if not turn.partial or following is None or not following.prefix:
+        return turn.response
+    tokens = following.prefix - turn.prefix - len(turn.prompt) // 4
+    cut = next((cut for cut in cuts_of(turn.cuts) if cut.tokens == tokens), None)
+    return turn.response if cut is None else shown_at(turn.response, cut)
 
 
 def _by_layout(turns: Iterable[Turn]) -> list[list[Turn]]:
@@ -72,6 +100,7 @@ class _Ids:
         """By a turn's index: where its prompt ends."""
         self.ends: dict[int, _Point] = {}
         """And where what it sampled does."""
+        self._partial: dict[int, Turn] = {}
         for turn in turns:
             if turn.index in self.ends:
                 raise ValueError(f"there are two turns {turn.index}")
@@ -79,6 +108,8 @@ class _Ids:
             end = self._put(start, turn.sampled)
             end.turns.append(turn)
             self.starts[turn.index], self.ends[turn.index] = start, end
+            if turn.partial:
+                self._partial[turn.index] = turn
 
     def _before(self, turn: Turn) -> _Point:
         if not turn.prefix:
@@ -86,6 +117,10 @@ class _Ids:
         point = self.ends.get(turn.parent) if turn.parent is not None else None
         if point is None:  # without it the prompt would be cut off, and the wrong thing would train
             raise ValueError(f"turn {turn.index} extends turn {turn.parent}, which is not there")
+        parent = self._partial.get(turn.parent or 0)
+        if parent is not None and turn.prefix * 4 < point.depth:  # this one continues from less of it than another
+            start = self.starts[parent.index]
+            return self._put(start, parent.sampled[: 4 * turn.prefix - start.depth])
         if point.depth != 4 * turn.prefix:
             raise ValueError(f"turn {turn.index} extends {turn.prefix} tokens, but {point.depth // 4} are there")
         return point
@@ -203,7 +238,13 @@ def transcript(turns: Sequence[Turn], role: str = "policy") -> list[Message]:
     own = {turn.index: turn for turn in turns if turn.role == role}
     if not own:
         return []
-    path = [own[max(own)]]
+    kept = {turn.index for turn in continued(list(own.values()))} or own.keys()
+    path = [own[max(kept)]]
     while path[-1].parent is not None and path[-1].parent in own:
         path.append(own[path[-1].parent])
-    return [message for turn in reversed(path) for message in (*turn.messages, turn.response)]
+    path.reverse()
+    return [
+        message
+        for turn, following in zip(path, (*path[1:], None), strict=True)
+        for message in (*turn.messages, answered(turn, following))
+    ]

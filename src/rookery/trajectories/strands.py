@@ -6,6 +6,9 @@ Promises:
 - reading a node's ids is safe while another thread records.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from rookery.core import Finish, Message
 
 _FIRST, _BLOCK = 256, 1 << 16
@@ -97,13 +100,32 @@ def common(prompt: bytes, at: int, data: bytes | bytearray) -> int:
     return min(low, limit)
 
 
+class Cut(NamedTuple):
+    """A place at which the client of a partial turn may have stopped reading."""
+
+    content: int
+    """Characters of the content that were sent."""
+    reasoning: int
+    calls: int
+    """Complete tool calls that were sent."""
+    tokens: int
+    """The sampled tokens that all of these were read from."""
+
+
 class Node:
     """A recorded turn, for those who go on from it."""
 
-    __slots__ = ("end", "finish", "index", "prompt_end", "response", "strand")
+    __slots__ = ("cuts", "end", "finish", "index", "prompt_end", "response", "short", "strand")
 
     def __init__(
-        self, index: int, response: Message, finish: Finish, strand: Strand | None, prompt_end: int, end: int
+        self,
+        index: int,
+        response: Message,
+        finish: Finish,
+        strand: Strand | None,
+        prompt_end: int,
+        end: int,
+        cuts: Sequence[Cut] = (),
     ) -> None:
         self.index = index
         self.response = response
@@ -112,6 +134,10 @@ class Node:
         """None where the engine gave no ids: then nothing can be exact about it."""
         self.prompt_end = prompt_end
         self.end = end
+        self.cuts = cuts
+        """Of a partial turn with ids: where its client may have stopped reading."""
+        self.short = False
+        """Whether this is less of a partial turn than its client was sent."""
 
     @property
     def length(self) -> int:
@@ -136,6 +162,31 @@ class Node:
     def whole(self) -> bool:
         """Whether its answer has ids and came to its own end, so that messages can follow it."""
         return self.strand is not None and self.finish in ("stop", "tool_calls")
+
+    def upto(self, cut: Cut) -> "Node":
+        """This partial turn, as if its client had stopped reading at `cut`."""
+        end = min(self.prompt_end + 4 * cut.tokens, self.end)
+        node = Node(self.index, shown_at(self.response, cut), self.finish, self.strand, self.prompt_end, end)
+        node.short = True
+        return node
+
+
+def cuts_of(packed: bytes) -> list[Cut]:
+    """The cuts of a partial turn, with strictly increasing numbers of tokens."""
+    if not packed:
+        return []
+    places = memoryview(packed).cast("i").tolist()
+    return [Cut(*places[at : at + 4]) for at in range(0, len(places), 4)]
+
+
+def shown_at(response: Message, cut: Cut) -> Message:
+    """The part of a partial answer that its client had read at `cut`."""
+    return Message(
+        "assistant",
+        response.text[: cut.content] if cut.content or not cut.calls else None,
+        response.tool_calls[: cut.calls],
+        reasoning=(response.reasoning or "")[: cut.reasoning] or None,
+    )
 
 
 def grown(parent: Node | None, prompt: bytes, sampled: bytes) -> tuple[Strand, int, int]:

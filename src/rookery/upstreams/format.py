@@ -338,6 +338,8 @@ class Gather:
             more["logprob_content"] = seen
             self._seen.append(seen)
             self._fresh_seen = []
+        if self._versions:
+            more["version"] = self._versions[-1][1]
         self._prompt_told = self._prompt_told or bool(prompt)
         self._size += len(content) + len(reasoning) + len(sampled) + len(logprobs)
         if self._size > MAX_GATHERED:

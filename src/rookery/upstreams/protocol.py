@@ -51,6 +51,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """As in `ModelReply`, for the tokens of this piece."""
     first: int = 0
     """How many of the tokens the engine told at once, first; 0 where that is not known."""
+    version: int | None = None
+    """The policy version that sampled the tokens, where the server says it with each piece."""
 
 
 News: TypeAlias = Callable[[Delta], Awaitable[None]]

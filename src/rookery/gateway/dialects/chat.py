@@ -17,6 +17,7 @@ from rookery.core import Message
 from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.dialects.shared import (
+    ALIVE,
     MAX_TOP,
     NULL,
     Count,
@@ -140,6 +141,7 @@ class ChatAnswering(OpenAIAnswering):
     def __init__(self, ask: Ask, spell: Spell | None) -> None:
         super().__init__(ask, spell, about(ask, "chatcmpl", "chat.completion.chunk"))
         self._begun: set[int] = set()
+        self._silent = 0
         self._prompt = ask.ids
 
     def piece(self, choice: int, delta: Delta) -> bytes:
@@ -162,7 +164,8 @@ class ChatAnswering(OpenAIAnswering):
             said = {"tool_calls": [calls.pop(0)]}
         shown = delta.sampled and (ask.logprobs or ask.ids)
         if not said and not shown:
-            return b""
+            self._silent += 1
+            return self._chunk(choice, {}) if self._silent % ALIVE == 0 else b""
         more = tail = b""
         if ask.ids:
             more = b',"token_ids":' + encode(ids(delta.sampled))

@@ -3,7 +3,7 @@
 Promises:
 - a stream's blocks come one after the other; put together by Anthropic's own library they are the whole answer;
 - a tool's input is told when it is complete: what is no JSON object would break the library that reads it;
-- while a long input is sampled, a ping says that the stream is alive.
+- while pieces arrive that cannot be sent yet, as those of a tool call, a ping shows that the stream is alive.
 """
 
 import secrets
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from rookery.core import Message
 from rookery.gateway.dialects.protocol import Ask, Problem
-from rookery.gateway.dialects.shared import CallsInOrder, Told, as_object, encode, event, stopped_by
+from rookery.gateway.dialects.shared import ALIVE, CallsInOrder, Told, as_object, encode, event, stopped_by
 from rookery.gateway.session import Reply
 from rookery.upstreams.protocol import Delta
 
@@ -33,8 +33,6 @@ PROBLEMS: Final[dict[Problem, tuple[int, str]]] = {
 }
 """Status and type. Not `overloaded_error`: agents give up on it sooner than on others."""
 PING: Final = event("ping", {"type": "ping"})
-ALIVE: Final = 64
-"""Pieces of a tool's input after which a ping goes out."""
 
 
 def problem_of(problem: Problem, message: str) -> tuple[int, dict[str, Any]]:
@@ -123,7 +121,7 @@ class MessagesAnswering:
         for call in delta.tool_calls:
             for told in self._calls.feed(call):
                 out += self._call(told)
-        if not out and delta.tool_calls:
+        if not out:
             self._unsaid += 1
             if self._unsaid % ALIVE == 0:
                 return PING

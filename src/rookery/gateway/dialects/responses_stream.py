@@ -21,7 +21,15 @@ from rookery.gateway.dialects.responses_items import (
     reasoning_item,
     text_part,
 )
-from rookery.gateway.dialects.shared import CallsInOrder, Told, entries, event, logprob_entries, openai_error
+from rookery.gateway.dialects.shared import (
+    ALIVE,
+    CallsInOrder,
+    Told,
+    entries,
+    event,
+    logprob_entries,
+    openai_error,
+)
 from rookery.gateway.session import Reply, Spell
 from rookery.upstreams.protocol import Delta
 
@@ -135,6 +143,7 @@ class ResponsesAnswering:
         self._late_thought: list[str] = []
         """What came among calls: it follows them."""
         self._begun = False
+        self._silent = 0
 
     # ---- pieces
 
@@ -153,6 +162,10 @@ class ResponsesAnswering:
         for call in delta.tool_calls:
             for told in self._calls.feed(call):
                 out += self._call(told)
+        if not out:
+            self._silent += 1
+            if self._silent % ALIVE == 0:
+                return self._event("response.in_progress", response=response(self._ask, self._stem))
         return b"".join(out)
 
     def _begin(self) -> bytes:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 MAX_CHOICES: Final = 64
 MAX_TOP: Final = 20
 NULL: Final = b"null"
+ALIVE: Final = 64
+"""After so many pieces without anything to send, a stream sends an empty event: clients give up on silent ones."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

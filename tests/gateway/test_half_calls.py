@@ -1,0 +1,141 @@
+"""Tool calls that the end of an answer cut in the middle: no client sees them as calls."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from rookery.core import Finish, Message, ToolCall
+from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.sent import HeldCalls, without_half_call
+from rookery.upstreams.embedded import chat
+from rookery.upstreams.protocol import CallDelta
+from tests.gateway.dialects.kit import rendered
+from tests.gateway.kit import Gateway, Registered
+from tests.gateway.rooms import Script
+from tests.gateway.scripted import Play, Scripted
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "", "parameters": SCHEMA}}]
+TOOLS: Any = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}]
+BLOCK_TOOLS: Any = [{"name": "look", "input_schema": SCHEMA}]
+WHOLE = ToolCall("call_1", "look", '{"at": "a"}')
+HALF = ToolCall("call_2", "look", '{"at": "b')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("calls", [(HALF,), (WHOLE, HALF)])
+async def test_no_dialect_gives_a_half_written_call_at_length(
+    gateway: Gateway, session: Registered, upstream: Scripted, stream: bool, calls: tuple[ToolCall, ...]
+) -> None:
+    whole = [(call.name, call.arguments) for call in calls[:-1]]
+    play = Play("so", calls=calls)
+    play.more = {"message": Message("assistant", "so", calls), "finish": "length"}
+    upstream.default = play
+    base = f"{gateway.url}{session.path}"
+    async with AsyncOpenAI(base_url=base, api_key=session.secret) as own:
+        if stream:
+            text, told, finish = "", {}, None
+            chunks = await own.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS, stream=True)
+            async for chunk in chunks:
+                text += chunk.choices[0].delta.content or ""
+                finish = chunk.choices[0].finish_reason or finish
+                for call in chunk.choices[0].delta.tool_calls or ():
+                    assert call.function is not None
+                    name, arguments = told.get(call.index, ("", ""))
+                    told[call.index] = (
+                        name + (call.function.name or ""),
+                        arguments + (call.function.arguments or ""),
+                    )
+            assert (text, list(told.values()), finish) == ("so", whole, "length")
+            async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+                async for event in events:
+                    if event.type == "response.incomplete":
+                        response: Any = event.response
+        else:
+            answer = await own.chat.completions.create(model="m", messages=HELLO, tools=CHAT_TOOLS)
+            message: Any = answer.choices[0].message
+            found = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+            assert (message.content, found, answer.choices[0].finish_reason) == ("so", whole, "length")
+            response = await own.responses.create(model="m", input="hello", tools=TOOLS)
+    items = [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+    assert (items, response.status, response.output_text) == (whole, "incomplete", "so")
+    async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
+        if stream:
+            async with other.messages.stream(**asked) as blocks:
+                final = await blocks.get_final_message()
+        else:
+            final = await other.messages.create(**asked)
+    used = [block.name for block in final.content if block.type == "tool_use"]
+    assert (used, final.stop_reason) == ([name for name, _ in whole], "max_tokens")
+    turns = await gateway.turns(session)
+    assert all(len(turn["response"].get("tool_calls", ())) == len(whole) for turn in turns)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_half_written_call_is_kept_as_tokens_and_the_conversation_goes_on_exactly(
+    tmp_path: Path, stream: bool
+) -> None:
+    script = Script(lambda _: [*b"so", chat.CALL, *b'look{"at": "somewhere"}', chat.END], Embedded())
+    async with rendered(tmp_path, script) as (gateway, _):
+        session = await gateway.register()
+        answer = await gateway.chat(session, HELLO, tools=CHAT_TOOLS, max_tokens=12, stream=stream)
+        assert answer.text == "so"
+        history = [*HELLO, {"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
+        assert (await gateway.chat(session, history, tools=CHAT_TOOLS, max_tokens=3)).status == 200
+        found = await gateway.trajectory(session)
+        assert [turn.get("parent") for turn in found["turns"]] == [None, 0]
+        assert len(found["segments"]) == 1
+        assert found["segments"][0]["mask"].count(1) == 12 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finish", "kept"),
+    [
+        ('{"a": 1}', "length", True),
+        ("[1]", "length", True),
+        ('{"a"', "length", False),
+        ("", "length", False),
+        ('{"a"', "content_filter", False),
+        ('{"a"', "tool_calls", True),
+        ("", "stop", True),
+    ],
+)
+def test_only_a_call_that_the_end_cut_is_left_out(arguments: str, finish: Finish, kept: bool) -> None:
+    message = without_half_call(Message("assistant", None, (ToolCall("c", "look", arguments),)), finish)
+    assert bool(message.tool_calls) == kept
+    assert message.content == (None if kept else "")
+
+
+def test_a_call_is_held_until_the_next_one_begins() -> None:
+    held = HeldCalls()
+    assert held.feed([CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":')]) == ()
+    assert held.feed([CallDelta(0, arguments="1}")]) == ()
+    assert held.feed([CallDelta(1, "b", "look", "{")]) == (CallDelta(0, "a", "look", '{"x":1}'),)
+    calls = (ToolCall("a", "look", '{"x":1}'), ToolCall("b", "look", "{}"))
+    assert held.rest(calls) == (CallDelta(1, "b", "look", "{}"),)
+
+
+async def test_a_stream_sends_empty_events_while_a_long_call_is_sampled(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    call = ToolCall("call_1", "look", '{"at": "%s"}' % ("x" * 500))
+    upstream.default = Play("so", calls=(call,))
+    answer = await gateway.chat(session, HELLO, stream=True, tools=CHAT_TOOLS)
+    empty = [one for one in answer.events[:-1] if one["choices"][0]["delta"] == {}]
+    assert len(empty) >= 500 // 64
+    assert [one["choices"][0]["finish_reason"] for one in empty].count(None) == len(empty) - 1
+    base = f"{gateway.url}{session.path}"
+    async with AsyncOpenAI(base_url=base, api_key=session.secret) as own:
+        async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+            final = await events.get_final_response()
+        assert [item.arguments for item in final.output if item.type == "function_call"] == [call.arguments]
+    async with AsyncAnthropic(base_url=base, api_key=session.secret) as other:
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": BLOCK_TOOLS}
+        async with other.messages.stream(**asked) as blocks:
+            message = await blocks.get_final_message()
+        assert [block.input for block in message.content if block.type == "tool_use"] == [{"at": "x" * 500}]
