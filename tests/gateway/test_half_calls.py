@@ -111,13 +111,16 @@ def test_only_a_call_that_the_end_cut_is_left_out(arguments: str, finish: Finish
     assert message.content == (None if kept else "")
 
 
-def test_a_call_is_held_until_the_next_one_begins() -> None:
+def test_the_pieces_of_a_call_are_held_until_the_next_one_begins() -> None:
     held = HeldCalls()
-    assert held.feed([CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":')]) == ()
-    assert held.feed([CallDelta(0, arguments="1}")]) == ()
-    assert held.feed([CallDelta(1, "b", "look", "{")]) == (CallDelta(0, "a", "look", '{"x":1}'),)
+    first = [CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":'), CallDelta(0, arguments="1}")]
+    assert held.feed(first[:2]) == held.feed(first[2:]) == ()
+    second = [CallDelta(1, "b", "look", "{"), CallDelta(1, arguments="}")]
+    assert held.feed(second[:1]) == tuple(first)
+    assert held.feed(second[1:]) == ()
     calls = (ToolCall("a", "look", '{"x":1}'), ToolCall("b", "look", "{}"))
-    assert held.rest(calls) == (CallDelta(1, "b", "look", "{}"),)
+    assert held.rest(calls) == tuple(second)
+    assert held.rest(calls[:1]) == ()
 
 
 async def test_a_stream_sends_empty_events_while_a_long_call_is_sampled(

@@ -26,40 +26,44 @@ class HeldCalls:
     """
 
     def __init__(self) -> None:
-        self._open: CallDelta | None = None
+        self._open: list[CallDelta] = []
+        """The pieces of the call under way."""
         self._waits = False
         self._released = 0
         """How many calls were released."""
 
     def feed(self, pieces: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-        """The calls that these pieces complete."""
+        """The pieces of the calls that these pieces complete."""
         ready: list[CallDelta] = []
         for piece in pieces:
-            held = self._open
             if self._waits:
                 continue
-            if held is None or piece.index > held.index:
-                if held is not None:
-                    if not held.arguments or piece.index != held.index + 1:
-                        self._waits = True
-                        continue
-                    ready.append(held)
-                    self._released += 1
-                self._open = piece
-            elif piece.index < held.index:  # the engine came back to a call that was sent
+            at = self._open[0].index if self._open else -1
+            if piece.index > at:
+                if piece.index != at + 1 or (self._open and not any(one.arguments for one in self._open)):
+                    self._waits = True
+                    continue
+                ready += self._open
+                self._released = piece.index
+                self._open = [piece]
+            elif piece.index < at:  # the engine came back to a call that was sent
                 ready.append(piece)
             else:
-                self._open = CallDelta(
-                    held.index, held.id or piece.id, held.name + piece.name, held.arguments + piece.arguments
-                )
+                self._open.append(piece)
         return tuple(ready)
 
     def rest(self, calls: Sequence[ToolCall]) -> tuple[CallDelta, ...]:
-        """The calls that are left to send when these are all calls of the answer."""
-        left = enumerate(calls)
-        return tuple(
-            CallDelta(at, call.id, call.name, call.arguments) for at, call in left if at >= self._released
-        )
+        """The pieces that are left to send when these are all calls of the answer."""
+        left: list[CallDelta] = []
+        for at in range(self._released, len(calls)):
+            call = calls[at]
+            own = [one for one in self._open if one.index == at]
+            said = ("".join([one.id for one in own]), "".join([one.name for one in own]))
+            if (*said, "".join([one.arguments for one in own])) == (call.id, call.name, call.arguments):
+                left += own
+            else:
+                left.append(CallDelta(at, call.id, call.name, call.arguments))
+        return tuple(left)
 
 
 def without_half_call(message: Message, finish: Finish) -> Message:
@@ -113,7 +117,14 @@ class Sent:
             return
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
-        self._calls += [ToolCall(call.id, call.name, call.arguments) for call in delta.tool_calls]
+        for call in delta.tool_calls:
+            if call.index < len(self._calls):
+                known = self._calls[call.index]
+                self._calls[call.index] = ToolCall(
+                    known.id, known.name + call.name, known.arguments + call.arguments
+                )
+            else:
+                self._calls.append(ToolCall(call.id, call.name, call.arguments))
         content, reasoning, _ = self._shown
         self._shown = content + len(delta.content), reasoning + len(delta.reasoning), len(self._calls)
         if self._cuts and self._cuts[-1].tokens == self.sampled:
