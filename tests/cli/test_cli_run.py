@@ -403,3 +403,19 @@ async def test_nobody_reading_what_is_said_does_not_change_what_a_run_comes_to(
     with RunReader(runs(here)[0]) as reader:
         assert reader.counts() == {"completed": 2, "bug.scoring": 1}
         assert reader.status == "finished"
+
+
+async def test_options_of_the_model_servers_are_read_from_the_command_line_and_from_a_file(
+    here: Path, server: ModelServer
+) -> None:
+    (here / "rookery.toml").write_text("[run]\nwait-for-upstream = 7\nreplica-concurrency = 3\n")
+    run = ("run", "arithmetic", "--policy", server.url)
+    shown = await rookery(*run, "--dry-run", "--json", "--replica-concurrency", "5", cwd=here)
+    (event,) = shown.events
+    values = plain(event["values"])
+    assert values["wait-for-upstream"] == (7.0, "rookery.toml")
+    assert values["replica-concurrency"] == (5, "command line")
+    refused = await rookery(*run, "--tool-parser", "qwen3", cwd=here)
+    assert (refused.code, "--tokenizer" in refused.err) == (2, True)
+    wrong = await rookery(*run, "--tool-parser", "x", "--record", "messages", cwd=here)
+    assert wrong.code == 2

@@ -336,6 +336,12 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
     sandbox, named = sandbox_of(ctx, values)
     chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
+    if values["tool_parser"]:
+        chosen["tool_parser"] = values["tool_parser"]
+    if values["replica_concurrency"] is not None:
+        chosen["replica_concurrency"] = values["replica_concurrency"]
+    if values["wait_for_upstream"]:
+        chosen["wait_for_upstream"] = values["wait_for_upstream"]
     if values["public_url"]:
         chosen["public"] = values["public_url"]
     if values["gateway_listen"]:

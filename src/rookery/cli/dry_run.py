@@ -112,6 +112,17 @@ def _values(
         Value("record", config.recording, origin(ctx, "record")),
         Value("tokenizer", config.rendering.get("tokenizer"), origin(ctx, "tokenizer")),
         Value("renderer", _renderer(config, kind_of(policy)), origin(ctx, "renderer")),
+        *([Value("tool-parser", config.tool_parser, origin(ctx, "tool_parser"))] if config.tool_parser else []),
+        *(
+            [Value("replica-concurrency", config.replica_concurrency, origin(ctx, "replica_concurrency"))]
+            if config.replica_concurrency is not None
+            else []
+        ),
+        *(
+            [Value("wait-for-upstream", config.wait_for_upstream, origin(ctx, "wait_for_upstream"))]
+            if config.wait_for_upstream
+            else []
+        ),
         Value("model", policy.model or "the server's only one", origin(ctx, "model")),
         Value("key", key_origin(policy.key_env), "environment"),
         Value("num-tasks", values["num_tasks"] or "all", origin(ctx, "num_tasks")),

@@ -168,6 +168,27 @@ _OPTIONS = (
     ),
     _option("--renderer", metavar="NAME", env="RENDERER", help="Its chat format, such as qwen3.  [default: auto]"),
     _option(
+        "--tool-parser",
+        metavar="NAME",
+        env="TOOL_PARSER",
+        help="With --tokenizer: how the model writes tool calls, where its chat format leaves that open.",
+    ),
+    _option(
+        "--replica-concurrency",
+        metavar="N",
+        type=Number(int, 1),
+        env="REPLICA_CONCURRENCY",
+        help="Model calls under way at once at each replica of the policy.  [default: what it reports, or 256]",
+    ),
+    _option(
+        "--wait-for-upstream",
+        metavar="SECONDS",
+        type=Number(float, 0),
+        default=0.0,
+        env="WAIT_FOR_UPSTREAM",
+        help="Wait so long for a model server that is gone before the run stops.  [default: 0, no wait]",
+    ),
+    _option(
         "-n",
         "--num-tasks",
         metavar="TASKS",

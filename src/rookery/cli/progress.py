@@ -36,7 +36,9 @@ _WARNINGS: Final = frozenset(
         "teardown.failed",
         "sandbox.close_failed",
         "sandbox.not_isolated",
+        "upstream.back",
         "upstream.no_tokens",
+        "upstream.waiting",
         "log.warning",
         "resume.changed",
     )
@@ -231,6 +233,8 @@ class Lines:
         if status.get("retries"):
             parts.append(f"{status['retries']:,} retried")
         parts.append(f"{status.get('in_flight', 0)} under way")
+        if (waited := status.get("waiting_for_upstream")) is not None:
+            parts.append(click.style(f"waiting for the model server for {duration(waited)}", fg="yellow"))
         parts += fetching(status.get("images", ()))
         if stats.rollouts:
             parts.append(f"{rate(stats.rollouts, seconds)} rollouts/s")

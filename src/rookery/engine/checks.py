@@ -1,11 +1,13 @@
 """What is looked at before anything is admitted, so that what cannot work is said first."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from rookery.core import SandboxSpec, UsageError
+from rookery.engine.outage import FIRST_PAUSE, LONGEST_PAUSE, find_outage
 from rookery.gateway.public import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import Home
@@ -44,12 +46,17 @@ def no_way(spec: SandboxSpec, public: str) -> list[str]:
 
 
 async def checked_upstreams(
-    upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False
+    upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False, wait: float = 0.0
 ) -> dict[str, UpstreamConfig]:
     """Asks each server whether it is there; where it serves one model only, that is the model.
 
-    `tokens`: the policy's prompts will be token ids.
+    `tokens`: the policy's prompts will be token ids. `wait`: seconds to wait for a server that is not there yet.
     """
+    loop = asyncio.get_running_loop()
+    until, pause = loop.time() + wait, FIRST_PAUSE
+    while loop.time() < until and await find_outage(upstreams):
+        await asyncio.sleep(min(pause, max(0.0, until - loop.time())))
+        pause = min(LONGEST_PAUSE, 2 * pause)
     checked: dict[str, UpstreamConfig] = {}
     for role, config in upstreams.items():
         upstream = open_upstream(config)

@@ -46,6 +46,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """None: token by token where there is a chat format for it, by messages else."""
     rendering: dict[str, Any] = {}
     """The policy's chat format, as `RenderingConfig` takes it: its tokenizer, its name, its parsers."""
+    tool_parser: str = ""
+    """How the policy writes tool calls, by the name of a parser; goes into `rendering`."""
+    replica_concurrency: int | None = None
+    """Calls under way at once at each replica of the policy; None: what the engine reports, or 256."""
+    wait_for_upstream: float = 0.0
+    """Seconds to wait for a model server that is not there, at the start or under way, before the run stops.
+    Attempts that fail meanwhile are not charged."""
     listen: str = ""
     """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
     public: str = ""
@@ -72,6 +79,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
             raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")
+        if self.replica_concurrency is not None:
+            _at_least("replica_concurrency", self.replica_concurrency, 1)
+        if not 0 <= self.wait_for_upstream < float("inf"):
+            raise UsageError(f"wait_for_upstream is a number of seconds from 0 on, got {self.wait_for_upstream}")
         self._check_public()
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
@@ -94,6 +105,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 "free port of 127.0.0.1: say where it is to listen (--gateway-listen HOST:PORT)"
             )
         listened(self.gateway_listen)
+
+
+def with_policy_options(config: EngineConfig) -> EngineConfig:
+    """The same with `tool_parser` and `replica_concurrency` where they take effect."""
+    changes: dict[str, Any] = {}
+    if config.tool_parser:
+        named = config.rendering.get("tool_parser", config.tool_parser)
+        if named != config.tool_parser:
+            raise UsageError(f"two parsers of tool calls are named: {named!r} and {config.tool_parser!r}")
+        if not config.rendering and config.record is None:
+            raise UsageError("a parser of tool calls (--tool-parser) needs the policy's tokenizer (--tokenizer)")
+        changes["rendering"] = {**config.rendering, "tool_parser": config.tool_parser}
+    policy = config.upstreams.get("policy")
+    if config.replica_concurrency is not None and policy is not None:
+        policy = msgspec.structs.replace(policy, concurrency=config.replica_concurrency)
+        changes["upstreams"] = {**config.upstreams, "policy": policy}
+        changes["runners"] = min(config.runners, config.replica_concurrency)  # each needs a place at a replica
+    return msgspec.structs.replace(config, **changes) if changes else config
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from rookery.core import RookeryError
@@ -44,7 +45,10 @@ class RunGateway:
         settings = self._settings
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         config = GatewayConfig(
-            upstreams=settings.upstreams,
+            upstreams={
+                role: msgspec.structs.replace(upstream, share=max(1, settings.share))
+                for role, upstream in settings.upstreams.items()
+            },
             record=settings.record,
             rendering=settings.rendering or None,
             shards=max(1, settings.share),

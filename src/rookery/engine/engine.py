@@ -19,7 +19,7 @@ from rookery.engine import processes
 from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.checks import check_sandbox, checked_upstreams, no_way, upstream_of
-from rookery.engine.config import EngineConfig
+from rookery.engine.config import EngineConfig, with_policy_options
 from rookery.engine.control import Control
 from rookery.engine.pacing import Pace
 from rookery.engine.schedule import Stream
@@ -107,6 +107,7 @@ class Engine:
                 sampling=sampling or Sampling(),
                 **options,
             )
+        config = with_policy_options(config)
         self.environment = self._given or load_environment(config.environment, **config.arguments)
         reward_bounds(self.environment)
         self.sandbox, self._unsettled = settle(config.sandbox.over(self.environment.sandbox, config.sandbox_named))
@@ -176,7 +177,11 @@ class Engine:
         if self._supervisor is not None:
             raise UsageError("this engine is already open; make another one for another run")
         self.check_sandbox()
-        upstreams = await checked_upstreams(self.config.upstreams, tokens=self.config.recording == "tokens")
+        upstreams = await checked_upstreams(
+            self.config.upstreams,
+            tokens=self.config.recording == "tokens",
+            wait=self.config.wait_for_upstream,
+        )
         self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         ref = self._reference()
         if self.folder is None:
@@ -427,6 +432,7 @@ class Engine:
             "run": str(self.folder),
             "paused": supervisor.fleet.paused,
             "in_flight": supervisor.fleet.under_way,
+            "waiting_for_upstream": supervisor.outage.waited,
             "runners": len(supervisor.fleet.links),
             "runner_deaths": supervisor.fleet.deaths,
             **supervisor.counts,

@@ -31,6 +31,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
     block_limit: float = 30.0
+    wait_for_upstream: float = 0.0
 
 
 def loudly(method: Callable[P, None]) -> Callable[P, None]:

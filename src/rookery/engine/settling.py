@@ -71,6 +71,7 @@ def policy_of(config: EngineConfig) -> Policy:
         retry=config.retry,
         breaker=config.breaker,
         block_limit=config.block_limit,
+        wait_for_upstream=config.wait_for_upstream,
     )
 
 

@@ -42,6 +42,7 @@ from rookery.engine.flights import Flight, Policy, loudly
 from rookery.engine.keeping import Kept
 from rookery.engine.ledger import Ledger
 from rookery.engine.links import Link
+from rookery.engine.outage import OutageWatch
 from rookery.engine.retry import Again, Ended, Final, hung_replicas
 from rookery.engine.schedule import OpenGroup, Pick
 from rookery.engine.telling import Telling
@@ -81,6 +82,13 @@ class Supervisor:
         )
         self.kept = Kept(settings)
         self.telling = Telling(self.fleet, settings.warm)
+        self.outage = OutageWatch(
+            settings.upstreams,
+            policy.wait_for_upstream,
+            waiting=self._on_outage,
+            back=self._on_upstream_back,
+            expired=self._on_outage_expired,
+        )
         self._loop = asyncio.get_running_loop()
         self._pumping = False
         self._stopping = False
@@ -106,6 +114,7 @@ class Supervisor:
     async def close(self) -> None:
         """Ends every attempt without a terminal record (a resume runs them again), then every runner."""
         self._stopping = True
+        self.outage.close()
         await self.fleet.close()
         if self.gateway is not None:
             await self.gateway.close()
@@ -205,7 +214,7 @@ class Supervisor:
     @loudly
     def _admit(self) -> None:
         self._pumping = False
-        if self.fleet.paused or self._stopping or self.stopped is not None:
+        if self.fleet.paused or self._stopping or self.stopped is not None or self.outage.waited is not None:
             return
         now = self._loop.time()
         self._admit_suspects()
@@ -299,7 +308,8 @@ class Supervisor:
         now = self._loop.time()
         for channel in self.channels:
             # Waiting one's turn behind others of the run is no failure; finding no runner for a free place is.
-            paused, full = self.fleet.paused, self.fleet.under_way >= self.policy.concurrency
+            paused = self.fleet.paused or self.outage.waited is not None
+            full = self.fleet.under_way >= self.policy.concurrency
             lone = any(link.alone for link in self.fleet.links)
             channel.schedule.not_counting(TICK + late, shared=paused or full, alone=paused or lone)
             for pick in channel.schedule.overdue(now, limit):
@@ -332,11 +342,53 @@ class Supervisor:
             return  # unfinished: a resume runs it again
         if self.journal.error is not None:
             return
-        self.breaker.observe(done.outcome, self.fleet.under_way)
-        self._ended(flight, Ended(done.outcome, policy_loss=done.policy_loss), done, link.name)
+        if self.outage.concerns(done.outcome):
+            runner = link.name
+            self.outage.decide_later(
+                done.outcome, lambda gone: self._settle(flight, done, runner, charged=not gone)
+            )
+        else:
+            self._settle(flight, done, link.name, charged=True)
+
+    @loudly
+    def _settle(self, flight: Flight, done: Done, runner: str, *, charged: bool) -> None:
+        """Record an attempt that ended. One that is not charged failed because a model server is gone."""
+        member = flight.pick.group.members[flight.pick.member]
+        if self._stopping or self.stopped is not None or member.record is not None:  # cancelled meanwhile
+            return
+        if charged:
+            self.breaker.observe(done.outcome, self.fleet.under_way)
+        ended = Ended(done.outcome, charged=charged, policy_loss=done.policy_loss)
+        self._ended(flight, ended, done, runner)
         if self.breaker.opened:
             self.stop(Stopped(self.breaker.opened))
         self.pump()
+
+    # ---- model servers that went away
+
+    @loudly
+    def _on_outage(self, trouble: str) -> None:
+        limit = self.policy.wait_for_upstream
+        said = f"waiting up to {limit:g} s for the model server: {trouble}"
+        self.event("upstream.waiting", {"detail": said, "seconds": limit})
+
+    @loudly
+    def _on_upstream_back(self, waited: float) -> None:
+        said = f"the model server is back after {waited:.3g} s; the run goes on"
+        self.event("upstream.back", {"detail": said, "seconds": waited})
+        self.pump()
+
+    @loudly
+    def _on_outage_expired(self, trouble: str) -> None:
+        limit = self.policy.wait_for_upstream
+        self.stop(
+            Stopped(
+                f"stopped: the model server did not come back within {limit:g} seconds: {trouble} "
+                "Then `rookery resume` this run."
+            )
+        )
+
+    # ---- runners that died
 
     @loudly
     def on_runner_death(self, link: Link, death: Death, detail: str) -> None:

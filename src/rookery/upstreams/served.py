@@ -80,7 +80,9 @@ class HttpUpstream(Servers):
         self._check_extra(config.sampling)
         addresses = {address.shown: address for address in map(Address, config.urls)}
         key = _key(config, key)
-        places = -(-(config.concurrency or CONCURRENCY) // max(1, config.share))
+        share = max(1, config.share)
+        # A bound that was named holds over all processes; the default is only an estimate.
+        places = max(1, config.concurrency // share) if config.concurrency else -(-CONCURRENCY // share)
         replicas = [Replica(a, concurrency=places, key=key) for a in addresses.values()]
         super().__init__(config, replicas)
         self.name = config.kind
