@@ -188,13 +188,13 @@ def install_mb() -> float:
 
     seen: set[str] = set()
     paths: set[Path] = {path for path in Path(rookery.__file__).parent.rglob("*") if path.is_file()}
-    todo = ["rookery"]
+    todo = ["rookery-rl"]
     while todo:
         name = todo.pop()
         if name in seen:
             continue
         seen.add(name)
-        if name != "rookery":  # from a checkout it is not where its records say
+        if name != "rookery-rl":  # from a checkout it is not where its records say
             try:
                 paths |= {Path(str(entry.locate())) for entry in distribution(name).files or ()}
             except PackageNotFoundError:

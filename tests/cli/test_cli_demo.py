@@ -240,7 +240,7 @@ def _core() -> set[str]:
     from packaging.utils import canonicalize_name
 
     found: set[str] = set()
-    asked = ["rookery"]
+    asked = ["rookery-rl"]
     while asked:
         for text in distribution(asked.pop()).requires or ():
             needed = Requirement(text)
@@ -267,7 +267,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(ROOT),
     ]
     subprocess.run(command, check=True, capture_output=True, cwd=folder, env=environ())
-    (built,) = folder.glob("rookery-*.whl")
+    (built,) = folder.glob("rookery_rl-*.whl")
     return built
 
 
@@ -275,7 +275,7 @@ def test_the_wheel_holds_the_policy_and_is_small(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "rookery/upstreams/embedded/policy.safetensors" in names
-    assert not [name for name in names if not name.startswith(("rookery/", "rookery-"))]
+    assert not [name for name in names if not name.startswith(("rookery/", "rookery_rl-"))]
     assert wheel.stat().st_size < 3_000_000
 
 

@@ -150,7 +150,7 @@ def test_without_pyarrow_the_extra_is_named(filled: Path, tmp_path: Path) -> Non
         text=True,
         check=True,
     )
-    assert "pip install 'rookery[parquet]'" in done.stdout
+    assert "pip install 'rookery-rl[parquet]'" in done.stdout
 
 
 def test_a_rollouts_id_stays_a_text_for_programs_that_guess_types(run: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_what_is_no_parquet_is_refused_in_words(tmp_path, monkeypatch):
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "r.parquet", [{"prompt": "x"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"pip install 'rookery\[parquet\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'rookery-rl\[parquet\]'"):
         load_tasks(path)
 
 

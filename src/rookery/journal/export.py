@@ -260,7 +260,7 @@ def export_parquet(
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UsageError(
-            "Parquet needs pyarrow: install it with `pip install 'rookery[parquet]'`, or export JSONL"
+            "Parquet needs pyarrow: install it with `pip install 'rookery-rl[parquet]'`, or export JSONL"
         ) from error
     if tokens:
         _check_tokens(reader)

@@ -66,7 +66,7 @@ def _library() -> Any:
         import huggingface_hub
         import huggingface_hub.constants
     except ImportError:
-        raise UsageError("tasks from the hub need huggingface_hub: pip install 'rookery[hub]'") from None
+        raise UsageError("tasks from the hub need huggingface_hub: pip install 'rookery-rl[hub]'") from None
     return huggingface_hub
 
 

@@ -56,7 +56,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         import pyarrow.parquet as pq
     except ImportError:
         raise UsageError(
-            f"{path}: rows in Parquet need pyarrow: pip install 'rookery[parquet]', or write the tasks as .jsonl"
+            f"{path}: rows in Parquet need pyarrow: pip install 'rookery-rl[parquet]', or write tasks as .jsonl"
         ) from None
     try:
         with pq.ParquetFile(path) as file:

@@ -47,7 +47,7 @@ def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
     kind = kind_of(config)
     found = tuple(entry_points(group=_GROUP, name=kind))
     if not found:
-        known = ", ".join(kinds()) or "none: is rookery installed?"
+        known = ", ".join(kinds()) or "none: is rookery-rl installed?"
         raise UsageError(f"there is no upstream kind {kind!r}; known: {known}")
     try:
         build = cast("Callable[..., Upstream]", found[0].load())

@@ -106,7 +106,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"no rendering 'qwen3'; known: .*pip install 'rookery\[renderers\]'"):
+    with pytest.raises(UsageError, match=r"no rendering 'qwen3'; known: .*pip install 'rookery-rl\[renderers\]'"):
         open_rendering("qwen3", QWEN3)
 
 

@@ -404,4 +404,4 @@ def check_sdk() -> None:
         import mcp  # noqa: F401
         import mcp_types  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"MCP servers need the `mcp` package: pip install 'rookery[mcp]' ({error})") from None
+        raise UsageError(f"MCP servers need the `mcp` package: pip install 'rookery-rl[mcp]' ({error})") from None

@@ -33,5 +33,5 @@ def dialects() -> dict[str, Dialect]:
                 raise UsageError(f"the dialects {other!r} and {point.name!r} both want {path}: remove one of them")
         found[point.name] = dialect
     if "chat" not in found:
-        raise UsageError("no dialect is known here: is rookery installed?")
+        raise UsageError("no dialect is known here: is rookery-rl installed?")
     return found

@@ -97,7 +97,7 @@ def open_config(config: RenderingConfig) -> Rendering:
         except UsageError as error:
             missing = f"; {error}"
     if found is None:
-        known = ", ".join(renderings()) or "none: is rookery installed?"
+        known = ", ".join(renderings()) or "none: is rookery-rl installed?"
         raise UsageError(f"there is no rendering {config.name!r}; known: {known}{missing}")
     return cast("Callable[[RenderingConfig], Rendering]", _loaded(found))(settle(config))
 

@@ -31,7 +31,7 @@ log = logging.getLogger("rookery.gateway")
 
 PLANS: Final = 4096
 """Outlines that are remembered: those that models really give are a few dozen."""
-EXTRA: Final = "pip install 'rookery[renderers]'"
+EXTRA: Final = "pip install 'rookery-rl[renderers]'"
 _WELL_KNOWN: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _AS_TEXT: Final = (*_WELL_KNOWN, "<｜DSML｜tool_calls>", "<｜DSML｜invoke", "</｜DSML｜invoke>")  # noqa: RUF001
 _NAMED: Final = frozenset({"gpt-oss", "inkling", "gemma4"})

@@ -133,5 +133,5 @@ def from_hub(name: str, revision: str, folder: Path) -> None:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise UsageError("fetching a tokenizer by name needs: pip install 'rookery[renderers]'") from error
+        raise UsageError("fetching a tokenizer by name needs: pip install 'rookery-rl[renderers]'") from error
     snapshot_download(name, revision=revision, allow_patterns=[*FILES, "config.json"], local_dir=folder)

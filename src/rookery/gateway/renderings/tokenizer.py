@@ -48,7 +48,7 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise UsageError("a tokenizer needs: pip install 'rookery[renderers]'") from error
+            raise UsageError("a tokenizer needs: pip install 'rookery-rl[renderers]'") from error
         self.folder = folder
         with boundary(UsageError, f"the tokenizer in {folder} cannot be loaded", Exception):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
