@@ -1,6 +1,7 @@
 """Promises of `rookery.journal.tokens`."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -253,3 +254,13 @@ def test_any_sequence_reads_back_like_a_list(steps: list[tuple[str, bytes]], max
         with TokenReader(folder) as reader:
             scanned = [frame for file in reader.files() for frame in reader.scan(file)]
         assert sorted(scanned, key=repr) == sorted(flushed, key=repr)
+
+
+def test_tokens_of_a_run_whose_folder_is_removed_say_so(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "tokens"
+    folder.mkdir(parents=True)
+    writer = TokenWriter(folder, "w")
+    writer.append(b"payload")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(JournalError, match="removed"):
+        writer.flush()

@@ -198,6 +198,14 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
+def folder_removed(folder: Path) -> JournalError:
+    """Return the error for a run whose folder disappeared while the run was under way."""
+    return JournalError(
+        f"the run's folder {folder} was removed or moved while the run was under way: its records can no longer "
+        "be written. Start the run again and leave its folder where it is"
+    )
+
+
 @contextmanager
 def in_words(path: Path, doing: str) -> Iterator[None]:
     """Inside, a SQLite or operating system error becomes a `JournalError` that says what to do."""

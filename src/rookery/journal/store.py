@@ -44,6 +44,7 @@ from rookery.journal.schema import (
     EndStatus,
     GroupStatus,
     create,
+    folder_removed,
     in_a_sentence,
     in_words,
     open_reader,
@@ -309,10 +310,7 @@ class Journal(Closing):
         try:
             if self._file is not None and _file_id(self.path) != self._file:
                 # SQLite would go on writing to the deleted file without an error.
-                raise JournalError(
-                    f"the run's folder {self.folder} was removed or moved while the run was under way: its "
-                    "records can no longer be written. Start the run again and leave its folder where it is"
-                )
+                raise folder_removed(self.folder)
             refusals = commit(self._db, self._writing, self._totals)
             if refusals:
                 refused = JournalError(f"{self.path} refused {len(refusals)} writes: {'; '.join(refusals[:3])}")

@@ -24,6 +24,7 @@ import msgspec
 
 from rookery.core import Extent, JournalError, Turn
 from rookery.core.closing import Closing
+from rookery.journal.schema import folder_removed
 
 MAGIC = b"RKfr"
 VERSION = 1
@@ -169,6 +170,8 @@ class TokenWriter(Closing):
             return f"disk full while writing {where}: free space, then `rookery resume {run}`"
         if error.errno == errno.EEXIST:
             return f"{where} is already there: two writers are called {self.writer_id!r}"
+        if error.errno == errno.ENOENT and not self.folder.exists():
+            return str(folder_removed(self.folder.parent))
         return f"cannot write {where}: {error.strerror}"
 
     def _close_file(self) -> None:
