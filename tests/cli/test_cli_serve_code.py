@@ -175,3 +175,36 @@ async def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         (await rookery("serve-code", "--port", port, cwd=tmp_path)).refused("cannot serve", port)
+
+
+FOREIGN = [
+    {"Host": "evil.example"},
+    {"Host": "evil.example:8700"},
+    {"Host": "127.0.0.1.evil.example"},
+    {"Host": "localhost.evil.example:8700"},
+    {"Host": "0.0.0.0:8700"},
+    {"Host": "user@127.0.0.1"},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://127.0.0.1.evil.example"},
+    {"Host": "localhost:8700", "Origin": "http://evil.example:8700"},
+]
+
+
+async def test_without_a_key_web_pages_of_others_are_refused(tmp_path: Path) -> None:
+    body = json.dumps({"programs": [{"source": "print(1)"}]}).encode()
+    async with serving(cwd=tmp_path) as (_, url), aiohttp.ClientSession() as http:
+        for headers in FOREIGN:
+            for path in ("/run_code", "/", "/healthz", "/metrics"):
+                method = "POST" if path == "/run_code" else "GET"
+                async with http.request(method, f"{url}{path}", data=body, headers=headers) as answer:
+                    assert answer.status == 403, (headers, path)
+        for own in ({}, {"Host": "localhost:1"}, {"Host": "[::1]"}, {"Origin": "http://localhost:3000"}):
+            async with http.post(f"{url}/run_code", data=body, headers=own) as answer:
+                assert answer.status == 200, own
+                await answer.read()
+    async with serving(cwd=tmp_path, **{KEY_ENV: "secret"}) as (_, url), aiohttp.ClientSession() as http:
+        keyed = {"Authorization": "Bearer secret", "Host": "code.example"}
+        async with http.post(f"{url}/run_code", data=body, headers=keyed) as answer:
+            assert answer.status == 200
+            await answer.read()

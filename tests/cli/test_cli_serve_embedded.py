@@ -93,3 +93,36 @@ async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: P
         (["--host", "no such host", "--port", "0"], "cannot serve at no such host"),
     ):
         (await rookery("serve-embedded", *args, cwd=tmp_path)).refused(words)
+
+
+@pytest.mark.parametrize("speak", ["openai", "vllm"])
+async def test_web_pages_of_others_are_refused(tmp_path: Path, weights: Path, speak: str) -> None:
+    command = ("serve-embedded", "--port", "0", "--speak", speak)
+    async with started(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
+        url, _ = await ready(process)
+        root = url.removesuffix("/v1")
+        for headers in ({"Host": "evil.example:80"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+            for path in ("/v1/models", "/health", "/version"):
+                async with http.get(f"{root}{path}", headers=headers) as answer:
+                    assert answer.status == 403, (headers, path)
+            for path in ("/v1/chat/completions", "/update_weights", "/pause"):
+                async with http.post(f"{root}{path}", json={"path": str(weights)}, headers=headers) as answer:
+                    assert answer.status == 403, (headers, path)
+        async with http.get(f"{url}/models", headers={"Origin": "http://localhost:3000"}) as answer:
+            assert answer.status == 200
+
+
+async def test_a_web_page_cannot_swap_the_weights_of_a_server_that_others_reach(
+    tmp_path: Path, weights: Path
+) -> None:
+    async with started("serve-embedded", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path) as process:
+        url, _ = await ready(process)
+        root = url.removesuffix("/v1").replace("0.0.0.0", "127.0.0.1")
+        async with aiohttp.ClientSession() as http:
+            for headers, status in (({"Host": "evil.example"}, 403), ({}, 200)):
+                async with http.get(f"{root}/v1/models", headers=headers) as answer:
+                    assert answer.status == 200
+                async with http.post(
+                    f"{root}/update_weights", json={"path": str(weights)}, headers=headers
+                ) as answer:
+                    assert answer.status == status

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rookery.scoring.programs import ProgramLimits
 
 KEY_ENV = "ROOKERY_CODE_KEY"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HELD_BYTES = 8 << 30
+"""Of requests that are under way: a trainer may send many large ones at once."""
 
 _HELP = f"""Runs programs for whoever asks: POST /run_code, each in a sandbox of its own, results in order.
 
@@ -101,9 +102,10 @@ def serve_code(
     from rookery.core import SandboxSpec, UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.scoring.programs import ProgramLimits
+    from rookery.upstreams.listening import is_loopback
 
     key = os.environ.pop(key_env, "").strip()
-    if not key and host not in LOOPBACK:
+    if not key and not is_loopback(host):
         raise UsageError(
             f"--host {host} can be reached by others, who could then run programs here: set a key in {key_env}"
         )
@@ -129,6 +131,7 @@ async def _serve(
     import signal
 
     from rookery.cli.text import tell
+    from rookery.gateway.quotas import Quota
     from rookery.gateway.server import Server
     from rookery.sandboxes import is_isolated
     from rookery.scoring.running import Programs
@@ -146,7 +149,13 @@ async def _serve(
         try:
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{sock.getsockname()[1]}"
-            server = Server(service.handle, service.admit, worded=service.worded, failure=service.failure)
+            server = Server(
+                service.handle,
+                service.admit,
+                worded=service.worded,
+                failure=service.failure,
+                quota=Quota(bytes=HELD_BYTES),
+            )
             await server.listen(sock)
         except BaseException:
             sock.close()

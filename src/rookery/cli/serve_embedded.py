@@ -124,6 +124,7 @@ async def _serve(server: "EmbeddedServer | Standin", host: str, port: int, verbo
 
     from rookery.cli.text import tell
     from rookery.upstreams.embedded.serving import listening
+    from rookery.upstreams.listening import is_loopback
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     access = logging.getLogger("rookery.access") if verbose else None
@@ -139,7 +140,7 @@ async def _serve(server: "EmbeddedServer | Standin", host: str, port: int, verbo
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped)
-    async with listening(server, host, port, access_log=access) as url:
+    async with listening(server, host, port, access_log=access, refuse_foreign_pages=is_loopback(host)) as url:
         llama = server.upstream.service.llama
         size = f"{llama.shape.parameters / 1e6:.2f} M parameters, context {llama.context}"
         tell(f"serving {server.upstream.model} ({size}) at {url}", err=False)

@@ -174,8 +174,11 @@ class App:
     def _below(self, request: Request, session: str, rest: str, *, trusted: bool) -> Route:
         """What is under a session's base URL."""
         if (shard := self._other(request, session)) is not None:
+            # The other shard checks the secret: who claims to be a session is not counted as that session here.
+            request.owner = session if trusted else f"unchecked:{session}"
             return self._forward(shard, MAX_BODY)
         seat = self._seat(request, session, trusted=trusted)
+        request.owner = session
         path = rest[3:] if rest.startswith("/v1/") else rest
         path = path.rstrip("/") or "/"
         if path in ("/", "/models"):
@@ -257,7 +260,8 @@ class App:
 
 
 def _worded(dialect: Dialect, status: int, text: str) -> bytes:
-    return dialect.error("too_large" if status == 413 else "bad_request", text)[1]
+    problem: Problem = "too_large" if status == 413 else "unavailable" if status in (429, 503) else "bad_request"
+    return dialect.error(problem, text)[1]
 
 
 def _allowed(app: App, request: Request, *methods: str) -> None:

@@ -38,6 +38,8 @@ class Request(msgspec.Struct, gc=False):
     """The session that this listener belongs to; empty at the door that is open to all."""
     route: Any = None
     """What the head of it led to."""
+    owner: str = ""
+    """The session that the connection and the bytes of the body are counted for; empty: nobody's."""
 
 
 class Refusal(Exception):  # noqa: N818  (an answer)

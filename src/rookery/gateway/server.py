@@ -7,7 +7,9 @@ Promises:
 - a client that goes away cancels what works for it, at once;
 - a slow reader costs no more than one piece in memory, and one that does not read at all is left behind;
 - what a client sends ahead of its answers is bounded;
-- a client that does not finish its request, or keeps an idle connection, is left behind after a while;
+- a client that does not finish its request, or keeps an idle connection, is left behind after a while; the head
+  of a request has less time than its body;
+- connections and bytes of bodies are bounded for each owner and for the server (`quotas`);
 - requests of one connection are answered one after the other, in their order;
 - no exception of a handler ends anything but its own request, and its text does not reach the client.
 """
@@ -21,8 +23,10 @@ from collections.abc import Callable
 from typing import Final, cast
 
 import httptools
+import msgspec
 
 from rookery.gateway.http import Admit, Answer, Handler, Refusal, Request
+from rookery.gateway.quotas import USUAL, Ledger, Quota
 
 log = logging.getLogger("rookery.gateway")
 
@@ -32,6 +36,8 @@ MAX_WAITING: Final = 16
 """Requests that one connection may send ahead of their answers."""
 MAX_AHEAD: Final = 1 << 20
 """Bytes of their bodies, together."""
+HEAD_SECONDS: Final = 20.0
+"""For the head of a request to come in, from its first byte, and for the first byte of a new connection."""
 READ_SECONDS: Final = 60.0
 """For a request to come in, from its first byte."""
 WRITE_SECONDS: Final = 60.0
@@ -48,9 +54,13 @@ GRACE_SECONDS: Final = 5.0
 class Connection(asyncio.Protocol):
     """One client."""
 
-    def __init__(self, server: "Server", bound: str) -> None:
+    def __init__(self, server: "Server", bound: str, *, trusted: bool = False) -> None:
         self.server = server
         self.bound = bound
+        self.owner = bound
+        """The session that it is counted for; of a listener that is open to all, that of its last request."""
+        self.trusted = trusted
+        """Whether it comes from a process of ours: then it is not counted, and never closed for others' sake."""
         self.choked: asyncio.Future[None] | None = None
         self.until = 0.0
         """When it is left behind; infinite while it is being answered."""
@@ -64,6 +74,7 @@ class Connection(asyncio.Protocol):
         """Whether the client took nothing until it was given up."""
         self._reading = False
         """Whether a request has begun and not ended."""
+        self._begun_at = 0.0
         self._refusal: tuple[Refusal, bool] | None = None
         """What the last request is answered, after those before it; whether without a body."""
         self._left = 0
@@ -86,13 +97,14 @@ class Connection(asyncio.Protocol):
         if not self.server.joined(self):
             self._transport.abort()
             return
-        self.until = self._loop.time() + READ_SECONDS
+        self.until = self._loop.time() + HEAD_SECONDS
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         self.server.left(self)
         self._transport = None
         self._closing = True
-        self._waiting.clear()
+        self._forget_waiting()
+        self._forget_unfinished()
         if self._task is not None:
             self._task.cancel()
         if self.choked is not None:
@@ -109,9 +121,9 @@ class Connection(asyncio.Protocol):
             if not isinstance(refusal, Refusal):
                 log.error("the head of a request could not be dealt with", exc_info=refusal)
                 refusal = Refusal(500, self.server.failure)
-            self._refuse(refusal)
+            self.refuse(refusal)
         except httptools.HttpParserError as error:
-            self._refuse(Refusal(400, f"not HTTP: {error}".encode()))
+            self.refuse(Refusal(400, f"not HTTP: {error}".encode()))
 
     def pause_writing(self) -> None:
         if self.choked is None:
@@ -146,8 +158,9 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._fresh()
         self._reading = True
+        self._begun_at = self._loop.time()
         if self._task is None:  # else the answer under way has its time
-            self.until = self._loop.time() + READ_SECONDS
+            self.until = self._begun_at + HEAD_SECONDS
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -178,6 +191,9 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():  # the parser would leave the body unread
             raise Refusal(400, b"this server speaks HTTP/1.1 only, and upgrades to nothing else")
         self._limit = self.server.admit(request)
+        self.server.ledger.use(self, request.owner)
+        if self._task is None:
+            self.until = self._begun_at + READ_SECONDS
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limit:
             raise Refusal(413, b"the body of the request is too large")
@@ -185,11 +201,16 @@ class Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._size += len(body)
-        if self._size > self._limit:
+        assert self._request is not None
+        if self._closing or self._refusal is not None:
+            return
+        size = self._size + len(body)
+        if size > self._limit:
             raise Refusal(413, b"the body of the request is too large")
-        if self._task is not None and self._size + sum(len(one.body) for one, _ in self._waiting) > MAX_AHEAD:
+        if self._task is not None and size + sum(len(one.body) for one, _ in self._waiting) > MAX_AHEAD:
             raise Refusal(400, b"too much was sent ahead of the answers to requests before it")
+        self.server.ledger.hold(self, self._request.owner, len(body))
+        self._size = size
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -209,13 +230,30 @@ class Connection(asyncio.Protocol):
             if len(self._waiting) >= MAX_WAITING:
                 raise Refusal(400, b"too many requests ahead of their answers")
             self._waiting.append((request, answer))
+            self._size = 0  # from now on the request holds them
             return
+        self._size = 0
         self._start(request, answer)
 
     # ---- answering
 
     def _start(self, request: Request, answer: Answer) -> None:
+        ledger, owner, size = self.server.ledger, request.owner, len(request.body)
         self._task = self._loop.create_task(self._answer(request, answer))
+        # Not in the task itself: one that is cancelled before it begins runs no line of its own.
+        self._task.add_done_callback(lambda _: ledger.release(owner, size))
+
+    def _forget_waiting(self) -> None:
+        for request, _ in self._waiting:
+            self.server.ledger.release(request.owner, len(request.body))
+        self._waiting.clear()
+
+    def _forget_unfinished(self) -> None:
+        """Drop what has come of a request that will not be completed."""
+        if self._request is not None:
+            self.server.ledger.release(self._request.owner, self._size)
+        self._body = []
+        self._size = 0
 
     async def _answer(self, request: Request, answer: Answer) -> None:
         try:
@@ -249,14 +287,22 @@ class Connection(asyncio.Protocol):
     def answered(self, *, keep: bool) -> None:
         now = self._loop.time()
         if not keep:
-            self._waiting.clear()
+            self._forget_waiting()
             self.until = now + WRITE_SECONDS
             self.close()
         elif not self._waiting:
             self.until = now + (READ_SECONDS if self._reading else IDLE_SECONDS)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Ends a connection whose next request is not read; answers under way go before it."""
+    @property
+    def unfinished(self) -> int:
+        """Bytes of the body of a request that has not come in whole."""
+        return self._size
+
+    def refuse(self, refusal: Refusal) -> None:
+        """End a connection whose next request is not read; answers under way go before it."""
+        self._forget_unfinished()
+        if self._closing or self._refusal is not None:
+            return
         head_only = self._request is not None and self._request.method == "HEAD"
         self._refusal = refusal, head_only
         if self._task is None:
@@ -319,8 +365,10 @@ class Server:
         *,
         worded: Callable[[int, str], bytes],
         failure: bytes,
-        most: int = 20_000,
+        quota: Quota = USUAL,
+        most: int | None = None,
     ) -> None:
+        """`most`: connections, instead of the quota's."""
         self.handler = handler
         self.admit = admit
         self.worded = worded
@@ -328,16 +376,22 @@ class Server:
         self.stopping = False
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
-        self.refused = 0
-        self._most = most
+        self.ledger = Ledger(quota if most is None else msgspec.structs.replace(quota, connections=most))
         self._servers: list[asyncio.Server] = []
         self._empty = asyncio.Event()
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._again)
 
-    async def listen(self, sock: socket.socket, *, bound: str = "", backlog: int = 4096) -> asyncio.Server:
-        """Serves this socket until it is closed; the socket is ours from now on."""
+    async def listen(
+        self, sock: socket.socket, *, bound: str = "", trusted: bool = False, backlog: int = 4096
+    ) -> asyncio.Server:
+        """Serve this socket until it is closed; the socket is ours from now on.
+
+        `bound`: the session that alone is served there. `trusted`: only processes of ours can connect.
+        """
         sock.setblocking(False)
-        server = await self.loop.create_server(lambda: Connection(self, bound), sock=sock, backlog=backlog)
+        server = await self.loop.create_server(
+            lambda: Connection(self, bound, trusted=trusted), sock=sock, backlog=backlog
+        )
         self._servers.append(server)
         return server
 
@@ -349,15 +403,20 @@ class Server:
         for connection in [one for one in self.connections if one.bound == bound]:
             connection.abort()
 
+    @property
+    def refused(self) -> int:
+        """How many connections and requests were turned away, or closed for others' sake."""
+        return self.ledger.refused
+
     def joined(self, connection: Connection) -> bool:
-        if len(self.connections) >= self._most:
-            self.refused += 1
+        if not connection.trusted and not self.ledger.join(connection):
             return False
         self.connections.add(connection)
         self._empty.clear()
         return True
 
     def left(self, connection: Connection) -> None:
+        self.ledger.leave(connection)
         self.connections.discard(connection)
         if not self.connections:
             self._empty.set()

@@ -35,6 +35,7 @@ from rookery.gateway.handed import Handed
 from rookery.gateway.http import Request
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.pausing import Pausing, kept, read
+from rookery.gateway.quotas import USUAL, Quota
 from rookery.gateway.registry import Registry
 from rookery.gateway.renderings import open_offloop
 from rookery.gateway.renderings.offloop import Offloop
@@ -53,6 +54,12 @@ LATE_SECONDS: Final = 1.0
 """A loop that is later than this does not answer in time."""
 CLEAR_SECONDS: Final = 1.0
 """For siblings that are being killed to be gone. One that still answers somebody clears up itself."""
+
+
+SPARE_FILES: Final = 256
+"""Descriptors for everything but clients and upstreams."""
+MOST_BYTES: Final = 4 << 30
+"""Of request bodies that a shard holds at a time."""
 
 
 class Shard:
@@ -112,7 +119,7 @@ class Shard:
         """Serves."""
         app = self.app
         failure = app.error("internal", "this request met an error of the gateway's; its log has it")[1]
-        self.server = Server(app.handle, app.admit, worded=app.worded, failure=failure)
+        self.server = Server(app.handle, app.admit, worded=app.worded, failure=failure, quota=_quota())
         gauges = self.metrics.gauges
         gauges["sessions"] = lambda: len(self.registry.seats)
         gauges["connections"] = lambda: len(self.server.connections) if self.server is not None else 0
@@ -122,7 +129,7 @@ class Shard:
         path.unlink(missing_ok=True)
         own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         own.bind(str(path))
-        await self.server.listen(own)
+        await self.server.listen(own, trusted=True)
         if self.settings.listener >= 0:
             await self.server.listen(socket.socket(fileno=self.settings.listener))
         self.handed = Handed(Path(self.settings.sockets), self.settings.index, self.server)
@@ -267,6 +274,15 @@ def _widen() -> None:
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
     with suppress(ValueError, OSError):  # then it is as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _quota() -> Quota:
+    """Return a shard's quota. Half of its descriptors are for upstreams; bodies get a sixteenth of the memory."""
+    usual = USUAL
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    connections = usual.connections if files < 0 else min(usual.connections, max(64, (files - SPARE_FILES) // 2))
+    return Quota(connections=connections, bytes=max(usual.bytes, min(MOST_BYTES, memory // 16)))
 
 
 def _clear_up(held: int, folder: str) -> None:

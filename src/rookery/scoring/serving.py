@@ -7,7 +7,8 @@ Promises:
 - what is under way is bounded: bodies, programs of a request, programs that wait, limits that may be asked for;
   more is 413, 422 or 429 with `Retry-After`;
 - a client that goes away takes its programs with it, and nobody else's;
-- with a key, nothing but `/healthz` is answered without it, before a body is read;
+- with a key, nothing but `/healthz` is answered without it, before a body is read; without a key, requests whose
+  `Host` or `Origin` is not this machine are refused: a web page may have sent them;
 - health says what is so: a program that should long have ended is 503.
 """
 
@@ -33,6 +34,7 @@ from rookery.scoring.programs import (
     program_of,
 )
 from rookery.scoring.running import Programs
+from rookery.upstreams.listening import foreign_page
 
 NDJSON: Final = b"application/x-ndjson"
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -65,6 +67,7 @@ class CodeService:
         if path not in ("/", "/healthz", "/metrics", "/run_code"):
             raise self._refused(404, f"nothing is served at {path[:200]}; programs are POSTed to /run_code")
         wanted = ("POST",) if path == "/run_code" else ("GET", "HEAD")
+        self._check_page(request)
         if path != "/healthz":
             self._check_key(request)
         if method not in wanted:
@@ -88,6 +91,14 @@ class CodeService:
     @property
     def failure(self) -> bytes:
         return _error("the request could not be answered: a fault of the server's own")
+
+    def _check_page(self, request: Request) -> None:
+        """Refuse what a web page of somebody else may have sent; a key keeps those out as well."""
+        headers = request.headers
+        if not self._key and (why := foreign_page(headers.get("host"), headers.get("origin"))):
+            raise self._refused(
+                403, f"without a key this server answers programs of its own machine alone, and {why}: set a key"
+            )
 
     def _check_key(self, request: Request) -> None:
         if not self._key:

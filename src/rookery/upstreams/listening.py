@@ -1,8 +1,45 @@
-"""A socket to serve at, or one sentence about why there is none."""
+"""Sockets to serve at, and which requests a server without a key may answer.
+
+A server that asks for no key serves this machine alone. A web page that the user opens runs on this machine too:
+it can send requests to a loopback port, and by DNS rebinding, where its own name leads to 127.0.0.1, it can read
+the answers. Such requests carry the page's name in `Host` or `Origin`.
+"""
 
 import socket
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from rookery.core import UsageError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name, or an address with or without brackets, always means this machine."""
+    host = host.strip().removeprefix("[").removesuffix("]").removesuffix(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def foreign_page(host: str | None, origin: str | None) -> str:
+    """Return why a request may come from a web page of somebody else; empty if it does not.
+
+    `host`, `origin`: the headers of those names; None where the request has none.
+    """
+    for name, value, url in (("Host", host, f"//{host}"), ("Origin", origin, origin or "")):
+        if value is None:
+            continue
+        try:
+            parts = urlsplit(url)
+            found = parts.hostname or ""
+            parts.port  # noqa: B018  (raises where it is no number)
+        except ValueError:
+            found = ""
+        if not is_loopback(found) or parts.username is not None or (name == "Host" and parts.path):
+            return f"the {name} {value[:100]!r} is not this machine"
+    return ""
 
 
 def bound(host: str, port: int, *, backlog: int = 1024) -> socket.socket:

@@ -7,7 +7,8 @@ Promises:
 - at most so many sequences at once as there are places; the others wait in order, a bounded number of them;
 - a slow reader costs no more memory than its answer, and one that does not read at all is left behind;
 - all choices of a request are drawn by one version of the weights, from the first token to the last;
-- weights are swapped from this machine only, unless it is allowed; broken ones are refused and change nothing;
+- weights are swapped from this machine only, and by no web page, unless it is allowed; broken ones are refused
+  and change nothing;
 - health never says fine while sequences hang.
 """
 
@@ -36,6 +37,7 @@ from rookery.upstreams.embedded.openai_requests import (
 )
 from rookery.upstreams.embedded.serving import (
     MAX_BODY,
+    foreign,
     is_here,
     json_answer,
     listening,
@@ -194,7 +196,7 @@ class EmbeddedServer:
     # --------------------------------------------------------------------------------------------- weights
 
     async def _update(self, request: web.Request) -> web.StreamResponse:
-        if not (self._allow_updates or is_here(request.remote)):
+        if not (self._allow_updates or (is_here(request.remote) and not foreign(request))):
             words = "weights are swapped from the server's own machine, unless it was started with --allow-updates"
             raise RequestError(words, code="forbidden", status=403)
         # No web page can send this type to another site without being asked first whether it may, and it may not.

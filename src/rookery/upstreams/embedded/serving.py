@@ -8,7 +8,7 @@ Promises:
 import asyncio
 import logging
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from rookery.core import UsageError
-from rookery.upstreams.embedded.openai_answers import encode
+from rookery.upstreams.embedded.openai_answers import encode, error_body
 from rookery.upstreams.embedded.openai_requests import RequestError
 from rookery.upstreams.embedded.weights import CONFIG, TENSORS, Weights
-from rookery.upstreams.listening import bound
+from rookery.upstreams.listening import bound, foreign_page
 
 MAX_BODY: Final = 8 << 20
 MAX_WEIGHTS: Final = 1 << 30
@@ -70,6 +70,21 @@ def is_here(remote: str | None) -> bool:
     return address.is_loopback
 
 
+def foreign(request: web.Request) -> str:
+    """Return why a request may come from a web page of somebody else; empty if it does not."""
+    return foreign_page(request.headers.get("Host"), request.headers.get("Origin"))
+
+
+@web.middleware
+async def _no_foreign_page(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    if why := foreign(request):
+        words = f"this server answers programs of its own machine alone, and {why}"
+        return json_answer(error_body(403, words), status=403)
+    return await handler(request)
+
+
 def load_weights(where: str) -> Weights:
     """Looked at before it is read: a device or a pipe would be read for ever."""
     path = Path(where)
@@ -99,12 +114,19 @@ async def listening(
     *,
     access_log: logging.Logger | None = None,
     grace: float = GRACE_SECONDS,
+    refuse_foreign_pages: bool = False,
 ) -> AsyncIterator[str]:
-    """Serves for as long as the block lasts; gives the URL with its `/v1`. Port 0: one that is free."""
+    """Serve for as long as the block lasts, and yield the URL with its `/v1`. Port 0: one that is free.
+
+    `refuse_foreign_pages`: answer only requests whose `Host` and `Origin` are this machine.
+    """
     sock = bound(host, port)
     try:
+        app = server.app()
+        if refuse_foreign_pages:
+            app.middlewares.append(_no_foreign_page)
         runner = web.AppRunner(
-            server.app(),
+            app,
             handler_cancellation=True,
             shutdown_timeout=grace,
             access_log=access_log,
