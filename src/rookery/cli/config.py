@@ -330,6 +330,8 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}
     env = absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
+    if values.get("num_tasks"):
+        stream["num_tasks"] = values["num_tasks"]
     if values.get("task_data"):
         stream["task_data"] = values["task_data"]
     if ":" in env and ".py" not in env:

@@ -55,10 +55,15 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
                 line(run.detail or "  ".join(f"{name}={own[name]}" for name in shown if name in own), 400),
             ]
         )
-    if sys.stdout.isatty():
-        room = max(40, columns() - 12 - sum(max(len(click.unstyle(row[at])) for row in rows) for at in range(6)))
-        rows[1:] = [[*row[:6], line(row[6], room)] for row in rows[1:]]
-    click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
+    wide = max(len(click.unstyle(text)) for text in table(rows))
+    if sys.stdout.isatty() and wide > columns():  # a cut could hide the very difference
+        lines = table([row[:6] for row in rows], right=frozenset({2, 3, 4}))
+        below = [
+            text for row, text in zip(rows, lines, strict=True) for text in (text, f"  {row[6]}") if text.strip()
+        ]
+        click.echo("\n".join(below))
+    else:
+        click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
     if len(names) > len(runs):
         click.echo(dim(f"and {len(names) - len(runs):,} older ones: --all shows them"), err=True)
     return 0

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
 
@@ -43,21 +43,18 @@ if TYPE_CHECKING:
 
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
-OPTIONS = tuple(
-    name
-    for name in EngineConfig.__struct_fields__
-    if name not in ("environment", "upstreams", "sandbox", "limits", "sampling")
-)
+ARGUMENTS = frozenset({"policy", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
+OPTIONS = frozenset(EngineConfig.__struct_fields__) - ARGUMENTS - {"environment", "upstreams"}
 """Fields of `EngineConfig` that `Engine` takes by their names, beside its own arguments."""
 
 
-def _check_options(what: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `UsageError` for the first unknown option. The message lists the known ones and suggests one."""
-    known = sorted(known)
-    for name in given:
-        if name not in known:
-            near = suggestion(name, [*known, "policy", "model", "roles", "sandbox", "limits", "sampling", "out"])
-            raise UsageError(f"{what} has no option {name!r} (its options are {', '.join(known)}){near}")
+def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn:
+    """Raise `UsageError` for unknown options. The message lists the known ones and suggests one."""
+    name = min(unknown)
+    listed = sorted(known)
+    raise UsageError(
+        f"{what} has no option {name!r} (its options are {', '.join(listed)}){suggestion(name, listed)}"
+    )
 
 
 class Engine:
@@ -90,7 +87,8 @@ class Engine:
                 "an engine cannot be started inside of a runner process: put what starts it under "
                 '`if __name__ == "__main__":`, since runners import the file that defines the environment'
             )
-        _check_options("Engine", options, OPTIONS)
+        if not OPTIONS.issuperset(options):
+            _refuse_options("Engine", set(options) - OPTIONS, OPTIONS | ARGUMENTS)
         self._given = env if isinstance(env, Environment) else None
         if config is not None and (options or policy or model or roles or sandbox or limits or sampling):
             raise UsageError(
@@ -152,7 +150,8 @@ class Engine:
             config = msgspec.convert(reader.config(), EngineConfig)
         if isinstance(env, str):
             changes["environment"] = env
-        _check_options("Engine.resume", changes, (*EngineConfig.__struct_fields__, "env"))
+        if unknown := set(changes) - set(EngineConfig.__struct_fields__):
+            _refuse_options("Engine.resume", unknown, {*EngineConfig.__struct_fields__, "env"})
         config = msgspec.structs.replace(config, **changes)
         if env is None and not config.environment:
             raise UsageError(
