@@ -388,7 +388,7 @@ async def main():
 
 
 def test_an_unknown_option_is_named_with_the_known_ones_and_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"'concurency'.*breaker, concurrency, config,.*did you mean 'concurrency'\?"):
+    with pytest.raises(UsageError, match=r"'concurency'.*breaker, concurrency, .*did you mean 'concurrency'\?"):
         Engine(ENV, policy="embedded", concurency=3)
     with pytest.raises(UsageError, match="environment"):
         Engine(ENV, policy="embedded", environment="other")
