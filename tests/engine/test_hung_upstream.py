@@ -33,8 +33,9 @@ class Asks(Environment):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEALTH_SECONDS", "SAMPLE_SECONDS", "STALL_SECONDS"):
-        monkeypatch.setattr(hangs, name, 1.0)
+    """Silence is examined soon; servers have long to answer, as they must on a busy machine."""
+    for name, seconds in (("HEALTH_SECONDS", 60.0), ("SAMPLE_SECONDS", 60.0), ("STALL_SECONDS", 1.0)):
+        monkeypatch.setattr(hangs, name, seconds)
     monkeypatch.setattr(hangs, "METRICS_GAP_SECONDS", 0.2)
     monkeypatch.setattr(hangs, "RECENT_SECONDS", 0.2)
 
@@ -73,7 +74,10 @@ def causes(rollout: Rollout) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(tmp_path: Path, stream: bool) -> None:
+async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 1.0)
     async with hung_server() as url:
         rollout = await played(tmp_path, url, stream=stream)
     assert isinstance(rollout.outcome, Failed)
@@ -87,10 +91,13 @@ async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(tmp_pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_hung_replica_of_two_costs_one_attempt(tmp_path: Path, stream: bool) -> None:
+async def test_one_hung_replica_of_two_costs_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 5.0)
     async with ModelServer("ok") as good:
         async with hung_server() as bad:
-            rollout = await played(tmp_path, bad, good.url, stream=stream)
+            rollout = await played(tmp_path, bad, good.url, stream=stream, limits=Limits(run=10.0))
         assert rollout.outcome == Completed()
         assert causes(rollout) in ([""], ["upstream.hung", ""])  # affinity chooses the first replica
 
@@ -110,18 +117,27 @@ async def test_a_policy_that_writes_for_too_long_is_truncated_with_its_evidence(
     assert seen["verdict"] == "working"
 
 
-async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path) -> None:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent calls are examined again and again, so that no deadline races with a busy machine."""
+    monkeypatch.setattr(hangs, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(hangs, "CHECK_SECONDS", 0.1)
+
+
+async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path, watched: None) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then="stall")
-        rollout = await played(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=3.0))
+        rollout = await played(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=300.0))
     assert causes(rollout)[0] == "upstream.hung"
     assert rollout.attempts[0].evidence["upstream"][0]["bytes"] > 0
 
 
-async def test_an_answer_that_never_comes_from_an_idle_engine_is_hung_and_run_again(tmp_path: Path) -> None:
+async def test_an_answer_that_never_comes_from_an_idle_engine_is_hung_and_run_again(
+    tmp_path: Path, watched: None
+) -> None:
     async with standin("sglang", weights=None) as server:
         await server.fault(after_bytes=0, then="stall")
-        rollout = await played(tmp_path, server.url, kind="sglang", limits=Limits(run=3.0))
+        rollout = await played(tmp_path, server.url, kind="sglang", limits=Limits(run=300.0))
     assert causes(rollout)[0] == "upstream.hung"
     assert rollout.attempts[0].evidence["upstream"][0]["reason"] == "request_lost"
     assert isinstance(rollout.outcome, Completed | Truncated)

@@ -10,6 +10,7 @@ from rookery import Context, Engine, Environment
 from rookery.core import Completed, Failed, Group, RookeryError, UsageError
 from rookery.engine.config import EngineConfig
 from tests.engine.conftest import QUICK, events
+from tests.gateway.renderings.support import TOKENIZERS
 from tests.servers import Answer, ModelServer, closed_port
 
 
@@ -154,3 +155,11 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             engine("http://127.0.0.1:1", tmp_path, **wrong)
     assert EngineConfig(environment="x").wait_for_upstream == 0.0
+
+
+def test_a_parser_of_tool_calls_reaches_the_chat_format(tmp_path: Path) -> None:
+    rendering = {"tokenizer": str(TOKENIZERS / "qwen3"), "name": "default"}
+    made = engine("http://127.0.0.1:1", tmp_path, tool_parser="qwen3", rendering=rendering)
+    assert made.config.rendering["tool_parser"] == "qwen3"
+    with pytest.raises(UsageError, match="tool_parser 'x'"):
+        engine("http://127.0.0.1:1", tmp_path, tool_parser="x", rendering=rendering)

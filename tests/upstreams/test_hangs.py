@@ -14,20 +14,30 @@ from rookery.upstreams.hangs import HangDetector, ReplicaReport, UpstreamEvidenc
 from rookery.upstreams.metrics_text import EngineLoad, engine_load
 from rookery.upstreams.protocol import Delta
 from rookery.upstreams.served import HttpUpstream
-from tests.servers import ModelServer, raw_server
+from tests.servers import Answer, ModelServer, raw_server
 from tests.standins import Speaks, standin
 from tests.upstreams.engines import DONE, Engine, Play, event
 
 ASK = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
-QUICK = {"HEALTH_SECONDS": 1.0, "SAMPLE_SECONDS": 1.0, "STALL_SECONDS": 1.0, "METRICS_GAP_SECONDS": 0.2}
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts in about a second."""
-    for name, value in QUICK.items():
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "RECENT_SECONDS", 0.1)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have long to answer, as they must on a busy machine; silence is examined soon."""
+    for name, seconds in {"HEALTH": 60.0, "SAMPLE": 60.0, "STALL": 1.0, "METRICS_GAP": 0.2, "RECENT": 0.1}.items():
+        monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
+
+
+@pytest.fixture
+def quick(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For servers that never answer: they have a second to."""
+    monkeypatch.setattr(module, "HEALTH_SECONDS", 1.0)
+
+
+@pytest.fixture
+def unsampled(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For servers that answer checks and never sample."""
+    monkeypatch.setattr(module, "SAMPLE_SECONDS", 1.0)
 
 
 @asynccontextmanager
@@ -101,6 +111,13 @@ def test_metrics_are_summed_over_ranks() -> None:
     assert engine_load(b"<html>not metrics</html>\n\xff") is None
 
 
+def test_a_server_without_metrics_may_serve_one_request_at_a_time() -> None:
+    unanswered = ReplicaReport(health="ok", sample="failed")
+    assert judge(unanswered, begun=False, others_moved=False, usual=True) == ("working", "answers_take_long")
+    batching = ReplicaReport(health="ok", sample="failed", load=EngineLoad(1.0), known_calls=1)
+    assert judge(batching, begun=False, others_moved=False, usual=True) == ("hung", "sample_failed")
+
+
 # ---- real servers
 
 
@@ -113,7 +130,7 @@ async def test_a_server_that_accepts_and_never_answers_hangs(quick: None, stream
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_server_that_answers_health_checks_only_hangs(quick: None, streamed: bool) -> None:
+async def test_a_server_that_answers_health_checks_only_hangs(unsampled: None, streamed: bool) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
@@ -124,7 +141,7 @@ async def test_a_server_that_answers_health_checks_only_hangs(quick: None, strea
     assert found.report.health == "ok"
 
 
-async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does_not(quick: None) -> None:
+async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does_not(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         permits = asyncio.Semaphore(0)
@@ -149,7 +166,7 @@ async def test_a_stream_that_stops_in_the_middle_hangs_and_one_that_goes_on_does
     assert found.bytes > 0
 
 
-async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(quick: None) -> None:
+async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(patient: None) -> None:
     async with Engine() as engine, opened(engine.url) as upstream:
         engine.on("/v1/models", Play(body={"data": []}))
         held = Play(body={}, hold=asyncio.Event())
@@ -161,7 +178,7 @@ async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-async def test_a_request_that_the_engine_no_longer_has_is_lost(quick: None, speaks: Speaks) -> None:
+async def test_a_request_that_the_engine_no_longer_has_is_lost(patient: None, speaks: Speaks) -> None:
     async with standin(speaks) as server, opened(server.url, kind=speaks) as upstream:
         await server.fault(after_bytes=0, then="stall")
         async with calling(upstream):
@@ -173,7 +190,7 @@ async def test_a_request_that_the_engine_no_longer_has_is_lost(quick: None, spea
     assert not upstream.replicas[0].hung  # the server answers others
 
 
-async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_server(quick: None) -> None:
+async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_server(patient: None) -> None:
     hold = asyncio.Event()
     async with Engine() as engine, opened(engine.url) as upstream:
         answer = {"choices": [{"index": 0, "message": {"content": "late"}, "finish_reason": "stop"}]}
@@ -185,6 +202,32 @@ async def test_an_answer_that_comes_while_it_is_examined_is_none_of_a_hung_serve
             hold.set()
             assert (await examining).verdict == "working"
             assert (await task).message.text == "late"
+
+
+async def test_a_server_that_serves_one_request_at_a_time_is_not_hung_while_it_works(unsampled: None) -> None:
+    async with Engine() as engine, opened(engine.url) as upstream:
+        engine.on("/v1/models", Play(body={"data": []}))
+        engine.on("/v1/chat/completions", Play(body={}, hold=asyncio.Event()))
+        (replica,) = upstream.replicas
+        async with calling(upstream):
+            (call,) = replica.calls
+            assert (await upstream.hangs.examine(call, patient=True)).reason == "answers_take_long"
+            replica.longest_answer = 600.0
+            assert (await evidence(upstream)).reason == "answers_take_long"
+            assert not replica.hung
+
+
+async def test_a_call_that_is_about_to_be_tried_again_is_none_of_the_policys(patient: None) -> None:
+    busy = Answer(status=503, headers={"Retry-After": "30"})
+    async with ModelServer(busy) as server, opened(server.url) as upstream:
+        task = asyncio.create_task(upstream.complete(ASK, timeout=120))
+        async with asyncio.timeout(60):
+            while not (found := await upstream.examine("a")) or found[0].reason != "call_failed":
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        assert await upstream.examine("a") == ()
+    assert (found[0].verdict, found[0].cause) == ("hung", "upstream.overloaded")
 
 
 # ---- calls under way
@@ -220,7 +263,7 @@ async def test_a_call_whose_only_server_hangs_fails_with_the_evidence(
     assert isinstance(raised.value.evidence, UpstreamEvidence)
 
 
-async def test_a_replica_that_hung_gets_calls_again_once_it_gives_tokens(quick: None) -> None:
+async def test_a_replica_that_hung_gets_calls_again_once_it_gives_tokens(patient: None) -> None:
     async with ModelServer("ok") as server, opened(server.url) as upstream:
         (replica,) = upstream.replicas
         assert await HangDetector("models", lambda: "m").works_again(replica)

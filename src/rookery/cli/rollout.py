@@ -39,7 +39,9 @@ def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: b
     for turn in turns:
         lines += ["", *_turn(turn, limit, tokens=tokens)]
     lines += _log(reader.events_of(record.id), full=full)
-    lines += _attempts(reader.attempts(record.id), record)
+    attempts = reader.attempts(record.id)
+    lines += _attempts(attempts, record)
+    lines += _evidence(attempts or list(record.attempts))
     if isinstance(record.outcome, Failed):
         lines += ["", *_failure(record.outcome)]
     click.echo("\n".join(lines))
@@ -145,6 +147,20 @@ def _numbers(texts: list[str], width: int = 100) -> list[str]:
             here = "   "
         here += f" {text}"
     return [*lines, here] if here.strip() else lines
+
+
+def _evidence(attempts: list[Attempt]) -> list[str]:
+    """What was seen of model servers that stayed silent, by attempt."""
+    rows = [
+        [line(one.id, 40), line(str(seen.get("verdict", "")), 20), line(_json(seen), 600)]
+        for one in attempts
+        for seen in one.evidence.get("upstream", ())
+    ]
+    return (
+        ["", bold("evidence") + dim("  what was seen of the model server"), *table(rows, indent="  ")]
+        if rows
+        else []
+    )
 
 
 def _attempts(attempts: list[Attempt], record: Rollout) -> list[str]:

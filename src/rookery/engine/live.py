@@ -280,6 +280,7 @@ class Live:
         single = behind(error) if error is not None else None
         if isinstance(single, UpstreamError) and isinstance(single.evidence, UpstreamEvidence):
             self.session.evidence.append(single.evidence)
+        hung = next((seen for seen in self.session.evidence if seen.verdict == "hung"), None)
         outcome = verdict(
             StageEnd(
                 stage=self.stage,
@@ -287,7 +288,8 @@ class Live:
                 cancelled=self.cancelled,
                 expired=self._clock.budget if self._expired else None,
                 waited_on_others=self._hung_on_others,
-                hung=next((seen.text for seen in self.session.evidence if seen.verdict == "hung"), ""),
+                hung=f"{hung.replica}: {hung.text}" if hung is not None else "",
+                hung_cause=hung.cause if hung is not None else "upstream.hung",
                 truncated=self.session.truncated,
             )
         )

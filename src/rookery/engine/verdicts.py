@@ -39,6 +39,7 @@ class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
     """At that moment it waited on a model, a sandbox or a tool."""
     hung: str = ""
     """Why the server of a model call under way was found hung; empty where none was."""
+    hung_cause: str = "upstream.hung"
     truncated: TruncatedReason | None = None
     """A budget that its model calls spent, whatever the environment made of the exception."""
 
@@ -64,8 +65,8 @@ def verdict(end: StageEnd) -> Outcome:
 
 def _deadline(end: StageEnd, budget: float) -> Outcome:
     if end.hung and end.stage == "run":
-        detail = f"{end.stage} ran out of its {budget:g} seconds while the model server was hung: {end.hung}"
-        return failed(end.error or TimeoutError(detail), end.stage, cause="upstream.hung", detail=detail)
+        detail = f"{end.stage} ran out of its {budget:g} seconds while the model server gave no answer: {end.hung}"
+        return failed(end.error or TimeoutError(detail), end.stage, cause=end.hung_cause, detail=detail)
     if end.waited_on_others and end.stage == "run":
         return Truncated("time")
     cause, what = "bug.hung", "its own code"

@@ -113,7 +113,7 @@ class Door:
         """Raises `UpstreamError` (`upstream.hung`) where a model server of a call hangs, or hung before."""
         for one in await self.examine():
             if one.verdict == "hung":
-                raise UpstreamError(f"{one.replica} hangs: {one.text}", cause="upstream.hung")
+                raise UpstreamError(f"{one.replica} gives no answer: {one.text}", cause=one.cause)
 
     async def look(self) -> TruncatedReason | None:
         """The budget that is spent by now, if one is."""

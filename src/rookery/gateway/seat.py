@@ -105,7 +105,7 @@ class Seat:
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
         if hung is None:
             return Truncation("time", said)
-        error = UpstreamError(f"{hung.replica} hangs: {hung.text}; {said}", cause="upstream.hung")
+        error = UpstreamError(f"{hung.replica} gives no answer: {hung.text}; {said}", cause=hung.cause)
         error.evidence = hung
         return error
 

@@ -7,6 +7,8 @@ the model calls.
 Promises:
 - a verdict is reached within `LONGEST_LOOK` seconds, and every fact that led to it is in the evidence;
 - a call that receives bytes, or is answered, while it is examined is never called hung;
+- a server without metrics may serve one request at a time: it is called hung for an unanswered token only at a
+  deadline, and only when the call took several times as long as the longest answer before;
 - many calls that are silent on one replica share one examination of the replica.
 """
 
@@ -31,8 +33,12 @@ STALL_SECONDS: Final = 10.0
 HEALTH_SECONDS: Final = 5.0
 METRICS_GAP_SECONDS: Final = 1.0
 """Between the two readings of the metrics."""
-SAMPLE_SECONDS: Final = 10.0
+SAMPLE_SECONDS: Final = 8.0
 """One token takes a working engine far less, unless it is full, which its metrics or other calls then show."""
+REUSE_SECONDS: Final = 60.0
+"""A replica that was found hung, and has answered nothing since, is examined again only after this."""
+USUAL_TIMES: Final = 3.0
+"""A call that takes less than so many times the longest answer of its replica is nothing unusual."""
 LONGEST_LOOK: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
 
 Verdict: TypeAlias = Literal["hung", "working"]
@@ -47,6 +53,8 @@ Reason: TypeAlias = Literal[
     "request_lost",
     "answer_stalled",
     "sample_failed",
+    "answers_take_long",
+    "call_failed",
 ]
 
 
@@ -86,10 +94,16 @@ class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Since any other call on this replica made progress; None where none ever did."""
     report: ReplicaReport | None = None
     """None where no examination was needed."""
+    cause: str = "upstream.hung"
+    """Of the failure, where the verdict is `hung`."""
+    failure: str = ""
+    """Why the last try failed, where the call was about to be tried again."""
 
     @property
     def text(self) -> str:
         """One sentence for people."""
+        if self.failure:
+            return f"no answer after {self.seconds:.3g} s; the last try failed: {self.failure}"
         said = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
         if self.others_silent is not None:
             said += f"; other calls there made progress {self.others_silent:.3g} s ago"
@@ -111,10 +125,13 @@ class Examinable(Protocol):
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]: ...
 
 
-def judge(report: ReplicaReport, *, begun: bool, others_moved: bool) -> tuple[Verdict, Reason]:
+def judge(
+    report: ReplicaReport, *, begun: bool, others_moved: bool, usual: bool = False
+) -> tuple[Verdict, Reason]:
     """Decide about a silent call.
 
-    `begun`: a part of its answer arrived; `others_moved`: other calls on the replica made progress."""
+    `begun`: a part of its answer arrived; `others_moved`: other calls on the replica made progress;
+    `usual`: answers of this replica have taken about as long before."""
     if report.health != "ok":
         return "hung", "health_failed"
     if report.lost:
@@ -129,6 +146,8 @@ def judge(report: ReplicaReport, *, begun: bool, others_moved: bool) -> tuple[Ve
         return "working", "sample_answered"
     if report.sample in ("", "refused"):
         return "working", "sample_refused"
+    if usual and report.load is None:
+        return "working", "answers_take_long"
     return "hung", "sample_failed"
 
 
@@ -139,6 +158,8 @@ class HangDetector:
         self._health_path = health_path
         self._model = model
         self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
+        self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
+        """What the latest examination found, and when, for replicas that were found hung."""
         self._watching: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -165,21 +186,24 @@ class HangDetector:
                 for call in replica.calls
                 if loop.time() - call.last >= SILENT_SECONDS
             ]
-            found = await asyncio.gather(*(self.examine(call) for call in silent))
+            found = await asyncio.gather(*(self.examine(call, patient=True) for call in silent))
             for call, evidence in zip(silent, found, strict=True):
                 if evidence.verdict == "hung" and call in call.replica.calls:
                     call.replica.give_up(call, evidence)
                 else:
                     call.last = max(call.last, loop.time() - SILENT_SECONDS / 2)  # not again at the next check
 
-    async def examine(self, call: CallProgress) -> UpstreamEvidence:
-        """Whether the replica of this call hangs."""
+    async def examine(self, call: CallProgress, *, patient: bool = False) -> UpstreamEvidence:
+        """Whether the replica of this call hangs.
+
+        `patient`: there is time to wait for an answer, so that a server which may serve one request at a time is
+        not called hung for leaving another one unanswered."""
         loop = asyncio.get_running_loop()
         replica = call.replica
         began, received, others = loop.time(), call.bytes, replica.others_progress(call)
         if received and began - call.last <= RECENT_SECONDS:
             return self._evidence(call, "working", "bytes_received", began)
-        report = self._report(replica)
+        report = self._report(replica, began)
         stalled_at = call.last + STALL_SECONDS
         while call in replica.calls and call.bytes == received:
             if report.done() and (not received or loop.time() >= stalled_at):
@@ -196,9 +220,11 @@ class HangDetector:
         found = await asyncio.shield(report)
         moved = replica.others_progress(call)
         recent = moved is not None and (moved != others or loop.time() - moved <= RECENT_SECONDS)
-        verdict, reason = judge(found, begun=received > 0, others_moved=recent)
+        usual = patient or loop.time() - call.sent < USUAL_TIMES * replica.longest_answer
+        verdict, reason = judge(found, begun=received > 0, others_moved=recent, usual=usual)
         if verdict == "hung" and reason != "request_lost":
             replica.mark_hung(loop.time(), reason)
+            self._hung_reports.setdefault(replica.name, (loop.time(), found))
         return self._evidence(call, verdict, reason, loop.time(), found)
 
     def _evidence(
@@ -219,9 +245,14 @@ class HangDetector:
 
     # ---- replicas
 
-    def _report(self, replica: Replica) -> "asyncio.Task[ReplicaReport]":
-        """The examination under way, or a new one."""
+    def _report(self, replica: Replica, now: float) -> "asyncio.Task[ReplicaReport]":
+        """The examination under way, the one that found the replica hung a moment ago, or a new one."""
         task = self._reports.get(replica.name)
+        found_at, _ = self._hung_reports.get(replica.name, (now, None))
+        if not replica.hung or now - found_at > REUSE_SECONDS:
+            self._hung_reports.pop(replica.name, None)
+        elif task is not None and replica.name in self._hung_reports:
+            return task
         if task is None or task.done():
             task = asyncio.get_running_loop().create_task(self.report(replica), context=apart())
             self._reports[replica.name] = task
@@ -286,5 +317,5 @@ class HangDetector:
 
     async def works_again(self, replica: Replica) -> bool:
         """Whether a replica that hung gives tokens again."""
-        report = await asyncio.shield(self._report(replica))
+        report = await self.report(replica)
         return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))

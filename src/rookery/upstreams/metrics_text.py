@@ -1,15 +1,17 @@
-"""Read the load of an inference engine from its Prometheus metrics."""
+"""Read the load of an inference engine from its Prometheus metrics.
+
+Only engines that serve many requests at once are known here: one that leaves a short request unanswered hangs.
+"""
 
 from typing import Final
 
 import msgspec
 
-_RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
-_WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _TOKENS: Final = (
     "vllm:generation_tokens_total",
     "sglang:generation_tokens_total",
-    "llamacpp:tokens_predicted_total",
 )
 
 

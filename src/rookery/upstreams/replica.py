@@ -160,6 +160,8 @@ class Replica:
         """Whether it was found hung: it must give a token before it gets calls again."""
         self._progress: list[tuple[CallProgress, float]] = []
         """The two calls that made progress last, the latest first, and when."""
+        self.longest_answer = 0.0
+        """Seconds that the longest of its answers took."""
         self._progress_waiters: list[asyncio.Future[None]] = []
         self._headers = {
             "Accept-Encoding": "identity",  # on a local network, inflating costs more than sending

@@ -30,7 +30,7 @@ from rookery.core.errors import describe
 from rookery.upstreams.choose import choose
 from rookery.upstreams.complaints import context_full, refused_field
 from rookery.upstreams.format import About, Ask, Complained, Format, Gather, WireError, version_number
-from rookery.upstreams.hangs import HangDetector, UpstreamEvidence
+from rookery.upstreams.hangs import RECENT_SECONDS, HangDetector, UpstreamEvidence
 from rookery.upstreams.health import Sign
 from rookery.upstreams.protocol import (
     CONCURRENCY,
@@ -94,6 +94,8 @@ class HttpUpstream(Servers):
         self._refused: frozenset[str] = frozenset()
         self._plain = config.sampling == Sampling()
         self._turn = 0
+        self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
+        """Calls that will be tried again: affinity, replica, last failure, and when the call began."""
         self.hangs = HangDetector(self.vitals, lambda: config.model)
 
     # ------------------------------------------------------------------------------------- of each kind
@@ -135,6 +137,7 @@ class HttpUpstream(Servers):
                 finally:
                     replica.places.give()
                     elapsed += loop.time() - started
+                replica.longest_answer = max(replica.longest_answer, loop.time() - started)
                 self._served(replica, ask, started)
                 return reply  # noqa: TRY300  (an else would part it from what it needs)
             except _Again as other:
@@ -157,13 +160,19 @@ class HttpUpstream(Servers):
                 if delay is None:
                     raise failure.error from failure.__cause__
                 log.debug("%s; trying again in %.2f s", failure.error, delay)
+                failed_with = failure.error
                 attempt += 1
                 dropped += failure.kind in ("dropped", "error")
                 avoid, again = replica, None
                 ask = self._anew(ask, attempt)
             finally:
                 replica.load -= 1
-            await asyncio.sleep(delay)
+            waiting = (request.affinity, replica, failed_with, loop.time() - elapsed)
+            self._between_tries.append(waiting)
+            try:
+                await asyncio.sleep(delay)
+            finally:
+                self._between_tries.remove(waiting)
             elapsed += delay
 
     async def _send(
@@ -336,8 +345,23 @@ class HttpUpstream(Servers):
 
     async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
         """Evidence about the calls under way with this affinity: whether their servers hang."""
+        now = asyncio.get_running_loop().time()
+        failing = [
+            UpstreamEvidence(
+                replica=replica.name,
+                verdict="hung",
+                reason="call_failed",
+                streamed=False,
+                seconds=round(now - since, 3),
+                silent=round(now - since, 3),
+                cause=error.code,
+                failure=str(error),
+            )
+            for whose, replica, error, since in self._between_tries
+            if whose == affinity and now - since > RECENT_SECONDS
+        ]
         calls = [call for replica in self.replicas for call in replica.calls if call.affinity == affinity]
-        return tuple(await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
+        return (*failing, *await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
 
     async def gives_tokens(self, replica: Replica) -> bool:
         return await self.hangs.works_again(replica)
