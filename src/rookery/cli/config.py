@@ -305,7 +305,7 @@ def sandbox_of(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec,
     return msgspec.structs.replace(spec, **given, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
 
 
-_RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer"}
+_RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer", "tool_prompt": "tool_prompt"}
 
 
 def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
@@ -365,6 +365,7 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         stream=stream,
         record=values["record"],
         rendering=rendering,
+        allow_no_tools=values["allow_no_tools"],
         **chosen,
     )
 

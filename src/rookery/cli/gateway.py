@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import Number
+from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +69,8 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 @click.option(
     "--tool-parser", metavar="NAME", help="How the model writes tool calls, where the format leaves it open."
 )
+@click.option("--tool-prompt", metavar="FILE", help=TOOL_PROMPT)
+@click.option("--allow-no-tools", is_flag=True, help=ALLOW_NO_TOOLS)
 @click.option("--reasoning-parser", metavar="NAME", help="How it writes its reasoning, likewise.")
 @click.option(
     "--role", "roles", metavar="NAME=URL", multiple=True, help="Another model, by role, such as judge=http://…"
@@ -94,6 +96,8 @@ def gateway(
     tokenizer: str | None,
     renderer: str | None,
     tool_parser: str | None,
+    tool_prompt: str | None,
+    allow_no_tools: bool,
     reasoning_parser: str | None,
     roles: tuple[str, ...],
     concurrency: int | None,
@@ -115,6 +119,8 @@ def gateway(
         "tokenizer": tokenizer,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "tool_prompt": tool_prompt,
+        "allow_no_tools": allow_no_tools or None,
     }
     said = {name: value for name, value in rendering.items() if value is not None}
     if said and record != "tokens":
@@ -163,6 +169,8 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     async with Gateway(config, folder, host=host, port=port, key=key or None) as served:
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
         tell(f"serving at {served.url}{plural}, recording {config.record}", err=False)
+        if served.no_tools:
+            tell(f"warning: {served.no_tools}")
         if not key:
             tell(f"admin key: {served.key} (give one in {KEY_ENV} to choose it)", err=False)
         await stop.wait()

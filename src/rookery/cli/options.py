@@ -132,6 +132,11 @@ def source_options(command: F) -> F:
     return command
 
 
+TOOL_PROMPT: Final = (
+    "For chat templates without tools: a text that describes them, with {tools} in it; or `default`."
+)
+ALLOW_NO_TOOLS: Final = "Go on without tools where the chat template has no place for them."
+
 _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
     _option(
@@ -167,6 +172,8 @@ _OPTIONS = (
         "--tokenizer", metavar="PATH", env="TOKENIZER", help="The policy's tokenizer, a folder or a hub name."
     ),
     _option("--renderer", metavar="NAME", env="RENDERER", help="Its chat format, such as qwen3.  [default: auto]"),
+    _option("--tool-prompt", metavar="FILE", env="TOOL_PROMPT", help=TOOL_PROMPT),
+    _option("--allow-no-tools", is_flag=True, env="ALLOW_NO_TOOLS", help=ALLOW_NO_TOOLS),
     _option(
         "--tool-parser",
         metavar="NAME",

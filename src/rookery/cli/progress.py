@@ -39,6 +39,7 @@ _WARNINGS: Final = frozenset(
         "upstream.back",
         "upstream.no_tokens",
         "upstream.waiting",
+        "template.no_tools",
         "log.warning",
         "resume.changed",
     )

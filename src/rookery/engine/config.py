@@ -53,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     wait_for_upstream: float = 0.0
     """Seconds to wait for a model server that is not there, at the start or under way, before the run stops.
     Attempts that fail meanwhile are not charged."""
+    allow_no_tools: bool = False
+    """Go on without tools where the chat template has no place for them, instead of refusing to start."""
     listen: str = ""
     """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
     public: str = ""

@@ -32,7 +32,7 @@ from rookery.engine.taskbook import REGISTERED, TaskBook
 from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import NOT_ISOLATED
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
-from rookery.gateway.config import settled_format
+from rookery.gateway.config import settle_rendering
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import settle
 from rookery.tasks import tasks_from
@@ -124,7 +124,7 @@ class Engine:
                 "give the policy's URL (--policy http://host:port/v1, or --policy embedded for the small one "
                 "that comes along), others in `roles`"
             )
-        rendering = settled_format(config.recording, config.rendering, config.upstreams["policy"])
+        rendering, self._no_tools = self._settle_rendering(config)
         self.config = msgspec.structs.replace(config, rendering=rendering)
         self.folder: Path | None = None
         self._out = Path(out)
@@ -205,6 +205,8 @@ class Engine:
             await self._supervisor.start()
             if self._unsettled:
                 self._supervisor.event(NOT_ISOLATED, {"detail": f"sandboxes will be refused: {self._unsettled}"})
+            if self._no_tools:
+                self._supervisor.event("template.no_tools", {"detail": self._no_tools})
             self._control = Control(self, self.folder, self.config.listen)
             await self._control.start()
         except BaseException:
@@ -245,6 +247,20 @@ class Engine:
             problems += no_way(self.sandbox, self.config.public)
         if problems:
             raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
+
+    def _settle_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
+        """The chat format, ready to travel, and a warning where it has no place for tools.
+
+        Refuses a format that would hide the environment's tools from the policy, unless that is allowed.
+        """
+        wanted = config.rendering
+        if wanted and config.allow_no_tools:
+            wanted = {**wanted, "allow_no_tools": True}
+        settled, lost = settle_rendering(config.recording, wanted, config.upstreams["policy"])
+        if lost and not settled.get("allow_no_tools") and self.environment.tools():
+            names = ", ".join(tool.name for tool in self.environment.tools())
+            raise UsageError(f"{self.environment.title} gives the policy tools ({names:.200}), and {lost}")
+        return settled, lost
 
     def _reference(self) -> EnvironmentRef:
         if self._given is None:

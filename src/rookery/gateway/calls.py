@@ -240,7 +240,11 @@ class _Telling:
         with seat.asks(key):
             async with seat.within():
                 seat.calls += 1
-                replies = await self._ask_all(session, role, call)
+                try:
+                    replies = await self._ask_all(session, role, call)
+                except Unrenderable:
+                    seat.calls -= 1  # refused here, before a model was asked
+                    raise
         seat.failure = ""
         for reply in replies:
             self._counted(session, reply.turn)

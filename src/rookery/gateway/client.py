@@ -53,6 +53,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     truncated: TruncatedReason | None = None
     held: float = 0.0
     """Seconds that were not the session's own: pauses, and waiting for a place at the upstream."""
+    turns_recorded: int = 0
     calls: int = 0
     """Model calls that were sent to an upstream, whether or not they were answered."""
     failure: str | None = None

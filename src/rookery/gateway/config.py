@@ -71,15 +71,24 @@ def format_of(record: Record, rendering: dict[str, Any] | None, policy: Upstream
 
 def settled_format(record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig) -> dict[str, Any]:
     """As `format_of`, tried and ready to travel. Takes a second, and longer where a tokenizer must be fetched."""
+    return settle_rendering(record, rendering, policy)[0]
+
+
+def settle_rendering(
+    record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig
+) -> tuple[dict[str, Any], str]:
+    """As `settled_format`, and why tools of calls would be lost; empty where they are not."""
     chosen = format_of(record, rendering, policy)
     if not chosen:
-        return {}
+        return {}, ""
     from rookery.gateway.renderings import config_of, open_config, settle
+    from rookery.gateway.renderings.tool_prompts import without_tools
 
     config = settle(config_of(chosen))
-    open_config(config)
+    opened = open_config(config)
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    return plain or {"name": config.name}
+    lost = without_tools(opened.name) if getattr(opened, "drops_tools", False) else ""
+    return plain or {"name": config.name}, lost
 
 
 class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):

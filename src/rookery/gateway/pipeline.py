@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rookery.core import Finish, Message, UpstreamError
+from rookery.gateway.renderings.protocol import Unrenderable
+from rookery.gateway.renderings.tool_prompts import without_tools
 from rookery.gateway.sent import HeldCalls, Sent, without_half_call
 from rookery.gateway.session import MODEL_CALL_SECONDS, Call, Reply, Role, Session
 from rookery.gateway.stops import Stops
@@ -165,6 +167,8 @@ async def _prompt(session: Session, role: Role, place: Place, call: Call) -> tup
 async def _rendered(rendering: "Offloop", place: Place, call: Call) -> tuple[bytes, bytes | None, bool]:
     """A prompt, what of it is new, and whether it could not extend the turn before it."""
     tools, choice = call.tools.schemas, call.tool_choice
+    if tools and choice != "none" and getattr(rendering.rendering, "refuses_tools", False):
+        raise Unrenderable(without_tools(rendering.rendering.name))
     node = place.turn
     refused = False
     if node is not None and node.sampled:

@@ -30,7 +30,7 @@ from rookery.core import RookeryError, UsageError
 from rookery.core.blas_threads import one_blas_thread
 from rookery.core.errors import behind
 from rookery.gateway.client import GatewayAddress, GatewayClient
-from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settled_format
+from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settle_rendering
 from rookery.gateway.public import checked_url, proved
 from rookery.upstreams.listening import bound
 
@@ -63,7 +63,7 @@ class Gateway:
         keys: dict[str, str] | None = None,
         logs: Path | None = None,
     ) -> None:
-        rendering = settled_format(config.record, config.rendering, config.upstreams["policy"])
+        rendering, self.no_tools = settle_rendering(config.record, config.rendering, config.upstreams["policy"])
         self.config = msgspec.structs.replace(config, rendering=rendering or None)
         self.key = key or secrets.token_urlsafe(24)
         self.restarts = 0

@@ -25,7 +25,8 @@ def check_start(name: str, ended: Ended, session: Record, spec: SandboxSpec) -> 
     """
     if ended.why == "budget" or session.truncated is not None:
         return
-    if ended.why == "exited" and (code := session.failure) and cause_of(code).fault == "infra":
+    code = session.failure or ""
+    if ended.why == "exited" and code and (cause_of(code).fault == "infra" or not session.turns_recorded):
         raise UpstreamError(
             f"the agent {name} {_how(ended)} after its last model call failed with {code}{_output(ended)}",
             cause=code,

@@ -50,6 +50,11 @@ class RenderingConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """How `default` reads reasoning."""
     template: str | None = None
     """The text of a chat template instead of the tokenizer's own; `settle` also takes a file's path."""
+    tool_prompt: str | None = None
+    """Describes tools in the system message, instead of the template: `default`, a text with `{tools}` in it, or
+    the path of a file with such a text."""
+    allow_no_tools: bool = False
+    """Send calls without their tools where the template has no place for them, instead of refusing those calls."""
     options: dict[str, Any] = {}
     """What the family or the template knows beyond that, as `enable_thinking`."""
 
@@ -114,6 +119,10 @@ def settle(config: RenderingConfig) -> RenderingConfig:
             changes["template"] = Path(config.template).expanduser().read_text()
         except (OSError, ValueError) as error:
             raise UsageError(f"the chat template {config.template!r} cannot be read: {describe(error)}") from error
+    if config.tool_prompt is not None:
+        from rookery.gateway.renderings.tool_prompts import read_tool_prompt
+
+        changes["tool_prompt"] = read_tool_prompt(config.tool_prompt)
     return msgspec.structs.replace(config, **changes) if changes else config
 
 

@@ -22,6 +22,7 @@ from rookery.gateway.renderings.outline import LATER, PROBE, Outline, Plan, plan
 from rookery.gateway.renderings.protocol import Unrenderable
 from rookery.gateway.renderings.reader import FamilyReader
 from rookery.gateway.renderings.tokenizer import Tokenizer, open_tokenizer
+from rookery.gateway.renderings.tool_prompts import drops_tools, with_tool_prompt
 from rookery.gateway.renderings.words import CallIds, message_of, plain, schemas
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def family_of(tokenizer: Tokenizer) -> str:
 
 def open_family(config: "RenderingConfig") -> "Family":
     """The entry point of every family."""
-    return Family(config.name, open_tokenizer(config.tokenizer, config.template), _built(config))
+    made = Family(config.name, open_tokenizer(config.tokenizer, config.template), _built(config))
+    made.settle_tools(config.tool_prompt, allowed=config.allow_no_tools)
+    return made
 
 
 open_family.families = families  # type: ignore[attr-defined]
@@ -171,13 +174,27 @@ class Family:
         self.bare_calls = bool(self.found((), tokenizer.encode('{"name": "a", "parameters": {}}'), ()).tool_calls)
         self._marks = tuple(mark for mark in self._marks if not self._revokes(mark))
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = {}
+        self.tool_prompt: str | None = None
+        self.drops_tools = False
+        """Whether the template ignores tools and no prompt describes them."""
+        self.refuses_tools = False
+        """Whether calls that offer tools are refused for that reason."""
+
+    def settle_tools(self, prompt: str | None, *, allowed: bool) -> None:
+        """Decide what becomes of tools: `prompt` describes them; `allowed` drops them where the template does."""
+        self.tool_prompt = prompt
+        self.drops_tools = prompt is None and drops_tools(self.render)
+        self.refuses_tools = self.drops_tools and not allowed
 
     # ------------------------------------------------------------------------------------- messages to ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], tool_choice: str | None) -> bytes:
         words = plain(messages, developer=self._developer, named=self._named)
+        offered = schemas(tools, tool_choice)
+        if offered and self.tool_prompt is not None:
+            words, offered = with_tool_prompt(words, offered, self.tool_prompt), None
         try:
-            ids = self.renderer.render_ids(words, tools=schemas(tools, tool_choice), add_generation_prompt=True)
+            ids = self.renderer.render_ids(words, tools=offered, add_generation_prompt=True)
         except Unrenderable:
             raise
         except Exception as error:

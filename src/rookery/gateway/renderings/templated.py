@@ -62,7 +62,9 @@ def open_default(config: "RenderingConfig") -> "Templated":
         renderer = renderers.create_renderer(tokenizer, chosen)
     except (ValueError, TypeError) as error:
         raise UsageError(f"`default` cannot have these options: {describe(error)}") from error
-    return Templated(tokenizer, renderer, config.options)
+    made = Templated(tokenizer, renderer, config.options)
+    made.settle_tools(config.tool_prompt, allowed=config.allow_no_tools)
+    return made
 
 
 class Templated(Family):
