@@ -6,6 +6,7 @@ Promises:
 - a task always has a list of steps; one that is not divided has one.
 """
 
+from math import isfinite
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -115,9 +116,23 @@ class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
 
 
+GRADED_RUNS = 3
+"""Runs of the tests that one grading may need: the submission twice, the task's own solution once."""
 SCORE_ROOM = 120.0
-"""Seconds besides the tests themselves: a box is made, files are moved."""
+"""Seconds of a grading besides its runs: sandboxes are created, files are moved."""
+GRADE_SHARE = 0.9
+"""The part of a stage's time that grading may use."""
 SETUP_ROOM = 300.0
+
+
+def grading_seconds(step: SweStep) -> float:
+    """Return the seconds that grading a step needs at most, so that every run of its tests has its whole time."""
+    return GRADED_RUNS * step.verifier.timeout + 2 * SCORE_ROOM
+
+
+def grading_budget(step: SweStep, remaining: float) -> float:
+    """Return the seconds that grading a step gets of what remains of its stage."""
+    return GRADE_SHARE * remaining if isfinite(remaining) else grading_seconds(step)
 
 
 def task_of(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
@@ -137,12 +152,11 @@ def limits_of(task: SweTask) -> Limits:
     run = None
     if all(step.timeout is not None for step in steps):
         # All but the last are graded while the rollout runs.
-        graded = sum(step.verifier.timeout + SCORE_ROOM for step in steps[:-1])
+        graded = sum(grading_seconds(step) for step in steps[:-1])
         run = sum(step.timeout or 0.0 for step in steps) + graded
     return Limits(
         run=run,
-        # Twice: a grader that fails on a submission is run once more.
-        score=2 * steps[-1].verifier.timeout + SCORE_ROOM,
+        score=grading_seconds(steps[-1]) / GRADE_SHARE,
         setup=task.build + SETUP_ROOM if task.build is not None else None,
     )
 

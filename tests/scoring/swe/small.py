@@ -107,14 +107,15 @@ async def attempt(
     what: str | Cheat = "",
     *,
     spec: SandboxSpec,
+    seconds: float = 120.0,
     **settings: Any,
 ) -> SweGrade:
-    """One submission: a script in the agent's box, then its grade."""
+    """Grade one submission: a script runs in the agent's sandbox, then the grader has `seconds`."""
     box = await open_box(spec)
     try:
         prepared = await prepare(box, task, timeout=60.0)
         await act(box, what)
-        return await SweGrader(open_box, task, spec, **settings).grade(box, prepared, 0, timeout=120.0)
+        return await SweGrader(open_box, task, spec, **settings).grade(box, prepared, 0, timeout=seconds)
     finally:
         await box.close()
 

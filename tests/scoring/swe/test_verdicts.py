@@ -119,7 +119,10 @@ def test_a_script_that_fails_twice_is_the_submissions_unless_the_solution_fails_
 
 def test_a_verdict_that_is_none_is_the_tasks_unless_the_submission_could_write_it() -> None:
     assert Referee(has_solution=True, weaker=False).submission("invalid") == "invalid"
-    assert Referee(has_solution=False, weaker=True).submission("invalid") == "invalid"
+    alone = Referee(has_solution=False, weaker=True)
+    assert alone.submission("invalid") == "untouched"
+    assert alone.untouched("invalid") == "invalid"
+    assert alone.untouched("reward") == alone.untouched("crash") == "minimum"
     weak = Referee(has_solution=True, weaker=True)
     assert weak.submission("invalid") == "solution"
     assert weak.solution("reward") == "minimum"

@@ -46,10 +46,8 @@ MAX_FILES: Final = 16
 MAX_SCRIPT: Final = 4 << 20
 RESERVE: Final = 5.0
 """Seconds of the run's time that are kept for ending and collecting, or a tenth of it where that is less."""
-GRADE_ROOM: Final = 0.9
 END_SECONDS: Final = 3.0
 """For the last words with the gateway of an attempt that is failing or cancelled."""
-UNBOUNDED: Final = 3600.0
 
 
 class AgentEnvironment(Environment):
@@ -243,7 +241,7 @@ class AgentEnvironment(Environment):
             if step is not None and number + 1 < len(steps):
                 if await door.look() is not None:  # it ended because its calls were refused
                     break
-                score = await kinds.box_graded(ctx, number, low, high, seconds=_part(ctx.remaining))
+                score = await kinds.box_graded(ctx, number, low, high)
                 if not kinds.enough(step, score):
                     ctx.log.info("the next steps are not begun: the reward of this one is too low", step=step.name)
                     break
@@ -375,7 +373,7 @@ class AgentEnvironment(Environment):
         from rookery.environments.swe.rewards import total
 
         if len(ctx.state["grades"]) <= ctx.state["step"]:
-            await kinds.box_graded(ctx, ctx.state["step"], low, high, seconds=_part(ctx.remaining))
+            await kinds.box_graded(ctx, ctx.state["step"], low, high)
         scored: Score = total(ctx.state["task"], ctx.state["grades"], low)
         return scored
 
@@ -385,10 +383,6 @@ def _box_of(task: SweTask, spec: SandboxSpec) -> SandboxSpec:
 
     made: SandboxSpec = sandbox_for(task, spec, network="run")
     return made
-
-
-def _part(seconds: float) -> float:
-    return GRADE_ROOM * seconds if math.isfinite(seconds) else UNBOUNDED
 
 
 def _deadline(ctx: Context, limit: float) -> Callable[[], float]:

@@ -22,7 +22,7 @@ from rookery.environments.results import match_answer
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, code_task
 from rookery.scoring.grading import Forms, Grader
-from rookery.tasks.swe import KEY, SweStep, SweTask, swe_task
+from rookery.tasks.swe import KEY, SweStep, SweTask, grading_budget, swe_task
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
 AT_ONCE: Final = 4
@@ -147,7 +147,7 @@ def enough(step: SweStep, score: Score) -> bool:
     return bool(well(step, score))
 
 
-async def box_graded(ctx: Context, step: int, low: float, high: float, *, seconds: float) -> Score:
+async def box_graded(ctx: Context, step: int, low: float, high: float) -> Score:
     """One step, over the box as it is now. Waiting for a place is off the clock."""
     from rookery.scoring.swe import SweGrader
 
@@ -157,6 +157,7 @@ async def box_graded(ctx: Context, step: int, low: float, high: float, *, second
     async with AsyncExitStack() as stack:
         with ctx.held():
             await ctx.working("sandbox", stack.enter_async_context(_gate().passed()))
+        seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
         grade = await grader.grade(box, ctx.state["prepared"], step, timeout=seconds)
     ctx.state["grades"].append(grade.score)
     ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))

@@ -36,7 +36,14 @@ from rookery.environments.swe.toolbox import toolbox
 from rookery.environments.tools import ANSWER, ToolEnvironment, _Ended
 from rookery.sandboxes.protocol import Shell
 from rookery.scoring.swe import Prepared, SweGrader, prepare, prepare_step
-from rookery.tasks.swe import SweStep, SweTask, limits_with_test_timeout, swe_task, with_test_timeout
+from rookery.tasks.swe import (
+    SweStep,
+    SweTask,
+    grading_budget,
+    limits_with_test_timeout,
+    swe_task,
+    with_test_timeout,
+)
 
 TaskNetwork: TypeAlias = Literal["task", "run"]
 PROMPT = (
@@ -44,12 +51,8 @@ PROMPT = (
     "changed and to try it. {submit}"
 )
 NUDGE = "You did not call a tool. {submit}"
-GRADE_ROOM = 0.9
-"""What grading may take of the time that is left of its stage."""
 UNWIND = 20.0
 """Seconds a step gets to end at its limit: longer than the tools in it do."""
-UNBOUNDED = 3600.0
-"""Seconds for it, where the stage has no end."""
 
 
 class SweEnvironment(ToolEnvironment):
@@ -250,7 +253,7 @@ class SweEnvironment(ToolEnvironment):
         async with AsyncExitStack() as stack:
             with ctx.held():
                 await ctx.working("sandbox", stack.enter_async_context(self._gate.passed()))
-            seconds = GRADE_ROOM * ctx.remaining if math.isfinite(ctx.remaining) else UNBOUNDED
+            seconds = grading_budget(task.steps[number], ctx.remaining)
             grade = await grader.grade(box, prepared, number, timeout=seconds)
         if not task.steps[number].verifier.services:
             # Grading ended what ran in the box; the next step is not to find the shell half dead.

@@ -14,14 +14,14 @@ import msgspec
 from rookery.core import Limits, Task
 from rookery.environments.base import Score, reward_bounds
 from rookery.environments.context import Context
-from rookery.environments.swe.environment import GRADE_ROOM, UNBOUNDED, SweEnvironment
+from rookery.environments.swe.environment import SweEnvironment
 from rookery.sandboxes import Command, Sandbox
 from rookery.scoring.boxes import bounded_exec
 from rookery.scoring.swe import SweGrader, prepare_step
 from rookery.scoring.swe.cheats import BY_NAME, CHEATS
 from rookery.scoring.swe.prepare import Clock
 from rookery.scoring.swe.solving import solve
-from rookery.tasks.swe import SweStep, SweTask, swe_task
+from rookery.tasks.swe import SweStep, SweTask, grading_budget, swe_task
 
 VARIANT: Final = "variant"
 """In a task's data."""
@@ -69,8 +69,9 @@ class Validating(SweEnvironment):
         fresh = ctx.task.data.get(VARIANT) == FRESH
         grader = SweGrader(ctx.sandbox, ctx.state["task"], ctx.spec, low=low, high=high, fresh_always=fresh)
         # Through no gate: how many are tried at once is what the user says with -c.
-        seconds = GRADE_ROOM * min(ctx.remaining, UNBOUNDED)
-        grade = await grader.grade(await ctx.sandbox(), ctx.state["prepared"], ctx.state["step"], timeout=seconds)
+        step: int = ctx.state["step"]
+        seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
+        grade = await grader.grade(await ctx.sandbox(), ctx.state["prepared"], step, timeout=seconds)
         ctx.state["grades"].append(grade.score)
         ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
         ctx.info["notes"] = list(ctx.state["prepared"].notes)

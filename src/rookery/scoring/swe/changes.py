@@ -172,6 +172,11 @@ async def undo(
     """
     if not remove and not restore:
         return
+    # Files that became folders: these go first, with all that lies in them.
+    replaced = _above(remove) & set(restore)
+    if replaced:
+        await _for_each(box, _CLEAR, [f"-{path}" for path in sorted(replaced)], clock)
+        remove = {path for path in remove if not below(path, replaced)}
     taken = await take(pristine, dict.fromkeys(restore, "changed"), ("/",), (), into, clock)
     for path in remove:
         place = _host(taken.tree, path)

@@ -1,6 +1,6 @@
-"""Grades what an agent left in its box.
+"""Grade what an agent left in its sandbox.
 
-Promises:
+Guarantees:
 - fresh, the default: the tests run in a box that no agent was in, over what it changed in the working folder and
   the task's artifacts, with no network unless the task says so;
 - shared, where a task asks for it: over all that the agent left, in a copy of its box where the provider can make
@@ -9,10 +9,14 @@ Promises:
 - in both, a script that runs the submission through `ROOKERY_RUN` is another user than the submission, and its
   verdict lies where only that user can write; where it is not so, the grade is labelled weaker, and says why;
 - the agent's box is never shown a test, unless it has to be graded in itself; then nothing of them is left in it;
+- the time is divided among all runs that the rules may need (the submission twice, the task's own solution once),
+  and time that the tests take with a submission is never held against the machine or the task;
+- a task is at fault only by what happens without a submission: with its own solution, or in an untouched sandbox;
 - whatever happens, every box that was opened here is closed when this returns.
 """
 
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,11 +34,18 @@ from rookery.scoring.swe import planted, scripts, verdicts
 from rookery.scoring.swe.changes import Taken, TooMuch, host_folder
 from rookery.scoring.swe.prepare import ROOT, Clock, Prepared, prepare, run, told
 from rookery.scoring.swe.refereeing import End, Referee
-from rookery.scoring.swe.solving import solve
-from rookery.tasks.swe import GradeMode, SweStep, SweTask
+from rookery.scoring.swe.scripts import CannotStart
+from rookery.scoring.swe.solving import OutOfTime, solve
+from rookery.tasks.swe import GRADED_RUNS, GradeMode, SweStep, SweTask
 
 OpenBox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 TAIL: Final = 4_000
+MOVE_SECONDS: Final = 60.0
+"""Kept for each run to create sandboxes and move files; less where the whole grading has little time."""
+START_SECONDS: Final = 2.0
+"""After which tests that still run have been started."""
+_OF_NAMES: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ, errno.EINVAL, errno.ENOTDIR, errno.EISDIR)
+"""What a submission's own paths do to a file system, on any machine."""
 ONE_USER: Final = "the box has one user, so the program under test can be no other than the grader"
 AS_ITSELF: Final = "the tests run the submission as themselves, not through ROOKERY_RUN"
 ROOT_SERVES: Final = "what the agent left running runs as root, as the grader does"
@@ -74,10 +85,13 @@ class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Who(NamedTuple):
+    """Who runs the tests and the program under test, and for how long."""
+
     grader: str | None
     program: str | None
     strong: bool
     weaker: str
+    wall: float = 600.0
 
 
 class _Run(NamedTuple):
@@ -123,18 +137,27 @@ class SweGrader:
         clock = Clock(timeout)
         one = self._task.steps[step]
         mode = self.mode_of(one)
-        who = self._who(one, prepared, mode)
+        who = self._who(one, prepared, mode)._replace(wall=_wall(one.verifier.timeout, timeout))
         referee = Referee(has_solution=bool(one.solution), weaker=bool(who.weaker))
         runs = 0
-        while True:
-            last = await self._tried(box, prepared, one, mode, who, clock)
-            runs += 1
+        last: _Run | None = None
+        said: str = "again"
+        while said == "again":
+            try:
+                tried = await self._tried(box, prepared, step, mode, who, clock)
+            except SandboxError as error:
+                if error.code != "scoring.timeout" or last is None or last.end == "lost":
+                    raise
+                said = "minimum"  # the time went into a run that the submission made fail
+                break
+            last, runs = tried, runs + 1
             said = referee.submission(last.end)
             if said == "solution":
                 said = referee.solution(await self._solution(box, prepared, step, mode, who, clock))
-            if said == "again":
-                continue
-            break
+            elif said == "untouched":
+                alone = await self._alone(box, prepared, step, who, clock)
+                said = referee.untouched(alone) if alone is not None else "minimum"
+        assert last is not None
         if said == "infra":
             raise SandboxError(
                 f"the boxes of a grader were lost: {describe(last.error) if last.error else 'lost'}"
@@ -190,14 +213,28 @@ class SweGrader:
     # ---- one run
 
     async def _tried(
-        self, box: Sandbox, prepared: Prepared, step: SweStep, mode: GradeMode, who: _Who, clock: Clock
+        self, box: Sandbox, prepared: Prepared, step: int, mode: GradeMode, who: _Who, clock: Clock
     ) -> _Run:
+        one = self._task.steps[step]
         try:
             if mode == "fresh":
-                return await self._fresh(box, prepared, step, who, clock)
-            return await self._shared(box, prepared, step, who, clock)
+                return await self._fresh(box, prepared, one, who, clock)
+            return await self._shared(box, prepared, one, who, clock)
         except TooMuch as error:
             return _Run("crash", error=error)
+        except CannotStart as error:
+            started = await self._alone(box, prepared, step, who, clock, seconds=START_SECONDS)
+            if started is None:
+                raise TaskError(
+                    f"task {self._task.id}: its tests cannot be started: {error}", cause="task.image"
+                ) from error
+            return _Run("crash", error=TooMuch(f"its sandbox does not let the tests start: {error}"))
+        except TimeoutError as error:
+            raise SandboxError("a grader's sandbox did not answer in time", cause="scoring.timeout") from error
+        except OSError as error:
+            if error.errno in _OF_NAMES:
+                return _Run("crash", error=TooMuch(f"its files cannot be carried: {describe(error)}"[:1000]))
+            raise SandboxError(f"a submission could not be carried: {describe(error)}"[:1000]) from error
         except SandboxError as error:
             if error.code == "sandbox.exhausted":
                 return _Run("memory", error=error)
@@ -222,7 +259,7 @@ class SweGrader:
         if not prepared.snapshot:
             return own, await moving.whole(box, own, here, clock)
         found = await self._diff(box, prepared, clock)
-        back = set() if who.strong else await self._kept_back(box, fresh, found, own, clock)
+        back = set() if who.strong else await self._kept_back(box, fresh, step, found, own, clock)
         tops: tuple[str, ...] = own
         if step.verifier.mode == "shared":
             remove, restore = planted.of_system(found, own, await _programs(fresh, clock))
@@ -243,16 +280,22 @@ class SweGrader:
             finally:
                 with contextlib.suppress(SandboxError):  # a box that is lost has nothing left in it
                     await scripts.cleared(box, step, several=prepared.several, clock=clock)
-        try:
-            final = await box.snapshot(timeout=clock.left())
-        except SandboxError as error:
-            await self._alive_or_raise(box, error, clock)
-            raise TooMuch(f"what it left cannot be copied: {describe(error)}") from error
-        copy = await box.fork(final, timeout=clock.left(), spec=self._quiet(box.spec, step))
+        copy = await self._copy(box, prepared, step, clock)
         try:
             return await self._in(copy, box, prepared, step, who, found, own, clock)
         finally:
             await closed(copy)
+
+    async def _copy(self, box: Sandbox, prepared: Prepared, step: SweStep, clock: Clock) -> Sandbox:
+        """Return a copy of the agent's sandbox. `TooMuch` where only what the agent left in it prevents that."""
+        spec = self._quiet(box.spec, step)
+        try:
+            final = await box.snapshot(timeout=clock.left())
+            return await box.fork(final, timeout=clock.left(), spec=spec)
+        except SandboxError as error:
+            await self._alive_or_raise(box, error, clock)
+            async with self._pristine(box, prepared, step, clock):  # the machine can: so it is not the machine
+                raise TooMuch(f"its sandbox cannot be copied: {describe(error)}"[:1000]) from error
 
     async def _in(
         self,
@@ -270,7 +313,7 @@ class SweGrader:
             with host_folder() as here:
                 async with self._pristine(box, prepared, step, clock) as fresh:
                     remove, restore = planted.of_system(found, own, await _programs(fresh, clock))
-                    back = set() if who.strong else await self._kept_back(where, fresh, found, own, clock)
+                    back = set() if who.strong else await self._kept_back(where, fresh, step, found, own, clock)
                     remove |= {path for path in back if found[path] == "added"}
                     restore |= {path for path in back if found[path] != "added"}
                     restore = {path for path in restore if not planted.below(path, VOLATILE)}
@@ -299,22 +342,18 @@ class SweGrader:
         )
         if clock.over:
             raise SandboxError("grading ran out of time before its tests began", cause="scoring.timeout")
-        wall = clock.left(verifier.timeout)
+        wall = clock.left(who.wall)
         result = await scripts.ran(
             box, task, step, grader=who.grader, program=who.program, strong=who.strong, wall=wall
         )
         if result.status == "lost":
             return _Run("lost", result=result, error=SandboxError(f"a grader's box was lost: {result.detail}"))
         if result.status == "time_limit":
-            if wall < verifier.timeout:
-                raise SandboxError("grading ran out of time while its tests ran", cause="scoring.timeout")
             return _Run("time", result=result)
         if result.exit_code is None:
             return _Run("memory" if result.status == "memory_limit" else "crash", result=result)
         if result.exit_code in (126, 127) and result.detail:
-            if not (await run(box, 'test -d "$1"', task.workdir, clock=clock)).ok:
-                return _Run("crash", result=result)  # it was made before the submission: that took it away
-            raise TaskError(f"task {task.id}: its tests cannot be started: {result.detail}", cause="task.image")
+            raise CannotStart(result.detail)
         if not who.strong and not verifier.services:
             await scripts.killed(box, clock, who.grader)  # nobody writes to the verdict any more
         return await self._verdict(box, step, who, result, clock)
@@ -353,17 +392,25 @@ class SweGrader:
             raise error
 
     async def _kept_back(
-        self, box: Sandbox, fresh: Sandbox, found: Mapping[str, str], own: tuple[str, ...], clock: Clock
+        self,
+        box: Sandbox,
+        fresh: Sandbox,
+        step: SweStep,
+        found: Mapping[str, str],
+        own: tuple[str, ...],
+        clock: Clock,
     ) -> set[str]:
+        """Return the changes that are not carried over, because they decide how a test runner starts."""
         back = planted.kept_back({path: how for path, how in found.items() if planted.below(path, own)}, own)
         for path, how in found.items():
             if _is_mixed(path, how, own):
                 name = path.rpartition("/")[2]
                 now = await _text(box, path, clock)
                 before = await _text(fresh, path, clock) if how == "changed" else b""
-                if now is not None and not planted.says_same(name, before or b"", now):
-                    back.add(path)
-        return back
+                if now is None or before is None or not planted.says_same(name, before, now):
+                    back.add(path)  # what cannot be read may say anything
+        back |= {path for path in planted.shadowing(found, own) if not scripts.asks_for(self._task, step, path)}
+        return back | {path for path in found if back and planted.below(path, back)}
 
     @asynccontextmanager
     async def _pristine(
@@ -391,14 +438,48 @@ class SweGrader:
     async def _solution(
         self, box: Sandbox, prepared: Prepared, step: int, mode: GradeMode, who: _Who, clock: Clock
     ) -> End:
-        """How the script ends with the task's own solution; asked once for each step."""
+        """Return how the script ends with the task's own solution, tried once for each step.
+
+        `lost`: it could not be tried, or had less time than the task gives its tests.
+        """
         if step not in self._solved:
             one = self._task.steps[step]
-            async with self._pristine(box, prepared, one, clock) as other:
-                for before in self._task.steps[: step + 1]:
-                    await solve(other, self._task, before, several=prepared.several, clock=clock)
-                self._solved[step] = (await self._tried(other, prepared, one, mode, who, clock)).end
+            try:
+                async with self._pristine(box, prepared, one, clock) as other:
+                    for before in self._task.steps[: step + 1]:
+                        await solve(other, self._task, before, several=prepared.several, clock=clock)
+                    end = (await self._tried(other, prepared, step, mode, who, clock)).end
+            except OutOfTime:
+                return "lost"
+            except SandboxError as error:
+                if error.code != "scoring.timeout":
+                    raise
+                return "lost"
+            if end == "time" and (clock.over or who.wall < one.verifier.timeout):
+                return "lost"
+            self._solved[step] = end
         return self._solved[step]
+
+    async def _alone(
+        self, box: Sandbox, prepared: Prepared, step: int, who: _Who, clock: Clock, *, seconds: float | None = None
+    ) -> End | None:
+        """Return how the script ends in a sandbox that no submission changed; None where it cannot be started.
+
+        `seconds`: run it for no longer, to see whether it starts.
+        """
+        one = self._task.steps[step]
+        async with self._pristine(box, prepared, one, clock) as other:
+            wall = who.wall if seconds is None else min(seconds, who.wall)
+            try:
+                return (await self._judged(other, prepared, one, who._replace(wall=wall), clock, used=False)).end
+            except CannotStart:
+                return None
+
+
+def _wall(wanted: float, whole: float) -> float:
+    """Return the seconds that one run of the tests may take, so that there is time for all that may be needed."""
+    room = min(MOVE_SECONDS, 0.05 * whole)
+    return max(1.0, min(wanted, whole / GRADED_RUNS - room))
 
 
 def _is_mixed(path: str, how: str, own: tuple[str, ...]) -> bool:

@@ -1,11 +1,12 @@
-"""Which files decide over how a test runner or a shell starts, and so are not the submission's to change. Pure.
+"""Which files decide how a test runner or a shell starts, and so are not the submission's to change. Pure.
 
-Promises:
+Guarantees:
 - one principle: what configures or starts the runner, the shell, the interpreter or the loader is as the task made
   it: changed ones are put back, new ones are left out, removed ones are there again;
 - tests that the task's repository came with are as they were; tests that the submission added are its own;
 - a file that also describes the project (`pyproject.toml`, `setup.cfg`, …) is the submission's, unless what it
-  says about the runner is different;
+  says about the runner is different, or cannot be read;
+- a new module with the name of one of the standard library is left out where it would be imported in its place;
 - all of this is for tests that run the submission as themselves, or among its files: a program that runs as
   another user has nothing to gain from any of it.
 """
@@ -14,6 +15,7 @@ import configparser
 import json
 import posixpath
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -99,6 +101,7 @@ TEST_NAMES: Final = re.compile(
 TEST_FOLDERS: Final = frozenset(("tests", "test", "testing", "__tests__", "spec"))
 MIXED: Final = frozenset(("pyproject.toml", "setup.cfg", "tox.ini", "package.json"))
 """Which describe a project and its runner."""
+_LIBRARY: Final = sys.stdlib_module_names - TEST_FOLDERS
 _SECTIONS: Final = re.compile(r"tool:pytest|pytest|nosetests|coverage.*|aliases|unittest|tox|testenv.*")
 _TOOLS: Final = ("pytest", "coverage", "nose", "tox", "nox", "hatch")
 _SCRIPTS: Final = ("test", "pretest", "posttest")
@@ -180,6 +183,25 @@ def kept_back(changes: Mapping[str, str], tops: Collection[str]) -> set[str]:
     return back
 
 
+def shadowing(changes: Mapping[str, str], tops: Collection[str]) -> set[str]:
+    """Return what was added and has the name of a module of the standard library, where an import finds it first.
+
+    That is at the top of the submission's folders and beside tests: Python looks there before it looks at its own
+    modules. Deeper in a package such a name is an ordinary one.
+    """
+    found: set[str] = set()
+    for path, how in changes.items():
+        top = next((one for one in tops if below(path, (one,))), None)
+        if top is None or how != "added":
+            continue
+        folder = posixpath.relpath(posixpath.dirname(path), top)
+        if folder == "." or posixpath.basename(folder) in TEST_FOLDERS:
+            name, _, kind = posixpath.basename(path).partition(".")
+            if name in _LIBRARY and (not kind or kind.rpartition(".")[2] in ("py", "pyc", "so", "pyd")):
+                found.add(path)
+    return found
+
+
 def of_system(
     changes: Mapping[str, str], own: Collection[str], programs: Collection[str]
 ) -> tuple[set[str], set[str]]:
@@ -237,5 +259,5 @@ def _package(data: bytes) -> Any:
 
 def _config(data: bytes) -> Any:
     parser = configparser.RawConfigParser(strict=True)
-    parser.read_string(data.decode())
+    parser.read_string("\n".join(data.decode().splitlines()))  # by the line ends that test runners know
     return {name: dict(parser.items(name)) for name in parser.sections() if _SECTIONS.fullmatch(name)}

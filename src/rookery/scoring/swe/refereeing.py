@@ -1,23 +1,25 @@
-"""Whose doing it is when a grading gives no reward. Pure: ends in, the next step out.
+"""Decide who is responsible when a grading gives no reward. Pure: takes ends, returns the next step.
 
-Promises:
+Guarantees:
 - a script that ran out of time or memory, or crashed, is run once more; if it repeats, the submission did it, and
   the reward is the minimum, unless the task's own solution makes it fail too: then the task is at fault;
-- a verdict that is no reward is the task's fault, with the cause that says why; only where the submission could
-  have written it itself, and the task's own solution gets a valid one, the submission did it;
-- a lost box is replaced, up to a budget, and then it is infra.
+- a verdict that is not a reward is the task's fault, with the cause that says why, unless the submission could
+  have written it. Then it is the submission's minimum, unless the task's own solution or, without one, an
+  untouched sandbox gets an invalid verdict too;
+- nothing that happens with a submission alone is evidence against a task;
+- a lost sandbox is replaced, up to a budget, and then it is infra.
 """
 
 from typing import Final, Literal, TypeAlias
 
 End: TypeAlias = Literal["reward", "time", "memory", "crash", "invalid", "lost"]
-Step: TypeAlias = Literal["score", "again", "solution", "minimum", "task", "invalid", "infra"]
+Step: TypeAlias = Literal["score", "again", "solution", "untouched", "minimum", "task", "invalid", "infra"]
 FAILING: Final = frozenset({"time", "memory", "crash"})
 LOSSES: Final = 3
 
 
 class Referee:
-    """Decides over the runs of one grading."""
+    """Decides the next step after each run of one grading."""
 
     def __init__(self, *, has_solution: bool, weaker: bool) -> None:
         self._has_solution = has_solution
@@ -35,14 +37,20 @@ class Referee:
             return "again" if self._losses < LOSSES else "infra"
         if end == "invalid":
             self._invalid = True
-            return "solution" if self._weaker and self._has_solution else "invalid"
+            if not self._weaker:
+                return "invalid"
+            return "solution" if self._has_solution else "untouched"
         self._failures += 1
         if self._failures < 2:
             return "again"
         return "solution" if self._has_solution else "minimum"
 
     def solution(self, end: End) -> Step:
-        """After a run with the task's own solution. One whose box was lost says nothing against the task."""
+        """After a run with the task's own solution. `lost`: it could not be tried, which says nothing."""
         if end in ("reward", "lost"):
             return "minimum"
         return "invalid" if self._invalid else "task"
+
+    def untouched(self, end: End) -> Step:
+        """After a run in a sandbox that no submission changed."""
+        return "invalid" if end == "invalid" else "minimum"

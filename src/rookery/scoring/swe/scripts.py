@@ -72,9 +72,21 @@ KILL: Final = "kill -9 -1 2>/dev/null; exit 0"
 _GONE: Final = f'for d; do rm -rf -- "$d"; done; rm -rf {door.HOME} {LOGS}/verifier; exit 0'
 
 
+class CannotStart(Exception):  # noqa: N818  (whose doing it is shows in a sandbox that no submission changed)
+    """The tests could not be started."""
+
+
 def is_strong(task: SweTask, step: SweStep) -> bool:
     """Whether the tests run the submission as another user, that is: whether they name the runner."""
     return any(_mentions(task, part, door.VARIABLE.encode()) for part in step.tests)
+
+
+def asks_for(task: SweTask, step: SweStep, path: str) -> bool:
+    """Return whether a task itself names a file or folder: its instruction, its tests or its solution do."""
+    name = path.rpartition("/")[2]
+    word = name if "." in name else f"{name}/"
+    parts = (*step.tests, *step.solution)
+    return word in step.instruction or any(_mentions(task, part, word.encode()) for part in parts)
 
 
 def _mentions(task: SweTask, part: Part, word: bytes) -> bool:
@@ -147,7 +159,7 @@ async def unpacked(
         return
     result = await run(box, _UNPACK, stdin=packed(task, parts), user=user, clock=clock)
     if result.exit_code == 127:
-        raise TaskError(f"task {task.id}: its image has no `tar`, which grading needs", cause="task.image")
+        raise CannotStart("the sandbox has no `tar`, which grading needs")
     if not result.ok:
         raise TooMuch(f"the tests cannot be put into its box: {told(result)}")
 

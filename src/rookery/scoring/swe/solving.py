@@ -11,10 +11,15 @@ from rookery.core import TaskError
 from rookery.sandboxes import Command, Sandbox
 from rookery.scoring.boxes import bounded_exec
 from rookery.scoring.swe import scripts
+from rookery.scoring.swe.changes import TooMuch
 from rookery.scoring.swe.prepare import ROOT, Clock, run, told
 from rookery.tasks.swe import SOLUTION, SweStep, SweTask
 
 _PLACE: Final = f"umask 022; rm -rf {SOLUTION}; mkdir -m 755 {SOLUTION}"
+
+
+class OutOfTime(TaskError):  # noqa: N818  (says nothing against the task)
+    """A solution that was still running when its time was over."""
 
 
 async def solve(box: Sandbox, task: SweTask, step: SweStep, *, several: bool, clock: Clock) -> None:
@@ -25,7 +30,12 @@ async def solve(box: Sandbox, task: SweTask, step: SweStep, *, several: bool, cl
     made = await run(box, _PLACE, user=owner, clock=clock)
     if not made.ok:
         raise TaskError(f"task {task.id}: there is no place for its solution: {told(made)}", cause="task.setup")
-    await scripts.unpacked(box, task, step.solution, user=owner, clock=clock)
+    try:
+        await scripts.unpacked(box, task, step.solution, user=owner, clock=clock)
+    except (scripts.CannotStart, TooMuch) as error:
+        raise TaskError(
+            f"task {task.id}: its solution cannot be brought in: {error}", cause="task.image"
+        ) from error
     await run(box, f"chmod -R a+rX {SOLUTION}", user=owner, clock=clock)
     command = Command(
         argv=scripts.solving(task, step), cwd=task.workdir, env={**task.env, **step.solve_env}, wall=clock.left()
@@ -33,4 +43,6 @@ async def solve(box: Sandbox, task: SweTask, step: SweStep, *, several: bool, cl
     result = await bounded_exec(box, command)
     await run(box, f"rm -rf {SOLUTION}", user=owner, clock=clock)
     if not result.ok:
+        if result.status == "time_limit":
+            raise OutOfTime(f"task {task.id}: its solution did not end in time")
         raise TaskError(f"task {task.id}: its solution failed: {told(result)}", cause="task.setup")
