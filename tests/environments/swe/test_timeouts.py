@@ -14,7 +14,7 @@ from rookery.core import Completed, Limits, Task, UsageError
 from rookery.environments.agent import AgentEnvironment
 from rookery.environments.swe import SweEnvironment
 from rookery.tasks import check_tasks, load_tasks
-from rookery.tasks.swe import SCORE_ROOM, swe_task, with_test_timeout
+from rookery.tasks.swe import GRADE_SHARE, GRADED_RUNS, SCORE_ROOM, swe_task, with_test_timeout
 from tests.cli.helpers import rookery
 from tests.environments.swe.kit import SUBMIT, scripted
 from tests.servers import ModelServer
@@ -38,18 +38,22 @@ def seconds(env: SweEnvironment, task: Task, run: Limits = NONE) -> tuple[float,
     return timed.steps[-1].verifier.timeout, limits.score
 
 
+def graded(timeout: float) -> float:
+    """The limit of the stage that grades, for tests with this timeout."""
+    return (GRADED_RUNS * timeout + 2 * SCORE_ROOM) / GRADE_SHARE
+
+
 def test_the_run_wins_over_the_task_and_the_task_over_the_environment(tmp_path: Path) -> None:
     plain, own = SweEnvironment(), SweEnvironment(test_timeout=700)
     silent, says = task_of(tmp_path), task_of(tmp_path, test_timeout=30)
-    room = SCORE_ROOM
     assert seconds(plain, silent)[0] == 600
-    assert seconds(own, silent) == (700, 2 * 700 + room)
-    assert seconds(own, says) == (30, 2 * 30 + room)
-    assert seconds(own, says, Limits(test_timeout=5)) == (5, 2 * 5 + room)
+    assert seconds(own, silent) == (700, graded(700))
+    assert seconds(own, says) == (30, graded(30))
+    assert seconds(own, says, Limits(test_timeout=5)) == (5, graded(5))
     assert seconds(own, says, Limits(test_timeout=5, score=17)) == (5, 17)
     assert seconds(own, task_of(tmp_path, limits={"score": 19}), Limits(test_timeout=5)) == (5, 19)
     agent = AgentEnvironment("mini-swe-agent", test_timeout=700)
-    assert agent.limits_for(silent, NONE).score == 2 * 700 + room
+    assert agent.limits_for(silent, NONE).score == graded(700)
 
 
 def test_a_limit_of_the_run_wins_over_a_tasks(tmp_path: Path) -> None:
