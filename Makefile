@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core
+# An install under the distribution's former name: every entry point would be there twice.
+FORMER := $(VENV)/lib/python3*/site-packages/rookery-*.dist-info $(VENV)/lib/python3*/site-packages/_editable_impl_rookery.pth
 # This version is a CPU build where no GPU is; others bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 # Set JOBS=0 to run the tests in one process.
@@ -37,6 +39,7 @@ $(CORE): pyproject.toml
 	@if test $(STAMP) -nt pyproject.toml && test -x $(BIN)/rookery; then touch $(CORE); else \
 		echo "setting up $(VENV), once" && \
 		{ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); } && \
+		rm -rf $(FORMER) && \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . && touch $(CORE); fi
 
 test: lint unit
@@ -46,6 +49,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rookery needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf $(FORMER)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
 	touch $(STAMP)
 
