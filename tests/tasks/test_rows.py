@@ -199,3 +199,11 @@ def test_any_row_is_a_task_or_a_problem(row, good):
     whole = {**ROW, **row} if good else {"instruction": "x", "tests": "exit 0", **row}
     (task,) = tasks_from([whole], "any")
     assert task.invalid or swe_task(task).steps
+
+
+def test_whole_numbers_of_bytes_may_be_floats(tmp_path):
+    (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "memory": 2e9, "disk": 1e9}))
+    assert not task.invalid, task.invalid
+    assert (swe_task(task).memory, swe_task(task).disk) == (2_000_000_000, 1_000_000_000)
+    (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "memory": 2.5}))
+    assert task.invalid

@@ -115,11 +115,12 @@ class Folder:
             return None
 
 
-def check_tree(top: Path, field: str, notes: Notes, inside: Path) -> bool:
+def check_tree(top: Path, field: str, notes: Notes, inside: Path | None = None) -> bool:
     """Note everything below a folder that cannot be moved into a box, and return whether anything is in it.
 
-    `inside`: the real path of the task's folder, which no symbolic link may lead out of.
+    `inside`: the real path of the folder that no symbolic link may lead out of; None: `top` itself.
     """
+    inside = real_path(top) if inside is None else inside
     todo: list[tuple[str, int]] = [(str(top), 0)]
     entries = size = 0
     while todo:

@@ -306,10 +306,11 @@ class _Writing:
             found = resolve_link(path, said)
             inside = found is not None and (not base or found == base or found.startswith(f"{base}/"))
             if found is None or not (inside or found in known):
+                shown = f"/{path[:80]}" if base else path[:80]
                 self.notes.wrong(
                     field,
-                    f"{path[:80]!r} is a link to {link[:80]!r}, which leads out of the task: a link must be "
-                    "relative and lead to a file of the task",
+                    f"{shown!r} is a link to {link[:80]!r}, which leads out of the task: a link must be relative "
+                    "and lead to a file of the task",
                 )
 
     def write(self, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rookery.core.limits import whole
 from rookery.tasks import folders
 from rookery.tasks.report import Notes
 from rookery.tasks.swe import SweStep, SweTask, Verifier
@@ -18,6 +19,7 @@ TASK_FIELDS: Final = (
     "workdir", "artifacts", "env", "user", "memory", "cpus", "disk", "gpus", "network", "allow", "mcp", "rewards",
     "build", "metadata",
 )  # fmt: skip
+_WHOLE: Final = ("memory", "disk", "gpus")
 TEST_TIMEOUT_KEY: Final = "test_timeout"
 """Of a task or a step: seconds for one run of its tests, unless the step's `verifier.timeout` says it."""
 STEP_FIELDS: Final = ("name", "solve", "solve_env", "timeout", "verifier", "enough", "enough_parts")
@@ -95,7 +97,8 @@ def _put(into: Any, values: dict[str, Any], field: str, notes: Notes) -> Any:
     fine = {}
     for name, value in values.items():
         try:
-            fine[name] = msgspec.convert(value, types[name])
+            # JSON that was made of floats has whole numbers of bytes like 2e9.
+            fine[name] = msgspec.convert(whole(value) if name in _WHOLE else value, types[name])
         except msgspec.ValidationError as error:
             notes.wrong(f"{at}{name}", str(error).replace("`$`", "it").replace("`$.", "`"))
             continue

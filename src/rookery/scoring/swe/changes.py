@@ -206,7 +206,7 @@ async def _uploaded(
         if source.is_symlink() or not source.exists():  # a source that is a link is refused
             continue
         try:
-            await box.upload(source, top, timeout=clock.left())
+            await box.upload(source, top, inside=taken.tree.parent, timeout=clock.left())
         except TimeoutError as error:
             if taken.size > LARGE:
                 raise TooMuch(f"its {taken.size} bytes could not be carried over in time") from error
