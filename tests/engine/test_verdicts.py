@@ -4,7 +4,17 @@ import asyncio
 
 import pytest
 
-from rookery.core import Cancelled, Completed, Failed, SandboxError, Stage, Truncated, Truncation, label
+from rookery.core import (
+    Cancelled,
+    Completed,
+    Failed,
+    SandboxError,
+    Stage,
+    Truncated,
+    Truncation,
+    UpstreamError,
+    label,
+)
 from rookery.engine.verdicts import StageEnd, verdict
 
 
@@ -23,6 +33,19 @@ def test_whose_a_deadline_is_depends_on_what_was_waited_for(stage: Stage, on_oth
     end = StageEnd(stage=stage, error=asyncio.CancelledError(), expired=3.0, waited_on_others=on_others)
     assert label(verdict(end)) == expected
     assert label(verdict(StageEnd(stage=stage, expired=3.0, waited_on_others=on_others))) == expected
+
+
+def test_a_deadline_at_a_model_server_that_hangs_or_fails_is_infra() -> None:
+    hung = StageEnd(
+        stage="run", error=asyncio.CancelledError(), expired=3.0, waited_on_others=True, hung="no bytes for 13 s"
+    )
+    gone = StageEnd(
+        stage="run", error=UpstreamError("gone", cause="upstream.cut"), expired=3.0, waited_on_others=True
+    )
+    for end, cause in ((hung, "upstream.hung"), (gone, "upstream.cut")):
+        outcome = verdict(end)
+        assert isinstance(outcome, Failed)
+        assert (outcome.fault, outcome.cause) == ("infra", cause)
 
 
 @pytest.mark.parametrize("stage", ["setup", "run", "score"])

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from rookery.core import Truncation, UpstreamError
+from rookery.upstreams import UpstreamConfig, hangs, open_upstream
 from tests.gateway.kit import Gateway, Registered, busy, said, served
 from tests.gateway.scripted import Play, Scripted
+from tests.servers import raw_server
 
 DOWN = UpstreamError("the engine is down", cause="upstream.error")
 
@@ -83,6 +85,26 @@ async def test_a_deadline_cancels_the_call_and_truncates_the_session(
         assert (answer.status, answer.error["code"]) == (400, "rollout_truncated")
     await spent(gateway, session, "time")
     assert await gateway.turns(session) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_at_a_hung_server_is_that_servers_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 1.0)
+
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with raw_server(silent) as url:
+        upstream = open_upstream(UpstreamConfig(urls=(url,), model="m"))
+        async with served(tmp_path, upstream) as gateway:
+            session = await gateway.register(budgets={"deadline": 1.0})
+            for _ in range(2):  # the second is past the deadline from the start
+                answer = await gateway.chat(session, stream=stream)
+                assert (answer.status, answer.error["code"]) == (504, "upstream_timeout")
+            record = await gateway.trajectory(session)
+            assert (record["truncated"], record["turns"]) == (None, [])
 
 
 async def test_a_recorded_answer_is_replayed_also_when_the_budget_is_spent(

@@ -21,6 +21,7 @@ from rookery.core import (
     Truncated,
     TruncatedReason,
     Truncation,
+    UpstreamError,
     failed,
 )
 from rookery.core.errors import behind, describe
@@ -64,6 +65,12 @@ def verdict(end: StageEnd) -> Outcome:
 
 
 def _deadline(end: StageEnd, budget: float) -> Outcome:
+    if (
+        end.error is not None
+        and isinstance(single := behind(end.error), UpstreamError)
+        and single.fault == "infra"
+    ):
+        return failed(end.error, end.stage, cause=single.code)  # the call failed before the deadline could end it
     if end.hung and end.stage == "run":
         detail = f"{end.stage} ran out of its {budget:g} seconds while the model server gave no answer: {end.hung}"
         return failed(end.error or TimeoutError(detail), end.stage, cause=end.hung_cause, detail=detail)
