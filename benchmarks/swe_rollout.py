@@ -126,7 +126,7 @@ class Rollouts:
         assert self._engine is not None
         self._model = 0.0
         began = time.perf_counter()
-        rollouts = [group.rollouts[0] async for group in self._engine.groups([self._task])]
+        rollouts = [group.rollouts[0] async for group in self._engine.groups([self._task], restart=True)]
         took = 1e3 * (time.perf_counter() - began)
         (rollout,) = rollouts
         if rollout.outcome != Completed() or rollout.reward != 1.0:

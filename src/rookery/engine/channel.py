@@ -53,9 +53,18 @@ class Channel:
         self._in_flight = 0
         self.pulled = 0
         """How many tasks of the stream were admitted, in this process and before."""
-        self.ordinals: dict[int, int] = {}
-        """Group index → ordinal, of groups that the consumer has not taken."""
+        self.untaken: dict[int, Sourced] = {}
+        """By index: groups that were admitted and that the consumer has neither taken nor filtered out."""
+        self.spare: list[tuple[int, Group]] = []
+        """Finished groups that wait for the next stream of this name, each with the write it was recorded by."""
         self.taken = 0
+        """How many groups the consumers of this name took, in this process and before."""
+        self.steps = 0
+        """How many steps they took."""
+        self.tasks: object = None
+        """What the tasks came from, to tell whether a later stream of this name has the same ones."""
+        self.abandoned = False
+        """Nobody holds the stream any more; it is closed at the next opportunity."""
         self.needs_tokens = False
         """Its consumer trains: a server that returns no token IDs ends the stream with an error."""
         self.trains = True
@@ -68,6 +77,11 @@ class Channel:
         """The groups that will come from its source, where they can be seen beforehand: task and rollouts."""
         self._source: Iterator[Sourced] = iter(source)
         self._changed = asyncio.Event()
+
+    @property
+    def source(self) -> Iterator[Sourced]:
+        """The groups that were not drawn yet. A later stream of this name may go on with them."""
+        return self._source
 
     def next_task(self) -> Sourced | None:
         """The next task, or None when there is none left; the source's own error ends the channel."""
@@ -109,6 +123,13 @@ class Channel:
         records = tuple(member.record for member in group.members if member.record is not None)
         assert len(records) == self.schedule.k
         return Group(index=group.index, task=group.task, rollouts=records)
+
+    def close(self) -> None:
+        """Hand out nothing more. Finished groups are kept for the next stream of this name."""
+        self.closed = True
+        self.spare = [*((0, group) for group in self.queue), *self.pending, *self.spare]
+        self.queue.clear()
+        self.pending.clear()
 
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error

@@ -1,12 +1,14 @@
 """The engine as a library: groups of scored rollouts, out of an environment, a policy and tasks."""
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -24,7 +26,7 @@ from rookery.engine.control import Control
 from rookery.engine.pacing import Pace
 from rookery.engine.schedule import Stream
 from rookery.engine.settling import described, policy_of, reference_to, run_settings
-from rookery.engine.state import StreamState, dump_state, load_state
+from rookery.engine.state import Cursor, StreamState, dump_state, load_state
 from rookery.engine.steps import StepStream
 from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
@@ -41,6 +43,7 @@ from rookery.upstreams.protocol import UpstreamConfig
 if TYPE_CHECKING:
     from rookery.engine.remote import RemoteEngine
 
+log = logging.getLogger("rookery.engine")
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
 ARGUMENTS = frozenset({"policy", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
@@ -302,6 +305,7 @@ class Engine:
         epochs: int | None = 1,
         buffer: int = 64,
         name: str = MAIN,
+        restart: bool = False,
         load_tokens: bool = True,
         need_tokens: bool = False,
         pace: Pace | None = None,
@@ -312,41 +316,46 @@ class Engine:
         others take their place; `oversample` starts that many groups more than wanted; `epochs=None` goes round
         for ever. Streams of different `name` run side by side and share the engine fairly.
 
+        A stream has a name and a cursor. A second call with the same name and tasks goes on where the first one
+        ended: with finished groups that nobody took, groups that were cancelled, then new tasks. `want` counts
+        from the call. `restart` starts over at the first task, with other seeds. A call with another list of tasks
+        begins at its first one; an iterable that is no list is taken to be the same one.
+
         `need_tokens` is for trainers: the stream raises `UsageError` where turns are recorded without token IDs.
         """
         supervisor = self.supervisor
         if need_tokens and self.config.recording == "plain":
             raise UsageError("training needs token IDs, and record='plain' keeps none: record tokens or messages")
-        if name in self._channels and not self._channels[name].done:
-            raise UsageError(f"a stream named {name!r} is still open: give this one another name")
+        self._close_abandoned(name)
         if isinstance(keep, str):
             if keep not in KEEP:
                 raise UsageError(f"unknown filter {keep!r}; known: {', '.join(KEEP)}, or a function of the group")
             keep = KEEP[keep]
-        state = self._states.pop(name, None)
-        source: Iterable[Sourced]
-        chosen: Iterable[Task] = ()
-        if tasks is None and self._resume:
-            k = int(self.config.stream.get("k", k))
-            source = self._resumed
-        else:
-            chosen = self._tasks(tasks)
-            if isinstance(chosen, Sequence) and len(chosen) <= REGISTERED:
-                self.register(chosen)
-            source = sourced(chosen, epochs, self._tasks_known().number, state)
+        resumed_run = tasks is None and self._resume
+        if resumed_run and restart:
+            raise UsageError("a resumed run cannot start over: it goes on with what is left of it")
+        chosen = () if resumed_run else self._tasks(tasks)
+        k = int(self.config.stream.get("k", k)) if resumed_run else k
         try:
-            schedule = Stream(
-                k=k, want=state.left(want) if state else want, oversample=oversample, buffer=buffer, pace=pace
-            )
+            schedule = Stream(k=k, want=want, oversample=oversample, buffer=buffer, pace=pace)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        number = state.round if state else self._rounds.get(name, -1) + 1
+        if isinstance(chosen, Sequence) and len(chosen) <= REGISTERED:
+            self.register(chosen)
+        cursor = None if restart else self._cursor(name, tasks, chosen)
+        if cursor is not None:
+            cursor.run_again_unless(k)
+        source = self._resumed if resumed_run else self._source(chosen, epochs, cursor)
+        if cursor is not None and name not in self._states and isinstance(chosen, Sequence) and not resumed_run:
+            self._warn_at_end(name, len(chosen), epochs, cursor)
+        number = cursor.round if cursor is not None else self._next_round(name)
+        self._states.pop(name, None)
         channel = Channel(f"{name}#{number}" if number else name, schedule, source, keep)
         channel.upcoming = partial(upcoming, source if isinstance(source, list) else chosen, epochs, channel)
-        if state is not None:
-            state.restore(channel)
-            behind = (group.index + 1 for group in state.finished)
-            supervisor.next_group = max(supervisor.next_group, *behind, 0)
+        channel.tasks = tuple(chosen) if isinstance(chosen, Sequence) else tasks
+        if cursor is not None:
+            cursor.restore(channel)
+            supervisor.next_group = max(supervisor.next_group, cursor.next_group)
         channel.trains = load_tokens
         channel.needs_tokens = need_tokens
         self._channels[name] = channel
@@ -354,6 +363,60 @@ class Engine:
         supervisor.open_channel(channel)
         assert self.folder is not None
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
+
+    def _close_abandoned(self, name: str) -> None:
+        """Close the last stream of a name if nobody holds it any more; refuse a second one beside an open one."""
+        last = self._channels.get(name)
+        if last is None or last.done:
+            return
+        if not last.abandoned:
+            raise UsageError(
+                f"a stream named {name!r} is still open: close it (`await stream.aclose()`) to go on with it in a "
+                "new one, or give this one another name"
+            )
+        self.supervisor.close_channel(last, "user")
+
+    def _cursor(
+        self, name: str, tasks: Iterable[Task | dict[str, Any] | str] | None, chosen: Iterable[Task]
+    ) -> Cursor | None:
+        """Where the stream of this name goes on: at a checkpoint, or where its last one with these tasks ended."""
+        state = self._states.get(name)
+        if state is not None:
+            return Cursor.of_state(state, self._tasks_known().number)
+        last = self._channels.get(name)
+        if last is None:
+            return None
+        if isinstance(chosen, Sequence) and last.tasks != tuple(chosen):
+            return None  # other tasks: nothing of them was begun
+        if not isinstance(chosen, Sequence) and isinstance(last.tasks, tuple):
+            return None
+        cursor = Cursor.of_channel(last, self._rounds[name])
+        if self._resume and tasks is None:
+            self._resumed = [*cursor.again, *self._resumed[last.drawn :]]
+        elif isinstance(tasks, Iterator) and tasks is last.tasks:
+            cursor.rest = last.source  # it cannot be gone through from its beginning again
+        return cursor
+
+    def _source(self, chosen: Iterable[Task], epochs: int | None, cursor: Cursor | None) -> Iterable[Sourced]:
+        """The groups to come: those to run again, then those that were never begun."""
+        if cursor is not None and cursor.rest is not None:
+            return chain(cursor.again, cursor.rest)
+        return sourced(chosen, epochs, self._tasks_known().number, cursor)
+
+    def _warn_at_end(self, name: str, tasks: int, epochs: int | None, cursor: Cursor) -> None:
+        """Say so if a stream has nothing left to hand out: a silent empty evaluation would mislead."""
+        ended = epochs is not None and cursor.pulled >= epochs * tasks
+        if ended and not cursor.ordinals and not cursor.finished:
+            detail = (
+                f"the stream {name!r} is at the end of its {tasks} tasks and hands out nothing: pass restart=True "
+                "to go through them again, or epochs=None to go on for ever"
+            )
+            log.warning("%s", detail)
+            self.supervisor.event("stream.at_end", {"stream": name, "detail": detail})
+
+    def _next_round(self, name: str) -> int:
+        state = self._states.get(name)
+        return 1 + max(self._rounds.get(name, -1), state.round if state is not None else -1)
 
     def steps(
         self,
@@ -365,11 +428,13 @@ class Engine:
         keep: GroupFilter | str | None = None,
         epochs: int | None = 1,
         name: str = MAIN,
+        restart: bool = False,
     ) -> StepStream:
         """Groups, `groups` at a time, none of which has tokens that are older than `lag` versions of the policy.
 
         Rollouts go on while the consumer trains: `lag` steps ahead, with 0 not at all. A version is one
-        `upstream.sync`. The last step has what is left. Other arguments are those of `groups`.
+        `upstream.sync`. The last step has what is left. Other arguments are those of `groups`; a second call with
+        the same name goes on with the next step.
         """
         try:
             pace = Pace(groups, lag)
@@ -377,7 +442,15 @@ class Engine:
             raise UsageError(str(error)) from error
         ahead = (lag + 1) * groups
         stream = self.groups(
-            tasks, k, keep=keep, epochs=epochs, buffer=ahead, name=name, pace=pace, need_tokens=True
+            tasks,
+            k,
+            keep=keep,
+            epochs=epochs,
+            buffer=ahead,
+            name=name,
+            restart=restart,
+            pace=pace,
+            need_tokens=True,
         )
         return StepStream(stream, pace, self.upstream)
 
@@ -436,9 +509,12 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `groups`: streams of the same name go on where the checkpoint was taken."""
-        seed, self._states = load_state(state)
+        seed, states = load_state(state)
         if seed != self.config.root_seed:
             raise UsageError(f"the checkpoint was made with seed {seed}, this engine has {self.config.root_seed}")
+        for name in states:
+            self._close_abandoned(name)
+        self._states = states
 
     async def status(self) -> dict[str, Any]:
         """What is going on, as plain data."""

@@ -88,7 +88,7 @@ class Ledger:
                 kept = False
         if not kept:  # a group that has all its records needs no other word for being finished
             self.write(lambda: self.journal.set_group(group.index, "filtered"))
-            channel.ordinals.pop(group.index, None)
+            channel.untaken.pop(group.index, None)
         for out in channel.schedule.settle(group, kept=kept):
             channel.pending.append((self.journal.put_count, channel.group(out)))
         surplus = channel.schedule.surplus()
@@ -114,7 +114,7 @@ class Ledger:
         """The consumer took a group. Only one that trains is worth a word in the journal."""
         channel.schedule.taken()
         channel.taken += 1
-        channel.ordinals.pop(index, None)
+        channel.untaken.pop(index, None)
         if channel.trains:
             self.write(lambda: self.journal.set_group(index, "consumed"))
 

@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What to train on next."""
 
     number: int
-    """Counts from 0 within its stream."""
+    """Counts from 0 over all streams of its name, until one is started over."""
     version: int
     """Of the policy, when the step was handed out: ages count from it."""
     groups: tuple[Group, ...]
@@ -44,7 +44,6 @@ class StepStream(AsyncIterator[Step]):
         self._stream = stream
         self._pace = pace
         self._upstream = upstream
-        self._steps = 0
 
     async def __anext__(self) -> Step:
         stream, pace = self._stream, self._pace
@@ -69,11 +68,11 @@ class StepStream(AsyncIterator[Step]):
         stream.count([*stale, *took])
         for group in (*stale, *took):
             pace.gone(group.index)
-        self._steps += 1
+        number = self._stream.next_step()
         version = self._upstream.version
         if stale:
             stream.event("groups.stale", {"groups": [group.index for group in stale], "version": version})
-        return Step(number=self._steps - 1, version=version, groups=tuple(took), stale=tuple(stale))
+        return Step(number=number, version=version, groups=tuple(took), stale=tuple(stale))
 
     def _stale(self, group: Group) -> bool:
         version = oldest(group)

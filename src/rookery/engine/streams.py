@@ -2,6 +2,7 @@
 
 Promises:
 - a group counts as taken when the consumer has it: a cancelled or failed `anext` puts it back;
+- a stream of a name goes on where the last one ended, with finished groups that nobody took first;
 - a stream that nobody holds any more is cancelled, as if it had been closed;
 - a stream that was cut short, by an error or by closing the engine, never looks like one that ended;
 - a rollout that cannot be loaded becomes `Failed`; its group still has k records and the stream goes on.
@@ -22,7 +23,7 @@ from rookery.engine.channel import Channel, Sourced
 from rookery.journal import Journal, RunReader, TokenReader, load_segments
 
 if TYPE_CHECKING:
-    from rookery.engine.state import StreamState
+    from rookery.engine.state import Cursor
     from rookery.engine.supervisor import Supervisor
 
 
@@ -79,10 +80,18 @@ class GroupStream(AsyncIterator[Group]):
             raise
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Nobody has them after all."""
-        if groups and not self._channel.closed:
-            self._channel.queue.extendleft(reversed(groups))
-            self._channel.changed()
+        """Hand these groups out next, in this stream or in the next one of its name: nobody has them."""
+        channel = self._channel
+        if groups and channel.closed:
+            channel.spare[:0] = [(0, group) for group in groups]
+        elif groups:
+            channel.queue.extendleft(reversed(groups))
+            channel.changed()
+
+    def next_step(self) -> int:
+        """Count a step; return its number, from 0 over all streams of this name."""
+        self._channel.steps += 1
+        return self._channel.steps - 1
 
     @property
     def taken(self) -> int:
@@ -125,7 +134,7 @@ class GroupStream(AsyncIterator[Group]):
                 self._reader.close()
 
     async def aclose(self) -> None:
-        """Cancels the stream; rollouts under way end as Cancelled(user)."""
+        """Close the stream. Rollouts under way end as Cancelled(user); the next stream of its name goes on."""
         self._supervisor.close_channel(self._channel, "user")
         while self._channel.in_flight and not self._supervisor.closing:
             await self._channel.wait()  # each attempt under way ends within its grace
@@ -143,6 +152,7 @@ class GroupStream(AsyncIterator[Group]):
 def _abandoned(
     loop: asyncio.AbstractEventLoop, supervisor: "Supervisor", channel: Channel, reader: TokenReader | None
 ) -> None:
+    channel.abandoned = True
     if reader is not None:
         reader.close()
     if not loop.is_closed():
@@ -157,11 +167,11 @@ def with_segments(group: Group, reader: TokenReader) -> Group:
 
 
 def sourced(
-    tasks: Iterable[Task], epochs: int | None, number: Callable[[Task], int], state: "StreamState | None"
+    tasks: Iterable[Task], epochs: int | None, number: Callable[[Task], int], cursor: "Cursor | None"
 ) -> Iterator[Sourced]:
-    """Tasks as groups to come; after a checkpoint first those that were under way, then the rest."""
-    again = set(state.open) if state else set()
-    skip = state.pulled if state else 0
+    """Yield the groups to come from a cursor on: first those to run again, then those that were never begun."""
+    again = set(cursor.ordinals) if cursor else set()
+    skip = cursor.pulled if cursor else 0
     for ordinal, task in enumerate(_rounds(tasks, epochs)):
         if ordinal >= skip or ordinal in again:
             yield Sourced(ordinal, number(task), task)

@@ -167,15 +167,14 @@ class Supervisor:
             raise self.stopped
         self.refuse_without_tokens(channel)
         self.channels.append(channel)
+        self.ledger.committed([channel])
         self.pump()
 
     def close_channel(self, channel: Channel, reason: CancelledReason) -> None:
         """The consumer wants no more: what is under way is cancelled, each with its terminal record."""
         if channel.closed:
             return
-        channel.closed = True
-        channel.queue.clear()
-        channel.pending.clear()
+        channel.close()
         if not self._stopping and self.stopped is None:
             self._cancel_groups(channel, channel.schedule.cancel(), reason)
         self._forget(channel)
@@ -257,7 +256,7 @@ class Supervisor:
         group = channel.schedule.open(index, sourced.task, now, sourced.finished)
         group.number, group.ordinal = sourced.number, sourced.ordinal
         group.stream = sourced.stream or channel.name
-        channel.ordinals[index] = sourced.ordinal
+        channel.untaken[index] = sourced
         for number, used in sourced.attempts.items():
             group.members[number].earlier = used
         if sourced.task.invalid:
