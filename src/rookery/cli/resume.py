@@ -3,10 +3,12 @@
 Promises:
 - finished rollouts are kept, unfinished ones run again, nothing counts twice;
 - a run that another process is writing is refused at once; so is one of a newer format;
-- a run with nothing left to do says so, and its exit code is that of its records.
+- a run with nothing left to do says so, and how to run failed rollouts again; its records decide the exit code;
+- `--failed` runs failed rollouts again: each counts once, with its newest record, and the earlier ones are kept.
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +22,28 @@ from rookery.core import RookeryError, UsageError
 if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
     from rookery.cli.summary import Summary
+    from rookery.journal import RunReader
 
 _HELP = """Goes on with RUN: finished rollouts are kept, the others run.
 
 RUN is a folder, its name, a beginning or an end of its name, or `latest`. The run's own settings apply; the
 options here change them for the rest of it.
+
+With --failed, rollouts that failed run again too, in fresh attempts. Each rollout counts once, with its newest
+record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
 """
 
 
 @click.command(help=_HELP, short_help="Go on with a run that was stopped.")
 @click.argument("name", metavar="RUN")
+@click.option("--failed", is_flag=True, help="Also run failed rollouts again.")
+@click.option(
+    "--cause",
+    "causes",
+    metavar="CAUSE",
+    multiple=True,
+    help="With --failed: only those with this cause, or with causes that begin with it (upstream). Repeatable.",
+)
 @click.option("--policy", metavar="URL", multiple=True, help="The model server, if it has moved.")
 @click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Rollouts under way at once.")
 @click.option("--runners", metavar="N", type=Number(int, 0), help="Runner processes; 0: in this process.")
@@ -37,6 +51,8 @@ options here change them for the rest of it.
 @runs_option
 def resume(
     name: str,
+    failed: bool,
+    causes: tuple[str, ...],
     policy: tuple[str, ...],
     concurrency: int | None,
     runners: int | None,
@@ -47,10 +63,13 @@ def resume(
 
     events = JsonLines() if json else None
     try:
-        changes = {"concurrency": concurrency, "runners": runners}
-        return _resume(
-            name, root, policy, {key: value for key, value in changes.items() if value is not None}, events
-        )
+        if causes and not failed:
+            raise UsageError("--cause says which failed rollouts run again: use it with --failed")
+        given = {"concurrency": concurrency, "runners": runners}
+        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if failed:
+            changes |= {"failed": True, "causes": causes}
+        return _resume(name, root, policy, changes, events)
     except RookeryError as error:
         if events is not None:
             events.write("error", detail=str(error), exit_code=2)
@@ -67,6 +86,7 @@ def _resume(
     from rookery.cli.run import pin_blas_threads
     from rookery.cli.summary import read_summary
     from rookery.engine import Engine, EngineConfig
+    from rookery.engine.streams import left_to_run
     from rookery.journal import RunReader, find_run, open_lock
     from rookery.upstreams import settled
 
@@ -78,7 +98,12 @@ def _resume(
             config = msgspec.convert(reader.config(), EngineConfig)
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
-        left = bool(reader.unfinished().groups) or summary.left > 0
+        causes = changes.get("causes", ())
+        todo = left_to_run(reader, failed="failed" in changes, causes=causes)
+        if causes and not todo.again and not todo.unfinished.lost:
+            raise UsageError(_no_such_cause(reader, causes))
+        again = len(reader.failed())
+        left = bool(todo.unfinished.groups) or summary.left > 0
         if left:
             from rookery.cli.tasks_cache import hold_tasks
 
@@ -88,7 +113,7 @@ def _resume(
             f"{folder.name} was stopped before its tasks were known: start it again with `rookery run`"
         )
     if not left:
-        return _nothing_left(summary, events)
+        return _nothing_left(summary, events, again)
     path = config.stream.get("path")
     if isinstance(path, str) and path not in sys.path:
         sys.path.append(path)
@@ -110,7 +135,7 @@ def _resume(
             k=int(engine.config.stream.get("k", 1)),
             concurrency=engine.config.concurrency,
             runners=engine.config.runners,
-            done=summary.stats.rollouts,
+            done=summary.stats.rollouts - len(todo.again) - len(todo.unfinished.lost),
             resumed=True,
         )
 
@@ -120,13 +145,29 @@ def _resume(
     return finish(drive, events)
 
 
-def _nothing_left(summary: "Summary", events: "JsonLines | None") -> int:
+def _no_such_cause(reader: "RunReader", causes: tuple[str, ...]) -> str:
+    known = Counter(one.cause for one in reader.failed())
+    found = ", ".join(f"{cause} ({count})" for cause, count in known.most_common())
+    return f"no rollout of {reader.folder.name} that can run again failed with {' or '.join(causes)}; " + (
+        f"its causes are {found}" if found else "none failed"
+    )
+
+
+def _nothing_left(summary: "Summary", events: "JsonLines | None", again: int) -> int:
+    """Say that the run is finished. `again`: failed rollouts that `--failed` would run again."""
     from rookery.cli.summary import print_summary
+    from rookery.cli.text import plural
 
     code = Exit.FAILED if summary.stats.failed else Exit.OK
     if events is not None:
-        events.write("finished", **summary.plain(), exit_code=int(code))
-    else:
-        click.echo(f"{Path(summary.path).name} is finished: nothing is left to run\n", err=True)
-        print_summary(summary)
+        events.write("finished", **summary.plain(), failed_can_run_again=again, exit_code=int(code))
+        return code
+    name, stats = Path(summary.path).name, summary.stats
+    said = f"{name} is finished: nothing is left to run"
+    if again:
+        said += f", but {plural(again, 'rollout')} failed: `rookery resume {name} --failed` runs failed ones again"
+    elif stats.failed:
+        said += f"; {plural(stats.failed, 'rollout')} failed on rows that are no valid task, and would fail again"
+    click.echo(f"{said}\n", err=True)
+    print_summary(summary)
     return code

@@ -11,7 +11,7 @@ from rookery.cli.text import bold, clean, clip, dim, duration, line, plural, tab
 from rookery.core import Attempt, Completed, Failed, Message, Rollout, Turn, cause_of, label
 
 if TYPE_CHECKING:
-    from rookery.journal import RunReader
+    from rookery.journal import RunReader, Superseded
     from rookery.journal.schema import Event
 
 MAX_TEXT = 6_000
@@ -42,6 +42,7 @@ def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: b
     attempts = reader.attempts(record.id)
     lines += _attempts(attempts, record)
     lines += _evidence(attempts or list(record.attempts))
+    lines += _earlier(reader.earlier(record.id))
     if isinstance(record.outcome, Failed):
         lines += ["", *_failure(record.outcome)]
     click.echo("\n".join(lines))
@@ -211,6 +212,17 @@ def _log(events: "list[Event]", *, full: bool) -> list[str]:
     left = len(events) - len(shown)
     more = [dim(f"  {plural(left, 'more event')}: --full shows all")] if left else []
     return ["", bold("events"), *table(rows, indent="  "), *more]
+
+
+def _earlier(records: "list[Superseded]") -> list[str]:
+    """Records that the newest one replaces."""
+    if not records:
+        return []
+    from rookery.cli.summary import when
+
+    rows = [[when(one.ts), line(label(one.record.outcome), 40), line(one.reason, 120)] for one in records]
+    head = bold(plural(len(records), "earlier record")) + dim("  only the newest record counts")
+    return ["", head, *table(rows, indent="  ")]
 
 
 def _failure(outcome: Failed) -> list[str]:

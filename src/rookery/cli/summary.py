@@ -290,6 +290,9 @@ def next_lines(summary: Summary) -> list[str]:
     if summary.left and summary.status not in ("running", "finished"):
         rows.append((f"{rookery} resume {run}", f"run the rest: {plural(summary.left, 'rollout')}"))
     causes = summary.stats.causes()
+    again = sum(failure.count for cause, failure in causes if cause != "task.invalid")
+    if again and not summary.left and summary.status != "running":
+        rows.append((f"{rookery} resume {run} --failed", f"run {plural(again, 'failed rollout')} again"))
     if causes:
         cause, failure = causes[0]
         rows.append((f"{rookery} show {run} {failure.first}", f"{cause}: {cause_of(cause).advice}"))

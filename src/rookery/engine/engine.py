@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -132,6 +132,8 @@ class Engine:
         self.folder: Path | None = None
         self._out = Path(out)
         self._resume = False
+        self._failed_again: tuple[bool, tuple[str, ...]] = False, ()
+        """Whether a resume also runs failed rollouts again, and those of which causes; without any, all."""
         self._supervisor: Supervisor | None = None
         self._journal: Journal | None = None
         self._channels: dict[str, Channel] = {}
@@ -146,15 +148,32 @@ class Engine:
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
 
     @classmethod
-    def resume(cls, folder: str | Path, *, env: Environment | str | None = None, **changes: Any) -> "Engine":
-        """The engine of an earlier run, to go on with it: `async for group in engine.groups()`."""
+    def resume(
+        cls,
+        folder: str | Path,
+        *,
+        env: Environment | str | None = None,
+        failed: bool = False,
+        causes: Collection[str] = (),
+        **changes: Any,
+    ) -> "Engine":
+        """Return the engine of an earlier run, to go on with it: `async for group in engine.groups()`.
+
+        With `failed`, rollouts that failed run again too: all, or those with one of `causes` (`upstream` stands
+        for every cause that begins with `upstream.`). Their groups are handed out whole; earlier records stay in
+        the journal. `changes` are fields of `EngineConfig`.
+        """
+        if causes and not failed:
+            raise UsageError("causes say which failed rollouts run again: pass failed=True with them")
+        if isinstance(causes, str):
+            causes = (causes,)
         path = Path(folder)
         with RunReader(path) as reader:
             config = msgspec.convert(reader.config(), EngineConfig)
         if isinstance(env, str):
             changes["environment"] = env
         if unknown := set(changes) - set(EngineConfig.__struct_fields__):
-            _refuse_options("Engine.resume", unknown, {*EngineConfig.__struct_fields__, "env"})
+            _refuse_options("Engine.resume", unknown, {*EngineConfig.__struct_fields__, "env", "failed", "causes"})
         config = msgspec.structs.replace(config, **changes)
         if env is None and not config.environment:
             raise UsageError(
@@ -164,6 +183,7 @@ class Engine:
         engine = cls(env or config.environment, config=config)
         engine.folder = path
         engine._resume = True
+        engine._failed_again = failed, tuple(causes)
         return engine
 
     @staticmethod
@@ -478,7 +498,8 @@ class Engine:
     def _read_back(self) -> None:
         assert self.folder is not None
         assert self._journal is not None
-        back = resumed(self.folder, self._journal)
+        failed, causes = self._failed_again
+        back = resumed(self.folder, self._journal, failed=failed, causes=causes)
         self._resumed, self._book = back.sources, TaskBook(self._journal, back.numbers)
         self.supervisor.next_group = back.next_group
         for task, detail in back.quarantined.items():

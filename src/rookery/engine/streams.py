@@ -11,7 +11,7 @@ Promises:
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -20,7 +20,8 @@ import msgspec
 
 from rookery.core import Group, Task, UsageError
 from rookery.engine.channel import Channel, Sourced
-from rookery.journal import Journal, RunReader, TokenReader, load_segments
+from rookery.journal import FailedRollout, Journal, RunReader, TokenReader, Unfinished, load_segments
+from rookery.journal.loading import UNREADABLE
 
 if TYPE_CHECKING:
     from rookery.engine.state import Cursor
@@ -201,19 +202,53 @@ class Resumed(msgspec.Struct, frozen=True):
     quarantined: dict[str, str]
 
 
-def resumed(folder: Path, journal: Journal) -> Resumed:
-    """Reads a run's journal back; records whose token data is gone are discarded and run again."""
+def matches(cause: str, wanted: Collection[str]) -> bool:
+    """Whether a cause is one of these, or begins with one of these (`upstream` for `upstream.error`)."""
+    return any(cause == one or cause.startswith(f"{one}.") for one in wanted)
+
+
+class LeftToRun(msgspec.Struct, frozen=True):
+    """What a resume runs: members without a usable record, and failed rollouts that run again."""
+
+    unfinished: Unfinished
+    again: list[FailedRollout]
+
+
+def left_to_run(reader: RunReader, *, failed: bool, causes: Collection[str] = ()) -> LeftToRun:
+    """Find what a resume has to run. With `failed` also failed rollouts, and records whose tokens are corrupt."""
+    if not failed:
+        return LeftToRun(reader.unfinished(), [])
+    again = [one for one in reader.failed() if not causes or matches(one.cause, causes)]
+    checksums = not causes or matches(UNREADABLE, causes)
+    return LeftToRun(reader.unfinished(checksums=checksums, again={one.id for one in again}), again)
+
+
+def resumed(folder: Path, journal: Journal, *, failed: bool = False, causes: Collection[str] = ()) -> Resumed:
+    """Read a run's journal back and return what is left to run.
+
+    Records whose token data is gone are superseded and run again. With `failed`, so are failed rollouts: all, or
+    those with one of these causes. Their earlier records stay in the journal.
+    """
     with RunReader(folder) as reader:
-        todo = reader.unfinished()
+        left = left_to_run(reader, failed=failed, causes=causes)
+        todo, again = left.unfinished, left.again
         for rollout_id in todo.lost:
-            journal.discard(rollout_id, "its token data is not in the files")
+            journal.discard(rollout_id, "its token data cannot be read back")
+        for one in again:
+            journal.discard(one.id, f"run again after {one.cause}")
+        if todo.lost or again:
+            journal.flush()  # from here on they are unfinished, whatever becomes of this process
+        rerun = {one.group for one in again}
         rows = list(reader.task_rows())
         tasks = dict(zip((row.idx for row in rows), reader.tasks(), strict=True))
         begun: set[int] = set()
         next_group = 0
+        lifted: set[int] = set()
         for group in reader.groups():
             begun.add(group.task_idx)
             next_group = max(next_group, group.idx + 1)
+            if group.idx in rerun:
+                lifted.add(group.task_idx)
         sources = []
         for missing in todo.groups:
             group = missing.group
@@ -241,6 +276,9 @@ def resumed(folder: Path, journal: Journal) -> Resumed:
                     attempts=begun_before,
                 )
             )
+        for row in rows:
+            if row.idx in lifted and row.status == "quarantined":
+                journal.lift_quarantine(row.idx)
         ordinal = max((group.position for group in reader.groups()), default=-1) + 1
     for idx, task in tasks.items():
         if idx not in begun:
@@ -250,5 +288,9 @@ def resumed(folder: Path, journal: Journal) -> Resumed:
         sources,
         next_group,
         {task.id: idx for idx, task in tasks.items()},
-        {row.id: row.detail for row in rows if row.status == "quarantined" and not tasks[row.idx].invalid},
+        {
+            row.id: row.detail
+            for row in rows
+            if row.status == "quarantined" and row.idx not in lifted and not tasks[row.idx].invalid
+        },
     )

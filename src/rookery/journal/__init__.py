@@ -10,13 +10,23 @@ Promises:
 from rookery.journal.batch import Totals
 from rookery.journal.folder import RunLock, create_run, find_run, is_locked, open_lock, run_names, slug
 from rookery.journal.loading import LoadError, failed_record, load_segments, load_turns, merge_turns
-from rookery.journal.reader import Missing, RunReader, RunStatus, RunSummary, Superseded, Unfinished, list_runs
+from rookery.journal.reader import (
+    FailedRollout,
+    Missing,
+    RunReader,
+    RunStatus,
+    RunSummary,
+    Superseded,
+    Unfinished,
+    list_runs,
+)
 from rookery.journal.schema import Event, GroupRow, GroupStatus, TaskRow
 from rookery.journal.store import Journal
 from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
 
 __all__ = [
     "Event",
+    "FailedRollout",
     "GroupRow",
     "GroupStatus",
     "Journal",

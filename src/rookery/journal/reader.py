@@ -10,7 +10,7 @@ Promises:
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -72,6 +72,14 @@ class Superseded(msgspec.Struct, frozen=True):
     ts: float
     reason: str
     record: Rollout
+
+
+class FailedRollout(msgspec.Struct, frozen=True):
+    """A rollout whose newest record is `Failed`."""
+
+    id: str
+    group: int
+    cause: str
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,14 +264,29 @@ class RunReader(Closing):
                 yield GroupRow(*row)
             after = rows[-1][0]
 
-    def unfinished(self, *, checksums: bool = False) -> Unfinished:
+    def failed(self) -> list[FailedRollout]:
+        """Failed rollouts that can run again: not those of groups given up, nor of rows that are no valid task."""
+        query = (
+            "SELECT rollouts.id, rollouts.group_idx, rollouts.cause, tasks.payload, tasks.status FROM rollouts "
+            "JOIN groups ON groups.idx = rollouts.group_idx JOIN tasks ON tasks.idx = groups.task_idx "
+            "WHERE rollouts.kind = 'failed' AND groups.status NOT IN ('filtered', 'surplus') "
+            "ORDER BY rollouts.group_idx, rollouts.member"
+        )
+        return [
+            FailedRollout(rollout, group, cause)
+            for rollout, group, cause, payload, status in self._all(query)
+            if status == "ok" or not _task(payload).invalid
+        ]
+
+    def unfinished(self, *, checksums: bool = False, again: Collection[str] = ()) -> Unfinished:
         """Members without a usable record, of every group that was not given up.
 
         A record is usable when its token files are long enough; with `checksums`, when its tokens read back.
+        Records of the rollouts in `again` count as not there.
         """
         lost: list[str] = []
         groups: list[Missing] = []
-        records = self._members(lost, checksums)
+        records = self._members(lost, checksums, set(again))
         here = next(records, None)
         for group in self.groups():
             present: set[int] = set()
@@ -278,7 +301,7 @@ class RunReader(Closing):
             pass
         return Unfinished(tuple(groups), tuple(lost))
 
-    def _members(self, lost: list[str], checksums: bool) -> Iterator[tuple[int, int, bool]]:
+    def _members(self, lost: list[str], checksums: bool, again: set[str]) -> Iterator[tuple[int, int, bool]]:
         at = (-1, -1)
         query = (
             "SELECT group_idx, member, id, record FROM rollouts WHERE (group_idx, member) > (?, ?) "
@@ -286,6 +309,9 @@ class RunReader(Closing):
         )
         while rows := self._all(query, *at, PAGE):
             for group, member, rollout_id, record in rows:
+                if rollout_id in again:
+                    yield group, member, False
+                    continue
                 usable = self._usable(_tokens(record).tokens, checksums)
                 if not usable:
                     lost.append(rollout_id)
