@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from rookery.cli.text import bold, clean, clip, dim, duration, line, plural, table
-from rookery.core import Attempt, Completed, Failed, Message, Rollout, Turn, cause_of, label
+from rookery.core import Attempt, Completed, Failed, Message, Rollout, Turn, cause_of, failed_record, label
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader, Superseded
@@ -22,7 +22,7 @@ _COLOURS = {"system": "magenta", "developer": "magenta", "user": "cyan", "assist
 def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: bool) -> None:
     """On stdout."""
     limit = 1 << 30 if full else MAX_TEXT
-    from rookery.journal import LoadError, failed_record, load_turns, merge_turns
+    from rookery.journal import LoadError, load_turns, merge_turns
 
     turns: list[Turn] = []
     damage = ""
@@ -32,7 +32,7 @@ def print_rollout(reader: "RunReader", record: Rollout, *, tokens: bool, full: b
             merge_turns(record, turns)
     except LoadError as error:  # the rollout counts as failed wherever it is loaded, so show it as failed
         damage = str(error)
-        record = failed_record(record, error)
+        record = failed_record(record, error, cause=error.code)
     lines = _head(record)
     if damage:
         lines += ["", click.style(line(damage, 300), fg="red")]

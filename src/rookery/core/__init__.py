@@ -37,7 +37,7 @@ from rookery.core.outcomes import (
     TruncatedReason,
     label,
 )
-from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, rollout_place
+from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, failed_record, rollout_place
 from rookery.core.sampling import Sampling
 from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec
 from rookery.core.seeds import derive_seed
@@ -95,6 +95,7 @@ __all__ = [
     "cause_of",
     "derive_seed",
     "failed",
+    "failed_record",
     "floats",
     "ints",
     "label",

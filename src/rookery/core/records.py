@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from rookery.core.errors import failed
 from rookery.core.outcomes import SCORED, Outcome
 from rookery.core.tasks import Task
 from rookery.core.turns import Segment
@@ -109,3 +110,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def rewards(self) -> list[float | None]:
         """One entry for each member, None where there is no reward."""
         return [rollout.reward for rollout in self.rollouts]
+
+
+def failed_record(record: Rollout, error: Exception, *, cause: str) -> Rollout:
+    """Return a valid record as `Failed` in `load`: same identity and usage, no reward, no segments.
+
+    `cause` is for exceptions that carry none. A record that is not valid keeps its outcome.
+    """
+    if not record.valid:
+        return msgspec.structs.replace(record, segments=[]) if record.segments else record
+    outcome = failed(error, "load", cause=cause)
+    return msgspec.structs.replace(record, outcome=outcome, reward=None, rewards={}, segments=[])

@@ -365,9 +365,7 @@ class Engine:
         cursor = None if restart else self._cursor(name, tasks, chosen)
         if cursor is not None:
             cursor.run_again_unless(k)
-        source = self._resumed if resumed_run else self._source(chosen, epochs, cursor)
-        if cursor is not None and name not in self._states and isinstance(chosen, Sequence) and not resumed_run:
-            self._warn_at_end(name, len(chosen), epochs, cursor)
+        source = self._resumed if resumed_run else self._source(name, chosen, epochs, cursor)
         number = cursor.round if cursor is not None else self._next_round(name)
         self._states.pop(name, None)
         channel = Channel(f"{name}#{number}" if number else name, schedule, source, keep)
@@ -417,19 +415,25 @@ class Engine:
             cursor.rest = last.source  # it cannot be gone through from its beginning again
         return cursor
 
-    def _source(self, chosen: Iterable[Task], epochs: int | None, cursor: Cursor | None) -> Iterable[Sourced]:
+    def _source(
+        self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: Cursor | None
+    ) -> Iterable[Sourced]:
         """The groups to come: those to run again, then those that were never begun."""
         if cursor is not None and cursor.rest is not None:
             return chain(cursor.again, cursor.rest)
-        return sourced(chosen, epochs, self._tasks_known().number, cursor)
+        groups = sourced(chosen, epochs, self._tasks_known().number, cursor)
+        return groups if cursor is None or name in self._states else self._or_at_end(name, groups, cursor)
 
-    def _warn_at_end(self, name: str, tasks: int, epochs: int | None, cursor: Cursor) -> None:
-        """Say so if a stream has nothing left to hand out: a silent empty evaluation would mislead."""
-        ended = epochs is not None and cursor.pulled >= epochs * tasks
-        if ended and not cursor.ordinals and not cursor.finished:
+    def _or_at_end(self, name: str, groups: Iterable[Sourced], cursor: Cursor) -> Iterator[Sourced]:
+        """Yield the groups; if there is none, say so: a silent empty evaluation would mislead."""
+        some = bool(cursor.finished)
+        for one in groups:
+            some = True
+            yield one
+        if not some:
             detail = (
-                f"the stream {name!r} is at the end of its {tasks} tasks and hands out nothing: pass restart=True "
-                "to go through them again, or epochs=None to go on for ever"
+                f"the stream {name!r} hands out nothing: its {cursor.pulled} tasks are used up. Pass restart=True "
+                "to begin at the first task given, or epochs=None to go on for ever"
             )
             log.warning("%s", detail)
             self.supervisor.event("stream.at_end", {"stream": name, "detail": detail})

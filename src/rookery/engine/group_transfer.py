@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rookery.core import Group, Rollout, RookeryError, Task, failed
+from rookery.core import Group, Rollout, RookeryError, Task, failed, failed_record
 from rookery.core.errors import describe
 from rookery.engine.wire import MAX_FRAME, encoder
-from rookery.journal import failed_record
 
 PART_BYTES = 32 << 20
 """Rollouts are sent together up to this size; a larger one travels alone."""

@@ -9,7 +9,7 @@ Promises:
 
 from rookery.journal.batch import Totals
 from rookery.journal.folder import RunLock, create_run, find_run, is_locked, open_lock, run_names, slug
-from rookery.journal.loading import LoadError, failed_record, load_segments, load_turns, merge_turns
+from rookery.journal.loading import LoadError, load_segments, load_turns, merge_turns
 from rookery.journal.reader import (
     FailedRollout,
     Missing,
@@ -45,7 +45,6 @@ __all__ = [
     "create_run",
     "decode_turn",
     "encode_turn",
-    "failed_record",
     "find_run",
     "is_locked",
     "list_runs",

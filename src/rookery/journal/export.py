@@ -21,9 +21,9 @@ from typing import IO, Any, Literal, TextIO, TypeVar
 
 import msgspec
 
-from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed, label
+from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed, failed_record, label
 from rookery.core.errors import describe
-from rookery.journal.loading import failed_record, load_turns, merge_turns
+from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
 from rookery.trajectories import transcript
 
@@ -102,7 +102,7 @@ def _row(
             damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
         messages, parts, damage = [], [], describe(error)
-        record = failed_record(record, error)
+        record = failed_record(record, error, cause=MERGE)
     found: dict[str, Any] = {
         "id": f"r{record.id}",
         "group": record.group,
@@ -139,7 +139,7 @@ def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> t
     try:
         return convert(one), one["damage"] is not None
     except Exception as error:  # noqa: BLE001  (a row that cannot be written stops no other)
-        outcome = failed(error, "load", cause="bug.merge")
+        outcome = failed(error, "load", cause=MERGE)
         empty: dict[str, Any] = {
             "answer": None,
             "task_data": {},

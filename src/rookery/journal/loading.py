@@ -7,7 +7,7 @@ merging turns into segments is a bug of Rookery (`bug.merge`).
 
 import msgspec
 
-from rookery.core import Rollout, RookeryError, Segment, Turn, failed
+from rookery.core import Rollout, RookeryError, Segment, Turn, failed_record
 from rookery.core.errors import describe
 from rookery.journal.tokens import TokenReader, decode_turn
 from rookery.trajectories import segments
@@ -46,12 +46,4 @@ def load_segments(record: Rollout, reader: TokenReader) -> Rollout:
     try:
         return msgspec.structs.replace(record, segments=merge_turns(record, load_turns(record, reader)))
     except Exception as error:  # noqa: BLE001  (the exception ends this rollout alone; its record keeps it)
-        return failed_record(record, error)
-
-
-def failed_record(record: Rollout, error: Exception, *, cause: str = MERGE) -> Rollout:
-    """Return the record as `Failed`: same identity and usage, no reward, no segments. A failed one is kept."""
-    if not record.valid:
-        return msgspec.structs.replace(record, segments=[]) if record.segments else record
-    outcome = failed(error, "load", cause=cause)
-    return msgspec.structs.replace(record, outcome=outcome, reward=None, rewards={}, segments=[])
+        return failed_record(record, error, cause=MERGE)

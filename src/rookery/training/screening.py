@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rookery.core import Group, Rollout, Segment, Truncated
-from rookery.journal import failed_record
+from rookery.core import Group, Rollout, Segment, Truncated, failed_record
 from rookery.training.arrays import MAX_VERSION, usable
 from rookery.training.config import BatchConfig, TruncatedRule
 from rookery.training.errors import BatchError

@@ -310,7 +310,12 @@ def _collected(engine: SyncEngine, asked: Sequence[Task], k: int) -> list[Rollou
             waiting.setdefault(task.id, deque()).append(places)
         # An iterator, not a list: a task may stand in it twice.
         groups = engine.groups(
-            iter([task for task, _ in some]), k=size, name=STREAM, buffer=max(1, len(some)), need_tokens=True
+            iter([task for task, _ in some]),
+            k=size,
+            name=STREAM,
+            restart=True,
+            buffer=max(1, len(some)),
+            need_tokens=True,
         )
         with closing(groups):  # type: ignore[type-var]
             for group in groups:
