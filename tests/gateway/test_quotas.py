@@ -138,6 +138,39 @@ async def test_a_server_full_of_unfinished_bodies_refuses_who_holds_most() -> No
             wire.writer.close()
 
 
+async def test_a_server_full_of_answers_under_way_ends_some_of_who_has_most() -> None:
+    gate = Gate()
+    async with listeners("a", "b", handler=gate, connections=70, own_connections=70) as (server, (a, b)):
+        greedy = [await Wire.to(a) for _ in range(70)]
+        for wire in greedy:
+            wire.send(request("GET", "/"))
+        await eventually(lambda: sum(one.task is not None for one in server.connections) == 70)
+        other = await Wire.to(b)
+        other.send(request("GET", "/"))
+        await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
+        gate.go.set()
+        assert (await other.answer()).status == 200
+        for wire in (*greedy, other):
+            wire.writer.close()
+
+
+async def test_a_server_full_of_bodies_under_way_ends_one_of_who_holds_most() -> None:
+    gate, size = Gate(), 2 * FAIR_BYTES
+    async with listeners("a", "b", handler=gate, bytes=3 * size, own_bytes=10 * size) as (server, (a, b)):
+        greedy = [await Wire.to(a) for _ in range(3)]
+        for wire in greedy:
+            wire.send(HEAD % size, b"x" * size)
+        await eventually(lambda: sum(one.task is not None for one in server.connections) == 3)
+        modest = await Wire.to(b)
+        modest.send(HEAD % size, b"x" * size)
+        await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
+        assert server.ledger.refused >= 1
+        gate.go.set()
+        assert (await modest.answer()).status == 200
+        for wire in (*greedy, modest):
+            wire.writer.close()
+
+
 async def test_the_head_of_a_request_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "HEAD_SECONDS", 0.05)
     async with listeners("") as (server, (port,)):

@@ -6,7 +6,8 @@ together) and for the whole server.
 
 Promises:
 - an owner never holds more connections or bytes than its quota;
-- a server that is full makes room at the expense of the owner that holds most, so that others are served;
+- a server that is full makes room at the expense of the owner that holds most, so that others are served: it
+  closes what is idle or unfinished before it cuts an answer;
 - an owner that holds little is not refused because the server is full of other owners' bytes.
 """
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 FAIR_BYTES: Final = 4 << 20
 """Bytes that an owner may always hold."""
+MANY: Final = 64
+"""Connections of an owner from which on a full server without idle ones closes one that is being answered."""
 _BUSY: Final = ((b"retry-after", b"1"),)
 
 
@@ -64,7 +67,7 @@ class Ledger:
         if self._count >= self.quota.connections:
             largest = max(self._connections, key=lambda one: len(self._connections[one]), default=owner)
             fair = len(self._connections.get(largest, ())) > len(self._connections.get(owner, ()))
-            if not (fair and self._dismiss(largest)):
+            if not (fair and (self._dismiss(largest) or self._interrupt(largest))):
                 self.refused += 1
                 return False
         self._connections.setdefault(owner, {})[connection] = None
@@ -107,6 +110,17 @@ class Ledger:
                 return True
         return False
 
+    def _interrupt(self, owner: str) -> bool:
+        """Close the owner's last used connection although it is being answered, if the owner has many."""
+        own = self._connections.get(owner, {})
+        if len(own) < MANY:
+            return False
+        connection = next(reversed(own))
+        self.refused += 1
+        self.leave(connection)
+        connection.abort()
+        return True
+
     # ---- bytes of bodies
 
     def hold(self, connection: "Connection", owner: str, size: int) -> None:
@@ -131,15 +145,16 @@ class Ledger:
             self._bytes.pop(owner, None)
 
     def _make_room(self, connection: "Connection", owner: str, own: int) -> None:
-        """Refuse the largest unfinished request of the owner that holds most, which may be the caller's own."""
+        """End the largest request of the owner that holds most, which may be the caller's own."""
         self.refused += 1
         largest = max(self._bytes, key=lambda one: self._bytes[one], default=owner)
         if largest != owner and self._bytes[largest] > own:
-            unfinished = [
-                one for one in self._connections.get(largest, {}) if one is not connection and one.unfinished
-            ]
-            if unfinished:
-                worst = max(unfinished, key=lambda one: one.unfinished)
-                worst.refuse(Refusal(503, b"the gateway holds too many unfinished requests", _BUSY))
+            others = [one for one in self._connections.get(largest, {}) if one is not connection and one.held]
+            worst = max(others, key=lambda one: one.held, default=None)
+            if worst is not None:
+                if worst.unfinished:
+                    worst.refuse(Refusal(503, b"the gateway holds too many unfinished requests", _BUSY))
+                else:
+                    worst.abort()
                 return
         raise Refusal(503, b"the gateway holds too many unfinished requests", _BUSY)

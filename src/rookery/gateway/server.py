@@ -75,6 +75,8 @@ class Connection(asyncio.Protocol):
         self._reading = False
         """Whether a request has begun and not ended."""
         self._begun_at = 0.0
+        self._answering = 0
+        """Bytes of the body of the request that is being answered."""
         self._refusal: tuple[Refusal, bool] | None = None
         """What the last request is answered, after those before it; whether without a body."""
         self._left = 0
@@ -239,6 +241,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: Request, answer: Answer) -> None:
         ledger, owner, size = self.server.ledger, request.owner, len(request.body)
+        self._answering = size
         self._task = self._loop.create_task(self._answer(request, answer))
         # Not in the task itself: one that is cancelled before it begins runs no line of its own.
         self._task.add_done_callback(lambda _: ledger.release(owner, size))
@@ -279,6 +282,7 @@ class Connection(asyncio.Protocol):
                 answer.abort()
         finally:
             self._task = None
+            self._answering = 0
             if self._waiting and not self._closing:
                 self._start(*self._waiting.popleft())
             elif self._refusal is not None and not self._closing:
@@ -297,6 +301,11 @@ class Connection(asyncio.Protocol):
     def unfinished(self) -> int:
         """Bytes of the body of a request that has not come in whole."""
         return self._size
+
+    @property
+    def held(self) -> int:
+        """Bytes of bodies that it holds, but for those of requests that wait for their turn."""
+        return self._size + self._answering
 
     def refuse(self, refusal: Refusal) -> None:
         """End a connection whose next request is not read; answers under way go before it."""
