@@ -159,7 +159,7 @@ class Calls:
         """What to tell the client; what it is not about is raised on."""
         match error:
             case BadRequestError():
-                return "bad_request", str(error), error.where
+                return error.problem, str(error), error.where
             case MessageError():
                 return "bad_request", str(error), "messages"
             case ToolsError():

@@ -2,7 +2,8 @@
 
 Promises:
 - what OpenAI's own library sends is understood, and what it is sent, it reads as from OpenAI;
-- fields that we do not know are tolerated; those that sampling engines know go on to the engine as they are;
+- a field that changes the meaning of a request is supported or refused; those that sampling engines know go on to
+  the engine as they are;
 - an error has OpenAI's shape; one that a retry cannot mend has a status that its library does not retry;
 - a stream's last events come only after its turn was recorded: whoever saw them may rely on the turn.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 
 from rookery.core import Message
 from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
@@ -20,7 +21,9 @@ from rookery.gateway.dialects.shared import (
     ALIVE,
     MAX_TOP,
     NULL,
+    ONE_CALL,
     Count,
+    Field,
     encode,
     entries,
     finish_of,
@@ -28,6 +31,7 @@ from rookery.gateway.dialects.shared import (
     logprob_entries,
     openai_usage,
     read,
+    refuse,
 )
 from rookery.gateway.session import Reply, Spell
 from rookery.upstreams.protocol import CallDelta, Delta
@@ -44,26 +48,37 @@ class _Choice(msgspec.Struct, frozen=True):
 
 class _Request(OpenAIRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Raw], msgspec.Meta(min_length=1)]
-    tools: Raw | UnsetType = UNSET  # with None instead, msgspec would take nothing but null
-    functions: Raw | UnsetType = UNSET
+    tools: Field = UNSET  # with None instead, msgspec would take nothing but null
     tool_choice: str | _Choice | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
     # What engines know about sampling and rendering beyond ours goes on as it stands.
-    bad_words: Raw | UnsetType = UNSET
-    response_format: Raw | UnsetType = UNSET
-    guided_json: Raw | UnsetType = UNSET
-    guided_regex: Raw | UnsetType = UNSET
-    guided_choice: Raw | UnsetType = UNSET
-    guided_grammar: Raw | UnsetType = UNSET
-    chat_template_kwargs: Raw | UnsetType = UNSET
-    parallel_tool_calls: Raw | UnsetType = UNSET
-    reasoning_effort: Raw | UnsetType = UNSET
+    bad_words: Field = UNSET
+    chat_template_kwargs: Field = UNSET
+    reasoning_effort: Field = UNSET
+    # What is refused, unless it asks for nothing.
+    audio: Field = UNSET
+    functions: Field = UNSET
+    function_call: Field = UNSET
+    moderation: Field = UNSET
+    web_search_options: Field = UNSET
+    modalities: list[str] | None = None
+    parallel_tool_calls: bool | None = None
+    # A hint that models may follow or not.
+    verbosity: Field = UNSET
 
+
+_REFUSED: Final = {
+    "audio": "answers are text",
+    "functions": "send `tools` instead",
+    "function_call": "send `tool_choice` instead",
+    "moderation": "nothing here moderates",
+    "web_search_options": "nothing here searches the web",
+}
 
 _FIELDS: Final = _Request.__struct_fields__
-_PASSED: Final = (*PASSED, *_FIELDS[_FIELDS.index("bad_words") :])
+_PASSED: Final = (*PASSED, *_FIELDS[_FIELDS.index("bad_words") : _FIELDS.index("audio")])
 _decode = msgspec.json.Decoder(_Request).decode
 
 
@@ -86,18 +101,22 @@ class ChatDialect:
 
     def ask(self, body: bytes) -> Ask:
         request = read(_decode, body)
-        if request.functions is not UNSET and bytes(request.functions) not in (NULL, b"[]"):
-            raise BadRequestError("`functions` is the form before `tools`; write tools", "functions")
+        refuse(request, _REFUSED)
+        if set(request.modalities or ()) - {"text"}:
+            raise BadRequestError("modalities: answers are text", "modalities")
         if request.top_logprobs and not request.logprobs:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
         tools = request.tools if request.tools is not UNSET and bytes(request.tools) != NULL else None
+        sampling = request.sampling(min(limits) if limits else None, _PASSED)
+        if tools is not None and request.parallel_tool_calls is False:
+            sampling = msgspec.structs.replace(sampling, extra={**sampling.extra, **ONE_CALL})
         return Ask(
             messages=tuple(request.messages),
             model=request.model,
             tools=tools,
             tool_choice=_tool_choice(request.tool_choice),
-            sampling=request.sampling(min(limits) if limits else None, _PASSED),
+            sampling=sampling,
             n=request.n or 1,
             stream=bool(request.stream),
             usage=request.usage,

@@ -3,7 +3,8 @@
 Promises:
 - what Anthropic's own library and Claude Code send is understood, and what they are sent, they read as from
   Anthropic;
-- fields, blocks and tools that we do not know are tolerated;
+- a field that changes the meaning of a request is supported or refused; blocks that are not known here are shown
+  to the model as they are; tools that only Anthropic runs are not offered;
 - cache hints, signatures, bills and the place of the system's words are no part of a message: an agent that moves
   them between its turns has edited nothing;
 - a call's arguments come back as they were sampled, also where they are no JSON object;
@@ -16,21 +17,24 @@ from functools import lru_cache
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET
 
 from rookery.core import Message, Sampling, ToolCall, ToolSchema
 from rookery.gateway.dialects.messages_stream import MessagesAnswering, blocks_of, problem_of, stop_of, usage_of
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.dialects.shared import (
     NULL,
+    ONE_CALL,
     Content,
     Count,
+    Field,
     Share,
     Temperature,
     TopK,
     as_json,
     encode,
     read,
+    refuse,
     schema_extra,
     stops_of,
     system_first,
@@ -48,13 +52,22 @@ _BILL: Final = "x-anthropic-billing-header:"
 class _Choice(msgspec.Struct, frozen=True):
     type: str = "auto"
     name: str | None = None
+    disable_parallel_tool_use: bool | None = False
 
 
 class _Thinking(msgspec.Struct, frozen=True):
     type: str = "enabled"
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _Edit(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+class _Management(msgspec.Struct, frozen=True):
+    edits: list[_Edit] | None = None
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     model: str = ""
     system: str | list[Any] | None = None
@@ -64,12 +77,36 @@ class _Request(msgspec.Struct, frozen=True):
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
-    tools: Raw | UnsetType = UNSET
+    tools: Field = UNSET
     tool_choice: _Choice | None = None
     thinking: _Thinking | None = None
     output_config: Any = None
     output_format: Any = None
+    context_management: _Management | None = None
+    # What is refused, unless it asks for nothing.
+    thread: Field = UNSET
+    compaction: Field = UNSET
+    container: Field = UNSET
+    mcp_servers: Field = UNSET
+    # What changes nothing about an answer: who asks, where, what is billed, cached or diagnosed.
+    betas: Field = UNSET
+    cache_control: Field = UNSET
+    diagnostics: Field = UNSET
+    fallback_credit_token: Field = UNSET
+    fallbacks: Field = UNSET
+    inference_geo: Field = UNSET
+    metadata: Field = UNSET
+    service_tier: Field = UNSET
+    speed: Field = UNSET
+    user_profile_id: Field = UNSET
+    workspace_id: Field = UNSET
 
+
+_REFUSED: Final = {
+    "compaction": "compact the conversation in the client",
+    "container": "nothing here runs code for a model",
+    "mcp_servers": "connect the client to them, and offer their tools",
+}
 
 _decode = msgspec.json.Decoder(_Request).decode
 
@@ -84,6 +121,17 @@ class MessagesDialect:
 
     def ask(self, body: bytes) -> Ask:
         request = read(_decode, body)
+        if request.thread is not UNSET and bytes(request.thread) != NULL:
+            said = "threads are not kept here: send the whole conversation, without `thread`"
+            raise BadRequestError(said, "thread", "thread")
+        refuse(request, _REFUSED)
+        for edit in (request.context_management and request.context_management.edits) or ():
+            # Whether earlier thinking is part of a prompt is for the chat format to say.
+            if not edit.type.startswith("clear_thinking"):
+                said = f"{edit.type} is not supported: edit the conversation in the client"
+                raise BadRequestError(said, "context_management.edits")
+        if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
+            raise BadRequestError("thinking is enabled, disabled or adaptive", "thinking.type")
         tools: Tools | None = None
         if request.tools is not UNSET and bytes(request.tools) != NULL:
             raw = bytes(request.tools)
@@ -91,12 +139,15 @@ class MessagesDialect:
         extra: dict[str, Any] = {}
         if (schema := _schema(request)) is not None:
             extra["response_format"] = schema_extra("answer", schema)
+        choice = request.tool_choice
+        if tools is not None and choice is not None and choice.disable_parallel_tool_use:
+            extra |= ONE_CALL
         thinks = request.thinking is not None and request.thinking.type != "disabled"
         return Ask(
             messages=messages_of(request.system, request.messages),
             model=request.model,
             tools=tools,
-            tool_choice=_tool_choice(request.tool_choice),
+            tool_choice=_tool_choice(choice),
             sampling=Sampling(
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -288,7 +339,12 @@ def _schema(request: _Request) -> Any:
     config = request.output_config
     form = config.get("format") if isinstance(config, dict) else None
     form = form if form is not None else request.output_format
-    return form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        where = "output_format" if form is request.output_format else "output_config.format"
+        raise BadRequestError("the format of an answer is a json_schema", where)
+    return form.get("schema")
 
 
 class _Tool(msgspec.Struct, frozen=True):

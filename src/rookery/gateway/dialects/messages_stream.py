@@ -18,6 +18,7 @@ from rookery.upstreams.protocol import Delta
 
 PROBLEMS: Final[dict[Problem, tuple[int, str]]] = {
     "bad_request": (400, "invalid_request_error"),
+    "thread": (400, "invalid_request_error"),
     "unauthorized": (401, "authentication_error"),
     "not_found": (404, "not_found_error"),
     "method": (405, "invalid_request_error"),
@@ -37,7 +38,10 @@ PING: Final = event("ping", {"type": "ping"})
 
 def problem_of(problem: Problem, message: str) -> tuple[int, dict[str, Any]]:
     status, kind = PROBLEMS[problem]
-    return status, {"type": "error", "error": {"type": kind, "message": message}}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if problem == "thread":  # the code by which Anthropic's libraries know to send the whole conversation instead
+        error["details"] = {"error_code": "thread_unsupported_request"}
+    return status, {"type": "error", "error": error}
 
 
 def blocks_of(message: Message, *, thinks: bool) -> list[dict[str, Any]]:

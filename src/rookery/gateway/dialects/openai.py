@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET
 
 from rookery.core import Sampling
 from rookery.gateway.dialects.protocol import Ask, Problem
@@ -19,6 +19,7 @@ from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
     NULL,
     Count,
+    Field,
     Seed,
     Share,
     Temperature,
@@ -35,7 +36,7 @@ class _StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = False
 
 
-class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that both have."""
 
     model: str = ""
@@ -50,15 +51,35 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: Seed | None = None
     return_token_ids: bool | None = False
     # What engines know about sampling beyond ours goes on as it stands.
-    frequency_penalty: Raw | UnsetType = UNSET
-    presence_penalty: Raw | UnsetType = UNSET
-    repetition_penalty: Raw | UnsetType = UNSET
-    min_p: Raw | UnsetType = UNSET
-    min_tokens: Raw | UnsetType = UNSET
-    logit_bias: Raw | UnsetType = UNSET
-    ignore_eos: Raw | UnsetType = UNSET
-    stop_token_ids: Raw | UnsetType = UNSET
-    structured_outputs: Raw | UnsetType = UNSET
+    frequency_penalty: Field = UNSET
+    presence_penalty: Field = UNSET
+    repetition_penalty: Field = UNSET
+    min_p: Field = UNSET
+    min_tokens: Field = UNSET
+    logit_bias: Field = UNSET
+    ignore_eos: Field = UNSET
+    stop_token_ids: Field = UNSET
+    structured_outputs: Field = UNSET
+    allowed_token_ids: Field = UNSET
+    priority: Field = UNSET
+    cache_salt: Field = UNSET
+    response_format: Field = UNSET
+    guided_json: Field = UNSET
+    guided_regex: Field = UNSET
+    guided_choice: Field = UNSET
+    guided_grammar: Field = UNSET
+    # What changes nothing about an answer: who asks, what is billed, kept or cached, and which words are likely.
+    cache_control: Field = UNSET
+    metadata: Field = UNSET
+    prediction: Field = UNSET
+    prompt_cache_key: Field = UNSET
+    prompt_cache_options: Field = UNSET
+    prompt_cache_retention: Field = UNSET
+    safety_identifier: Field = UNSET
+    service_tier: Field = UNSET
+    store: Field = UNSET
+    usage_: Field = msgspec.field(name="usage", default=UNSET)
+    user: Field = UNSET
 
     @property
     def usage(self) -> bool:
@@ -83,7 +104,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS: Final = OpenAIRequest.__struct_fields__
-PASSED: Final = _FIELDS[_FIELDS.index("frequency_penalty") :]
+PASSED: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.index("cache_control")]
 """Those of both that go on."""
 
 

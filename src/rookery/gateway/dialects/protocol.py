@@ -2,7 +2,9 @@
 
 Promises, of every dialect:
 - pure: bytes in, bytes out; no socket, no clock of its own;
-- what it does not know of a request it tolerates; what it knows and cannot read is a `BadRequestError` in words;
+- a field that changes the meaning of a request is supported or refused with a `BadRequestError`, never ignored.
+  Each dialect lists the fields of its provider that it ignores because they change nothing. A field that no
+  provider has is left out, with a warning in the log;
 - every error has the shape that the client's own library understands;
 - a message that means the same is the same, whichever dialect it came in: what was sampled is found again.
 """
@@ -18,8 +20,8 @@ from rookery.gateway.tools import Tools
 from rookery.upstreams.protocol import Delta
 
 Problem: TypeAlias = Literal[
-    "bad_request", "unauthorized", "not_found", "method", "gone", "conflict", "too_large", "truncated", "context",
-    "unavailable", "timeout", "upstream", "internal",
+    "bad_request", "thread", "unauthorized", "not_found", "method", "gone", "conflict", "too_large", "truncated",
+    "context", "unavailable", "timeout", "upstream", "internal",
 ]  # fmt: skip
 """What is wrong, whatever the dialect calls it."""
 
@@ -27,9 +29,10 @@ Problem: TypeAlias = Literal[
 class BadRequestError(RookeryError):
     """The client's request cannot be understood; `where` names the part of it."""
 
-    def __init__(self, message: str, where: str | None = None) -> None:
+    def __init__(self, message: str, where: str | None = None, problem: Problem = "bad_request") -> None:
         super().__init__(message, cause="upstream.rejected")
         self.where = where
+        self.problem: Problem = problem
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

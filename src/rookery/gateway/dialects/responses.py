@@ -3,7 +3,8 @@
 Promises:
 - what OpenAI's own library, its agents and Codex send is understood, and what they are sent, they read as from
   OpenAI;
-- fields, items and tools that we do not know are tolerated;
+- a field that changes the meaning of a request is supported or refused; items that are not known here are shown to
+  the model as they are; tools that only OpenAI runs are not offered;
 - an answer can be gone on from by its name, or by sending its items back: either way what was sampled is extended;
 - names of answers hold as long as the session does, also after a restart;
 - an error has OpenAI's shape; one that a retry cannot mend has a status that its library does not retry.
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 
 from rookery.core import Message, Sampling
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
@@ -24,13 +25,16 @@ from rookery.gateway.dialects.responses_stream import ResponsesAnswering, settle
 from rookery.gateway.dialects.shared import (
     MAX_TOP,
     NULL,
+    ONE_CALL,
     Count,
+    Field,
     Seed,
     Share,
     Temperature,
     encode,
     openai_error,
     read,
+    refuse,
     schema_extra,
     system_first,
 )
@@ -51,7 +55,7 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input: str | list[Any] = []
     model: str = ""
     instructions: str | list[Any] | None = None
@@ -66,12 +70,39 @@ class _Request(msgspec.Struct, frozen=True):
     top_p: Share | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
     seed: Seed | None = None
-    tools: Raw | UnsetType = UNSET
+    tools: Field = UNSET
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
     text: Any = None
     metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    # What is refused, unless it asks for nothing.
+    access_programs: Field = UNSET
+    context_management: Field = UNSET
+    image: Field = UNSET
+    moderation: Field = UNSET
+    prompt: Field = UNSET
+    # What changes nothing about an answer: who asks, what is billed or cached, limits on tools that only OpenAI
+    # runs, and hints on effort that models may follow or not.
+    client_metadata: Field = UNSET
+    max_tool_calls: Field = UNSET
+    prompt_cache_key: Field = UNSET
+    prompt_cache_options: Field = UNSET
+    prompt_cache_retention: Field = UNSET
+    reasoning: Field = UNSET
+    safety_identifier: Field = UNSET
+    service_tier: Field = UNSET
+    stream_options: Field = UNSET
+    user: Field = UNSET
 
+
+_REFUSED: Final = {
+    "access_programs": "there is one way to use a model here",
+    "image": "answers are text",
+    "context_management": "compact the conversation in the client",
+    "moderation": "nothing here moderates",
+    "prompt": "prompt templates are not kept here; send the instructions and the input",
+}
 
 _decode = msgspec.json.Decoder(_Request).decode
 
@@ -86,6 +117,9 @@ class ResponsesDialect:
 
     def ask(self, body: bytes) -> Ask:
         request = read(_decode, body)
+        refuse(request, _REFUSED)
+        if request.truncation not in (None, "auto", "disabled"):  # what would be truncated is an error of its own
+            raise BadRequestError("truncation is auto or disabled", "truncation")
         if request.background:
             raise BadRequestError("answers in the background are not served; ask for a stream", "background")
         if request.conversation is not None:
@@ -106,13 +140,14 @@ class ResponsesDialect:
             messages=said if after else system_first((*first, *said), merge=False),
             model=request.model,
             tools=offer.tools,
-            tool_choice=_tool_choice(request.tool_choice),
+            tool_choice=_tool_choice(request.tool_choice, offer),
             sampling=Sampling(
                 temperature=request.temperature,
                 top_p=request.top_p,
                 max_tokens=request.max_output_tokens,
                 seed=request.seed,
-                extra=_format(request.text),
+                extra=_format(request.text)
+                | (ONE_CALL if offer.tools.schemas and request.parallel_tool_calls is False else {}),
             ),
             stream=bool(request.stream),
             logprobs=LOGPROBS in include or bool(request.top_logprobs),
@@ -177,7 +212,7 @@ def _instructions(given: str | list[Any] | None) -> str:
     return "\n\n".join(message.text for message in messages_of(given) if message.text)
 
 
-def _tool_choice(choice: Any) -> str | None:
+def _tool_choice(choice: Any, offer: Offered) -> str | None:
     if choice is None:
         return None
     if isinstance(choice, str):
@@ -192,8 +227,13 @@ def _tool_choice(choice: Any) -> str | None:
             raise BadRequestError("tool_choice names no tool", "tool_choice.name")
         return within(choice.get("namespace"), name)
     if kind == "allowed_tools":
+        listed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
+        allowed = {within(one.get("namespace"), str(one.get("name"))) for one in listed}
+        if missing := sorted({tool.name for tool in offer.tools.schemas} - allowed):
+            said = f"all tools of a request may be called: leave out those that may not ({', '.join(missing)})"
+            raise BadRequestError(said, "tool_choice.tools")
         return "required" if choice.get("mode") == "required" else "auto"
-    return "auto"  # a tool that only its own provider runs
+    raise BadRequestError(f"no tool of the type {str(kind)[:80]!r} is run here", "tool_choice.type")
 
 
 def _format(text: Any) -> dict[str, Any]:
@@ -202,6 +242,8 @@ def _format(text: Any) -> dict[str, Any]:
     if not isinstance(form, dict):
         return {}
     kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadRequestError("the format of a text is text, json_object or json_schema", "text.format")
     if kind == "json_schema":
         return {
             "response_format": schema_extra(form.get("name") or "answer", form.get("schema"), form.get("strict"))

@@ -6,10 +6,13 @@ Promises:
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from rookery.core import Finish, Message, ToolCall, UpstreamError, ints
 from rookery.core.strict import strict_json
@@ -17,11 +20,14 @@ from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
 from rookery.gateway.session import Reply, Spell, Tops
 from rookery.upstreams.protocol import CallDelta
 
+log = logging.getLogger("rookery.gateway")
 T = TypeVar("T")
 
 MAX_CHOICES: Final = 64
 MAX_TOP: Final = 20
 NULL: Final = b"null"
+ONE_CALL: Final[dict[str, Any]] = {"parallel_tool_calls": False}
+"""The sampling option that an answer calls one tool at most. More than one is the default."""
 ALIVE: Final = 64
 """After so many pieces without anything to send, a stream sends an empty event: clients give up on silent ones."""
 
@@ -33,10 +39,19 @@ TopK: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 Content: TypeAlias = str | tuple[dict[str, Any], ...] | None
 
+Field: TypeAlias = msgspec.Raw | UnsetType
+"""A field that is not decoded."""
+
 encode = msgspec.json.Encoder().encode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`$")
+_warned: set[str] = set()
+MAX_WARNED: Final = 100
+_NOTHING: Final = frozenset({NULL, b"false", b"[]", b"{}", b'""'})
 
 PROBLEMS: Final[dict[Problem, tuple[int, str, str | None]]] = {
     "bad_request": (400, "invalid_request_error", None),
+    "thread": (400, "invalid_request_error", "thread_unsupported_request"),
     "unauthorized": (401, "authentication_error", "invalid_api_key"),
     "not_found": (404, "invalid_request_error", "not_found"),
     "method": (405, "invalid_request_error", "method_not_allowed"),
@@ -54,15 +69,38 @@ PROBLEMS: Final[dict[Problem, tuple[int, str, str | None]]] = {
 
 
 def read(decode: Callable[[bytes], T], body: bytes) -> T:
-    """The request in a body."""
+    """The request in a body. Fields that are not known here are left out, with one warning for each name."""
+    fields: dict[str, msgspec.Raw] | None = None
     try:
-        return decode(body)
+        while True:
+            try:
+                return decode(body if fields is None else encode(fields))
+            except msgspec.ValidationError as error:
+                unknown = _UNKNOWN.match(str(error))
+                if unknown is None:
+                    raise
+                fields = _fields(body) if fields is None else fields
+                _warn(unknown[1], fields.pop(unknown[1]))
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         place = where[1:-1]
         raise BadRequestError(f"{what}{f' (at {place})' if place else ''}", place or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
+
+
+def _warn(name: str, value: msgspec.Raw) -> None:
+    if bytes(value) != NULL and name not in _warned and len(_warned) < MAX_WARNED:
+        _warned.add(name)
+        log.warning("clients send the field %r, which is not known here: it has no effect", name[:80])
+
+
+def refuse(request: msgspec.Struct, reasons: Mapping[str, str]) -> None:
+    """Raises for a field of a request that is not supported. Null, false and empty values ask for nothing."""
+    for name, why in reasons.items():
+        value = getattr(request, name)
+        if value is not UNSET and bytes(value) not in _NOTHING:
+            raise BadRequestError(f"{name} is not supported: {why}", name)
 
 
 def openai_error(problem: Problem, message: str, where: str | None = None) -> tuple[int, dict[str, Any]]:
