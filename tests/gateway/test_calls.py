@@ -422,3 +422,28 @@ async def test_the_embedded_policy_answers_through_the_same_door(tmp_path: Path)
         assert answer.text == Message("assistant", turns[0]["response"]["content"]).text
         refused = await gateway.chat(session, "x", frequency_penalty=1.0)
         assert (refused.status, refused.error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", [7, 2**63 - 1, -5])
+async def test_choices_with_a_seed_differ_and_are_the_same_each_time(
+    gateway: Gateway, upstream: Scripted, stream: bool, seed: int
+) -> None:
+    session = await gateway.register()
+    for _ in range(2):
+        await gateway.chat(session, n=3, seed=seed, stream=stream)
+    seeds = [asked.request.sampling.seed for asked in upstream.calls]
+    assert sorted(map(str, seeds[:3])) == sorted(map(str, seeds[3:]))
+    assert len(set(seeds)) == 3
+    assert seed in seeds
+    assert all(one is not None and -(2**63) <= one < 2**63 for one in seeds)
+
+
+async def test_options_of_the_registration_and_of_the_client_are_merged(
+    gateway: Gateway, upstream: Scripted
+) -> None:
+    session = await gateway.register(sampling={"extra": {"min_p": 0.1}})
+    await gateway.chat(session, response_format={"type": "json_object"}, min_p=0.5)
+    extra = upstream.calls[0].request.sampling.extra
+    assert extra["min_p"] == 0.1
+    assert "response_format" in extra

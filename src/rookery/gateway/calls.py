@@ -210,7 +210,11 @@ class _Telling:
             ask = self._ask = await _tokenised(ask, role)
         self._answers(ask, role)
         tools = _tools(ask)
-        sampling = seat.sampling(role.name).over(ask.sampling.over(role.sampling))
+        own = seat.sampling(role.name)
+        sampling = own.over(ask.sampling.over(role.sampling))
+        if ask.sampling.extra and (own.extra or role.sampling.extra):  # one option replaces itself, not the others
+            extra = {**role.sampling.extra, **ask.sampling.extra, **own.extra}
+            sampling = msgspec.structs.replace(sampling, extra=extra)
         place = session.recorder.find(role.name, ask.messages, tools.scope)
         _recordable(place.new)
         before = seat.key_of(place.turn.index) if place.turn is not None else ""
@@ -274,6 +278,10 @@ class _Telling:
         if not choice and not ask.id and not ask.prompts:
             return call
         changes: dict[str, Any] = {"key": choice_key(call.key, choice, ask.id, ask.head)}
+        if call.sampling.seed is not None and (place := choice % ask.n):
+            # As vLLM numbers the choices of one prompt. With one seed all of them would be the same.
+            seed = (call.sampling.seed + place + 2**63) % 2**64 - 2**63
+            changes["sampling"] = msgspec.structs.replace(call.sampling, seed=seed)
         if ask.prompts:
             changes["tokens"] = ask.prompts[choice // ask.n]
         return msgspec.structs.replace(call, **changes)

@@ -25,6 +25,7 @@ from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.served import HttpUpstream
 from rookery.upstreams.servers import SIZE_SECONDS
+from rookery.upstreams.structured import llamacpp_constraint, token_options
 from rookery.upstreams.wire import RESERVED, Id
 
 _FINISH: Final[dict[str, Finish]] = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -114,7 +115,7 @@ class _NativeCompletion:
             body["seed"] = seed % 2**32
         if ask.stream:
             body["stream"] = True
-        return _encode(body | sampling.extra)
+        return _encode(body | dict(token_options(sampling.extra, llamacpp_constraint, "llamacpp")))
 
     def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
         completion = _read(data)

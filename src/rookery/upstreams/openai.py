@@ -5,13 +5,17 @@ Promises:
 - token ids and logprobs are asked for as vLLM has them; a server that refuses to give them is asked without.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
+
+import msgspec
 
 from rookery.upstreams.chunks import Chunks
 from rookery.upstreams.format import About, Ask, Format, Gather
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.served import HttpUpstream, whole
+from rookery.upstreams.structured import token_options
 from rookery.upstreams.urls import redact
 from rookery.upstreams.wire import RESERVED, decode_reply, encode_request
 
@@ -61,6 +65,16 @@ class Completions(Chat):
     """`/completions`, with token ids as its prompt."""
 
     path = "completions"
+
+    def encode(self, ask: Ask) -> bytes:
+        return super().encode(with_options(ask, token_options(ask.sampling.extra, None, "openai")))
+
+
+def with_options(ask: Ask, extra: Mapping[str, Any]) -> Ask:
+    """The ask with other options of the engine's."""
+    if extra == ask.sampling.extra:
+        return ask
+    return msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, extra=dict(extra)))
 
 
 CHAT: Final = Chat()

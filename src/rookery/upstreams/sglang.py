@@ -34,6 +34,7 @@ from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.served import HttpUpstream
 from rookery.upstreams.servers import MISSING, SIZE_SECONDS
+from rookery.upstreams.structured import sglang_constraint, token_options
 from rookery.upstreams.wire import RESERVED, Id
 
 _OUTSIDE: Final = frozenset(
@@ -166,7 +167,7 @@ class Generate:
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
         body: dict[str, Any] = {"input_ids": written(request.tokens, request.memo), "sampling_params": params}
-        for name, value in sampling.extra.items():
+        for name, value in token_options(sampling.extra, sglang_constraint, "sglang").items():
             (body if name in _OUTSIDE else params)[name] = value
         if request.want_tokens or ask.seen:
             body["return_logprob"] = True

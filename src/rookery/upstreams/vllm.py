@@ -17,11 +17,12 @@ from rookery.upstreams.complaints import complaint, head_of, text_of
 from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, finish_of, packed
 from rookery.upstreams.ids import written
 from rookery.upstreams.logprobs import Logprobs, read_logprobs, values_of
-from rookery.upstreams.openai import Chat
+from rookery.upstreams.openai import Chat, with_options
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.served import HttpUpstream
 from rookery.upstreams.servers import SIZE_SECONDS
+from rookery.upstreams.structured import token_options, vllm_constraint
 from rookery.upstreams.wire import RESERVED, Id
 
 _OUTSIDE: Final = frozenset({"priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "features"})
@@ -89,7 +90,7 @@ class Generate:
         body: dict[str, Any] = {"model": ask.model} if ask.model else {}
         body["token_ids"] = written(request.tokens, request.memo)
         body["sampling_params"] = params
-        for name, value in sampling.extra.items():
+        for name, value in token_options(sampling.extra, vllm_constraint, "vllm").items():
             (body if name in _OUTSIDE else params)[name] = value
         if ask.stream:
             body["stream"] = True
@@ -169,6 +170,9 @@ class _VllmCompletions(_VllmChat):
     """Where the token endpoint is missing."""
 
     path = "completions"
+
+    def encode(self, ask: Ask) -> bytes:
+        return super().encode(with_options(ask, token_options(ask.sampling.extra, vllm_constraint, "vllm")))
 
     def more(self, ask: Ask) -> dict[str, Any] | None:
         fields: dict[str, Any] = super().more(ask) or {}

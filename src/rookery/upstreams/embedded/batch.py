@@ -111,6 +111,8 @@ class Job:
     def take(self, token: int, logprob: float) -> bool:
         """One token more; whether it was the last."""
         self.tokens.append(token)
+        if token == self.choice.once:
+            self.choice = self.choice._replace(never=token)
         self.logprobs.append(logprob)
         self.text = len(self.tokens)
         early = len(self.tokens) <= self.least

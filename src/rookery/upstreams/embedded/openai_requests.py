@@ -112,6 +112,7 @@ class _Chat(_Common, kw_only=True):
     tool_choice: str | _Choice | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class _Completion(_Common, kw_only=True):
@@ -171,6 +172,9 @@ def chat_order(body: bytes, context: int) -> Order:
         tool_choice=_tool_choice(said.tool_choice, tools),
         sampling=_sampling(said, most),
     )
+    if said.parallel_tool_calls is False:
+        sampling = msgspec.structs.replace(one.sampling, extra={"parallel_tool_calls": False})
+        one = msgspec.structs.replace(one, sampling=sampling)
     return _order(said, (one,), is_chat=True, logprobs=bool(said.logprobs))
 
 

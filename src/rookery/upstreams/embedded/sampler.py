@@ -28,6 +28,8 @@ class Choice(NamedTuple):
     """0: all."""
     never: int = -1
     """A token that is not drawn; -1: none."""
+    once: int = -1
+    """A token that is drawn once at most; -1: none."""
 
 
 PLAIN: Final = Choice()

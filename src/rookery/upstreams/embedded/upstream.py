@@ -45,6 +45,8 @@ from rookery.upstreams.wire import understood
 
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
+ONE_CALL: Final = "parallel_tool_calls"
+"""The sampling option that is known here: false allows one tool call at most in an answer."""
 
 
 class Asked(NamedTuple):
@@ -218,6 +220,10 @@ class EmbeddedUpstream:
             words = llama.shape.vocab_size
             if not all(0 <= token < words for token in prompt):
                 raise UpstreamError(f"the prompt has ids outside of 0 to {words - 1}", cause="upstream.rejected")
+        if sampling.extra.get(ONE_CALL) is False and choice.never != chat.CALL:
+            marks = (token for token in reversed(prompt) if token >= chat.BEGIN)
+            begun_call = next(marks, None) == chat.CALL  # a choice of a tool has begun it in the prompt
+            choice = choice._replace(never=chat.CALL) if begun_call else choice._replace(once=chat.CALL)
         if len(prompt) >= llama.context:
             raise Truncation(
                 "context",
@@ -241,8 +247,11 @@ class EmbeddedUpstream:
     # ------------------------------------------------------------------------------------------- pieces
 
     def _check_sampling(self, sampling: Sampling) -> Choice:
-        if sampling.extra:
-            raise UsageError(f"the embedded policy has no sampling option {', '.join(sorted(sampling.extra))}")
+        if strange := sorted(sampling.extra.keys() - {ONE_CALL}):
+            raise UsageError(f"the embedded policy has no sampling option {', '.join(strange)}")
+        parallel = sampling.extra.get(ONE_CALL)
+        if parallel is not None and not isinstance(parallel, bool):
+            raise UsageError(f"{ONE_CALL} is true or false")
         temperature = 1.0 if sampling.temperature is None else sampling.temperature
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         top_k = 0 if sampling.top_k is None else max(0, sampling.top_k)
