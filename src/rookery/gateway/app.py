@@ -2,6 +2,7 @@
 
 Promises:
 - who may not ask is answered before the body of the request is read;
+- a client of an API that is not served here is told so, and not asked for a secret;
 - the admin key opens the admin's addresses only, a session's secret that session's only;
 - below a session's base URL every path is served with and without a `/v1`: libraries differ in what they append;
 - a listener that belongs to a session serves that session and nothing else, whatever the path says;
@@ -29,6 +30,8 @@ MAX_BODY: Final = 64 << 20
 MAX_ADMIN_BODY: Final = 1 << 20
 _SESSION: Final = re.compile(r"/v1/rollouts/([^/]+)(/.*)?")
 _ADMIN: Final = re.compile(r"/rollouts(?:/([^/]+)(?:/(trajectory|cancel))?)?/?")
+_FOREIGN: Final = re.compile(r"^/v1beta/|^/api/|^/v2/|:[a-zA-Z]+$|/(?:invoke|converse)")
+"""Paths of other providers' APIs: Google, Ollama, Cohere, Bedrock."""
 PASSED_ON: Final = "x-rookery-passed-on"
 """Says that another shard asks: it is not passed on again."""
 
@@ -173,14 +176,20 @@ class App:
 
     def _below(self, request: Request, session: str, rest: str, *, trusted: bool) -> Route:
         """What is under a session's base URL."""
+        path = rest[3:] if rest.startswith("/v1/") else rest
+        path = path.rstrip("/") or "/"
+        served = self._is_served(path)
+        if not served and ("x-goog-api-key" in request.headers or _FOREIGN.search(path)):
+            # Another provider's client, which puts its key elsewhere: to ask it for the secret would mislead.
+            raise self._no_api(request, rest)
         if (shard := self._other(request, session)) is not None:
             # The other shard checks the secret: who claims to be a session is not counted as that session here.
             request.owner = session if trusted else f"unchecked:{session}"
             return self._forward(shard, MAX_BODY)
         seat = self._seat(request, session, trusted=trusted)
         request.owner = session
-        path = rest[3:] if rest.startswith("/v1/") else rest
-        path = path.rstrip("/") or "/"
+        if not served:
+            raise self._no_api(request, rest)
         if path in ("/", "/models"):
             _allowed(self, request, "GET", "HEAD")
             return Route(self._about if path == "/" else self._list_models, 0)
@@ -191,14 +200,19 @@ class App:
             if path.startswith(keeping.keeps):
                 _allowed(self, request, "GET", "DELETE")
                 return Route(self._recalled(seat, keeping, path[len(keeping.keeps) :]), 0)
-        dialect = self._dialects.get(path)
-        if dialect is None:
-            known = ", ".join(self._dialects)
-            raise self._refused(
-                request, "not_found", f"nothing is served at {rest[:200]} of a rollout; there is: {known}"
-            )
         _allowed(self, request, "POST")
-        return self._through(self.calls.answer, seat, dialect)
+        return self._through(self.calls.answer, seat, self._dialects[path])
+
+    def _no_api(self, request: Request, path: str) -> Refusal:
+        known = ", ".join(self._dialects)
+        said = f"there is no API at {path[:200]} of a rollout; there is: {known}"
+        return self._refused(request, "not_found", said)
+
+    def _is_served(self, path: str) -> bool:
+        """Whether anything is served at this path below a session's base URL."""
+        if path in ("/", "/models") or path in self._counting or path in self._dialects:
+            return True
+        return any(path.startswith(keeping.keeps) for keeping in self._keeping)
 
     @staticmethod
     def _through(

@@ -10,6 +10,7 @@ Promises:
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -169,7 +170,7 @@ class Calls:
             case Truncation():
                 self._registry.stopped(seat, error.reason)
                 self._metrics.count("truncated", label="reason", value=error.reason)
-                said = f"rollout {seat.id} is truncated ({error.reason}): {error}"
+                said = f"rollout {seat.id} is truncated ({error.reason}): {without_addresses(str(error))}"
                 return ("context" if error.reason == "context" else "truncated"), said, None
             case GoneError():
                 return "gone", str(error), None
@@ -180,7 +181,7 @@ class Calls:
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
                 if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in seat.evidence:
                     seat.evidence.append(error.evidence)
-                return _PROBLEMS.get(error.code, "upstream"), str(error), None
+                return _PROBLEMS.get(error.code, "upstream"), without_addresses(str(error)), None
         raise error
 
 
@@ -367,6 +368,21 @@ def whole(reply: Reply) -> Delta:
         logprobs=reply.turn.logprobs,
         prompt=reply.prompt,
     )
+
+
+def without_addresses(text: str) -> str:
+    """An error of the engine as its clients may see it: without the addresses of machines."""
+    return _ADDRESS.sub("the model server", text)
+
+
+_ADDRESS: Final = re.compile(
+    r"""\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s'"<>,;)\]]*[^\s'"<>,;:.)\]]  # a URL, without the punctuation after it
+    |(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\w.]*\w)  # an IPv4 address, with a port or without
+    |\[[0-9a-fA-F:.]*:[0-9a-fA-F:.]*\](?::\d+)?  # an IPv6 address
+    |(?<![\w.-])(?:localhost|[\w-]+(?:\.[\w-]+)*):\d{2,5}(?!\w)  # a host and its port
+    """,
+    re.VERBOSE,
+)
 
 
 def _tools(ask: Ask) -> Tools:

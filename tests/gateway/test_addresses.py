@@ -1,0 +1,86 @@
+"""What clients are not told, and what they are told about APIs that are not served."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.core import Truncation, UpstreamError
+from rookery.gateway.calls import without_addresses
+from rookery.upstreams import UpstreamConfig, open_upstream
+from tests.gateway.kit import Gateway, Registered, served
+from tests.gateway.scripted import Play, Scripted
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://10.1.2.3:8000/v1: refused. Check it.", "the model server: refused. Check it."),
+        (
+            "Cannot connect to host engine-7.cluster:8000 ssl:default",
+            "Cannot connect to host the model server ssl:default",
+        ),
+        ("no route to 10.1.2.3", "no route to the model server"),
+        ("[fd00::1]:8000 is down", "the model server is down"),
+        ("localhost:8000 is down", "the model server is down"),
+        ("version 1.2.3 took 10.5 s at step 3", "version 1.2.3 took 10.5 s at step 3"),
+    ],
+)
+def test_addresses_are_left_out_of_errors(text: str, shown: str) -> None:
+    assert without_addresses(text) == shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_client_sees_the_address_of_an_engine_that_is_not_there(tmp_path: Path, stream: bool) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        upstream = open_upstream(
+            UpstreamConfig(kind="openai", urls=(f"http://127.0.0.1:{port}/v1",), model="m", retries=0), None
+        )
+        async with served(tmp_path, upstream) as gateway:
+            session = await gateway.register()
+            answer = await gateway.chat(session, stream=stream)
+        assert answer.status == 503
+        assert str(port).encode() not in answer.body
+        assert b"127.0.0.1" not in answer.body
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UpstreamError("http://10.0.0.9:8000/v1: it broke", cause="upstream.error"),
+        Truncation("context", "http://10.0.0.9:8000/v1: too long"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1])
+async def test_no_client_sees_the_address_of_an_engine_that_fails(
+    gateway: Gateway, session: Registered, upstream: Scripted, error: Exception, after: int
+) -> None:
+    upstream.default = Play("abc", error=error, after=after)
+    answer = await gateway.chat(session, stream=True)
+    assert b"10.0.0.9" not in answer.body
+    assert b"the model server" in answer.body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1beta/models/gemini-2.5-pro:generateContent",
+        "/v1beta/models/m:streamGenerateContent",
+        "/api/chat",
+        "/v2/chat",
+    ],
+)
+@pytest.mark.parametrize("key", ["right", "wrong", None])
+async def test_an_api_that_is_not_served_is_not_found_whatever_the_key(
+    gateway: Gateway, session: Registered, path: str, key: Any
+) -> None:
+    secret = {"right": session.secret, "wrong": "no", None: None}[key]
+    headers = {} if key else {"x_goog_api_key": session.secret}
+    answer = await gateway.ask("POST", session.path + path, {"contents": []}, key=secret, **headers)
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert "/chat/completions" in answer.error["message"]
+    wrong = await gateway.ask("POST", f"{session.path}/chat/completions", {}, key="no")
+    assert wrong.status == 401
