@@ -339,3 +339,15 @@ def test_a_large_tolerance_is_still_a_bound() -> None:
     assert not same_output("1e300", "-1e308", 2.0)
     assert not same_output("1e308", "-1.7e308", 2.0)
     assert same_output("1e308", "-0.9e308", 2.0)
+
+
+def test_a_compiler_gets_no_more_than_the_sandboxes_may_have_and_no_less_than_the_program() -> None:
+    from rookery.scoring.running import COMPILE_LIMITS, compiling
+
+    mb = 1 << 20
+    small = compiling(SandboxSpec(memory=256 * mb, pids=16, disk=64 * mb), ProgramLimits(memory=64 * mb))
+    assert (small.memory, small.pids, small.disk) == (256 * mb, 16, 64 * mb)
+    large = compiling(SandboxSpec(memory=256 * mb), ProgramLimits(memory=512 * mb))
+    assert large.memory == 512 * mb
+    free = compiling(SandboxSpec(memory=None, pids=None, disk=None), ProgramLimits())
+    assert (free.memory, free.pids, free.disk) == (COMPILE_LIMITS.memory, COMPILE_LIMITS.pids, COMPILE_LIMITS.disk)

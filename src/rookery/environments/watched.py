@@ -75,10 +75,10 @@ class WatchedSandbox:
         if isinstance(self._inner, Listening):
             self._inner.unlisten()
 
-    async def kill_all(self, *, timeout: float = 30.0) -> None:
+    async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
         if not isinstance(self._inner, Stopping):
             raise SandboxError(f"sandbox {self.id} cannot kill all of its processes", cause="sandbox.refused")
-        await self._working("sandbox", self._inner.kill_all(timeout=timeout))
+        await self._working("sandbox", self._inner.kill_all(user=user, timeout=timeout))
 
     async def close(self) -> None:
         await self._inner.close()

@@ -125,15 +125,15 @@ class Channel:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._interrupted.pop(number, None)
 
-    async def kill_all(self) -> int:
-        """Kill every process of the sandbox but the guard; return how many are left when it gave up.
+    async def kill_all(self, user: int = -1) -> int:
+        """Kill the processes of a user, or all but the guard; return how many are left when it gave up.
 
         It also returns, with 0, when the guard dies: its processes die with it."""
         number = self.reserve()
         done = self._sweeping[number] = self._loop.create_future()
         try:
             if not self.dead.done():
-                await self._send(_request(stub.KILL_ALL, number), b"", ())
+                await self._send(_request(stub.KILL_ALL, number, user=user), b"", ())
                 either: set[asyncio.Future[Any]] = {done, self.dead}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return done.result() if done.done() else 0
@@ -273,8 +273,8 @@ class Channel:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
-def _request(op: int, number: int = 0, *, amount: int = 0) -> bytes:
-    return stub.REQUEST.pack(op, number, 0, 0, amount, 0, -1, -1, 0)
+def _request(op: int, number: int = 0, *, amount: int = 0, user: int = -1) -> bytes:
+    return stub.REQUEST.pack(op, number, 0, 0, amount, 0, user, -1, 0)
 
 
 def _program() -> tuple[str, str]:

@@ -89,6 +89,10 @@ class GuardedSandbox:
             return ANYONE
         raise SandboxError(f"the {self.provider} provider cannot run as {user!r}", cause="sandbox.refused")
 
+    def own_uid(self) -> int:
+        """Return the user that commands run as if they name none, as the guard knows it; -1: there is only one."""
+        return -1
+
     def struck(self) -> tuple[int, int]:
         """How many processes were ended for want of memory so far, and how many were refused."""
         return 0, 0
@@ -202,17 +206,22 @@ class GuardedSandbox:
         self._parts.add(made)
         return made
 
-    async def kill_all(self, *, timeout: float = 30.0) -> None:
-        """Kill every process in the sandbox, and return when all of them are gone.
+    async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
+        """Kill every process in the sandbox, or those of one user, and return when all of them are gone.
 
-        The guard does it, without a process of its own: it also works when programs hold every process that the
-        sandbox may have. `SandboxError(sandbox.lost)` if some process does not end.
+        `user=""` names the user that commands run as by default. The guard does it without a process of its own,
+        so it also works when programs hold every process that the sandbox may have. `SandboxError(sandbox.lost)`
+        if some process does not end.
         """
         await self._is_exhausted()
         channel = self._live()
+        uid = -1
+        if user is not None:
+            who = await self.whom(user) if user else ANYONE
+            uid = who.uid if who is not ANYONE else self.own_uid()
         try:
             async with asyncio.timeout(timeout):
-                left = await channel.kill_all()
+                left = await channel.kill_all(uid)
         except TimeoutError as error:
             raise SandboxError(f"the processes of sandbox {self.id} did not end within {timeout:g} s") from error
         await self._is_exhausted()

@@ -239,9 +239,10 @@ class Counting(Protocol):
 class Stopping(Protocol):
     """A sandbox that can kill all of its processes from outside, also when no further process can start in it."""
 
-    async def kill_all(self, *, timeout: float = 30.0) -> None:
-        """Return when every process is gone; `SandboxError(sandbox.lost)` if one is not, `sandbox.refused` if the
-        provider cannot do it."""
+    async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
+        """Return when every process is gone, or every process of a user; "" is the user of ordinary commands.
+
+        `SandboxError(sandbox.lost)` if one does not end, `sandbox.refused` if the provider cannot do it."""
         ...
 
 

@@ -237,10 +237,7 @@ async def _compiled(
                 return ExecResult(status="exited", exit_code=1, stderr=detail.encode())
         return result
 
-    roomy = limited(spec, COMPILE_LIMITS)
-    if limits.memory and roomy.memory and limits.memory > roomy.memory:
-        roomy = msgspec.structs.replace(roomy, memory=limits.memory)
-    result = (await in_fresh_box(open_box, roomy, work, gate)).result
+    result = (await in_fresh_box(open_box, compiling(spec, limits), work, gate)).result
     if result.exit_code == 127 and result.detail:
         raise SandboxError(
             f"a {program.language} program needs {argv[0]}, and the sandbox has none: install it, or choose an "
@@ -250,6 +247,20 @@ async def _compiled(
     said = (result.stderr + result.stdout).decode("utf-8", "replace")[:MOST_COMPILED]
     made = Compiled(status=result.status, exit_code=result.exit_code, output=said, usage=result.usage)
     return made, binary
+
+
+def compiling(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
+    """Return the spec of a sandbox to compile in.
+
+    A compiler gets what the spec of the sandboxes allows, up to `COMPILE_LIMITS`, and no less than the program.
+    """
+    roomy = limited(spec, COMPILE_LIMITS)
+    found: dict[str, int] = {}
+    for name in ("memory", "pids", "disk"):
+        most: int | None = getattr(spec, name)
+        room: int = min(getattr(roomy, name), most) if most else getattr(roomy, name)
+        found[name] = max(room, getattr(limits, name) or 0)
+    return msgspec.structs.replace(roomy, **found)
 
 
 def _uncompiled(program: Program, made: Compiled) -> ProgramResult:

@@ -31,6 +31,9 @@ OTHERS = {
     "sees_mounts_of_the_host": "the engine's own mounts are there to be seen",
     "looks_at_control_groups": "the engine mounts those of the container, read-only",
     "opens_switches_of_the_kernel": "the engine hides them behind empty files",
+    "reads_about_the_host_in_proc": "the engine mounts /proc, and hides what it chooses",
+    "changes_device_files_of_the_host": "the engine makes device files for each container",
+    "writes_to_proc": "the engine mounts /proc writable, and needs that itself",
     "becomes_somebody_else": "who is who in a container is the engine's setting (userns-remap)",
 }
 """Programs that an engine's containers do not contain, or not in that way, and why."""

@@ -50,7 +50,8 @@ def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bait]:
     try:
         for one in (tcp, unix):
             one.setblocking(False)
-        env = {"SECRET_FILE": str(secret), "HOST_SOCKET": name, "HOST_KEY": str(key)}
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        env = {"SECRET_FILE": str(secret), "HOST_SOCKET": name, "HOST_KEY": str(key), "HOST_BOOT_ID": boot}
         yield Bait({**env, "HOST_PORT": str(tcp.getsockname()[1])}, tcp, unix)
         assert secret.read_text() == "the secret of the host"
     finally:

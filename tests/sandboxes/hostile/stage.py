@@ -107,6 +107,8 @@ class Program:
     leaves: bool = False
     """Whether it may leave processes in the box that are to end with it."""
     argv: tuple[str, ...] = ("python3", "-c")
+    warm: bool = False
+    """Whether it is forked from an interpreter that runs already."""
 
     @property
     def source(self) -> str:

@@ -75,7 +75,7 @@ async def test_a_lethal_program_ends_contained(
     host = look_at_host(ground.folder)
     try:
         assert (await sandbox.exec(Command(argv=("true",)))).ok
-        result = await sandbox.exec(Command(argv=program.command, env=bait.env))
+        result = await sandbox.exec(Command(argv=program.command, env=bait.env, warm=program.warm))
         check(program, result)
         if not program.leaves:
             assert await running(sandbox) == []
@@ -95,7 +95,7 @@ async def test_a_curious_program_finds_nothing(
     try:
         left = "for folder in /work /tmp /dev/shm /run; do echo mine > $folder/other; done"
         assert (await other.exec(Command(argv=("sh", "-c", left)))).ok
-        result = await sandbox.exec(Command(argv=program.command, env=bait.env))
+        result = await sandbox.exec(Command(argv=program.command, env=bait.env, warm=program.warm))
         check(program, result)
         assert not bait.touched()
         assert await running(sandbox) == []
@@ -110,7 +110,7 @@ async def test_links_in_outputs_lead_nowhere(boxes: LocalProvider, bait: Bait, t
     program = next(p for p in visibility.PROGRAMS if p.name == "plants_links_in_its_outputs")
     sandbox, _ = await create(boxes)
     try:
-        assert (await sandbox.exec(Command(argv=program.command, env=bait.env))).ok
+        assert (await sandbox.exec(Command(argv=program.command, env=bait.env, warm=program.warm))).ok
         for name in ("absolute", "relative", "folder/secret", "magic", "descriptor", "loop", "fifo", "socket"):
             with pytest.raises((OSError, SandboxError)):
                 await sandbox.read(f"outputs/{name}", timeout=5)
@@ -194,7 +194,9 @@ async def test_root_of_a_box_is_contained_too(boxes: LocalProvider, bait: Bait) 
         for program in CURIOUS:
             if program.name in OF_A_USER:
                 continue
-            result = await sandbox.exec(Command(argv=program.command, env={**bait.env, "LC_CTYPE": "C.UTF-8"}))
+            result = await sandbox.exec(
+                Command(argv=program.command, env={**bait.env, "LC_CTYPE": "C.UTF-8"}, warm=program.warm)
+            )
             assert result.status in program.status, (program.name, result)
             if program.says:
                 assert result.stdout.endswith(b"contained\n"), (program.name, result.stdout, result.stderr)

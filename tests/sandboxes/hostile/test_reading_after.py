@@ -112,3 +112,24 @@ async def test_odd_files_can_be_copied(program: str, boxes: LocalProvider, tmp_p
             await fork.close()
     finally:
         await sandbox.close()
+
+
+async def test_the_processes_of_one_user_can_be_killed_while_others_live(boxes: LocalProvider) -> None:
+    await limited(boxes)
+    sandbox = await boxes.create(SPEC, attempt="hostile")
+    try:
+        if sandbox._given is not None and sandbox._given.uid < 0:
+            pytest.skip("[probed] nobody but root can give a sandbox several users")
+        kept = await sandbox.start(Command(argv=("sleep", "600"), user="1234"))
+        assert (await sandbox.exec(Command(argv=("python3", "-c", LEASE_AND_FORKS)))).exit_code == 0
+        async with asyncio.timeout(60):
+            while (await sandbox.exec(Command(argv=("true",)))).ok:
+                await asyncio.sleep(0.001)
+        await sandbox.kill_all(user="", timeout=60)
+        (line,) = await running(sandbox)
+        assert "(sleep)" in line
+        assert line.rpartition(") ")[2][0] in "SR"
+        await sandbox.kill_all(user="1234", timeout=60)
+        assert (await kept.wait(timeout=60)).signal == 9
+    finally:
+        await sandbox.close()

@@ -8,6 +8,65 @@ from tests.sandboxes.hostile.stage import Program, wall
 
 PROGRAMS = [
     wall(
+        "reads_about_the_host_in_proc",
+        """
+            def read(name):
+                with open(f"/proc/{name}") as file:
+                    return file.read().strip()
+
+            holds(f"cmdline: {read('cmdline')}", read("cmdline") == "")
+            holds(f"load: {read('loadavg')}", read("loadavg").split()[:3] == ["0.00"] * 3)
+            import uuid
+            boot = read("sys/kernel/random/boot_id")
+            holds("the boot ID is the host's", boot != os.environ["HOST_BOOT_ID"])
+            uuid.UUID(boot)
+        """,
+    ),
+    wall(
+        "writes_to_proc",
+        """
+            for name in ("self/oom_score_adj", "self/comm", "self/coredump_filter", "self/clear_refs", "self/mem"):
+                fails(name, os.open, f"/proc/{name}", os.O_WRONLY)
+        """,
+    ),
+    wall(
+        "changes_device_files_of_the_host",
+        """
+            for name in ("null", "zero", "full", "random", "urandom", "tty"):
+                before = os.stat(f"/dev/{name}")
+                fails(f"touch {name}", os.utime, f"/dev/{name}", allowed=(errno.EROFS, errno.EACCES, errno.EPERM))
+                fails(f"chmod {name}", os.chmod, f"/dev/{name}", 0o600)
+                if name != "tty":
+                    with open(f"/dev/{name}", "rb") as file:
+                        file.read(1)
+                after = os.stat(f"/dev/{name}")
+                holds(f"{name} changed", (before.st_mtime_ns, before.st_mode) == (after.st_mtime_ns, after.st_mode))
+            with open("/dev/null", "w") as file:
+                file.write("text")
+        """,
+    ),
+    wall(
+        "looks_for_other_sandboxes_in_its_memory",
+        """
+            import re
+            own = os.environ["ROOKERY_SANDBOX"].rpartition("/")[2].encode()
+            found = set()
+            with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+                for line in maps:
+                    place, kind = line.split()[:2]
+                    first, last = (int(word, 16) for word in place.split("-"))
+                    if kind[0] != "r" or "[v" in line:
+                        continue
+                    try:
+                        memory.seek(first)
+                        found.update(re.findall(b"b[0-9a-f]{16}(?=[.]json)", memory.read(last - first)))
+                    except (OSError, ValueError):
+                        pass
+            holds(f"leases: {found}", not found - {own})
+        """,
+        warm=True,
+    ),
+    wall(
         "lists_the_processes_of_others",
         """
             for name in os.listdir("/proc"):

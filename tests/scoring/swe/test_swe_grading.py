@@ -1,5 +1,6 @@
 """What a submission is worth, and whose fault it is when that cannot be said."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,41 @@ async def test_a_script_that_fails_with_the_solution_too_is_the_tasks_fault(
     with pytest.raises(TaskError, match="own solution too") as caught:
         await attempt(open_box, task, spec=LOCAL)
     assert caught.value.fault == "task"
+
+
+BOMB = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 3)
+    while True:
+        try:
+            if os.fork() == 0:
+                time.sleep(600)
+        except OSError:
+            time.sleep(0.001)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("where", ["by the agent", "by the program under test"])
+async def test_a_program_that_takes_every_process_does_not_stall_a_grading(
+    open_box: Open, tmp_path: Path, where: str
+) -> None:
+    spec = msgspec.structs.replace(LOCAL, pids=32)
+    script = """#!/bin/bash
+    "$ROOKERY_RUN" python3 -c "$(cat /tests/driver.py)" < /tests/inputs.json > /logs/verifier/answers
+    python3 /tests/check.py < /logs/verifier/answers
+    """
+    task = small_task(tmp_path, script=script, timeout=600.0)
+    bomb = f"cat > bomb.py <<'E'\n{BOMB}E\n"
+    what = f"{REPAIR}\n{bomb}\npython3 bomb.py"
+    if where == "by the program under test":
+        what = f"{REPAIR}\ncat >> calc.py <<'E'\n{BOMB}E\n"
+    async with asyncio.timeout(90):
+        grade = await attempt(open_box, task, what, spec=spec)
+    assert grade.reward in (0.0, 1.0)
+    assert grade.runs <= 2
 
 
 async def test_a_submission_that_is_too_large_pays_the_minimum(open_box: Open, tmp_path: Path) -> None:

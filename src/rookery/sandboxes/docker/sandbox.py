@@ -306,6 +306,9 @@ class DockerSandbox(GuardedSandbox):
     def folder_of(self, command: Command) -> str:
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
+    def own_uid(self) -> int:
+        return self._uid
+
     def may_be(self, user: str) -> bool:
         names = {0: ("root", "0"), 1000: ("user", "1000")}.get(self._uid) or (str(self._uid),)
         return user in names or (user == "image" and self.spec.user == user)

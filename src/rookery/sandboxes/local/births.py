@@ -80,7 +80,9 @@ class Box:
         self.state = "born"
         self.order: Any = None
         """Whom it is for."""
-        self.lease = ""
+        self.lease = -1
+        """A descriptor of a file that is removed with the box. Its name must not lie in our memory: boxes are
+        forks of us, and could read it."""
         self.claimed = False
         """Whether an owner has it and has not ended it yet. Its control groups stay until then, also when it dies:
         the owner reads there whether the OOM killer was the cause."""
@@ -270,6 +272,7 @@ class Births:
                 "disk": asked["disk"],
                 "uid": asked["uid"],
                 "listen": asked.get("listen", 0),
+                "host_network": asked.get("network") == "all",
                 "memory_each": asked["memory"] if groups.MEMORY in missing else 0,
                 "pids_each": asked["pids"] if groups.PIDS in missing else 0,
             }

@@ -152,6 +152,8 @@ def _settled(
             os.setresuid(asked["uid"], asked["uid"], asked["uid"])
         k.drop_capabilities()
     k.no_new_privileges()
+    if asked["host_network"]:
+        k.scope_abstract_sockets()
     k.set_name("sandbox")
     init.watch_netlink(k.install_filter(program))
     k.set_dumpable(False)  # becoming another user set it again

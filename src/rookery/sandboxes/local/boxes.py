@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or "rookery.sandboxes" in sys.modules:
     from typing import Any
 
+    from rookery.sandboxes.local import kernel as k
     from rookery.sandboxes.local import root, store
     from rookery.sandboxes.local.births import Births, Box
     from rookery.sandboxes.local.works import Work
     from rookery.sandboxes.small import _signal, deque, receive, suppress
 else:
+    import kernel as k
     import root
     import store
     from births import Births, Box
@@ -122,7 +124,7 @@ class Boxes(Births):
     def settle(self, one: Box, asked: dict[str, Any]) -> _socket.socket | None:
         """Makes a warm box the one that is asked for; our end of its channel, or None where it was spoiled."""
         self.turn(one, "settling")
-        one.lease = asked["lease"]
+        one.lease = asked.pop("lease", -1)
         if one.shape is not None:
             channel, one.channel = one.channel, None
             return channel
@@ -268,9 +270,11 @@ class Boxes(Births):
                 if one.net >= 0 and self.nets is not None:
                     self.nets.give_back(one.net, shared=one.shared)
                 self.store.leave(one.family)
-                if one.lease:
+                if one.lease >= 0:
                     with suppress(OSError):
-                        os.unlink(one.lease)
+                        k.unlink_open_file(one.lease)
+                    os.close(one.lease)
+                    one.lease = -1
             else:
                 one.group.kill()
                 left.append((since, one))

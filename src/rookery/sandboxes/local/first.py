@@ -319,6 +319,27 @@ class Init(guard.Guard):
             self.end_everyone(within=0.5)
         return 0 if self.barren else len(_pids())
 
+    def kill_user(self, user: int) -> int:
+        if self.pid != 1 or self.user < 0:
+            return self.kill_everyone()
+        end = time.monotonic() + 2 * trees.KILL_SECONDS
+        found = [1]
+        try:
+            while found and time.monotonic() < end:
+                self.hold(last=False)  # what forks could outrun us
+                found = [pid for pid in _pids() if _belongs(pid, user)]
+                for pid in found:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, _signal.SIGKILL)
+                self.reap()
+                if found:
+                    select.select([self.wake], [], [], 0.01)
+                    self.swallow()
+                    self.reap()
+        finally:
+            self.let_go()
+        return len(found)
+
     def hold(self, *, last: bool) -> None:
         if self.pid != 1:
             return
@@ -382,6 +403,16 @@ def _rehearse() -> None:
 def _pids() -> list[int]:
     """Everyone but pid 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _belongs(pid: int, user: int) -> bool:
+    """Whether a process that lives is one user's."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            fields = dict(line.split(b":", 1) for line in file.read().split(b"\n") if b":" in line)
+    except OSError:
+        return False
+    return fields[b"State"].split()[0] not in (b"Z", b"X") and int(fields[b"Uid"].split()[0]) == user
 
 
 def _is(user: int, group: int) -> None:

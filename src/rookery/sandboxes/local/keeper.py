@@ -161,6 +161,8 @@ class Keeper:
             order = Order(client, asked["number"], asked)
             client.orders[order.number] = order
             if op == "create":
+                if fds:
+                    asked["lease"] = fds.pop()
                 # Where there is but one user, it is the first of these or the other from the start.
                 as_root = asked["uid"] != root.USER and not self.boxes.mapped
                 plain = not (asked["image"] or asked["snapshot"] or asked["mounts"])
@@ -219,10 +221,17 @@ class Keeper:
 
     def give_up(self, order: Order) -> None:
         order.given_up = True
+        self.drop_lease(order)
         if order.work is not None:
             order.work.give_up()
         with suppress(ValueError):  # its box is being settled: it ends when it is ready
             (self.orders if order.usual else self.unusual).remove(order)
+
+    def drop_lease(self, order: Order) -> None:
+        """Close the lease of a request that gets no box; whoever asked removes the file."""
+        lease = order.asked.pop("lease", -1)
+        if lease >= 0:
+            os.close(lease)
 
     def drop(self, client: Client) -> None:
         fd = client.sock.fileno()
@@ -388,6 +397,7 @@ class Keeper:
 
     def refuse(self, order: Order, why: str, cause: str = "sandbox.create") -> None:
         order.client.orders.pop(order.number, None)
+        self.drop_lease(order)
         if not order.given_up:
             self.tell(order.client, {"number": order.number, "error": why, "cause": cause})
 

@@ -7,6 +7,7 @@ Promises:
 
 import ctypes
 import os
+import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Holds the interpreter's lock while it calls: a child that comes out of `clone` must have it.
@@ -32,6 +33,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_NAME, _PR_CAP_AMBIENT = 38, 15, 47
 _PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP = 28, 4
 CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 2, 5, 6, 7, 19, 24
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF, _SCOPE_ABSTRACT_UNIX_SOCKET = 444, 446, 1
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _ATTR_READ_ONLY, _ATTR_IDMAP = 1 | 2 | 4, 0x100000
@@ -266,6 +268,36 @@ def install_filter(program: Filter) -> int:
         return int(listener)
     _checked(_libc.syscall(call, _SECCOMP_SET_MODE_FILTER, 0, said), "seccomp")
     return -1
+
+
+def unlink_open_file(fd: int) -> None:
+    """Remove the name of an open file, without that name ever being a value of Python's.
+
+    Sandboxes are forks of this process and may read its memory: nothing in it may name another sandbox's files.
+    """
+    name = ctypes.create_string_buffer(4097)
+    link = ctypes.create_string_buffer(b"/proc/self/fd/%d" % fd)
+    try:
+        size = _checked(_libc.readlink(link, name, 4096), "readlink")
+        if size < 4096:
+            _checked(_libc.unlink(name), "unlink")
+    finally:
+        ctypes.memset(name, 0, 4097)
+
+
+def scope_abstract_sockets() -> None:
+    """Keep this process and all it starts from abstract Unix sockets that others made.
+
+    All processes of one network namespace share these. It takes Landlock of Linux 6.12; without, nothing happens.
+    """
+    attributes = struct.pack("<QQQ", 0, 0, _SCOPE_ABSTRACT_UNIX_SOCKET)
+    rules = _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), attributes, ctypes.c_size_t(24), 0)
+    if rules < 0:
+        return
+    try:
+        _checked(_libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT_SELF), rules, 0), "landlock_restrict_self")
+    finally:
+        os.close(rules)
 
 
 def close_range(first: int, last: int = 0xFFFFFFFF) -> None:

@@ -172,7 +172,15 @@ class Line:
         return await self._about
 
     async def create(self, asked: Asked) -> Given:
-        said, fds = await self._ask({"op": "create", **asked._asdict()})
+        message = {"op": "create", **asked._asdict()}
+        # Opened, not named: sandboxes are forks of the keeper, and could find the name in its memory.
+        lease = message.pop("lease")
+        held = [os.open(lease, os.O_PATH | os.O_CLOEXEC)] if lease else []
+        try:
+            said, fds = await self._ask(message, *held)
+        finally:
+            for fd in held:
+                os.close(fd)
         named = dict(zip(said["fds"], fds, strict=True))
         channel = socket.socket(fileno=named["channel"])
         channel.setblocking(False)

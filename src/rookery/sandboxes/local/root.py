@@ -46,6 +46,8 @@ ETC = (
     "debian_version",
     "os-release",
 )
+MASKED = ("/proc/cmdline", "/proc/loadavg", "/proc/sys/kernel/random/boot_id")
+"""Files of /proc that tell how the host was started, which one it is and how busy it is."""
 WORK = "/work"
 USER = 1000
 MANY = 32
@@ -125,6 +127,7 @@ def prepare(folder: str, extra: list[str], write_map: Callable[[int], None]) -> 
         if _offer(path, SKELETON, f"{shared}/bound/{len(system)}", system):
             system.append(path)
     _devices(shared)
+    _masks(shared)
     tree = Tree(system, overlay=True)
     tree.overlay = _can_overlay(write_map)
     k.mount("none", shared, "", k.MS_REMOUNT | k.MS_BIND | k.MS_RDONLY | _QUIET)
@@ -196,6 +199,7 @@ def _devices(shared: str) -> None:
         if os.path.exists(f"/dev/{name}"):
             os.close(os.open(spot, os.O_CREAT | os.O_WRONLY, 0o666))
             k.mount(f"/dev/{name}", spot, "", k.MS_BIND)
+            _read_only(spot)  # devices can be written to all the same; their times and modes cannot be changed
     for name, target in (
         ("fd", "/proc/self/fd"),
         ("stdin", "/proc/self/fd/0"),
@@ -206,6 +210,17 @@ def _devices(shared: str) -> None:
         os.symlink(target, f"{shared}/dev/{name}")
     for name in ("shm", "pts"):
         os.mkdir(f"{shared}/dev/{name}")
+
+
+def _masks(shared: str) -> None:
+    """Files that stand in the place of those in /proc that tell about the host."""
+    os.mkdir(f"{shared}/masks")
+    made = bytearray(os.urandom(16))
+    made[6], made[8] = made[6] & 0x0F | 0x40, made[8] & 0x3F | 0x80
+    text = made.hex()
+    identity = "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+    for name, said in (("cmdline", "\n"), ("loadavg", "0.00 0.00 0.00 1/1 1\n"), ("boot_id", f"{identity}\n")):
+        _write(f"{shared}/masks/{name}", said)
 
 
 def _can_overlay(write_map: Callable[[int], None]) -> bool:
@@ -280,6 +295,7 @@ def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
     wanted = {} if dress.base >= 0 else {path: f"shared/bound/{at}" for at, path in enumerate(tree.system)}
     wanted |= {"/dev": "shared/dev", "/dev/shm": f"{SPOT}/shm"}
     parts = {path: k.detached(source) for path, source in wanted.items()}
+    masks = {path: k.detached(f"shared/masks/{os.path.basename(path)}") for path in MASKED}
     parts |= {target: tree for tree, target in dress.mounts if isinstance(tree, int)}
     os.chdir(f"{SPOT}/root")
     k.pivot_root(".", ".")
@@ -295,6 +311,10 @@ def enter(tree: Tree, dress: Dress, *, mapped: bool) -> int:
     k.mount("devpts", "/dev/pts", "devpts", k.MS_NOSUID | k.MS_NOEXEC, terminals)
     # Read-only: a program that could write `oom_score_adj` could make the kernel kill pid 1 in its place.
     k.mount("proc", "/proc", "proc", _QUIET | k.MS_NOEXEC | k.MS_RDONLY)
+    for path, mask in masks.items():
+        with suppress(FileNotFoundError):  # not every kernel has all of them
+            k.attach(mask, path)
+        os.close(mask)
     k.unmount(".")
     os.chdir("/")
     return layer

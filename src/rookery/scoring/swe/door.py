@@ -20,6 +20,7 @@ from typing import Final, Self
 from rookery.core import ExecResult, SandboxError
 from rookery.core.errors import describe
 from rookery.sandboxes import Command, Process, Sandbox
+from rookery.sandboxes.protocol import Stopping
 from rookery.scoring.boxes import bounded_exec
 
 HOME: Final = "/grader"
@@ -152,17 +153,19 @@ class Door:
         return await bounded_exec(self._box, command)
 
     async def _answer(self, name: str, what: str, code: str, data: bytes) -> None:
-        # By the grader's own user: what the owner of the box writes belongs to the box's.
-        await bounded_exec(
-            self._box,
-            Command(
-                argv=("sh", "-c", _ANSWER, "sh", name, what, code),
-                stdin=data,
-                user=self._grader,
-                cwd="/",
-                wall=30.0,
-            ),
+        # By the grader's own user: what the owner of the sandbox writes belongs to the sandbox's user.
+        command = Command(
+            argv=("sh", "-c", _ANSWER, "sh", name, what, code),
+            stdin=data,
+            user=self._grader,
+            cwd="/",
+            wall=30.0,
         )
+        result = await bounded_exec(self._box, command)
+        if result.status in ("process_limit", "memory_limit") and isinstance(self._box, Stopping):
+            # The program ended and left processes that take all there is: the script would wait out its limit.
+            await self._box.kill_all(user=self._program or "")
+            await bounded_exec(self._box, command)
 
 
 def _code(result: ExecResult) -> int:

@@ -356,6 +356,9 @@ class SweGrader:
             raise CannotStart(result.detail)
         if not who.strong and not verifier.services:
             await scripts.killed(box, clock, who.grader)  # nobody writes to the verdict any more
+        elif not verifier.services:
+            # What the program left may hold every process that the sandbox may have, and we need one.
+            await scripts.killed(box, clock, who.program or "")
         return await self._verdict(box, step, who, result, clock)
 
     async def _verdict(self, box: Sandbox, step: SweStep, who: _Who, result: ExecResult, clock: Clock) -> _Run:

@@ -102,21 +102,21 @@ def _mentions(task: SweTask, part: Part, word: bytes) -> bool:
 
 
 async def killed(box: Sandbox, clock: Clock, user: str | None = None) -> None:
-    """Kill the processes of a user; all processes of the sandbox if no user is named.
+    """Kill the processes of a user; all processes of the sandbox if it is None. "" is the sandbox's own user.
 
-    Where the provider can do the latter from outside, it works also when programs hold every process that the
+    Where the provider can do it from outside, it works also when programs hold every process that the
     sandbox may have. Elsewhere a program may keep us from it, and gains nothing: its sandbox is not believed
     afterwards.
     """
-    if user is None and isinstance(box, Stopping):
+    if isinstance(box, Stopping):
         try:
-            await box.kill_all(timeout=clock.left(KILL_SECONDS))
+            await box.kill_all(user=user, timeout=clock.left(KILL_SECONDS))
         except SandboxError as error:
             if error.code != "sandbox.refused":
                 raise
         else:
             return
-    await run(box, KILL, clock=clock, user=user)
+    await run(box, KILL, clock=clock, user=user or None)
 
 
 async def placed(
