@@ -40,7 +40,8 @@ PROGRAMS = [
                     with open(f"/dev/{name}", "rb") as file:
                         file.read(1)
                 after = os.stat(f"/dev/{name}")
-                holds(f"{name} changed", (before.st_mtime_ns, before.st_mode) == (after.st_mtime_ns, after.st_mode))
+                same = (before.st_mtime_ns, before.st_mode) == (after.st_mtime_ns, after.st_mode)
+                holds(f"{name} changed", same)
             with open("/dev/null", "w") as file:
                 file.write("text")
         """,
