@@ -114,3 +114,12 @@ def test_the_table_of_exit_codes_is_the_commands() -> None:
             assert not re.search(r"exit code 1\b|return 1$", place.read_text(), re.IGNORECASE | re.MULTILINE), (
                 place
             )
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 30
+    for path, name in named:
+        text = (ROOT / path).read_text()
+        assert not name or re.search(rf"def {name}\(|\"{name}\",", text), f"{path}::{name}"

@@ -73,7 +73,8 @@ WARM: list[Program] = [
             fails("to change the interpreter", os.open, "/proc/self/exe", os.O_WRONLY)
             fails("to change its mode", os.chmod, "/proc/self/exe", 0o777)
             holds("the variables of the host", set(os.environ) <= {"PATH", "HOME", "USER", "TMPDIR", "LANG",
-                  "ROOKERY_SANDBOX", "ROOKERY_COMMAND", "SECRET_FILE", "HOST_SOCKET", "HOST_PORT", "HOST_KEY"})
+                  "ROOKERY_SANDBOX", "ROOKERY_COMMAND", "SECRET_FILE", "HOST_SOCKET", "HOST_PORT", "HOST_KEY",
+                  "HOST_BOOT_ID"})
             for name in ("fd", "environ", "mem", "maps", "root", "cwd", "exe"):
                 path = f"/proc/1/{name}"
                 fails(path, lambda: os.listdir(path) if name == "fd" else os.readlink(path)

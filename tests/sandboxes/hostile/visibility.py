@@ -112,7 +112,7 @@ PROGRAMS = [
                 holds(f"environment of {name}", name in ("self", "thread-self", str(os.getpid())))
                 holds("variables", set(text.split(b"\\0")) >= {b"HOME=/work", b"USER=user"})
             known = {"PATH", "HOME", "USER", "TMPDIR", "LANG", "ROOKERY_SANDBOX", "ROOKERY_COMMAND", "SECRET",
-                     "SECRET_FILE", "HOST_SOCKET", "HOST_PORT", "HOST_KEY", "LC_CTYPE"}
+                     "SECRET_FILE", "HOST_SOCKET", "HOST_PORT", "HOST_KEY", "HOST_BOOT_ID", "LC_CTYPE"}
             holds(f"{set(os.environ) - known}", set(os.environ) <= known)
         """,
     ),
