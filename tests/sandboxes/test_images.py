@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rookery.core import SandboxError, SandboxSpec
 from rookery.sandboxes import Command, Home
-from rookery.sandboxes.local import unpack
+from rookery.sandboxes.local import root, unpack
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.look import keeper_of
 from tests.sandboxes.images import archived, system_at
@@ -64,6 +64,7 @@ async def test_a_box_has_the_files_of_its_image_and_nothing_of_the_host(
         "/dev/shm",
         "/dev/pts",
         "/proc",
+        *root.MASKED,
         *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")),
     }
 
