@@ -16,7 +16,7 @@ from rookery import Engine
 from rookery.cli.app import app
 from rookery.core import Failed, Group, Rollout, Segment, Turn
 from rookery.engine import group_transfer
-from rookery.journal import RunReader, loading
+from rookery.journal import RunReader, loading, store
 from rookery.journal.export import export
 from rookery.training import check, make_batch
 from tests.engine.conftest import engine, records
@@ -272,3 +272,21 @@ async def test_a_group_on_its_way_to_a_client_that_goes_away_is_put_back(
                 await asyncio.gather(waiting, return_exceptions=True)
             rest = [group async for group in stream]
     whole([first, *rest], {})
+
+
+async def test_a_record_that_the_journal_cannot_hold_fails_alone(
+    model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = store._pack
+
+    class Pack:
+        def encode(self, value: Any) -> bytes:
+            if isinstance(value, Rollout) and value.id == "1.1" and value.valid:
+                raise TypeError("cannot be encoded")
+            return pack.encode(value)
+
+    monkeypatch.setattr(store, "_pack", Pack())
+    async with engine(model, tmp_path) as made:
+        groups = [group async for group in made.groups(TASKS, k=K)]
+    whole(groups, {"1.1": "bug.rookery"})
+    assert len(records(tmp_path)) == len(TASKS) * K

@@ -1,6 +1,8 @@
 """Promises of `rookery.journal.reader` and `.folder`."""
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -222,3 +224,23 @@ def test_one_unreadable_run_hides_no_other(tmp_path: Path) -> None:
     assert (second.name, second.status, second.rollouts, second.mean_reward) == (good.name, "finished", 1, 0.5)
     assert (second.env, second.model) == ("arith", "m")
     assert len(list_runs(tmp_path, limit=1)) == 1
+
+
+def test_one_corrupt_record_does_not_hide_the_others(run: Path) -> None:
+    with Journal.create(run, {}) as journal:
+        for member in range(3):
+            journal.add_rollout(record(0, member, reward=0.5))
+        journal.add_group(0, stream="main", position=0, task=0, k=3)
+    with contextlib.closing(sqlite3.connect(run / FILE)) as connection:
+        connection.execute("UPDATE rollouts SET record = x'c1c1' WHERE member = 1")
+        connection.commit()
+    with RunReader(run) as reader:
+        found = list(reader.each())
+        assert [one.id for one in found] == ["0.0", "0.1", "0.2"]
+        assert [one.reward for one in found] == [0.5, None, 0.5]
+        outcome = found[1].outcome
+        assert isinstance(outcome, Failed)
+        assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "engine.tokens", "load")
+        assert reader.rollout("0.1") == found[1]
+        assert reader.rollouts() == found
+        assert reader.unfinished().lost == ("0.1",)

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rookery.core import Failed, Group, JournalError, Outcome, Rollout, RookeryError
+import msgspec
+
+from rookery.core import Failed, Group, JournalError, Outcome, Rollout, RookeryError, failed_record
 from rookery.engine.channel import Channel, Sourced
 from rookery.engine.schedule import OpenGroup, Pick
-from rookery.journal import Journal
+from rookery.journal import Journal, UnencodableError
 
 log = logging.getLogger("rookery.engine")
 
@@ -69,7 +71,14 @@ class Ledger:
 
     def record(self, channel: Channel, pick: Pick, record: Rollout) -> bool:
         """The one place where a rollout becomes terminal. True when its group has all of its k."""
-        self.write(lambda: self.journal.add_rollout(record))
+        try:
+            self.journal.add_rollout(record)
+        except UnencodableError as error:  # it fails this rollout alone, without what may be the reason
+            failed = failed_record(record, error, cause="bug.rookery")
+            record = msgspec.structs.replace(failed, info={}, metrics={}, rewards={}, attempts=())
+            self.write(lambda: self.journal.add_rollout(record))
+        except JournalError as error:
+            self._fail(error)
         if self.on_record is not None:
             self.on_record(record)
         return channel.schedule.end(pick, record)

@@ -21,7 +21,7 @@ from rookery.journal.reader import (
     list_runs,
 )
 from rookery.journal.schema import Event, GroupRow, GroupStatus, TaskRow
-from rookery.journal.store import Journal
+from rookery.journal.store import Journal, UnencodableError
 from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "TokenReader",
     "TokenWriter",
     "Totals",
+    "UnencodableError",
     "Unfinished",
     "create_run",
     "decode_turn",

@@ -17,10 +17,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, rollout_place
+from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, failed, rollout_place
 from rookery.core.closing import Closing
 from rookery.journal.batch import Totals
 from rookery.journal.folder import is_locked, run_names
+from rookery.journal.loading import LoadError
 from rookery.journal.schema import (
     ENDED,
     FILE,
@@ -50,6 +51,20 @@ class _Tokens(msgspec.Struct):
 
 
 _tokens = msgspec.msgpack.Decoder(_Tokens).decode
+
+
+_RECORD = "id, group_idx, member, task, record"
+
+
+def _decoded(rollout_id: str, group: int, member: int, task: str, record: bytes) -> Rollout:
+    """Decode a record. One whose bytes are corrupt is `Failed`, so that it does not hide the others."""
+    try:
+        return _rollout(record)
+    except (msgspec.MsgspecError, ValueError) as error:
+        what = LoadError(f"the record of rollout {rollout_id} in the journal cannot be decoded: {error}")
+        what.__cause__ = error
+        outcome = failed(what, "load", cause=LoadError.cause)
+        return Rollout(id=rollout_id, group=group, member=member, task=task, outcome=outcome)
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -168,28 +183,29 @@ class RunReader(Closing):
     def rollouts(self, offset: int = 0, limit: int = 100, label: str | None = None) -> list[Rollout]:
         """Records in the order they were committed."""
         where, values = ("WHERE label = ?", (label,)) if label is not None else ("", ())
-        query = f"SELECT record FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
-        return [_rollout(row[0]) for row in self._all(query, *values, limit, offset)]
+        query = f"SELECT {_RECORD} FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
+        return [_decoded(*row) for row in self._all(query, *values, limit, offset)]
 
     def each(self, *, page: int = PAGE) -> Iterator[Rollout]:
         """Every record, by group and member, a page at a time."""
         group, member = -1, -1
         query = (
-            "SELECT group_idx, member, record FROM rollouts WHERE (group_idx, member) > (?, ?) "
+            f"SELECT {_RECORD} FROM rollouts WHERE (group_idx, member) > (?, ?) "  # noqa: S608
             "ORDER BY group_idx, member LIMIT ?"
         )
         while rows := self._all(query, group, member, page):
             for row in rows:
-                yield _rollout(row[2])
-            group, member = rows[-1][:2]
+                yield _decoded(*row)
+            group, member = rows[-1][1:3]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         """The record with this id."""
         place = rollout_place(rollout_id)
         if place is None:
             return None
-        rows = self._all("SELECT record FROM rollouts WHERE group_idx = ? AND member = ?", *place)
-        return _rollout(rows[0][0]) if rows else None
+        query = f"SELECT {_RECORD} FROM rollouts WHERE group_idx = ? AND member = ?"  # noqa: S608
+        rows = self._all(query, *place)
+        return _decoded(*rows[0]) if rows else None
 
     def task_of(self, group: int) -> Task | None:
         """Return the task of a group."""
@@ -220,7 +236,11 @@ class RunReader(Closing):
         if not self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"):
             return []  # written before records could be superseded
         query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
-        return [Superseded(ts, reason, _rollout(record)) for ts, reason, record in self._all(query, rollout_id)]
+        group, member = rollout_place(rollout_id) or (-1, -1)
+        return [
+            Superseded(ts, reason, _decoded(rollout_id, group, member, "", record))
+            for ts, reason, record in self._all(query, rollout_id)
+        ]
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
         """Every known attempt: those in the rollout's records, earlier ones too, and those recorded alone."""
@@ -312,13 +332,17 @@ class RunReader(Closing):
                 if rollout_id in again:
                     yield group, member, False
                     continue
-                usable = self._usable(_tokens(record).tokens, checksums)
+                usable = self._usable(record, checksums)
                 if not usable:
                     lost.append(rollout_id)
                 yield group, member, usable
             at = rows[-1][:2]
 
-    def _usable(self, extents: tuple[Extent, ...], checksums: bool) -> bool:
+    def _usable(self, record: bytes, checksums: bool) -> bool:
+        try:
+            extents = _tokens(record).tokens
+        except msgspec.MsgspecError:
+            return False
         if not all(self.tokens.exists(extent) for extent in extents):
             return False
         if checksums:
@@ -379,7 +403,8 @@ class _News:
             return None
         events = self._reader.events(self._event)
         rows = self._reader._all(
-            "SELECT seq, record FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?", self._rollout, PAGE
+            f"SELECT seq, {_RECORD} FROM rollouts WHERE seq > ? ORDER BY seq LIMIT ?",  # noqa: S608
+            *(self._rollout, PAGE),
         )
         if events:
             self._event = events[-1].seq
@@ -388,7 +413,7 @@ class _News:
         if not events and not rows:
             self._version = version
             return None
-        return [*events, *(_rollout(record) for _, record in rows)]
+        return [*events, *(_decoded(*row[1:]) for row in rows)]
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:

@@ -65,6 +65,10 @@ _json = msgspec.json.Encoder()
 _NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
+class UnencodableError(JournalError):
+    """A record holds something that is not plain data. Only that record is affected."""
+
+
 class Journal(Closing):
     """The one writer of a run. Puts may come from any thread; `committed` and `room` are awaited on a loop."""
 
@@ -397,7 +401,7 @@ def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:
     try:
         return _pack.encode(record)
     except _NOT_PLAIN as error:
-        raise JournalError(f"{what} {record.id!r} holds something that is not plain data: {error}") from error
+        raise UnencodableError(f"{what} {record.id!r} holds something that is not plain data: {error}") from error
 
 
 def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
