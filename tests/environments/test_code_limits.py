@@ -64,6 +64,7 @@ def test_the_sandbox_has_room_for_a_rows_memory() -> None:
     assert made.disk == 300_000_000
 
 
+@pytest.mark.long
 @pytest.mark.needs("mount")
 async def test_without_limits_of_the_environment_cells_and_grading_work(
     server: ModelServer, tmp_path: Path
@@ -79,13 +80,24 @@ async def test_without_limits_of_the_environment_cells_and_grading_work(
 
 @pytest.mark.needs("mount")
 async def test_a_row_may_have_more_memory_than_the_default(server: ModelServer, tmp_path: Path) -> None:
-    cell = "<code>x = b'x' * (600 << 20)\nlen(x)"
-    handed_in = f"```python\ny = b'y' * (600 << 20)\n{ADD['solution']}\n```"
-    for more, reward in (({}, 0.0), ({"memory_limit_bytes": 900e6}, 1.0), ({"limits": {"memory": 900 * MB}}, 1.0)):
-        rollout = await played(server, tmp_path, {**ADD, **more}, cell, handed_in)
+    env = CodeEnvironment(default_memory_limit_bytes=64e6)
+    cell = "<code>x = b'x' * (150 << 20)\nlen(x)"
+    handed_in = f"```python\ny = b'y' * (150 << 20)\n{ADD['solution']}\n```"
+    for more, reward in (({}, 0.0), ({"memory_limit_bytes": 300e6}, 1.0)):
+        rollout = await played(server, tmp_path, {**ADD, **more}, cell, handed_in, env=env)
         assert rollout.outcome == Completed()
         assert ("memory_limit" in told(server)[0]) is not bool(reward), told(server)
         assert rollout.reward == reward
+
+
+@pytest.mark.long
+@pytest.mark.needs("mount")
+async def test_a_row_may_have_more_memory_than_the_sandboxes_default(server: ModelServer, tmp_path: Path) -> None:
+    cell = "<code>x = b'x' * (1200 << 20)\nlen(x)"
+    handed_in = f"```python\ny = b'y' * (1200 << 20)\n{ADD['solution']}\n```"
+    rollout = await played(server, tmp_path, {**ADD, "limits": {"memory": 1500 * MB, "wall": 60}}, cell, handed_in)
+    assert told(server) == [f"<result>{1200 << 20}</result>"]
+    assert (rollout.outcome, rollout.reward) == (Completed(), 1.0), rollout.info
 
 
 @pytest.mark.needs("mount")

@@ -271,3 +271,13 @@ def test_resolve_link_follows_links_on_the_way():
     assert resolve_link("out", links) is None
     assert resolve_link("abs", links) is None
     assert resolve_link("loop", links) == "loop"
+
+
+def test_a_source_that_the_user_names_by_a_link_is_read(tmp_path):
+    kit.open_instruct(tmp_path / "real" / "a", files={"tests/deep/x": "mine", "setup.sh": "true\n"})
+    (tmp_path / "link").symlink_to("real")
+    (task,) = load_tasks(tmp_path / "link")
+    assert not task.invalid
+    described = swe_task(task)
+    assert described.folder == str(tmp_path / "link" / "a")
+    assert b"mine" in scripts.packed(described, described.steps[0].tests)
