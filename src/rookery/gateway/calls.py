@@ -122,6 +122,8 @@ class Calls:
                 [respelled.restored(one) if isinstance(one, Message) else one for one in ask.messages]
             )
             return msgspec.structs.replace(ask, messages=messages)
+        if ask.references:
+            ask = self._resolved(seat, dialect, ask)
         if not ask.after:
             return ask
         known = seat.named.get(ask.after)
@@ -132,6 +134,20 @@ class Calls:
             )
         index, head = known
         return dialect.continued(ask, self._registry.history(seat, index), head)
+
+    def _resolved(self, seat: Seat, dialect: Dialect, ask: Ask) -> Ask:
+        """The ask with parts of earlier answers in the place of the references to them."""
+        assert isinstance(dialect, Keeps)
+        answers: dict[str, Message] = {}
+        for reference in ask.references:
+            answer = dialect.referenced(reference)
+            known = seat.named.get(answer)
+            if known is None:
+                said = f"there is no item {reference[:200]!r} in this rollout: send the item itself"
+                raise BadRequestError(said, "input")
+            if answer not in answers:
+                answers[answer] = self._registry.turn(seat, known[0]).response
+        return dialect.resolved(ask, answers)
 
     def _fail(
         self,

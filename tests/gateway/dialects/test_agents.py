@@ -164,7 +164,6 @@ async def test_codexs_conversation_is_one_sequence(tmp_path: Path, thinks: bool)
 async def test_kinds_of_items_and_tools_that_nobody_knows_are_tolerated(tmp_path: Path) -> None:
     async with scripted(tmp_path, "One.", "Two.") as (gateway, noting, session):
         strange = [
-            {"type": "item_reference", "id": "rs_1"},
             {
                 "type": "web_search_call",
                 "id": "ws_1",

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from rookery.core import ToolCall, UpstreamError
+from rookery.core import Message, ToolCall, UpstreamError
 from tests.gateway.dialects.kit import exact, rendered
 from tests.gateway.kit import Gateway, Registered, served
 from tests.gateway.scripted import Play, Scripted
@@ -244,3 +244,76 @@ async def test_what_the_real_policy_samples_is_extended_and_trains_once(tmp_path
         turns = await exact(gateway, session, noting, segments=2)
         assert [turn.get("parent") for turn in turns] == [None, 0, 1, 2, None]
         assert all(turn.get("prefix") for turn in turns[1:4])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("restart", [False, True])
+async def test_references_to_items_mean_the_items(tmp_path: Path, stream: bool, restart: bool) -> None:
+    upstream = Scripted("b")
+    upstream.then(Play("a", reasoning="hm", calls=CALLS))
+    outputs: Any = [{"type": "function_call_output", "call_id": call.id, "output": "seen"} for call in CALLS]
+    async with served(tmp_path, upstream) as gateway:
+        session = await gateway.register(id="one")
+        async with client(gateway, session) as own:
+            if stream:
+                async with own.responses.stream(model="m", input="hello", tools=TOOLS) as events:
+                    items = (await events.get_final_response()).output
+            else:
+                items = (await own.responses.create(model="m", input="hello", tools=TOOLS)).output
+            given: Any = [
+                {"type": "message", "role": "user", "content": "hello"},
+                *({"type": "item_reference", "id": item.id} for item in items[:-1]),
+                {"id": items[-1].id},
+                *outputs,
+            ]
+            if not restart:
+                counted = await own.responses.input_tokens.count(model="m", input=given, tools=TOOLS)
+                assert counted.input_tokens > 0
+                await own.responses.create(model="m", input=given, tools=TOOLS)
+    async with served(tmp_path, upstream) as gateway:
+        async with client(gateway, session) as own:
+            if restart:
+                await own.responses.create(model="m", input=given, tools=TOOLS)
+            turns = await gateway.turns(session)
+            assert [turn.get("parent") for turn in turns] == [None, 0]
+            assert [message["role"] for message in turns[1]["messages"]] == ["tool", "tool"]
+
+
+async def test_a_reference_to_one_item_stands_for_that_item(
+    gateway: Gateway, session: Registered, upstream: Scripted
+) -> None:
+    upstream.then(Play("a", reasoning="hm", calls=CALLS), Play("b"))
+    async with client(gateway, session) as own:
+        first = await own.responses.create(model="m", input="hello", tools=TOOLS)
+        given: Any = [
+            {"role": "user", "content": "hello"},
+            {"type": "item_reference", "id": first.output[3].id},
+            {"type": "function_call_output", "call_id": CALLS[1].id, "output": "seen"},
+        ]
+        await own.responses.create(model="m", input=given, tools=TOOLS)
+    message = upstream.calls[1].request.messages[1]
+    assert isinstance(message, Message)
+    assert (message.text, message.tool_calls) == ("", (CALLS[1],))
+
+
+@pytest.mark.parametrize("kind", ["unknown", "unstored", "forgotten", "beyond", "odd", "other"])
+async def test_a_reference_to_an_item_that_is_not_there_is_refused(
+    gateway: Gateway, session: Registered, upstream: Scripted, kind: str
+) -> None:
+    async with client(gateway, session) as own:
+        first = await own.responses.create(model="m", input="hello", store=kind != "unstored")
+        name = first.output[0].id or ""
+        if kind == "forgotten":
+            await own.responses.delete(first.id)
+        names = {
+            "unknown": "rs_0123456789abcdef01234567_0",
+            "beyond": name.rpartition("_")[0] + "_77",
+            "odd": "msg_" + "9" * 5000,
+            "other": name.replace("msg_", "fc_"),
+        }
+        given: Any = [{"type": "item_reference", "id": names.get(kind, name)}, {"role": "user", "content": "x"}]
+        for call in (own.responses.create, own.responses.input_tokens.count):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await call(model="m", input=given)
+            assert (raised.value.param or "").startswith("input")
+    assert len(upstream.calls) == 1

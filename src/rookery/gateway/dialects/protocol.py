@@ -9,7 +9,7 @@ Promises, of every dialect:
 - a message that means the same is the same, whichever dialect it came in: what was sampled is found again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -59,6 +59,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The answer's name, where a client may come back to it by that."""
     after: str = ""
     """The name of an earlier answer: its whole history comes before the messages."""
+    references: tuple[str, ...] = ()
+    """Names of parts of earlier answers that stand in the place of those parts; the messages come with them."""
     head: int = 0
     """How many characters of the first message are of this request alone: no later one inherits them."""
     objects: bool = False
@@ -132,6 +134,14 @@ class Keeps(Dialect, Protocol):
     def continued(self, ask: Ask, history: Sequence[Message], head: int) -> Ask:
         """The ask with an earlier answer's history before it, of whose first message `head` characters are left
         out."""
+        ...
+
+    def referenced(self, name: str) -> str:
+        """The name of the answer that a reference leads into; empty where it can be none of ours."""
+        ...
+
+    def resolved(self, ask: Ask, answers: Mapping[str, Message]) -> Ask:
+        """The ask with the parts that its references mean. Raises `BadRequestError` where one is not there."""
         ...
 
     def kept(self, name: str, reply: Reply, model: str) -> bytes:

@@ -12,7 +12,7 @@ Promises:
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -20,7 +20,15 @@ from msgspec import UNSET, Raw
 
 from rookery.core import Message, Sampling
 from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
-from rookery.gateway.dialects.responses_items import Offered, messages_of, offered, within
+from rookery.gateway.dialects.responses_items import (
+    Offered,
+    messages_of,
+    offered,
+    references_in,
+    stem_of,
+    with_items,
+    within,
+)
 from rookery.gateway.dialects.responses_stream import ResponsesAnswering, settled
 from rookery.gateway.dialects.shared import (
     MAX_TOP,
@@ -48,6 +56,8 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer says about its request."""
 
     offer: Offered = Offered()
+    input: str | list[Any] = ""
+    """The input, where it has references to items."""
     instructions: str = ""
     seal: bool = False
     """Whether the client wants reasoning that it can only pass on."""
@@ -131,8 +141,9 @@ class ResponsesDialect:
             offer = offered(bytes(request.tools))
         own = _instructions(request.instructions)
         after = request.previous_response_id or ""
-        said = tuple(messages_of(request.input))
-        if not said and not after:
+        references = references_in(request.input)
+        said = () if references else tuple(messages_of(request.input))
+        if not said and not after and not references:
             raise BadRequestError("there is nothing to answer: the input is empty", "input")
         first = (Message("system", own),) if own else ()
         include = request.include or []
@@ -154,9 +165,11 @@ class ResponsesDialect:
             top_logprobs=request.top_logprobs or 0,
             id=secrets.token_hex(12) if request.store is not False else "",
             after=after.removeprefix("resp_"),
+            references=references,
             head=len(own),
             own=Own(
                 offer=offer,
+                input=request.input if references else "",
                 instructions=own,
                 seal=SEALED in include,
                 created=int(time.time()),
@@ -188,6 +201,18 @@ class ResponsesDialect:
 
     def counted(self, tokens: int) -> bytes:
         return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
+
+    def referenced(self, name: str) -> str:
+        return stem_of(name)
+
+    def resolved(self, ask: Ask, answers: Mapping[str, Message]) -> Ask:
+        own: Own = ask.own
+        assert not isinstance(own.input, str)
+        said = tuple(messages_of(with_items(own.input, answers, own.offer)))
+        if not ask.after:
+            first = (Message("system", own.instructions),) if own.instructions else ()
+            said = system_first((*first, *said), merge=False)
+        return msgspec.structs.replace(ask, messages=said)
 
     def continued(self, ask: Ask, history: Sequence[Message], head: int) -> Ask:
         own: Own = ask.own

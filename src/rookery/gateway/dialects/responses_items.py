@@ -10,7 +10,7 @@ Promises:
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -123,8 +123,6 @@ def messages_of(given: str | Sequence[Any]) -> Iterator[Message]:
         if not isinstance(item, dict):
             raise BadRequestError("an item of the input is an object", where)
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind == "item_reference":
-            continue  # without a store of items it says nothing
         if answer.takes(kind, item):
             answer.add(str(kind), item, where)
             continue
@@ -137,6 +135,54 @@ def messages_of(given: str | Sequence[Any]) -> Iterator[Message]:
             yield _said(kind, item, where)
     if answer.any:
         yield answer.message()
+
+
+def references_in(given: str | Sequence[Any]) -> tuple[str, ...]:
+    """The names of the items that an input refers to instead of sending them."""
+    if isinstance(given, str):
+        return ()
+    found: list[str] = []
+    for at, item in enumerate(given):
+        if isinstance(item, dict) and _refers(item):
+            found.append(_text(item, "id", f"input[{at}]"))
+    return tuple(found)
+
+
+def _refers(item: dict[str, Any]) -> bool:
+    """Whether an item is a reference. OpenAI lets a client leave its type out."""
+    return item.get("type") == "item_reference" or (not item.get("type") and item.keys() - {"type"} == {"id"})
+
+
+def with_items(given: Sequence[Any], answers: Mapping[str, Message], offer: Offered) -> list[Any]:
+    """The input with the items that it refers to. `answers` has the message of each answer, by its name."""
+    found: list[Any] = []
+    said: set[str] = set()
+    for at, item in enumerate(given):
+        if not isinstance(item, dict) or not _refers(item):
+            found.append(item)
+            continue
+        name = str(item["id"])
+        stem = stem_of(name)
+        kind, number = name.partition("_")[0], int(name.rpartition("_")[2])
+        made = _item(kind, stem, number, answers[stem], offer)
+        if made is None:
+            raise BadRequestError(f"there is no item {name[:200]!r} in that answer", f"input[{at}]")
+        if kind == "msg" and stem in said:
+            continue  # a stream may give text in two items; the first one stands for all of it
+        said.update([stem] if kind == "msg" else [])
+        found.append(made)
+    return found
+
+
+def _item(kind: str, stem: str, number: int, message: Message, offer: Offered) -> dict[str, Any] | None:
+    """One item of an answer; None where it has no such item."""
+    if kind == "rs" and message.reasoning and number < 3 + len(message.tool_calls):
+        return reasoning_item(stem, number, message.reasoning, seal=False)
+    if kind == "msg" and (message.text or not message.tool_calls) and number < 3 + len(message.tool_calls):
+        return message_item(stem, number, message.text)
+    if kind in ("fc", "ctc") and number < len(message.tool_calls):
+        return call_item(stem, number, message.tool_calls[number], offer)
+    return None
 
 
 def _spoken(kind: Any, item: dict[str, Any]) -> bool:
@@ -189,8 +235,14 @@ class _Answer:
 
 def _stem(item: dict[str, Any]) -> str:
     """What the ids of one answer's items share, where they are ours."""
-    parts = str(item.get("id") or "").split("_")
-    return parts[1] if len(parts) == 3 else ""
+    return stem_of(str(item.get("id") or ""))
+
+
+def stem_of(name: str) -> str:
+    """The name of the answer that an item belongs to; empty where the item is none of ours."""
+    parts = name.split("_")
+    numbered = len(parts) == 3 and len(parts[2]) < 8 and parts[2].isascii() and parts[2].isdecimal()
+    return parts[1] if numbered else ""
 
 
 def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
@@ -298,7 +350,7 @@ def text_part(text: str, logprobs: Iterable[Any] = ()) -> dict[str, Any]:
 
 
 def call_item(stem: str, at: int, call: ToolCall, offer: Offered, *, status: str = "completed") -> dict[str, Any]:
-    """A call as its client knows the tool."""
+    """A call as its client knows the tool. `at` is its number among the calls of the answer."""
     name = offer.name(call.name)
     item: dict[str, Any] = {"type": "custom_tool_call" if name.custom else "function_call", "name": name.name}
     if name.custom:

@@ -101,8 +101,7 @@ def settled(ask: Ask, stem: str, reply: Reply) -> dict[str, Any]:
     if message.text or not message.tool_calls:
         last = status if not message.tool_calls else "completed"
         output.append(message_item(stem, len(output), message.text, shown(ask, reply), last))
-    for call in message.tool_calls:
-        output.append(call_item(stem, len(output), call, own.offer))
+    output += [call_item(stem, number, call, own.offer) for number, call in enumerate(message.tool_calls)]
     if message.tool_calls:
         output[-1]["status"] = status
     return response(ask, stem, output, **end)
@@ -244,7 +243,7 @@ class ResponsesAnswering:
         custom = self._own.offer.name(told.name).custom
         before = self._close() if told.kind == "begin" else []
         call = ToolCall(told.id, told.name, told.text)
-        item = call_item(self._stem, self._at, call, self._own.offer, status=status)
+        item = call_item(self._stem, told.at, call, self._own.offer, status=status)
         place = {"item_id": item["id"], "output_index": self._at}
         if told.kind == "begin":
             # What a tool that takes plain text is told is known at its end only, and with it the id of its call.
