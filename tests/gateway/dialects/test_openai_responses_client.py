@@ -270,13 +270,12 @@ async def test_references_to_items_mean_the_items(tmp_path: Path, stream: bool, 
                 counted = await own.responses.input_tokens.count(model="m", input=given, tools=TOOLS)
                 assert counted.input_tokens > 0
                 await own.responses.create(model="m", input=given, tools=TOOLS)
-    async with served(tmp_path, upstream) as gateway:
-        async with client(gateway, session) as own:
-            if restart:
-                await own.responses.create(model="m", input=given, tools=TOOLS)
-            turns = await gateway.turns(session)
-            assert [turn.get("parent") for turn in turns] == [None, 0]
-            assert [message["role"] for message in turns[1]["messages"]] == ["tool", "tool"]
+    async with served(tmp_path, upstream) as gateway, client(gateway, session) as own:
+        if restart:
+            await own.responses.create(model="m", input=given, tools=TOOLS)
+        turns = await gateway.turns(session)
+        assert [turn.get("parent") for turn in turns] == [None, 0]
+        assert [message["role"] for message in turns[1]["messages"]] == ["tool", "tool"]
 
 
 async def test_a_reference_to_one_item_stands_for_that_item(
