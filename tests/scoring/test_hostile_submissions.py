@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from rookery.core import SandboxSpec
@@ -382,3 +383,17 @@ async def test_approx_takes_what_is_not_finite_as_it_is(tests: str, value: str, 
     task = CodeTask(id="approx", tests=f"from pytest import approx\nassert f() == {tests}\n")
     grades = await graded(task, {"one": f"def f():\n    return {value}\n"})
     assert grades["one"].reward == reward, grades
+
+
+async def test_what_a_submission_has_not_done_in_the_time_of_its_grading_has_the_verdict_time() -> None:
+    slow = "import time\ndef f(n):\n    time.sleep(2 * (n > 0))\n    return n\n"
+    tests = CodeTask(id="slow", tests=[f"assert f({n}) == {n}" for n in range(50)])
+    grade = (await graded(tests, {"slow": slow}, seconds=8.0, partial=True))["slow"]
+    assert (grade.tests[0].verdict, grade.tests[-1].verdict) == ("passed", "time"), grade
+    assert 0 < grade.reward < 0.5
+    shared = msgspec.structs.replace(tests, tests=["assert callable(f)", *tests.tests])
+    grade = (await graded(shared, {"slow": slow}, seconds=8.0))["slow"]
+    assert (grade.reward, grade.form, grade.tests[-1].verdict) == (0.0, "shared", "time"), grade
+    cases = code_task({"id": "cases", "prompt": "", "cases": [{"stdout": "1"}] * 40})
+    grade = (await graded(cases, {"slow": "import time\ntime.sleep(4)\nprint(1)\n"}, seconds=8.0))["slow"]
+    assert (grade.reward, grade.tests[-1].verdict) == (0.0, "time"), grade

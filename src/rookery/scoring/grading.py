@@ -16,6 +16,7 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from math import inf, isfinite
 from typing import Any, Final
 
 import msgspec
@@ -99,7 +100,8 @@ class Grader:
     """Grades submissions of many tasks. `open_box`, `spec` and `gate`: where sandboxes come from, and how many at
     once.
 
-    `isolated`: whether the provider keeps programs apart; if not, every grade is labelled weaker.
+    `isolated`: whether the provider keeps programs apart; if not, every grade is labelled weaker. `seconds`: for
+    one grading; what a submission has not done by then has the verdict `time`.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Grader:
         low: float = 0.0,
         high: float = 1.0,
         forms: Forms | None = None,
+        seconds: float = inf,
     ) -> None:
         self._spec = spec
         self._open_box = open_box
@@ -123,6 +126,7 @@ class Grader:
         self._partial = partial
         self._low, self._high = low, high
         self._forms = forms or Forms()
+        self._seconds = seconds
 
     @classmethod
     def of(cls, programs: Programs, **settings: Any) -> "Grader":
@@ -134,7 +138,9 @@ class Grader:
 
     async def grade(self, task: CodeTask, submission: str) -> Grade:
         """`TaskError`: the task is at fault; `SandboxError`: the machine is."""
-        grade = await (self._by_cases(task, submission) if task.cases else self._by_tests(task, submission))
+        last = asyncio.get_running_loop().time() + self._seconds
+        by = self._by_cases if task.cases else self._by_tests
+        grade = await by(task, submission, last)
         return self._labelled(grade)
 
     async def grade_by(self, function: GradeFunction, task: CodeTask, submission: str, *, wall: float) -> Score:
@@ -161,7 +167,7 @@ class Grader:
 
     # ---- inputs and outputs
 
-    async def _by_cases(self, task: CodeTask, submission: str) -> Grade:
+    async def _by_cases(self, task: CodeTask, submission: str, last: float) -> Grade:
         if not submission.strip():
             return self._nothing(len(task.cases), "the submission is empty")
         try:
@@ -174,7 +180,7 @@ class Grader:
             )
         except UsageError as error:  # the task was checked when it was read: this is about the submission
             return self._nothing(len(task.cases), f"the submission cannot be a program: {error}")
-        result = await run_program(program, self._limits, self._spec, self._open_box, self._gate)
+        result = await run_program(program, self._limits, self._spec, self._open_box, self._gate, last)
         tests = []
         for at, one in enumerate(result.cases):
             if one.verdict is None:
@@ -190,7 +196,7 @@ class Grader:
 
     # ---- tests
 
-    async def _by_tests(self, task: CodeTask, submission: str) -> Grade:
+    async def _by_tests(self, task: CodeTask, submission: str, last: float) -> Grade:
         uses = uses_of(task.tests, task.entry_point)
         if not uses.has_tests:
             raise TaskError(
@@ -198,8 +204,15 @@ class Grader:
                 cause="scoring.missing",
             )
         key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
-        form, why = await self._forms.decided(key, lambda: self._form_of(task, uses))
-        grade = await self._judged(task, uses, submission, form)
+        try:
+            async with asyncio.timeout(self._seconds / 2 if isfinite(self._seconds) else None):
+                form, why = await self._forms.decided(key, lambda: self._form_of(task, uses))
+        except TimeoutError as error:
+            raise SandboxError(
+                f"task {task.id!r}: there was no time to find out how its tests run: raise limits.score",
+                cause="scoring.timeout",
+            ) from error
+        grade = await self._judged(task, uses, submission, form, last)
         return msgspec.structs.replace(grade, weaker="; ".join(filter(None, (why, grade.weaker))))
 
     async def _form_of(self, task: CodeTask, uses: Uses) -> tuple[Form, str]:
@@ -252,11 +265,11 @@ class Grader:
                     raise
         raise AssertionError("unreachable")
 
-    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> Grade:
+    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float) -> Grade:
         judge = Judge(has_solution=bool(task.solution))
         runs = 0
         while True:
-            report = await self._tried(task, uses, submission, form)
+            report = await self._tried(task, uses, submission, form, last)
             runs += 1
             step = judge.submission(report.end)
             while step == "solution":
@@ -283,15 +296,17 @@ class Grader:
             )
             return self._grade(grade) if step == "score" else grade
 
-    async def _tried(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> TestReport:
+    async def _tried(
+        self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float = inf
+    ) -> TestReport:
         try:
-            return await self._run(task, uses, submission, form)
+            return await self._run(task, uses, submission, form, last)
         except SandboxError as error:
             if error.fault != "infra" or error.code == "sandbox.refused":
                 raise
             return TestReport(form=form, end="lost", detail=str(error))
 
-    async def _run(self, task: CodeTask, uses: Uses, submission: str, form: Form) -> TestReport:
+    async def _run(self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float) -> TestReport:
         return await run_tests(
             task.tests,
             submission,
@@ -302,6 +317,7 @@ class Grader:
             spec=self._spec,
             open_box=self._open_box,
             gate=self._gate,
+            last=last,
         )
 
     # ---- rewards

@@ -12,9 +12,10 @@ Promises:
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Self
+from math import inf, isfinite
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -134,9 +135,17 @@ class Programs(AbstractAsyncContextManager["Programs", None]):
 
 
 async def run_program(
-    program: Program, limits: ProgramLimits, spec: SandboxSpec, open_box: OpenBox, gate: Gate
+    program: Program,
+    limits: ProgramLimits,
+    spec: SandboxSpec,
+    open_box: OpenBox,
+    gate: Gate,
+    last: float = inf,
 ) -> ProgramResult:
-    """Compiles it where it has to be, then runs it once, or once for each case."""
+    """Compile the program if needed, then run it once, or once for each case.
+
+    `last`: the event loop's time after which cases that have not ended have the verdict `time`.
+    """
     limits = program.limits.over(limits).over(DEFAULT_PROGRAM_LIMITS)
     files = program.all_files
     made: Compiled | None = None
@@ -153,12 +162,20 @@ async def run_program(
         return _whole(program, one, (), made, tries)
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_case(program, case, True, files, limits, spec, open_box, gate))
+            group.create_task(_in_time(_case(program, case, True, files, limits, spec, open_box, gate), last))
             for case in program.cases
         ]
     results = tuple(task.result()[0] for task in tasks)
     shown = next((result for result in results if result.verdict != "passed"), results[0])
     return _whole(program, shown, results, made, max(task.result()[1] for task in tasks))
+
+
+async def _in_time(run: Coroutine[Any, Any, tuple[CaseResult, int]], last: float) -> tuple[CaseResult, int]:
+    try:
+        async with asyncio.timeout_at(last if isfinite(last) else None):
+            return await run
+    except TimeoutError:
+        return CaseResult(status="time_limit", verdict="time", detail="the time for all cases was over"), 1
 
 
 async def _case(

@@ -17,6 +17,7 @@ Guarantees:
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
+from math import inf
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -35,6 +36,7 @@ START_SECONDS: Final = 30.0
 """For a sandbox's Python to be there: our time, not the submission's."""
 GRACE: Final = 0.5
 """Seconds that tests have more than the submission they wait for."""
+OVER: Final = "the time for the whole grading was over"
 PROBE_SECONDS: Final = 10.0
 """For tests to show, without a submission, what they pass to one."""
 
@@ -225,14 +227,18 @@ async def run_tests(
     spec: SandboxSpec,
     open_box: OpenBox,
     gate: Gate,
+    last: float = inf,
 ) -> TestReport:
-    """Run the tests once; `SandboxError` when a sandbox failed. `limits.wall` is for each test."""
+    """Run the tests once; `SandboxError` when a sandbox failed. `limits.wall` is for each test.
+
+    `last`: the event loop's time after which tests that have not ended have the verdict `time`.
+    """
     given = _given(tests, uses, entry_point)
     async with gate, AsyncExitStack() as stack:
         side = _Side(limited(spec, limits), open_box, stack)
         if form == "separate":
-            return await _separate(side, given, submission, limits)
-        return await _shared(side, given, submission, limits)
+            return await _separate(side, given, submission, limits, last)
+        return await _shared(side, given, submission, limits, last)
 
 
 async def probe_tests(
@@ -271,7 +277,9 @@ def _given(tests: str | list[str], uses: Uses, entry_point: str) -> dict[str, An
     return {"tests": tests, "names": uses.names, "entry_point": entry_point, "probe": False}
 
 
-async def _separate(side: _Side, given: dict[str, Any], source: str, limits: ProgramLimits) -> TestReport:
+async def _separate(
+    side: _Side, given: dict[str, Any], source: str, limits: ProgramLimits, last: float
+) -> TestReport:
     wire = await side.start("grader")
     submission = _Submission(side, source, limits)
     board = _Board()
@@ -283,7 +291,7 @@ async def _separate(side: _Side, given: dict[str, Any], source: str, limits: Pro
         await wire.send(b"t", line_of(given))
         until = loop.time() + START_SECONDS + wall
         while True:
-            async with asyncio.timeout_at(until + GRACE):
+            async with asyncio.timeout_at(min(until + GRACE, last)):
                 line = await wire.line()
             if line is None:
                 died, detail = await wire.ended()
@@ -291,7 +299,7 @@ async def _separate(side: _Side, given: dict[str, Any], source: str, limits: Pro
                 break
             kind, data = line[:1], line[1:]
             if kind == b"c":
-                told, answer, until = await submission.ask(data, until)
+                told, answer, until = await submission.ask(data, min(until, last))
                 until = max(until, loop.time())  # its end, and its sandbox's, took no time of the tests'
                 await wire.send(told, answer)
                 continue
@@ -311,6 +319,8 @@ async def _separate(side: _Side, given: dict[str, Any], source: str, limits: Pro
             if kind == b"b":
                 until = loop.time() + wall
     except TimeoutError:
+        if loop.time() >= last:
+            return _report("separate", "ended", board, "time", OVER, wire, submission.tail)
         end, detail = "time", f"a test took longer than {wall:g} s"
     except BadLine as error:
         end, detail = "crash", str(error)
@@ -328,7 +338,9 @@ def _as_end(verdict: Verdict | Literal["lost"]) -> GraderEnd:
     return "crash" if verdict == "passed" or verdict == "wrong_answer" else verdict  # noqa: PLR1714  (mypy follows it)
 
 
-async def _shared(side: _Side, given: dict[str, Any], source: str, limits: ProgramLimits) -> TestReport:
+async def _shared(
+    side: _Side, given: dict[str, Any], source: str, limits: ProgramLimits, last: float
+) -> TestReport:
     wire = await side.start("grader", limits.cpu)
     board = _Board()
     wall = limits.wall or START_SECONDS
@@ -340,7 +352,7 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
         until = loop.time() + START_SECONDS
         async with asyncio.timeout_at(until):
             await wire.send(b"s", line_of({"source": source}))
-        async with asyncio.timeout(wall):
+        async with asyncio.timeout_at(min(loop.time() + wall, last)):
             line = await wire.line()
         if line is not None and line[:1] == b"r":
             await wire.send(b"t", line_of({**given, "nonce": nonce}))
@@ -348,7 +360,7 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
             return _report("shared", "ended", board, "crash", f"it does not load: {_pair(line)}", wire, b"")
         until = loop.time() + wall
         while line is not None:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(min(until, last)):
                 line = await wire.line()
             if line is None:
                 break
@@ -370,6 +382,8 @@ async def _shared(side: _Side, given: dict[str, Any], source: str, limits: Progr
             verdict, detail = await wire.ended()
             end = _as_end(verdict)
     except TimeoutError:
+        if loop.time() >= last:
+            return _report("shared", "ended", board, "time", OVER, wire, b"")
         end, detail = "time", f"a test took longer than {wall:g} s"
     except BadLine as error:
         end, detail = "crash", str(error)

@@ -22,7 +22,7 @@ from rookery.environments.results import match_answer
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, code_task
 from rookery.scoring.grading import Forms, Grader
-from rookery.tasks.swe import KEY, SweStep, SweTask, grading_budget, swe_task
+from rookery.tasks.swe import GRADE_SHARE, KEY, SweStep, SweTask, grading_budget, swe_task
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
 AT_ONCE: Final = 4
@@ -117,6 +117,7 @@ async def programmed(ctx: Context, low: float, high: float, *, partial: bool, fo
         low=low,
         high=high,
         forms=forms,
+        seconds=GRADE_SHARE * ctx.remaining,
     )
     grade = await grader.grade(graded(ctx), ctx.state.get("submission") or "")
     ctx.info["grade"] = msgspec.to_builtins(grade)

@@ -31,6 +31,8 @@ from rookery.scoring.programs import ProgramLimits
 from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
+GRADE_SHARE = 0.9
+"""The part of the stage's time that grading may use."""
 AT_ONCE = 4
 """Sandboxes in which one rollout is graded at a time."""
 UNBOUNDED = 3600.0
@@ -188,6 +190,7 @@ class CodeEnvironment(ToolEnvironment):
             low=low,
             high=high,
             forms=self._forms,
+            seconds=GRADE_SHARE * ctx.remaining,
         )
         submission = self.submission(ctx)
         if self.grade is not None:

@@ -1,0 +1,438 @@
+"""Every decoder that reads bytes of a sandbox, an agent, an engine or a dataset raises its own typed error alone.
+
+`ROOKERY_FUZZ_SECONDS` is the time for each decoder.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import io
+import json
+import os
+import socket
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+
+from rookery.core import RookeryError, ScoringError, TaskError, UsageError
+from rookery.gateway.dialects.chat import ChatDialect
+from rookery.gateway.dialects.completions import CompletionsDialect
+from rookery.gateway.dialects.messages import MessagesDialect
+from rookery.gateway.dialects.protocol import BadRequestError
+from rookery.gateway.dialects.responses import ResponsesDialect
+from rookery.journal.tokens import FILE_HEADER, TokenReader, decode_turn
+from rookery.sandboxes import egress_wire, guard
+from rookery.sandboxes.channel import Channel, Report
+from rookery.sandboxes.images import tars
+from rookery.scoring.code_tasks import code_task
+from rookery.scoring.inside.codec import Malformed, decode, encode
+from rookery.scoring.outputs import same_output
+from rookery.scoring.programs import program_of
+from rookery.scoring.swe.verdicts import score_of
+from rookery.scoring.testing import _Board, _failure, _told, _with_word
+from rookery.scoring.wires import BadLine, parsed
+from rookery.tasks import check_tasks
+from rookery.tasks.archives import unpack
+from rookery.upstreams import sglang
+from rookery.upstreams.format import Complained, WireError
+from rookery.upstreams.sse import Events, TooLong
+from rookery.upstreams.wire import decode_reply
+from rookery.workers.endings import Ended, cell_of
+from rookery.workers.inside import frames
+from rookery.workers.limits import WorkerLimits
+from tests.fuzz.kit import LEAVES, fuzz, json_like, messages, mutated, retyped
+
+pytestmark = pytest.mark.long
+
+# ---- grading
+
+KINDS = ["dict", "tuple", "set", "frozenset", "range", "slice", "int", "float", "complex", "bytes", "bytearray"]
+KINDS += ["Decimal", "Fraction", "date", "datetime", "time", "timedelta", "ndarray", "ref"]
+WRITTEN = [
+    "0xff", "nan", "1/2", "2020-01-01", "2020-01-01T00:00:00+00:00", "01:00Z", "00ff", "<f8", "|b1", "O", "sNaN",
+]  # fmt: skip
+
+
+def test_values_of_a_submission() -> None:
+    def check(plain: Any) -> None:
+        with contextlib.suppress(Malformed):
+            value = decode(plain, lambda _: None)
+            encode(value, _no_reference)  # what came in can be sent again
+
+    leaves = LEAVES | st.sampled_from(WRITTEN)
+    tagged = st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.fixed_dictionaries({"t": st.sampled_from(KINDS), "v": inner | st.lists(inner, max_size=3)})
+            | st.dictionaries(st.sampled_from(["t", "v", "n"]), inner, max_size=3)
+        ),
+        max_leaves=14,
+    )
+    fuzz(tagged, check)
+
+
+def _no_reference(value: Any) -> Any:
+    raise AssertionError(f"a {type(value).__name__} came in and cannot be sent")
+
+
+def test_lines_of_tests() -> None:
+    verdict = {"n": 0, "verdict": "passed", "detail": "é", "by": ""}
+    seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "said": "x"}]
+
+    def check(data: bytes) -> None:
+        _told(data)
+        _with_word(b"v" + data, "word")
+        with contextlib.suppress(BadLine):
+            plain = parsed(data)
+            for kind in (b"n", b"b", b"v", b"z"):
+                board = _Board()
+                board.names = ["test a"]
+                with contextlib.suppress(BadLine):
+                    board.take(kind, plain)
+                    msgspec.json.encode(board.all("crash", ""))
+            _failure(plain)
+
+    fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "said", "crash", "word"]), check)
+
+
+def test_reward_files() -> None:
+    def check(data: bytes) -> None:
+        for source in ("reward.json", "reward.txt"):
+            with contextlib.suppress(ScoringError):
+                msgspec.json.encode(score_of(source, data, 0.0, 1.0))
+
+    texts = mutated([b"1", b"0.5\n", b"1e-3", b"nan", b'{"reward": 1, "a": 0.5}'])
+    fuzz(messages([1, 0.5, {"reward": 1, "a": 0.5}], ["reward", "a"]) | texts, check)
+
+
+def test_outputs_of_programs() -> None:
+    words = st.lists(
+        st.sampled_from(["1", "inf", "nan", "1e400", "-0", "1_0", "x", "9" * 400]) | st.text(), max_size=4
+    )
+
+    def check(pair: tuple[list[str], list[str], float | None]) -> None:
+        expected, got, tolerance = " ".join(pair[0]), " ".join(pair[1]), pair[2]
+        assert same_output(expected, expected, tolerance)
+        same_output(expected, got, tolerance)
+
+    tolerances = st.none() | st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+    fuzz(st.tuples(words, words, tolerances), check)
+
+
+# ---- workers
+
+
+def test_frames_of_a_worker() -> None:
+    head = frames.DONE_HEAD.pack(1, 0, 0, 0.1, 0.1, 0.0, 1, 0, 0)
+    done = head + frames.packed([b"value", b"", b"1\nx\n2", b"", b"fig.png", b"\0", b"file"])
+    seeds = [done, frames.HEAD.pack(len(done), frames.DONE) + done, frames.packed([b"a", b"\xff"])]
+
+    def check(data: bytes) -> None:
+        with contextlib.suppress(frames.Garbage):
+            msgspec.json.encode(cell_of(Ended.read(data), WorkerLimits()))
+        inlet = frames.Inlet(1 << 16)
+        inlet.into += data
+        with contextlib.suppress(frames.Garbage):
+            for _, payload in inlet.frames():
+                frames.unpacked(payload)
+
+    fuzz(mutated(seeds) | st.binary(max_size=120), check)
+
+
+# ---- sandboxes
+
+
+class _Unkilled(Channel):
+    """A channel to a guard that is not killed for what it says."""
+
+    def kill_guard(self) -> None:
+        """Leave the process alone: the test ends it."""
+
+
+def test_reports_of_a_guard() -> None:
+    seeds = [guard.REPORT.pack(kind, 1, 0, 0, 0.1, 5, 0.2, 0) for kind in (guard.READY, guard.ALL_KILLED, 99)]
+
+    async def each(reports: list[bytes]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, ours, subprocess.Popen(["sleep", "60"]) as child:
+            try:
+                ours.setblocking(False)
+                channel = _Unkilled(child.pid, ours, None, os.pidfd_open(child.pid))
+                promise = channel._waiting[1] = asyncio.get_running_loop().create_future()
+                for report in reports:
+                    if report:
+                        theirs.send(report)
+                        channel._receive()
+                assert not promise.done() or isinstance(promise.result(), Report | None)
+            finally:
+                for fd in (ours.fileno(), channel._pidfd):
+                    asyncio.get_running_loop().remove_reader(fd)
+                os.close(channel._pidfd)
+                child.kill()
+
+    fuzz(st.lists(mutated(seeds), min_size=20, max_size=40), lambda reports: asyncio.run(each(reports)))
+
+
+# ---- agents
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "1", "content": "ok"},
+]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHAT = {
+    "model": "m", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "temperature": 0.5, "stop": ["a"],
+    "max_tokens": 5, "n": 1, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True,
+    "response_format": {"type": "json_object"},
+}  # fmt: skip
+ANTHROPIC = {
+    "model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "1",
+         "content": [{"type": "text", "text": "r"}]}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+    ],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled", "budget_tokens": 10},
+}  # fmt: skip
+RESPONSES = {
+    "model": "m", "instructions": "i", "max_output_tokens": 3, "tools": [{"type": "function", "name": "f"}],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+        {"type": "reasoning", "summary": []},
+    ],
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "previous_response_id": "r",
+}  # fmt: skip
+COMPLETIONS = {"model": "m", "prompt": ["a"], "max_tokens": 3, "logprobs": 1, "echo": False, "stop": "x"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "seed"),
+    [
+        (ChatDialect(), CHAT),
+        (MessagesDialect(), ANTHROPIC),
+        (ResponsesDialect(), RESPONSES),
+        (CompletionsDialect(), COMPLETIONS),
+    ],
+    ids=["chat", "messages", "responses", "completions"],
+)
+def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
+    words = sorted({word for word in _words(seed) if word})
+
+    def check(body: bytes) -> None:
+        with contextlib.suppress(BadRequestError):
+            dialect.ask(body)
+
+    fuzz(messages([seed], words), check)
+
+
+def _words(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return {*value, *(word for one in value.values() for word in _words(one))}
+    if isinstance(value, list):
+        return {word for one in value for word in _words(one)}
+    return {value} if isinstance(value, str) else set()
+
+
+def test_requests_to_the_egress_proxy() -> None:
+    seeds = [
+        b"GET http://example.org/a?b HTTP/1.1\r\nHost: example.org\r\nContent-Length: 3",
+        b"CONNECT [::1]:443 HTTP/1.1\r\nHost: [::1]:443",
+        b"POST http://example.org:80/ HTTP/1.0\r\nTransfer-Encoding: chunked",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close",
+    ]
+    asked = egress_wire.request(seeds[0])
+
+    def check(head: bytes) -> None:
+        with contextlib.suppress(egress_wire.Bad):
+            egress_wire.forwarded(egress_wire.request(head))
+        with contextlib.suppress(egress_wire.Bad):
+            egress_wire.reply(head, asked)
+        with contextlib.suppress(egress_wire.Bad):
+            egress_wire.chunk(head[:20])
+
+    fuzz(mutated(seeds) | st.binary(max_size=100), check)
+
+
+# ---- engines
+
+REPLY = {
+    "id": "1", "model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 2}, "prompt_token_ids": [1, 2, 3],
+    "choices": [{
+        "index": 0, "finish_reason": "stop", "token_ids": [4, 5],
+        "message": {"role": "assistant", "content": "a", "tool_calls": MESSAGES[2]["tool_calls"]},
+        "logprobs": {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}] * 2},
+    }],
+}  # fmt: skip
+
+
+def test_replies_of_engines() -> None:
+    def check(data: bytes) -> None:
+        for seen in (False, True):
+            with contextlib.suppress(WireError):
+                decode_reply(data, seen=seen)
+
+    fuzz(messages([REPLY], sorted(_words(REPLY))), check)
+
+
+def test_answers_of_sglang() -> None:
+    meta = {"finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 3, "completion_tokens": 2}
+    entry = [-0.5, 4, "a"]
+    answer = {
+        "text": "a",
+        "output_ids": [4, 5],
+        "meta_info": {**meta, "output_token_logprobs": [entry, entry], "output_top_logprobs": [[entry], None]},
+    }
+
+    def check(data: bytes) -> None:
+        for read in (sglang._read, sglang._ids, sglang._entries, sglang._alternatives):
+            with contextlib.suppress(WireError, Complained):
+                read(data)
+
+    seeds: list[Any] = [answer, [4, 5], [entry, None], [[entry], None], {"error": {"message": "x"}}]
+    fuzz(messages(seeds, sorted(_words(answer))), check)
+
+
+def test_streams_of_engines() -> None:
+    seeds = [b"data: {}\n\n", b"\xef\xbb\xbfevent: x\r\ndata: a\r\ndata: b\r\n\r\n", b": c\n\ndata: [DONE]\n\n"]
+
+    def check(pieces: list[bytes]) -> None:
+        events = Events()
+        found = []
+        with contextlib.suppress(TooLong):
+            for piece in pieces:
+                found += events.feed(piece)
+            whole = Events().feed(b"".join(pieces))
+            assert found == whole, "where a stream is cut makes no difference"
+
+    fuzz(st.lists(mutated(seeds), max_size=5), check)
+
+
+# ---- datasets
+
+ROWS: list[Any] = [
+    {"id": "a", "prompt": "x", "answer": "1", "limits": {"turns": 3, "run": 5}, "data": {"level": 1}},
+    {"id": "b", "prompt": [{"role": "user", "content": "x"}], "tests": ["assert f(1)"], "entry_point": "f"},
+    {"id": "c", "instruction": "do", "files": {"/workspace/a": "b"}, "tests": {"test.sh": "exit 0"},
+     "image": "x", "setup": "true", "timeout": 5, "network": "none", "env": {"A": "b"}},
+    {"id": "d", "cases": [{"stdin": "1", "stdout": "2", "limits": {"wall": 1}}], "tolerance": 0.1},
+]  # fmt: skip
+ROW_WORDS = sorted(
+    {word for row in ROWS for word in _words(row)} | {"link", "base64", "mode", "../x", "/etc/passwd", "language"}
+)
+
+
+def test_rows_of_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        with contextlib.suppress(UsageError, TaskError):
+            check_tasks(file)
+
+    lines = st.lists(messages(ROWS, ROW_WORDS), max_size=3).map(b"\n".join)
+    fuzz(lines, check)
+
+
+def test_rows_of_code_tasks() -> None:
+    def check(row: Any) -> None:
+        if isinstance(row, dict):
+            with contextlib.suppress(TaskError):
+                code_task(row)
+        with contextlib.suppress(UsageError):
+            program_of(row)
+
+    programs: list[Any] = [{"source": "x", "stdin": {"base64": "AA=="}, "files": {"a": "b"}, "argv": ["a"]}]
+    shaped = st.sampled_from(ROWS + programs).flatmap(lambda row: retyped(row, ROW_WORDS))
+    fuzz(shaped | json_like(ROW_WORDS), check)
+
+
+def _archive(form: int) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        for name, kind in (("a", tarfile.REGTYPE), ("d", tarfile.DIRTYPE), ("d/" + "n" * 120, tarfile.REGTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.size = kind, 5 if kind == tarfile.REGTYPE else 0
+            info.pax_headers = {"comment": "é"}
+            tar.addfile(info, io.BytesIO(b"hello"))
+        link = tarfile.TarInfo("l")
+        link.type, link.linkname = tarfile.SYMTYPE, "a"
+        tar.addfile(link)
+    return out.getvalue()
+
+
+ARCHIVES = [_archive(form) for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)]
+
+
+@st.composite
+def archives(draw: st.DrawFn) -> bytes:
+    """Archives with changed headers whose checksums are right, and with anything changed."""
+    data = bytearray(draw(st.sampled_from(ARCHIVES)))
+    for _ in range(draw(st.integers(0, 4))):
+        block = draw(st.integers(0, len(data) // 512 - 1)) * 512
+        field = draw(st.sampled_from([(0, 100), (100, 8), (124, 12), (136, 12), (156, 1), (157, 100), (345, 155)]))
+        text = draw(
+            st.binary(max_size=field[1]) | st.sampled_from([b"../x", b"\x80" + b"\xff" * 11, b"x", b"7" * 12])
+        )
+        data[block + field[0] : block + field[0] + len(text[: field[1]])] = text[: field[1]]
+        data[block + 148 : block + 156] = b" " * 8
+        data[block + 148 : block + 156] = b"%06o\0 " % (sum(data[block : block + 512]) & 0o777777)
+    whole = draw(mutated([bytes(data)])) if draw(st.booleans()) else bytes(data)
+    return gzip.compress(whole) if draw(st.integers(0, 3)) == 0 else whole
+
+
+def test_archives_of_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.tar"
+
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            place = Path(folder) / "in"
+            place.mkdir()
+            with contextlib.suppress(UsageError):
+                unpack(file, place, most=1 << 20, entries=100)
+            assert os.listdir(folder) == ["in"]
+
+    fuzz(archives(), check)
+
+
+def test_layers_of_images() -> None:
+    def check(data: bytes) -> None:
+        left = [data]
+        reader = tars.Reader(lambda: left.pop() if left else b"")
+        with contextlib.suppress(tars.BadArchiveError):
+            for count, _ in enumerate(reader.entries()):
+                if count > 1000:
+                    break
+
+    fuzz(archives(), check)
+
+
+# ---- the journal
+
+
+def test_token_files(tmp_path: Path) -> None:
+    file = tmp_path / "w-0.rtk"
+
+    def check(data: bytes) -> None:
+        file.write_bytes(data)
+        with contextlib.suppress(RookeryError), contextlib.closing(TokenReader(tmp_path)) as reader:
+            for _, payload in reader.scan(file.name):
+                decode_turn(payload)
+        with contextlib.suppress(RookeryError):
+            decode_turn(data)
+
+    frame = msgspec.msgpack.encode({"a": [1, "x", b"y", None]})
+    fuzz(mutated([FILE_HEADER, FILE_HEADER + bytes(40), frame, json.dumps({}).encode()]) | st.binary(), check)
