@@ -17,6 +17,7 @@ BATCH = 200
 def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], object], seconds: float = SECONDS) -> None:
     """Try values of the strategy until the time is over; hypothesis shrinks the first that fails."""
     end = time.monotonic() + seconds
+    failed = False
 
     @settings(
         max_examples=BATCH,
@@ -27,8 +28,13 @@ def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], object], secon
     )
     @given(strategy)
     def batch(value: Any) -> None:
-        if time.monotonic() < end:
-            check(value)
+        nonlocal failed
+        if time.monotonic() < end or failed:  # what failed is tried again until it is small
+            try:
+                check(value)
+            except BaseException:
+                failed = True
+                raise
 
     while time.monotonic() < end:
         batch()
