@@ -1,5 +1,6 @@
 """Every hostile program that makes sense in a container ends contained: the right status, and no survivor."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from rookery.core import ExecStatus, SandboxSpec
+from rookery.core import ExecStatus, SandboxError, SandboxSpec
 from rookery.sandboxes import Command
 from rookery.sandboxes.docker import orphans
 from rookery.sandboxes.docker.provider import DockerProvider
@@ -18,6 +19,7 @@ from tests.sandboxes.hostile import bombs
 from tests.sandboxes.hostile.all import CURIOUS, LETHAL
 from tests.sandboxes.hostile.conftest import Bait, bait
 from tests.sandboxes.hostile.stage import MB, Program
+from tests.sandboxes.hostile.test_exhausted import FILL, make_the_guard_the_first_to_die
 from tests.sandboxes.hostile.test_hostile import check
 
 __all__ = ["bait"]
@@ -49,7 +51,7 @@ BOMBS = {
     "forks_for_ever", "forks_into_sessions_of_their_own", "starts_threads_for_ever", "takes_memory_in_one_process",
     "takes_memory_in_many_processes", "takes_memory_through_sysv", "fills_the_disk", "floods_from_many_processes",
     "fills_the_disk_from_many_processes", "makes_itself_dear_and_the_first_process_pay", "spins_on_every_core",
-    "lowers_its_oom_score_and_fills_a_memfd",
+    "lowers_its_oom_score_and_fills_a_memfd", "takes_netlink_sockets_from_many_threads",
     "raises_its_limits", "leaves_a_bomb", "leaves_a_daemon_that_writes", "leaves_a_fork_chain",
 }  # fmt: skip
 """Of those that each need a container of their own; the rest with ROOKERY_DOCKER_ALL=1: the same guard holds them
@@ -115,3 +117,34 @@ async def test_a_tree_that_an_engine_cannot_remove_does_not_keep_its_container(
     finally:
         await sandbox.close()
     assert orphans.name_of(sandbox.id) not in engine.names()
+
+
+async def test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit(docker: DockerProvider) -> None:
+    spec = msgspec.structs.replace(SPEC, memory=64 * MB, disk=512 * MB, wall=60.0)
+    sandbox = await docker.create(spec, attempt="hostile")
+    try:
+        assert (await sandbox.exec(Command(argv=("true",)))).ok
+        running = asyncio.ensure_future(sandbox.exec(Command(argv=("python3", "-c", FILL))))
+        assert sandbox._channel is not None
+        await make_the_guard_the_first_to_die(sandbox._channel.pid, "python3")
+        await sandbox.write("go", b"")
+        result = await running
+        assert result.status == "memory_limit", result
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.read("go")
+        assert caught.value.code == "sandbox.exhausted"
+    finally:
+        await sandbox.close()
+
+
+async def test_all_processes_of_a_container_can_be_killed_when_a_program_took_every_one(
+    docker: DockerProvider,
+) -> None:
+    program = next(one for one in LETHAL if one.name == "leaves_a_bomb")
+    sandbox = await docker.create(msgspec.structs.replace(SPEC, **program.limits), attempt="hostile")
+    try:
+        assert (await sandbox.exec(Command(argv=program.command))).ok
+        await sandbox.kill_all(timeout=60)
+        assert await running(sandbox) == []
+    finally:
+        await sandbox.close()

@@ -31,11 +31,8 @@ async def create(boxes: LocalProvider) -> LocalSandbox:
     )
 
 
-async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
-    """Make the guard the OOM killer's first choice, which no program in the sandbox can do, and let `program` fill
-    the memory."""
-    assert sandbox._given is not None
-    guard = sandbox._given.pid
+async def make_the_guard_the_first_to_die(guard: int, program: str) -> None:
+    """Make a guard the OOM killer's first choice once it runs `program`: something that no program can do."""
     async with asyncio.timeout(60):
         children: list[str] = []
         while not any(Path(f"/proc/{pid}/comm").read_text() == f"{program}\n" for pid in children):
@@ -44,6 +41,11 @@ async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
     Path(f"/proc/{guard}/oom_score_adj").write_text("1000")
     for pid in children:
         Path(f"/proc/{pid}/oom_score_adj").write_text("0")
+
+
+async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
+    assert sandbox._given is not None
+    await make_the_guard_the_first_to_die(sandbox._given.pid, program)
     await sandbox.write("go", b"")
 
 
