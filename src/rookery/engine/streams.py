@@ -238,7 +238,7 @@ def resumed(folder: Path, journal: Journal, *, failed: bool = False, causes: Col
             journal.discard(one.id, f"run again after {one.cause}")
         if todo.lost or again:
             journal.flush()  # from here on they are unfinished, whatever becomes of this process
-        rerun = {one.group for one in again}
+        rerun, ended = {one.group for one in again}, {one.id for one in again}
         rows = list(reader.task_rows())
         tasks = dict(zip((row.idx for row in rows), reader.tasks(), strict=True))
         begun: set[int] = set()
@@ -259,8 +259,9 @@ def resumed(folder: Path, journal: Journal, *, failed: bool = False, causes: Col
                 and (record := reader.rollout(f"{group.idx}.{member}")) is not None
             }
             # One more than was written: an attempt that was under way when the process died wrote nothing.
+            # Those of a failed rollout have all ended.
             begun_before = {
-                member: 1
+                member: (f"{group.idx}.{member}" not in ended)
                 + max((attempt.number for attempt in reader.attempts(f"{group.idx}.{member}")), default=0)
                 for member in missing.members
             }
