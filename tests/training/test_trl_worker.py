@@ -183,6 +183,19 @@ def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -
     assert figures["rookery/tokens_without_logprob_total"] == 2.0
 
 
+def test_a_rollout_that_cannot_be_trained_on_is_missing_and_affects_no_other() -> None:
+    good = Segment(tokens=ints([1, 2]), mask=b"\0\1", logprobs=floats([0.0, -1.0]), versions=(Span(1, 2, 0),))
+    shifted = msgspec.structs.replace(good, logprobs=floats([-1.0, -1.0]))
+    rollouts = tuple(
+        Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=reward, segments=[part])
+        for n, (reward, part) in enumerate([(1.0, good), (math.inf, good), (0.0, shifted), (0.0, good)])
+    )
+    samples, figures = samples_of(Group(index=0, task=Task(id="t"), rollouts=rollouts))
+    assert [sample.advantage for sample in samples] == [1.0, -1.0]
+    assert figures["rookery/missing"] == (2.0, 4.0)
+    assert figures["rookery/missing/bug.batch_total"] == 2.0
+
+
 def test_the_queue_is_bounded_and_stopping_ends_everything(policy: Path, workers: Workers) -> None:
     worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4)
     worker.start()

@@ -25,7 +25,17 @@ from rookery.core.closing import Closing
 from rookery.engine import SyncEngine
 from rookery.environments import Environment, load_environment
 from rookery.training.trl.prompts import dataset, task_of, tasks_of
-from rookery.training.trl.rows import Baseline, Row, about, missing_row, most, segment_row, shaped, trained
+from rookery.training.trl.rows import (
+    Baseline,
+    Row,
+    about,
+    missing_row,
+    most,
+    segment_row,
+    shaped,
+    trained,
+    usable_group,
+)
 from rookery.training.trl.weights import Push, settled_push
 from rookery.upstreams.protocol import UpstreamConfig
 
@@ -319,7 +329,8 @@ def _collected(engine: SyncEngine, asked: Sequence[Task], k: int) -> list[Rollou
         )
         with closing(groups):  # type: ignore[type-var]
             for group in groups:
-                found.update(zip(waiting[group.task.id].popleft(), group.rollouts, strict=True))
+                places = waiting[group.task.id].popleft()
+                found.update(zip(places, usable_group(group).rollouts, strict=True))
     if len(found) != len(asked):
         raise RookeryError(f"{len(asked)} rollouts were asked for and {len(found)} came back")
     return [found[place] for place in range(len(asked))]

@@ -13,9 +13,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
-from rookery.core import Rollout, Segment, label
+from rookery.core import Group, Rollout, Segment, label
 
 Baseline: TypeAlias = Literal["leave_one_out", "mean"]
 
@@ -53,6 +54,15 @@ def trained(rollout: Rollout) -> list[Segment]:
 def most(segments: Sequence[Segment]) -> Segment:
     """The one that trains most; the last of several, which has seen most."""
     return max(enumerate(segments), key=lambda item: (item[1].trained, item[0]))[1]
+
+
+def usable_group(group: Group) -> Group:
+    """Return the group with rollouts that cannot be trained on as `Failed`; TRL handles missing logprobs."""
+    from rookery.training.config import BatchConfig
+    from rookery.training.screening import screened
+
+    rules = BatchConfig(without_logprob="mask", extras=())
+    return msgspec.structs.replace(group, rollouts=tuple(screened([group], rules)))
 
 
 def about(rollout: Rollout) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Promises:
 - members that failed give no sample, and no baseline and no denominator counts them;
 - all samples of a group carry the oldest version that any of its trained tokens has, so that a group is too old
   as a whole or not at all;
-- a token without a logprob does not train, and is counted.
+- a token without a logprob does not train, and is counted;
+- a rollout whose segments contradict each other or its record is missing (`bug.batch`), and affects no other.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rookery.core import Group, Segment, label
-from rookery.training.trl.rows import Baseline, trained
+from rookery.training.trl.rows import Baseline, trained, usable_group
 
 MetricValue = float | tuple[float, float]
 """A gauge or a count, or a numerator and a denominator."""
@@ -34,6 +35,7 @@ def samples_of(group: Group, *, baseline: Baseline = "leave_one_out", version: i
 
     from rookery.training.advantages import advantages
 
+    group = usable_group(group)
     rewards = [rollout.reward if rollout.valid else None for rollout in group.rollouts]
     valid = [reward for reward in rewards if reward is not None]
     gains = advantages(rewards, baseline=baseline)
