@@ -494,6 +494,7 @@ class Live:
         wish = registration(self.start.attempt, self.limits, sampling, self.start.seed, left)
         if box is None:
             return self._tracked(open_door(gateway, self.session, wish))
+        wish["network"] = "model"  # no other network has such a listener
         opening = open_door(gateway, self.session, wish, listener=box.listener(), inside_url=box.inside_url)
         return self._tracked(opening)
 

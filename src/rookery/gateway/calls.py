@@ -22,6 +22,7 @@ from rookery.core import Message, RookeryError, Sampling, Truncation, Turn, Upst
 from rookery.core.errors import behind
 from rookery.gateway.dialects.protocol import Answering, Ask, BadRequestError, Counts, Dialect, Keeps, Problem
 from rookery.gateway.http import EVENTS, Answer, Cut, Request
+from rookery.gateway.media import check_media
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.pipeline import counted
 from rookery.gateway.registry import Registry
@@ -90,7 +91,9 @@ class Calls:
             role = _role(session, ask.model)
             ask = self._whole(seat, session, dialect, ask)
             call = Call(messages=ask.messages, tools=_tools(ask), tool_choice=ask.tool_choice)
-            _recordable(session.recorder.find(role.name, ask.messages, call.tools.scope).new)
+            new = session.recorder.find(role.name, ask.messages, call.tools.scope).new
+            _recordable(new)
+            check_media(new, seat.registration.network, seat.registration.allow)
             out.send(200, dialect.counted(await counted(session, role, call)))
             self._metrics.count("requests", label="status", value="200")
         except _EXPECTED as raised:
@@ -234,6 +237,7 @@ class _Telling:
             sampling = msgspec.structs.replace(sampling, extra=extra)
         place = session.recorder.find(role.name, ask.messages, tools.scope)
         _recordable(place.new)
+        check_media(place.new, seat.registration.network, seat.registration.allow)
         before = seat.key_of(place.turn.index) if place.turn is not None else ""
         key = _key(named, before, ask, len(place.new), tools.scope, role.name, sampling)
         if marked and (turns := await self._again(key)):

@@ -7,6 +7,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from rookery.core import Limits, Sampling, UsageError
+from rookery.core.sandboxes import Network
+from rookery.sandboxes.egress_rules import Rules
 
 ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -45,6 +47,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sampling: Sampling = Sampling()
     budgets: Budgets = Budgets()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    network: Network = "all"
+    """The network of the session's programs: which URLs inside messages are handed to the engine."""
+    allow: tuple[str, ...] = ()
+    """The hosts of the network `allow`, as in `SandboxSpec`."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -65,6 +71,12 @@ def check(registration: Registration, roles: Iterable[str]) -> None:
     for name in registration.roles:
         if name not in known:
             raise UsageError(f"no model serves the role {name!r} here; there is: {', '.join(known)}")
+    if registration.allow and registration.network != "allow":
+        raise UsageError(f"hosts are allowed in the network 'allow', and the network is {registration.network!r}")
+    try:
+        Rules.of(registration.allow)
+    except ValueError as error:
+        raise UsageError(f"allow: {error}") from None
     try:
         registration.budgets.limits()
     except ValueError as error:

@@ -307,6 +307,8 @@ def _part(block: Any, where: str) -> str | dict[str, Any]:
     if kind == "image":
         if not isinstance(source, dict):
             raise BadRequestError("an image has a source", f"{where}.source")
+        if source.get("type") not in ("base64", "url"):
+            raise BadRequestError("the source of an image is base64 or url", f"{where}.source.type")
         url = source.get("url") or f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
         return {"type": "image_url", "image_url": {"url": url}}
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":

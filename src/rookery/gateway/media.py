@@ -1,0 +1,87 @@
+"""Which URLs inside messages (images, audio, video) a session may hand to the engine. Runs in gateway shards.
+
+The engine fetches such URLs from its own machine. Without a check, an agent whose sandbox has no network could
+read local files and internal services through it. A session's network is that of its sandbox, or `all` where its
+registration names none:
+
+| network | URLs in messages |
+|---|---|
+| `none`, `model` | `data:` alone |
+| `allow` | `data:`, and http(s) URLs of the hosts in `allow` |
+| `all` | `data:`, and http(s) URLs of public hosts |
+
+Other schemes, local paths, loopback and private addresses are refused in every network. A public name that
+resolves to a private address, or redirects to one, is for the engine to refuse.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from rookery.core import Message
+from rookery.core.sandboxes import Network
+from rookery.gateway.dialects.protocol import BadRequestError
+from rookery.sandboxes.egress_rules import Rules, host_of, is_public
+
+_SCHEME: Final = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]*:(?=//|/|\S)")
+_STRANGE: Final = re.compile(r"[\s\x00-\x1f\x7f\\]")
+_LOCAL: Final = ("localhost", "local", "internal", "localdomain", "home", "lan", "intranet", "corp", "arpa")
+"""Last labels of names that are no public ones."""
+_TEXTS: Final = frozenset({"text", "refusal", "type", "detail", "format", "cache_control", "id", "uuid", "name"})
+"""Keys of a part that hold no address."""
+_MEDIA: Final = frozenset({"url", "uri", "path", "file", "image", "audio", "video"})
+MAX_DEPTH: Final = 16
+
+
+def check_media(messages: Iterable[Message], network: Network, allow: tuple[str, ...]) -> None:
+    """Raises `BadRequestError` for a URL that the session's network does not allow."""
+    for message in messages:
+        if not isinstance(message.content, tuple):
+            continue
+        for part in message.content:
+            for url in _urls(part):
+                if why := refusal(url, network, allow):
+                    raise BadRequestError(f"the URL {url[:100]!r} in a message is refused: {why}", "messages")
+
+
+def _urls(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
+    """The texts in a part of a message that an engine may take for an address."""
+    if depth > MAX_DEPTH:
+        raise BadRequestError("a part of a message is nested too deeply", "messages")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in _TEXTS:
+                yield from _urls(inner, str(name), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _urls(inner, key, depth + 1)
+    elif isinstance(value, str):
+        named = key in _MEDIA or key.endswith(("_url", "_uri", "_path", "_file"))
+        if named or _SCHEME.match(value) or value.lstrip().startswith(("/", "~", "\\")):
+            yield value
+
+
+def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
+    """Why a URL may not be handed to the engine; empty where it may."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return ""
+    if scheme not in ("http", "https") or _STRANGE.search(url):
+        return "only data:, http: and https: URLs are passed on; send the content as a data: URL"
+    if network in ("none", "model"):
+        return "the session has no network besides the model; send the content as a data: URL"
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if scheme == "https" else 80)
+        host = host_of(parts.hostname or "")
+    except ValueError as error:
+        return f"its host cannot be read ({error})"
+    if isinstance(host, str):
+        if "." not in host or host.rpartition(".")[2] in _LOCAL:
+            return "its host is not a public one"
+    elif not is_public(host):
+        return "its address is not a public one"
+    if network == "allow" and not Rules.of(allow).allow(host, port):
+        return f"the session's network allows {Rules.of(allow).told() or 'no host'}"
+    return ""
