@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from rookery.core import SandboxError
+from rookery.sandboxes import transfers
 from rookery.sandboxes.images.engine import Engine, find_socket
 from rookery.sandboxes.images.sources import Found, Local, SavedSource, unavailable
 
@@ -113,11 +114,10 @@ class BuiltSource(Local):
     def by_engine(self, engine: Engine) -> str:
         """Built there; its id."""
         context = self._work / "context.tar"
-        with tarfile.open(context, "w") as tar:
-            for path in files_of(self._file.parent):
-                tar.add(path, arcname=path.relative_to(self._file.parent).as_posix(), recursive=False)
-            if self._file.name != "Dockerfile" or not (self._file.parent / "Dockerfile").exists():
-                tar.add(self._file, arcname=self._file.name, recursive=False)
+        try:
+            self._pack(context)
+        except OSError as error:
+            raise self._failed(f"its folder cannot be read: {error.strerror or error}") from error
         query = urllib.parse.urlencode({"dockerfile": self._file.name, "q": "0", "rm": "1", "forcerm": "1"})
         image, said = "", list[str]()
         with (
@@ -145,6 +145,23 @@ class BuiltSource(Local):
         if not image:
             raise self._failed("the engine did not say what it built")
         return image
+
+    def _pack(self, archive: Path) -> None:
+        """Write the build context as a tar archive. Links become links; none is followed on this machine."""
+        ignored = _patterns(self._file.parent)
+        with tarfile.open(archive, "w") as tar:
+            for item in transfers.source_items(self._file.parent, transfers.Clock(BUILD_SECONDS)):
+                name = "/".join(item.names)
+                info = tarfile.TarInfo(name)
+                info.mode, info.mtime = item.info.st_mode & 0o777, int(item.info.st_mtime)
+                if item.link is not None:
+                    info.type, info.linkname = tarfile.SYMTYPE, item.link
+                elif item.file is not None:
+                    info.size = item.info.st_size
+                else:
+                    continue
+                if name == self._file.name or not _ignored(name, ignored):
+                    tar.addfile(info, item.file)
 
     def _by_program(self, program: str, archive: Path) -> None:
         identity = self._work / "built.id"

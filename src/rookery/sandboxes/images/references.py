@@ -125,8 +125,9 @@ def _file(kind: Kind, rest: str, text: str) -> Reference:
         wanted = found / "Dockerfile" if found.is_dir() else found
         if not wanted.is_file():
             raise UsageError(f"The image {text!r} cannot be built: there is no file {str(wanted)!r}.")
-        found = wanted
-    elif (kind == "oci") != found.is_dir():
+        # A Dockerfile that is a link stays one: its folder is what it is built from, not that of another file.
+        return Reference(kind=kind, text=text, path=str(wanted.parent.resolve() / wanted.name), tag=tag)
+    if (kind == "oci") != found.is_dir():
         raise UsageError(f"The image {text!r} is no {'folder' if kind == 'oci' else 'archive'}.")
     return Reference(kind=kind, text=text, path=str(found.resolve()), tag=tag)
 

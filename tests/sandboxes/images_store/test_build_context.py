@@ -1,0 +1,58 @@
+"""What is sent to a builder: the files of one folder, and nothing that its links lead to."""
+
+import tarfile
+from pathlib import Path
+
+from rookery.sandboxes.images.builders import BuiltSource
+from rookery.sandboxes.images.references import parse
+
+
+def packed(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
+    """Name → type, target of a link, content."""
+    BuiltSource(dockerfile, "shown", work)._pack(work / "context.tar")
+    with tarfile.open(work / "context.tar") as tar:
+        return {
+            info.name: (
+                info.type,
+                info.linkname,
+                body.read() if info.isreg() and (body := tar.extractfile(info)) else b"",
+            )
+            for info in tar
+        }
+
+
+def test_links_are_sent_as_links_and_ignored_files_not_at_all(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("hunter2")
+    folder = tmp_path / "context"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "Dockerfile").write_text("FROM scratch\n")
+    (folder / "sub" / "run.sh").write_text("true\n")
+    (folder / "sub" / "run.sh").chmod(0o755)
+    (folder / "skipped.log").write_text("x")
+    (folder / ".dockerignore").write_text("*.log\n")
+    (folder / "file").symlink_to(secret / "key")
+    (folder / "folder").symlink_to(secret)
+    assert packed(folder / "Dockerfile", tmp_path) == {
+        ".dockerignore": (tarfile.REGTYPE, "", b"*.log\n"),
+        "Dockerfile": (tarfile.REGTYPE, "", b"FROM scratch\n"),
+        "file": (tarfile.SYMTYPE, str(secret / "key"), b""),
+        "folder": (tarfile.SYMTYPE, str(secret), b""),
+        "sub/run.sh": (tarfile.REGTYPE, "", b"true\n"),
+    }
+
+
+def test_a_dockerfile_that_is_a_link_does_not_make_another_folder_the_context(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    for name in ("key", "Dockerfile"):
+        (secret / name).write_text("hunter2")
+    folder = tmp_path / "context"
+    folder.mkdir()
+    (folder / "Dockerfile").symlink_to(secret / "Dockerfile")
+    found = parse(f"dockerfile:{folder}")
+    assert found.path == str(folder / "Dockerfile")
+    assert packed(Path(found.path), tmp_path) == {
+        "Dockerfile": (tarfile.SYMTYPE, str(secret / "Dockerfile"), b""),
+    }
