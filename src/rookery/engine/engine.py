@@ -56,7 +56,7 @@ def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> 
     name = min(unknown)
     listed = sorted(known)
     raise UsageError(
-        f"{what} has no option {name!r} (its options are {', '.join(listed)}){suggestion(name, listed)}"
+        f"{what} has no option {name} (its options are {', '.join(listed)}){suggestion(name, listed)}"
     )
 
 
