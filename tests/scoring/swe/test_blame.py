@@ -142,6 +142,20 @@ async def test_a_weak_script_that_writes_no_reward_over_an_untouched_sandbox_is_
     assert (caught.value.code, caught.value.fault) == ("scoring.unparsable", "task")
 
 
+@pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
+@with_boxes
+async def test_a_submission_that_confuses_a_strong_script_does_not_cost_its_task(
+    open_box: Open, tmp_path: Path, solution: bool
+) -> None:
+    changes = {} if solution else {"solution": ()}
+    script = (
+        '#!/bin/sh\n"$ROOKERY_RUN" python3 -c "import calc; print(calc.add(1, 0))" > /logs/verifier/reward.txt\n'
+    )
+    task = small_task(tmp_path, script=script, reward_from_exit=False, **changes)
+    grade = await attempt(open_box, task, "echo 'def add(*a): return float(\"nan\")' > calc.py", spec=LOCAL)
+    assert grade.reward == 0.0, grade
+
+
 # ---- files that cannot be carried
 
 

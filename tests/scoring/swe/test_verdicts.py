@@ -109,29 +109,28 @@ ENDS: tuple[End, ...] = ("reward", "time", "memory", "crash", "invalid", "lost")
 
 def test_a_script_that_fails_twice_is_the_submissions_unless_the_solution_fails_too() -> None:
     for end in ("time", "memory", "crash"):
-        alone = Referee(has_solution=False, weaker=False)
+        alone = Referee(has_solution=False)
         assert [alone.submission(end), alone.submission(end)] == ["again", "minimum"]
-        both = Referee(has_solution=True, weaker=False)
+        both = Referee(has_solution=True)
         assert [both.submission(end), both.submission(end)] == ["again", "solution"]
         assert both.solution("reward") == "minimum"
         assert both.solution("crash") == "task"
 
 
-def test_a_verdict_that_is_none_is_the_tasks_unless_the_submission_could_write_it() -> None:
-    assert Referee(has_solution=True, weaker=False).submission("invalid") == "invalid"
-    alone = Referee(has_solution=False, weaker=True)
+def test_a_verdict_that_is_none_is_the_tasks_only_where_no_submission_is_needed_for_it() -> None:
+    alone = Referee(has_solution=False)
     assert alone.submission("invalid") == "untouched"
     assert alone.untouched("invalid") == "invalid"
     assert alone.untouched("reward") == alone.untouched("crash") == "minimum"
-    weak = Referee(has_solution=True, weaker=True)
+    weak = Referee(has_solution=True)
     assert weak.submission("invalid") == "solution"
     assert weak.solution("reward") == "minimum"
     assert weak.solution("invalid") == "invalid"
 
 
-@given(st.lists(st.sampled_from(ENDS), min_size=6, max_size=6), st.booleans(), st.booleans())
-def test_every_grading_comes_to_an_end_within_five_runs(ends: list[End], solution: bool, weaker: bool) -> None:
-    referee = Referee(has_solution=solution, weaker=weaker)
+@given(st.lists(st.sampled_from(ENDS), min_size=6, max_size=6), st.booleans())
+def test_every_grading_comes_to_an_end_within_five_runs(ends: list[End], solution: bool) -> None:
+    referee = Referee(has_solution=solution)
     for count, end in enumerate(ends, 1):
         said = referee.submission(end)
         assert (said == "score") == (end == "reward")

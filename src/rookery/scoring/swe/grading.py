@@ -138,7 +138,7 @@ class SweGrader:
         one = self._task.steps[step]
         mode = self.mode_of(one)
         who = self._who(one, prepared, mode)._replace(wall=_wall(one.verifier.timeout, timeout))
-        referee = Referee(has_solution=bool(one.solution), weaker=bool(who.weaker))
+        referee = Referee(has_solution=bool(one.solution))
         runs = 0
         last: _Run | None = None
         said: str = "again"

@@ -3,9 +3,8 @@
 Guarantees:
 - a script that ran out of time or memory, or crashed, is run once more; if it repeats, the submission did it, and
   the reward is the minimum, unless the task's own solution makes it fail too: then the task is at fault;
-- a verdict that is not a reward is the task's fault, with the cause that says why, unless the submission could
-  have written it. Then it is the submission's minimum, unless the task's own solution or, without one, an
-  untouched sandbox gets an invalid verdict too;
+- a verdict that is not a reward is the task's fault, with the cause that says why, where the task's own solution
+  or, without one, an untouched sandbox gets such a verdict too; else the submission caused it: the minimum;
 - nothing that happens with a submission alone is evidence against a task;
 - a lost sandbox is replaced, up to a budget, and then it is infra.
 """
@@ -21,9 +20,8 @@ LOSSES: Final = 3
 class Referee:
     """Decides the next step after each run of one grading."""
 
-    def __init__(self, *, has_solution: bool, weaker: bool) -> None:
+    def __init__(self, *, has_solution: bool) -> None:
         self._has_solution = has_solution
-        self._weaker = weaker
         self._failures = 0
         self._losses = 0
         self._invalid = False
@@ -37,8 +35,6 @@ class Referee:
             return "again" if self._losses < LOSSES else "infra"
         if end == "invalid":
             self._invalid = True
-            if not self._weaker:
-                return "invalid"
             return "solution" if self._has_solution else "untouched"
         self._failures += 1
         if self._failures < 2:
