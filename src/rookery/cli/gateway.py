@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rookery.gateway.config import GatewayConfig
+    from rookery.upstreams.protocol import Upstream
 
 KEY_ENV = "ROOKERY_GATEWAY_KEY"
 
@@ -148,6 +149,19 @@ def gateway(
     return 0
 
 
+async def _check(role: str, upstream: "Upstream") -> None:
+    """Raise what keeps a model server from being used, before anything is served."""
+    from rookery.core import UpstreamError
+    from rookery.engine.checks import not_usable
+
+    try:
+        await upstream.check()
+    except UpstreamError as error:
+        raise not_usable(role, error) from error
+    finally:
+        await upstream.close()
+
+
 async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port: int) -> None:
     import asyncio
     import logging
@@ -159,8 +173,8 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     from rookery.upstreams import open_upstream
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    for upstream in config.upstreams.values():  # what is wrong with it is said here, and not by every shard
-        await open_upstream(upstream).close()
+    for role, upstream in config.upstreams.items():  # what is wrong with it is said here, and not by every shard
+        await _check(role, open_upstream(upstream))
     key = os.environ.get(KEY_ENV, "").strip()
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rookery.core import SandboxSpec, UsageError
+from rookery.core import SandboxSpec, UpstreamError, UsageError, cause_of
 from rookery.engine.outage import FIRST_PAUSE, LONGEST_PAUSE, find_outage
 from rookery.gateway.public import is_loopback, is_url
 from rookery.sandboxes import open_provider
@@ -45,6 +45,25 @@ def no_way(spec: SandboxSpec, public: str) -> list[str]:
     return [said]
 
 
+_AT_START = {
+    "upstream.timeout": (
+        "It accepts connections and does not answer: it hangs, or it is still loading its model. Read its log, "
+        "and start again when it answers."
+    ),
+    "upstream.error": "The server itself fails. Read its log, and start again when it answers.",
+    "upstream.overloaded": "The server turns every request away. Start again when it answers.",
+}
+"""What to do about a server that cannot be used before a run has begun, by cause."""
+
+
+def not_usable(role: str, error: UpstreamError) -> UpstreamError:
+    """The error of a check at the start: with the model's role, and with advice for that moment."""
+    advice = cause_of(error.code).advice
+    said = str(error).removesuffix(advice).rstrip()
+    now = _AT_START.get(error.code, advice)
+    return UpstreamError(f"the model server for the {role} cannot be used: {said} {now}", cause=error.code)
+
+
 async def checked_upstreams(
     upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False, wait: float = 0.0
 ) -> dict[str, UpstreamConfig]:
@@ -66,6 +85,8 @@ async def checked_upstreams(
                     f"{upstream.name} takes no token ids: record messages or plain, or use another kind"
                 )
             info = await upstream.check()
+        except UpstreamError as error:
+            raise not_usable(role, error) from error
         finally:
             await upstream.close()
         if not config.model and len(info.models) != 1:

@@ -34,6 +34,7 @@ from rookery.engine.taskbook import REGISTERED, TaskBook
 from rookery.engine.upstream import EngineUpstream
 from rookery.engine.wire import NOT_ISOLATED
 from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
+from rookery.environments.checks import check_environment
 from rookery.gateway.config import settle_rendering
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import settle
@@ -111,6 +112,7 @@ class Engine:
         config = with_policy_options(config)
         self.environment = self._given or load_environment(config.environment, **config.arguments)
         reward_bounds(self.environment)
+        check_environment(self.environment)
         self.sandbox, self._unsettled = settle(config.sandbox.over(self.environment.sandbox, config.sandbox_named))
         """What an attempt gets, unless its task or its environment's code asks for another. Without a provider
         where none isolates and nobody consented to that: creating one is then refused."""
@@ -268,6 +270,9 @@ class Engine:
         problems = list(self.environment.check(self.sandbox))
         if self.environment.needs_gateway:
             problems += no_way(self.sandbox, self.config.public)
+        purpose = self.environment.needs_gateway
+        if problems and isinstance(purpose, str):
+            problems.append(f"it needs the gateway for {purpose}")
         if problems:
             raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
 

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from rookery.core import CancelledReason, JournalError, RookeryError
+from rookery.core import CancelledReason, JournalError, RookeryError, UsageError
 from rookery.core.errors import describe
 from rookery.engine.boxes import Boxes
 from rookery.engine.live import Live
-from rookery.engine.wire import NO_TOKENS, Done, Note, Pause, Paused, RunSettings, Start, plain
+from rookery.engine.wire import NO_TOKENS, Done, Note, Pause, Paused, RunSettings, Start, Unfit, plain
 from rookery.environments import Environment, reward_bounds
+from rookery.environments.checks import no_gateway
 from rookery.gateway import Credits, Role
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.renderings import open_offloop
@@ -101,6 +102,12 @@ class Executor:
             "(--record tokens --tokenizer NAME), or say --record plain for an evaluation"
         )
         self.send(Note(NO_TOKENS, {"detail": detail}))
+
+    def refuse_gateway(self) -> UsageError:
+        """End the run, once: its environment opens gateway sessions and did not say that it needs a gateway."""
+        said = no_gateway(self.environment.title)
+        self.send(Unfit(said, ""))
+        return UsageError(said, cause="bug.environment")
 
     # ---- attempts
 

@@ -152,6 +152,7 @@ class Live:
             log=Log(self._log),
             open_sandbox=self._open_sandbox,
             open_door=self._open_door if executor.gateway is not None else None,
+            no_gateway=executor.refuse_gateway,
         )
         self.task = self._loop.create_task(self._play(), name=start.attempt)
 

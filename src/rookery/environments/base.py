@@ -28,6 +28,10 @@ class Environment:
     roles: ClassVar[tuple[str, ...]] = ()
     """Model roles it needs besides the policy (judge, simulated user); checked before anything starts."""
 
+    needs_gateway: bool | str = False
+    """Whether its attempts open gateway sessions, for programs that call models themselves; best as a text that
+    says what for (`"the agent's model calls"`). Set in the class or the constructor: the run then has one."""
+
     own_limits: ClassVar[frozenset[str]] = frozenset()
     """Names in a task's `limits` that are not every rollout's: they come as `task.data["limits"]`."""
 
@@ -48,11 +52,6 @@ class Environment:
     def needs_sandbox(self) -> bool:
         """Whether its attempts are known to open a sandbox: if none can be had, that is said before the start."""
         return self.sandbox is not None
-
-    @property
-    def needs_gateway(self) -> bool:
-        """Whether its attempts open doors for programs that call models themselves: the run then has a gateway."""
-        return False
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for those who override it)
         """What cannot work in the sandboxes of a run, in sentences; asked before its start, starts nothing."""

@@ -52,6 +52,7 @@ class Context:
         log: Log,
         open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]],
         open_door: OpenDoor | None = None,
+        no_gateway: Callable[[], UsageError] = lambda: UsageError("this run has no gateway"),
     ) -> None:
         self.attempt = attempt
         self.task = task
@@ -71,6 +72,7 @@ class Context:
         self._remaining = remaining
         self._open_sandbox = open_sandbox
         self._open_door = open_door
+        self._no_gateway = no_gateway
         self._main: Sandbox | None = None
         self.forks: list[Sandbox] = []
         """Sandboxes that were made of others; they end with the attempt, as all do."""
@@ -143,11 +145,7 @@ class Context:
         without it who opens the door keeps the time, which then may be `held` meanwhile.
         """
         if self._open_door is None:
-            raise UsageError(
-                f"this run has no gateway, so that attempt {self.attempt} can open no door: an environment that "
-                "opens doors says so with `needs_gateway`",
-                cause="bug.environment",
-            )
+            raise self._no_gateway()
         if box is None:
             return self._open_door(None, timed)
         if not isinstance(box, Listening) or not box.inside_url:

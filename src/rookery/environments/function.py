@@ -26,6 +26,7 @@ class FunctionEnvironment(Environment):
         sampling: Sampling | None = None,
         sandbox: SandboxSpec | None = None,
         reward_range: tuple[float, float] = (0.0, 1.0),
+        needs_gateway: bool | str = False,
     ) -> None:
         for what, function in (("play", play), ("score", score)):
             if function is not None and not inspect.iscoroutinefunction(function):
@@ -45,8 +46,9 @@ class FunctionEnvironment(Environment):
         self.sampling = sampling or Sampling()
         self.sandbox = sandbox
         self.reward_range = reward_range
+        self.needs_gateway = needs_gateway
+        self.judge = score
         self._tasks = tasks
-        self._score = score
 
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
         if self._tasks is None:
@@ -57,8 +59,8 @@ class FunctionEnvironment(Environment):
         ctx.state[_REWARD] = await self.play(ctx)
 
     async def score(self, ctx: Context) -> Score | float:
-        if self._score is not None:
-            return await self._score(ctx)
+        if self.judge is not None:
+            return await self.judge(ctx)
         if _REWARD not in ctx.state:
             # Truncated before the function could return its reward: it did not get there.
             return self.reward_range[0]
@@ -77,6 +79,7 @@ def environment(
     sampling: Sampling | None = None,
     sandbox: SandboxSpec | None = None,
     reward_range: tuple[float, float] = (0.0, 1.0),
+    needs_gateway: bool | str = False,
 ) -> Callable[[Play], FunctionEnvironment]: ...
 def environment(play: Play | None = None, /, **options: Any) -> Any:
     """Makes an environment of one function: `@environment` or `@environment(tasks=[…], limits=…)`.

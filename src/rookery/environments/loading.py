@@ -19,6 +19,7 @@ from rookery.core.errors import describe
 from rookery.core.suggestions import suggestion
 from rookery.environments.base import Environment
 from rookery.environments.function import FunctionEnvironment
+from rookery.environments.import_watch import ImportHangsError, import_watch
 
 GROUP = "rookery.environments"
 
@@ -46,7 +47,8 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
     for entry in ref.path:
         if entry not in sys.path:
             sys.path.append(entry)
-    found = _find(ref.source)
+    with import_watch(ref.source):
+        found = _find(ref.source)
     if isinstance(found, type) and issubclass(found, Environment):
         return _made(found, ref)
     if isinstance(found, Environment) or inspect.iscoroutinefunction(found):
@@ -172,6 +174,8 @@ def _find(source: str) -> Any:
             if error.name is not None and (head == error.name or head.startswith(f"{error.name}.")):
                 raise UsageError(f"no module {head!r} to find the environment {source!r} in") from error
             raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
+        except ImportHangsError:
+            raise
         except (Exception, SystemExit) as error:
             raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
         return _pick(module, attr, head)
@@ -179,6 +183,8 @@ def _find(source: str) -> Any:
         if point.name == source:
             try:
                 return point.load()
+            except ImportHangsError:
+                raise
             except (Exception, SystemExit) as error:
                 raise UsageError(
                     f"the environment {source!r} ({point.value}) cannot be imported: {describe(error)}"
@@ -210,6 +216,8 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, ImportHangsError):
+            raise
         if isinstance(error, Exception | SystemExit):
             raise UsageError(f"{path} cannot be imported: {describe(error)}{_guard_hint(error)}") from error
         raise

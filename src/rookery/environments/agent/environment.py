@@ -56,6 +56,7 @@ class AgentEnvironment(Environment):
     name = "agent"
     sandbox = SandboxSpec(network="model", memory=2 << 30, pids=512, wall=600.0)
     limits = Limits(turns=200, setup=2100.0, run=3600.0, score=1800.0)
+    needs_gateway = "the agent's model calls"
     own_limits: ClassVar[frozenset[str]] = OWN
 
     def __init__(
@@ -103,10 +104,6 @@ class AgentEnvironment(Environment):
 
     @property
     def needs_sandbox(self) -> bool:
-        return True
-
-    @property
-    def needs_gateway(self) -> bool:
         return True
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
