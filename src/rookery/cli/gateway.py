@@ -150,14 +150,15 @@ def gateway(
 
 
 async def _check(role: str, upstream: "Upstream") -> None:
-    """Raise what keeps a model server from being used, before anything is served."""
+    """Raise if a model server does not answer, before clients call it. Which models it serves is not checked."""
     from rookery.core import UpstreamError
     from rookery.engine.checks import not_usable
 
     try:
         await upstream.check()
     except UpstreamError as error:
-        raise not_usable(role, error) from error
+        if error.fault == "infra":
+            raise not_usable(role, error) from error
     finally:
         await upstream.close()
 
@@ -173,14 +174,16 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     from rookery.upstreams import open_upstream
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    for role, upstream in config.upstreams.items():  # what is wrong with it is said here, and not by every shard
-        await _check(role, open_upstream(upstream))
+    for upstream in config.upstreams.values():  # what is wrong with it is said here, and not by every shard
+        await open_upstream(upstream).close()
     key = os.environ.get(KEY_ENV, "").strip()
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Gateway(config, folder, host=host, port=port, key=key or None) as served:
+        for role, upstream in config.upstreams.items():
+            await _check(role, open_upstream(upstream))
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
         tell(f"serving at {served.url}{plural}, recording {config.record}", err=False)
         if served.no_tools:
