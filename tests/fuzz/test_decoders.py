@@ -239,6 +239,19 @@ def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
     fuzz(messages([seed], words), check)
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": [{"type": ["input_text"], "text": "a"}]},
+        {"role": "user", "content": [{"type": {}}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": 5},
+    ],
+)
+def test_items_of_other_types_are_answered_like_any_bad_request(item: dict[str, Any]) -> None:
+    with contextlib.suppress(BadRequestError):
+        ResponsesDialect().ask(json.dumps({"model": "m", "input": [item]}).encode())
+
+
 def _words(value: Any) -> set[str]:
     if isinstance(value, dict):
         return {*value, *(word for one in value.values() for word in _words(one))}

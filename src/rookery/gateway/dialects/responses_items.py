@@ -24,7 +24,7 @@ from rookery.gateway.tools import MAX_KEPT, NO_TOOLS, Tools, ToolsError, tools_a
 _SEAL: Final = "rk1."
 _RAW: Final = "~"
 """Ends the id of a call whose plain text is the arguments themselves, since those held no such text."""
-_TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # a client may send a list
 
 
 class Name(NamedTuple):
@@ -250,7 +250,10 @@ def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
     called, text = _text(item, "call_id", where), _text(item, "input" if custom else "arguments", where)
     if custom:
         text = text if called.endswith(_RAW) else encode({"input": text}).decode()
-    name = within(item.get("namespace"), _text(item, "name", where))
+    space = item.get("namespace")
+    if space is not None and not isinstance(space, str):
+        raise BadRequestError("a namespace must be a string", f"{where}.namespace")
+    name = within(space, _text(item, "name", where))
     return ToolCall(called.removesuffix(_RAW), name, text)
 
 
