@@ -193,6 +193,7 @@ class _Reading:
         self._plain = _Plain(role.rendering.rendering) if call.tokens and role.rendering is not None else None
         self._upstream = role.upstream
         self._calls = HeldCalls()
+        self._over_http = bool(call.key)
         self.sent = Sent()
         self.told: News | None = None
         if news is not None:
@@ -223,7 +224,8 @@ class _Reading:
     async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
         """The message and how it ended; what was held back of it is sent first."""
         message, finish = await self._whole(reply)
-        message = without_half_call(message, finish)
+        if self._over_http:  # an environment sees how the answer ended, and decides itself
+            message = without_half_call(message, finish)
         if self._news is not None and (calls := self._calls.rest(message.tool_calls)):
             await self._news(Delta(tool_calls=calls))
         return message, finish
