@@ -226,6 +226,10 @@ async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) 
     assert done.code == 0, done.err
     assert str(1 << 30) in done.out
     assert str(512 << 20) in done.out
+    (here / "rookery.toml").write_text("[run]\n[run.sandbox]\nmemory = 256e6\n")
+    done = await rookery(*plan, cwd=here)
+    assert done.code == 0, done.err
+    assert "256000000" in done.out
     (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "lots"\n')
     (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).refused(
         "[run.sandbox] memory", "'lots'"

@@ -388,10 +388,42 @@ async def main():
 
 
 def test_an_unknown_option_is_named_with_the_known_ones_and_a_suggestion() -> None:
-    with pytest.raises(UsageError, match=r"'concurency'.*breaker, concurrency, .*did you mean 'concurrency'\?"):
+    with pytest.raises(UsageError, match=r"concurency .*breaker, concurrency, .*did you mean 'concurrency'\?"):
         Engine(ENV, policy="embedded", concurency=3)
     with pytest.raises(UsageError, match="environment"):
         Engine(ENV, policy="embedded", environment="other")
+
+
+def test_options_with_fields_are_accepted_as_dictionaries() -> None:
+    engine = Engine(
+        ENV,
+        policy="embedded",
+        sandbox={"provider": "subprocess", "memory": 1 << 30},
+        limits={"run": 8, "turns": 3},
+        sampling={"temperature": 0.5},
+        retry={"attempts": 2},
+    )
+    assert engine.sandbox.memory == 1 << 30
+    assert engine.config.limits.run == 8
+    assert engine.config.limits.turns == 3
+    assert engine.config.sampling.temperature == 0.5
+    assert engine.config.retry.attempts == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sandbox": {"memry": 1}},
+        {"limits": {"scor": 1}},
+        {"limits": {"run": "long"}},
+        {"limits": 8},
+        {"sampling": {"temprature": 1}},
+        {"retry": 3},
+    ],
+)
+def test_wrong_fields_of_options_are_refused_at_construction(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Engine(ENV, policy="embedded", **option)
 
 
 def test_settings_beside_a_configuration_are_refused() -> None:

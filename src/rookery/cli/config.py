@@ -145,7 +145,7 @@ def part(ctx: click.Context, name: str) -> dict[str, Any]:
 
 
 _SIZES: Final = {"sandbox": ("memory", "disk", "output")}
-"""Keys of a table that hold bytes: a number, or a text such as "1G"."""
+"""Keys of a table that hold bytes: a number (also `256e6`), or a text such as "1G"."""
 
 
 def _struct(ctx: click.Context, name: str, kind: Any) -> Any:
@@ -158,7 +158,7 @@ def _struct(ctx: click.Context, name: str, kind: Any) -> Any:
                 f"{ctx.meta[_SOURCE]}: [run.{name}] has no key {key!r}{_near(key, list(kind.__struct_fields__))}"
             )
     for key in _SIZES.get(name, ()):
-        if isinstance(table.get(key), str):
+        if isinstance(table.get(key), str | float):
             table[key] = _size(table[key], f"{ctx.meta[_SOURCE]}: [run.{name}] {key}")
     try:
         return msgspec.convert(table, kind)
@@ -166,7 +166,7 @@ def _struct(ctx: click.Context, name: str, kind: Any) -> Any:
         raise UsageError(f"{ctx.meta[_SOURCE]}: [run.{name}] {error}") from None
 
 
-def _size(text: str, where: str) -> int:
+def _size(text: str | float, where: str) -> int:
     from rookery.cli.options import Size
 
     try:

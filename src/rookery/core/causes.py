@@ -62,7 +62,7 @@ _TABLE = (
         "upstream.unreachable",
         "infra",
         "No connection to the model server could be made or kept.",
-        "Check that the server runs and that --policy names it.",
+        "Check that the server runs and that its URL (--policy) is right.",
     ),
     Cause(
         "upstream.timeout",

@@ -1,11 +1,13 @@
 """What a run is made of, as plain data: kept in the journal, so that a resume makes the same engine again."""
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
+from rookery.core.suggestions import suggestion
 from rookery.engine.retry import RetryPolicy
 from rookery.gateway.public import checked_url, is_url, listened
 from rookery.gateway.session import Record
@@ -15,6 +17,31 @@ from rookery.upstreams.urls import redact
 
 WARM = 32
 """Sandboxes made ahead, at most, where a run does not say: enough to make up for how long each takes."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S]) -> S:
+    """Return the value of an option of `Engine` as a `kind`.
+
+    A dictionary of fields is converted; None stands for the default. Raises `UsageError` for an unknown field, a
+    field of the wrong type, and any other value.
+    """
+    if isinstance(value, kind):
+        return value
+    if value is None:
+        return kind()
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} must be a {kind.__name__} or a dictionary of its fields, not {value!r:.80}")
+    known = kind.__struct_fields__
+    for key in value:
+        if key not in known:
+            fields = ", ".join(sorted(known))
+            raise UsageError(f"{name} has no field {key} (its fields are {fields}){suggestion(str(key), known)}")
+    try:
+        return msgspec.convert(dict(value), kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

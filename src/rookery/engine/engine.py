@@ -21,9 +21,10 @@ from rookery.engine import processes
 from rookery.engine.ahead import upcoming
 from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
 from rookery.engine.checks import check_sandbox, checked_upstreams, no_way, upstream_of
-from rookery.engine.config import EngineConfig, with_policy_options
+from rookery.engine.config import EngineConfig, struct_option, with_policy_options
 from rookery.engine.control import Control
 from rookery.engine.pacing import Pace
+from rookery.engine.retry import RetryPolicy
 from rookery.engine.schedule import Stream
 from rookery.engine.settling import described, policy_of, reference_to, run_settings
 from rookery.engine.state import Cursor, StreamState, dump_state, load_state
@@ -78,14 +79,17 @@ class Engine:
         policy: str | Sequence[str] | UpstreamConfig = "",
         model: str = "",
         roles: Mapping[str, UpstreamConfig] | None = None,
-        sandbox: SandboxSpec | str | None = None,
-        limits: Limits | None = None,
-        sampling: Sampling | None = None,
+        sandbox: SandboxSpec | Mapping[str, Any] | str | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        sampling: Sampling | Mapping[str, Any] | None = None,
         out: str | Path = "runs",
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …"""
+        """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …
+
+        `sandbox`, `limits`, `sampling` and `retry` are also accepted as dictionaries of their fields.
+        """
         if processes.in_runner:
             raise UsageError(
                 "an engine cannot be started inside of a runner process: put what starts it under "
@@ -101,12 +105,18 @@ class Engine:
             )
         if config is None:
             source = env if isinstance(env, str) else ""
+            if "retry" in options:
+                options["retry"] = struct_option("retry", options["retry"], RetryPolicy)
+            if isinstance(sandbox, str):
+                sandbox = {"provider": sandbox}
+            elif isinstance(sandbox, Mapping):
+                options.setdefault("sandbox_named", tuple(sandbox))
             config = EngineConfig(
                 environment=source,
                 upstreams={"policy": upstream_of(policy, model), **(roles or {})},
-                sandbox=SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec(),
-                limits=limits or Limits(),
-                sampling=sampling or Sampling(),
+                sandbox=struct_option("sandbox", sandbox, SandboxSpec),
+                limits=struct_option("limits", limits, Limits),
+                sampling=struct_option("sampling", sampling, Sampling),
                 **options,
             )
         config = with_policy_options(config)
