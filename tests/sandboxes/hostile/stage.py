@@ -54,6 +54,15 @@ TOOLS = textwrap.dedent("""\
         if not fact:
             escaped.append(what)
 
+    def warm_interpreter(name):
+        # Where a sandbox has one user only, its programs can see the interpreter that starts warm commands.
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                found = file.read().endswith(b"\\0/proc/self/fd/4\\0")
+        except OSError:
+            return False
+        return found and os.stat("/etc").st_uid == os.getuid()
+
     def done():
         print("ESCAPED " + "; ".join(escaped) if escaped else "contained", flush=True)
         os._exit(1 if escaped else 0)

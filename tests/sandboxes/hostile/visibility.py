@@ -71,7 +71,7 @@ PROGRAMS = [
         "lists_the_processes_of_others",
         """
             for name in os.listdir("/proc"):
-                if name.isdigit() and int(name) not in (1, os.getpid()):
+                if name.isdigit() and int(name) not in (1, os.getpid()) and not warm_interpreter(name):
                     escaped.append(f"process {name}: {open(f'/proc/{name}/cmdline').read()!r}")
             holds("few numbers", os.getpid() < 5000)
             holds("a parent", os.getppid() in (0, 1))
@@ -108,6 +108,10 @@ PROGRAMS = [
                     with open(f"/proc/{name}/environ", "rb") as file:
                         text = file.read()
                 except OSError:
+                    continue
+                if warm_interpreter(name):
+                    plain = {b"HOME=/", b"LANG=C.UTF-8", b"PATH=/usr/local/bin:/usr/bin:/bin", b""}
+                    holds("variables of the warm interpreter", set(text.split(b"\\0")) <= plain)
                     continue
                 holds(f"environment of {name}", name in ("self", "thread-self", str(os.getpid())))
                 holds("variables", set(text.split(b"\\0")) >= {b"HOME=/work", b"USER=user"})
@@ -155,13 +159,13 @@ PROGRAMS = [
         # where the keeper is no root, all but the host's folders is a layer of the box's own user
         """
             own = os.stat("/etc").st_uid == os.getuid()
-            theirs = ["/etc", "/opt", "/root", "/home", *(["/", "/var"] if os.getuid() else [])]
-            for folder in ("/usr", "/usr/bin", "/usr/lib", "/bin", "/lib", "/etc/ssl", "/dev", "/proc",
+            theirs = ["/etc", "/etc/ssl", "/opt", "/root", "/home", *(["/", "/var"] if os.getuid() else [])]
+            for folder in ("/usr", "/usr/bin", "/usr/lib", "/bin", "/lib", "/dev", "/proc",
                            sys.base_prefix, *([] if own else theirs)):
                 if os.path.isdir(folder):
                     fails(folder, os.mkdir, f"{folder}/planted")
-            files = ("/etc/passwd", "/etc/hosts")
-            for path in ("/usr/bin/env", "/bin/sh", sys.executable, "/etc/ld.so.cache", *([] if own else files)):
+            files = ("/etc/passwd", "/etc/hosts", "/etc/ld.so.cache")
+            for path in ("/usr/bin/env", "/bin/sh", sys.executable, *([] if own else files)):
                 fails(path, os.open, path, os.O_WRONLY | os.O_TRUNC)
                 fails(path, os.unlink, path)
                 fails(path, os.chmod, path, 0o777)
