@@ -75,14 +75,14 @@ def _checked(limits: Any) -> None:
         if value is not None and (
             isinstance(value, bool) or not math.isfinite(value) or not 0 < value <= MOST_SECONDS
         ):
-            raise UsageError(f"limits.{name}: {value!r} is no number of seconds above 0")
+            raise UsageError(f"limits.{name}: {value!r} is not a number of seconds above 0")
     least = {"memory": LEAST_MEMORY, "output": 0, "processes": 0, "display": 16, "calls": 0}
     for name, bound in least.items():
         value = getattr(limits, name, None)
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or not bound <= value < 1 << 60
         ):
-            raise UsageError(f"limits.{name}: {value!r} is no whole number from {bound} on")
+            raise UsageError(f"limits.{name}: {value!r} is not a whole number of at least {bound}")
     for name, most in (("display", MB), ("processes", 1 << 20), ("calls", 1 << 30), ("output", 1 << 30)):
         value = getattr(limits, name, None)
         if value is not None and value > most:

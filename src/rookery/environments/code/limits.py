@@ -35,6 +35,8 @@ def defaults(timeout_seconds: float | None, memory_limit_bytes: float | None) ->
     for name, value in (("default_timeout_seconds", timeout_seconds), ("default_memory_limit_bytes", memory)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UsageError(f"{name} must be a number or None, not {value!r:.80}")
+    if isinstance(memory, int) and 0 < memory < UNIT_ERROR:
+        raise UsageError(f"default_memory_limit_bytes is {memory} bytes, less than 1 MiB: write it in bytes")
     if isinstance(memory, int) and UNIT_ERROR <= memory < LEAST_MEMORY:
         warnings.warn(
             f"default_memory_limit_bytes is raised from {memory} to {LEAST_MEMORY}, the least that Python needs",
