@@ -206,6 +206,15 @@ async def test_two_runs_with_different_settings_can_be_told_apart(here: Path, se
     assert shown["settings"]["sampling"] == {"temperature": 0.75}
 
 
+async def test_a_default_that_is_given_is_no_difference(here: Path, server: ModelServer) -> None:
+    for options in ((), ("--breaker", "0.5", "--attempts", "3")):
+        done = await rookery(*RUN, "--policy", server.url, *options, cwd=here)
+        assert done.code == 0, done.err
+    first, second = [line["settings"] for line in (await rookery("ls", "--json", cwd=here)).events]
+    assert first == second
+    assert not {"breaker", "retry"} & first.keys()
+
+
 async def test_what_an_environment_logs_is_shown_with_its_rollout(here: Path, server: ModelServer) -> None:
     (here / "logs.py").write_text(
         "import rookery\n"

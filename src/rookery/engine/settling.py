@@ -76,7 +76,10 @@ def policy_of(config: EngineConfig) -> Policy:
 
 
 def described(config: EngineConfig) -> dict[str, Any]:
-    """As plain data, without secrets."""
+    """Return a configuration as plain data, without secrets and without fields at their defaults.
+
+    Two runs with the same settings are described alike, whether a default was given explicitly or not.
+    """
     plain = msgspec.structs.replace(
         config,
         upstreams={
@@ -85,4 +88,7 @@ def described(config: EngineConfig) -> dict[str, Any]:
         },
     )
     found: dict[str, Any] = msgspec.to_builtins(plain)
+    for field in msgspec.structs.fields(EngineConfig):  # `omit_defaults` compares by identity, this by value
+        if field.default is not msgspec.NODEFAULT and getattr(plain, field.name) == field.default:
+            found.pop(field.encode_name, None)
     return found
