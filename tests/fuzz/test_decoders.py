@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from rookery.core import RookeryError, ScoringError, TaskError, UsageError
+from rookery.core import RookeryError, Sampling, ScoringError, TaskError, UsageError, ints
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.completions import CompletionsDialect
 from rookery.gateway.dialects.messages import MessagesDialect
@@ -40,8 +40,9 @@ from rookery.scoring.testing import _Board, _failure, _told, _with_word
 from rookery.scoring.wires import BadLine, parsed
 from rookery.tasks import check_tasks
 from rookery.tasks.archives import unpack
-from rookery.upstreams import sglang
-from rookery.upstreams.format import Complained, WireError
+from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
+from rookery.upstreams.format import About, Ask, Complained, Format, WireError
+from rookery.upstreams.metrics_text import engine_load
 from rookery.upstreams.sse import Events, TooLong
 from rookery.upstreams.wire import decode_reply
 from rookery.workers.endings import Ended, cell_of
@@ -332,6 +333,49 @@ def test_streams_of_engines() -> None:
             assert found == whole, "where a stream is cut makes no difference"
 
     fuzz(st.lists(mutated(seeds), max_size=5), check)
+
+
+ENTRY = {"id": 4, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 4, "token": "a", "logprob": -0.5}]}
+CHUNK = {"prompt_token_ids": [1, 2], "choices": [{
+    "index": 0, "delta": {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [
+        {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    "text": "a", "token_ids": [4], "logprobs": {"content": [ENTRY]}, "finish_reason": None}]}  # fmt: skip
+GENERATED = {"text": "a", "output_ids": [4], "meta_info": {
+    "id": "1", "finish_reason": None, "completion_tokens": 1, "weight_version": "3",
+    "output_token_logprobs": [[-0.5, 4, "a"]], "output_top_logprobs": [[[-0.5, 4, "a"]]]}}  # fmt: skip
+COMPLETION = {"content": "a", "tokens": [4], "stop": True, "stop_type": "eos", "completion_probabilities": [ENTRY]}
+STREAMED: list[Any] = [CHUNK, GENERATED, COMPLETION, {"error": {"message": "x", "code": 500}}]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [openai.CHAT, openai.COMPLETIONS, vllm.Generate(), sglang.Generate(), llamacpp.NativeCompletion()],
+    ids=["chat", "completions", "vllm", "sglang", "llamacpp"],
+)
+def test_whole_and_streamed_replies_of_every_format(form: Format) -> None:
+    prompt = ModelRequest(model="", tokens=ints([1, 2]), top_logprobs=1)
+    words = sorted({word for seed in STREAMED for word in _words(seed)})
+
+    def check(events: list[bytes]) -> None:
+        gathered = form.gather(Ask(request=prompt, model="", sampling=Sampling(), stream=True))
+        with contextlib.suppress(WireError, Complained):
+            for event in events:
+                gathered.feed(b"data: " + event.replace(b"\n", b" ") + b"\n\n")
+            if not gathered.ended():
+                gathered.reply(About())
+        for event in events:
+            with contextlib.suppress(WireError, Complained):
+                form.decode(event, Ask(request=prompt, model="", sampling=Sampling()), About())
+
+    fuzz(st.lists(messages(STREAMED, words), min_size=1, max_size=4), check)
+
+
+def test_metrics_of_engines() -> None:
+    seeds = [
+        b'# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_waiting 1\n',
+        b'vllm:generation_tokens_total{model_name="m"} 1e5\nsglang:num_running_reqs{a="\\"}"} 2\n',
+    ]
+    fuzz(mutated(seeds) | st.binary(max_size=200), engine_load)
 
 
 # ---- datasets

@@ -90,7 +90,7 @@ def _finish(completion: _Completion) -> Finish:
     return finish
 
 
-class _NativeCompletion:
+class NativeCompletion:
     """Format of `/completion`: token IDs in, token IDs with log probabilities out."""
 
     path = "/completion"
@@ -160,7 +160,7 @@ class _Stream(Gather):
             self.done = True
 
 
-_COMPLETION: Final = _NativeCompletion()
+_COMPLETION: Final = NativeCompletion()
 _CHAT: Final = Chat()
 
 
