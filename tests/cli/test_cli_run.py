@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,23 @@ async def test_dry_run_says_what_would_keep_the_run_from_starting(here: Path) ->
     assert done.code == 2
     assert "does not begin with http://" in done.err
     assert "nothing can be written into sums.py" in done.err
+
+
+async def test_a_message_that_nobody_reads_does_not_change_the_exit_code() -> None:
+    script = (
+        "import sys\n"
+        "from rookery.cli.errors import guarded\n"
+        "from rookery.cli.text import tell\n"
+        "sys.exit(guarded(lambda: 3 if not tell('to stderr') and not tell('to stdout', err=False) else 0))\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=write, stderr=write)
+    finally:
+        os.close(write)
+    async with asyncio.timeout(60):
+        assert await process.wait() == 3
 
 
 async def test_nobody_reading_what_is_said_does_not_change_what_a_run_comes_to(

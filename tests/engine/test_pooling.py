@@ -20,7 +20,7 @@ from rookery.engine.channel import Channel, Sourced
 from rookery.engine.links import Link
 from rookery.engine.loose import LooseTasks, begin_apart, task_factory
 from rookery.engine.schedule import Stream
-from rookery.engine.state import StreamState
+from rookery.engine.state import Cursor, StreamState
 from rookery.engine.streams import sourced
 from rookery.engine.telling import Telling
 from rookery.engine.wire import Image, RunSettings, Soon
@@ -144,8 +144,9 @@ def test_a_stream_that_goes_on_after_a_checkpoint_expects_what_it_will_draw(
     pulled = min(pulled, epochs * count)
     open_ = data.draw(st.lists(st.integers(0, pulled - 1), unique=True).map(sorted)) if pulled else []
     state = StreamState(pulled=pulled, taken=0, open=open_, finished=[])
-    channel = Channel("main", Stream(k=3), sourced(tasks, epochs, lambda _: 0, state), None)
-    state.restore(channel)
+    cursor = Cursor.of_state(state, lambda _: 0)
+    channel = Channel("main", Stream(k=3), sourced(tasks, epochs, lambda _: 0, cursor), None)
+    cursor.restore(channel)
     while True:
         seen = [task.id for task, number in upcoming(tasks, epochs, channel) if number == 3]
         drawn = channel.next_task()

@@ -333,8 +333,11 @@ async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
     folder = tmp_path / "kept"
     temp = shallow
     more = ("--folder", folder) if kept else ()
-    command = ("gateway", "--upstream", "http://127.0.0.1:1", "--port", "0", "--shards", "3", *more)
-    async with started(*command, cwd=tmp_path, TMPDIR=str(temp)) as process:
+    options = ("--port", "0", "--shards", "3", *more)
+    async with (
+        ModelServer() as server,
+        started("gateway", "--upstream", server.url, *options, cwd=tmp_path, TMPDIR=str(temp)) as process,
+    ):
         assert process.stdout is not None
         async with asyncio.timeout(60):
             assert (await process.stdout.readline()).startswith(b"serving at ")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rookery.cli.errors import Exit, forget_stdout, in_words, say_error
+from rookery.cli.errors import Exit, in_words, say_error
 from rookery.cli.progress import JsonLines, Progress, Start
 from rookery.cli.stats import Stats
 from rookery.cli.summary import Session, Summary, next_lines, read_summary, summary_lines
@@ -215,8 +215,7 @@ def finish(drive: Drive, events: JsonLines | None, *, ending: Callable[[Summary]
         events.write("finished", **plain, **detail, exit_code=code)
     elif summary is not None:
         lines = ["", *summary_lines(summary, drive.session), *ending(summary)]
-        if not tell("\n".join(lines), err=False):
-            forget_stdout()
+        tell("\n".join(lines), err=False)
     return code
 
 

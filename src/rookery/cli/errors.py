@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -35,7 +36,15 @@ class Exit(IntEnum):
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Runs a command to its exit code; whatever it raises becomes words and the right code."""
+    """Run a command and return its exit code. Whatever it raises becomes a message and the right code."""
+    try:
+        return _exit_code(command)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            discard_if_closed(stream)
+
+
+def _exit_code(command: Callable[[], int]) -> int:
     try:
         return command()
     except click.exceptions.Exit as ended:
@@ -50,7 +59,6 @@ def guarded(command: Callable[[], int]) -> int:
         say_error("interrupted")
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        forget_stdout()
         return Exit.CLOSED_PIPE
     except Exception as error:  # noqa: BLE001  (the last seam: words for the user, or our own bug)
         return _ended_by(error)
@@ -117,8 +125,14 @@ def say_error(text: str) -> None:
         return  # nobody reads our errors either; the exit code still says it
 
 
-def forget_stdout() -> None:
-    """The interpreter flushes stdout at its end; without this it would complain about the pipe once more."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def discard_if_closed(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null if nobody reads it any more.
+
+    The interpreter flushes stdout and stderr when it exits. If that fails, the exit code becomes 120.
+    """
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
