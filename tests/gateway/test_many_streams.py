@@ -162,8 +162,14 @@ async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody()
             for client in clients:
                 assert client.transport is not None
                 client.transport.abort()
-            shown = (await served.ask("GET", "/rollouts"))["rollouts"]
-            assert sum(one["turns_recorded"] for one in shown) == STREAMS - SLOW + LATE
+            # A stream that its client cut is recorded as a partial turn, once the gateway has noticed.
+            recorded = 0
+            async with asyncio.timeout(60):
+                while recorded < STREAMS:
+                    shown = (await served.ask("GET", "/rollouts"))["rollouts"]
+                    recorded = sum(one["turns_recorded"] for one in shown)
+                    await asyncio.sleep(0.05)
+            assert recorded == STREAMS
             assert served.restarts == 0
             print(f"the shard: {before >> 20} MiB before, {peak >> 20} MiB at its highest")
             assert peak - before < MOST

@@ -19,7 +19,7 @@ FORMATS: dict[str, Any] = {
     "vllm": vllm._GENERATE,
     "vllm-completions": vllm._COMPLETIONS,
     "sglang": sglang._GENERATE,
-    "llamacpp": llamacpp._NativeCompletion(),
+    "llamacpp": llamacpp.NativeCompletion(),
     "openai": openai.COMPLETIONS,
 }
 

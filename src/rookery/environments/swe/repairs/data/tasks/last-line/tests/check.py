@@ -1,6 +1,8 @@
 """Random files, put together by hand."""
 
 PIECES = ["a", "{}", " ", "  ", "\t", "\\", "\\n", "*", "-n", "-e", "é", '"', "$x", "\r", "%s", "\udcff"]
+# Lines that a wrong repair treats as options, pads or escapes. Each occurs in every grading.
+ODD_LINES = ("-n", "-e x", "  {} ", "back\\slash\\")
 
 
 def check(g):
@@ -17,8 +19,10 @@ def check(g):
                     if r.random() < 0.8
                     else r.choice(("", " ", "\t "))
                 )
-            if number % 2 and r.random() < 0.5:
-                lines.append(r.choice(("-n", "-e x", "  {} ", "back\\slash\\")))
+            if number % 2 and place == 0:
+                lines.append(ODD_LINES[number // 2 % len(ODD_LINES)])
+            elif number % 2 and r.random() < 0.5:
+                lines.append(r.choice(ODD_LINES))
             wanted += [line for line in lines if line.strip(" \t")]
             text = "\n".join(lines) + ("\n" if r.random() < 0.5 and lines else "")
             names.append(f"{top}/{number} {place}.jsonl")
