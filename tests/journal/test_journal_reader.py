@@ -226,6 +226,15 @@ def test_one_unreadable_run_hides_no_other(tmp_path: Path) -> None:
     assert len(list_runs(tmp_path, limit=1)) == 1
 
 
+def test_runs_of_the_same_second_are_listed_newest_first(tmp_path: Path) -> None:
+    created = []
+    for _ in range(6):
+        folder = create_run(tmp_path, "arith", "m", now=NOW)
+        Journal.create(folder, {}, env="arith", model="m").close()
+        created.append(folder.name)
+    assert [run.name for run in list_runs(tmp_path)] == created[::-1]
+
+
 def test_one_corrupt_record_does_not_hide_the_others(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         for member in range(3):

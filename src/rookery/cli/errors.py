@@ -125,11 +125,13 @@ def say_error(text: str) -> None:
         return  # nobody reads our errors either; the exit code still says it
 
 
-def discard_if_closed(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null if nobody reads it any more.
+def discard_if_closed(stream: TextIO | None) -> None:
+    """Redirect a stream to /dev/null if nobody reads it any more. A stream that was closed at the start is None.
 
     The interpreter flushes stdout and stderr when it exits. If that fails, the exit code becomes 120.
     """
+    if stream is None:
+        return
     try:
         stream.flush()
     except BrokenPipeError:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -95,6 +95,9 @@ class FailedRollout(msgspec.Struct, frozen=True):
     id: str
     group: int
     cause: str
+
+
+_TIME_IN_NAME: Final = len("20260101T000000Z")
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -417,8 +420,10 @@ class _News:
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:
-    """The newest runs in `root`, newest first; costs a few queries for each, whatever its size."""
-    return [_summary(root / name) for name in run_names(root)[:limit]]
+    """Return the newest runs in `root`, newest first. Costs a few queries for each, whatever its size."""
+    runs = [_summary(root / name) for name in run_names(root)[:limit]]
+    # A name begins with the second in which its run was created; runs of one second are ordered by the exact time.
+    return sorted(runs, key=lambda run: (run.name[:_TIME_IN_NAME], run.created), reverse=True)
 
 
 def _summary(folder: Path) -> RunSummary:
