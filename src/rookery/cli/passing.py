@@ -38,14 +38,14 @@ class Upload(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
+    """The command to run in the sandbox."""
 
     argv: tuple[str, ...]
     uploads: tuple[Upload, ...] = ()
     passing: bool = True
-    """Whether output goes to ours. Else it is only kept."""
+    """True to copy the output to our own stdout and stderr, False to only keep it."""
     raw: bool = False
-    """Whether control characters reach a terminal."""
+    """True to pass control characters to a terminal unchanged."""
 
 
 def upload_of(text: str) -> Upload:

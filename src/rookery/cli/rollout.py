@@ -151,7 +151,7 @@ def _numbers(texts: list[str], width: int = 100) -> list[str]:
 
 
 def _evidence(attempts: list[Attempt]) -> list[str]:
-    """What was seen of model servers that stayed silent, by attempt."""
+    """Format the evidence about silent model servers, one line for each attempt."""
     rows = [
         [line(one.id, 40), line(str(seen.get("verdict", "")), 20), line(_json(seen), 600)]
         for one in attempts

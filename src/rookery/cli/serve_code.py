@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KEY_ENV = "ROOKERY_CODE_KEY"
 HELD_BYTES = 8 << 30
-"""Of requests that are under way: a trainer may send many large ones at once."""
+"""Limit on the bytes of all unfinished requests together."""
 
 _HELP = f"""Runs programs for whoever asks: POST /run_code, each in a sandbox of its own, results in order.
 

@@ -55,7 +55,7 @@ class WorkerRecoveryError(SandboxError):
 
     cause = "worker.unrecoverable"
     after_cell: bool = True
-    """Whether the policy had run code there: only then can the policy have caused the loss."""
+    """True if the policy had run code in the worker. Only then can the policy have caused the loss."""
 
 
 class UpstreamError(RookeryError):
@@ -63,7 +63,7 @@ class UpstreamError(RookeryError):
 
     cause = "upstream.error"
     evidence: object = None
-    """What a verdict about the server rests on, where one was made; kept in the attempt's record as plain data."""
+    """Evidence for a verdict about the model server, or None. It is kept in the attempt's record."""
 
 
 class TaskError(RookeryError):

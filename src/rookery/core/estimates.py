@@ -31,7 +31,7 @@ class RewardEstimate:
         self.valid = 0
         self.passed = 0
         self.binary = True
-        """Whether every reward so far is 0 or 1. Their mean is then a pass rate."""
+        """True while every reward is 0 or 1, so that their mean is a pass rate."""
         self._total = 0.0
 
     def add(self, task: str, reward: float) -> None:

@@ -38,7 +38,7 @@ class Account:
         return any(self._waits.values())
 
     def waits_on(self, what: str) -> bool:
-        """Whether this is waited for at this moment."""
+        """Return True while the attempt waits for `what`, for example `model` or `sandbox`."""
         return self._waits.get(what, 0) > 0
 
     def stage(self, stage: Stage, seconds: float, held: float) -> None:

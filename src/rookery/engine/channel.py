@@ -54,13 +54,13 @@ class Channel:
         self.pulled = 0
         """How many tasks of the stream were admitted, in this process and before."""
         self.untaken: dict[int, Sourced] = {}
-        """By index: groups that were admitted and that the consumer has neither taken nor filtered out."""
+        """Admitted groups, by index, that the consumer has neither taken nor filtered out."""
         self.spare: list[tuple[int, Group]] = []
         """Finished groups that wait for the next stream of this name, each with the write it was recorded by."""
         self.taken = 0
-        """How many groups the consumers of this name took, in this process and before."""
+        """Number of groups taken from the stream of this name, including those before a checkpoint."""
         self.steps = 0
-        """How many steps they took."""
+        """Number of training steps taken from the stream of this name."""
         self.tasks: object = None
         """What the tasks came from, to tell whether a later stream of this name has the same ones."""
         self.abandoned = False
