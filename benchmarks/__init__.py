@@ -14,6 +14,8 @@ Promises:
 
 import inspect
 import math
+import os
+import platform
 import re
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -23,6 +25,7 @@ from typing import Any, cast
 
 import msgspec
 
+import rookery
 from rookery.core import UsageError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -140,12 +143,10 @@ def bench_names() -> list[str]:
 
 def run_bench(name: str, *, quick: bool, progress: Progress) -> BenchReport:
     """Run one benchmark and return its report."""
-    from benchmarks.machine import machine
-
     if name not in _modules():
         raise UsageError(f"there is no benchmark {name!r}; choose one of: {', '.join(bench_names())}")
     run = import_module(_modules()[name]).run
-    about = machine()  # before the benchmark starts, so that the reported load is not its own
+    about = describe_machine()  # before the benchmark starts, so that the reported load is not its own
     outcome = run(quick, progress)
     results = _complete(outcome) if inspect.isawaitable(outcome) else outcome
     return BenchReport(bench=name, machine=about, results=tuple(cast("list[Result]", results)))
@@ -161,6 +162,29 @@ def _complete(outcome: Awaitable[list[Result]]) -> list[Result]:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores we may use, memory, kernel, Python, and how busy it was."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "rookery": rookery.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
 
 
 def render(report: BenchReport) -> None:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks.server import MODEL, instant_model
+from benchmarks.instant_model import MODEL, instant_model
 from rookery.core import Completed, Limits, Rollout, SandboxSpec
 from rookery.engine import Engine
 from rookery.environments import Context
@@ -78,7 +78,7 @@ class Together(AgentEnvironment):
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    if why := await asyncio.to_thread(probe.problem):
+    if why := await asyncio.to_thread(probe.find_problem):
         return [
             Result(name="agent_overhead_ms", unit="ms", ours=None, target="<= 25", note=why),
             Result(name="concurrent_agents", unit="agents", ours=None, target=f">= {MANY}", note=why),

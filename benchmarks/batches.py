@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import Progress, Result
 from rookery.core import Completed, Failed, Group, Rollout, Segment, Span, Task, UsageError
-from rookery.training import Batch, advantages, check, make_batch, pack
+from rookery.training import Batch, check_batch, compute_advantages, make_batch, pack
 
 NAME = "batches"
 K = 8
@@ -50,7 +50,7 @@ def run(quick: bool, progress: Progress) -> list[Result]:
     batch, lists = make_batch(long), naive(long)
     _same(batch, lists)
     many, checked, packed = _by_turns(
-        [lambda: make_batch(short), lambda: check(batch), lambda: list(pack(batch, ROW))], size.rounds
+        [lambda: make_batch(short), lambda: check_batch(batch), lambda: list(pack(batch, ROW))], size.rounds
     )
     progress("memory")
     peak, list_peak = _peak(lambda: make_batch(long)), _peak(lambda: naive(long))
@@ -168,7 +168,7 @@ def naive(groups: list[Group]) -> dict[str, Any]:
     versions: list[int] = []
     scores: list[float] = []
     for group in groups:
-        for rollout, score in zip(group.rollouts, advantages(group.rewards).tolist(), strict=True):
+        for rollout, score in zip(group.rollouts, compute_advantages(group.rewards).tolist(), strict=True):
             for segment in rollout.segments:
                 n = len(segment)
                 tokens += struct.unpack(f"<{n}i", segment.tokens)

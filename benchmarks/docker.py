@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import Progress, Result
-from benchmarks import sandbox_docker as docker
-from benchmarks.images import unpack_rows
+from benchmarks import docker_engine as docker
+from benchmarks.docker_images import unpack_rows
 from benchmarks.sandbox_peers import COMMAND
 from rookery.core import SandboxSpec
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.pools import Pool, PoolBudget
-from rookery.sandboxes.protocol import Command, Home, Sandbox, Shell
+from rookery.sandboxes.protocol import Command, ProviderHome, Sandbox, Shell
 
 NAME = "docker"
 CREATE = "Docker API create, start, remove"
@@ -35,7 +35,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             progress(engine)
             return _missing(engine)
         with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
-            home = Home(folder=Path(folder) / "sandboxes", run="bench")
+            home = ProviderHome(folder=Path(folder) / "sandboxes", run="bench")
             provider = DockerProvider(home, image=engine.image, engine=engine.socket)
             try:
                 rows = await _measured(provider, engine, rounds, progress)
@@ -50,8 +50,8 @@ async def _pooled(provider: DockerProvider, image: str, count: int, progress: Pr
     pool = Pool(provider, PoolBudget(most=count))
     progress(f"{count} warm containers")
     pool.expect([(spec, count)])
-    while pool.plan.shelf(spec).ready < count:
-        if not pool.plan.shelf(spec).starting:
+    while pool.plan.get_entry(spec).ready < count:
+        if not pool.plan.get_entry(spec).starting:
             raise RuntimeError("a warm container could not be made")
         await asyncio.sleep(0.01)
     times = []

@@ -137,11 +137,11 @@ async def _rates(rounds: int) -> dict[str, list[float]]:
 async def _together(upstream: Any, count: int) -> float:
     """Tokens a second of `count` requests at once, from asking to the last answer."""
     from rookery.upstreams.embedded import chat
-    from rookery.upstreams.embedded.batch import Job
+    from rookery.upstreams.embedded.batch import SamplingJob
 
     # No end ids: every request samples all of its tokens.
     prompt = [chat.BEGIN, chat.USER, *PROMPT.encode(), chat.END, chat.ASSISTANT]
-    jobs = [Job(prompt, most=TOKENS, seed=seed) for seed in range(count)]
+    jobs = [SamplingJob(prompt, most=TOKENS, seed=seed) for seed in range(count)]
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for job in jobs:

@@ -20,12 +20,12 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks.gateway_contenders import Contender, bare, direct, floor, gateway_words, litellm, ours
 from benchmarks.gateway_load import PER_SESSION, WARM_UP, Window, window
+from benchmarks.gateway_payloads import LONG_PROMPT, SHORT_PROMPT, Ask, WrongAnswer
+from benchmarks.gateway_servers import Contender, bare, direct, floor, gateway_words, litellm, ours
 from benchmarks.gateway_tokens import tokenise_us
 from benchmarks.gateway_turns import Turns, measure_turns
-from benchmarks.gateway_wire import LONG_PROMPT, SHORT_PROMPT, Ask, WrongAnswer
-from benchmarks.server import Instant, instant_model
+from benchmarks.instant_model import Instant, instant_model
 
 NAME = "gateway"
 UPSTREAM = "benchmarks.gateway_upstream"

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 import uvloop
 
-from benchmarks.server import BACKLOG, body_length
+from benchmarks.instant_model import BACKLOG, body_length
 
 _HEAD_END = b"\r\n\r\n"
 

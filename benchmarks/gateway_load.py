@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager
 from statistics import median
 from typing import NamedTuple, cast
 
-from benchmarks.cpu import CpuMeter
-from benchmarks.gateway_wire import Ask, WrongAnswer, check
-from benchmarks.server import body_length
+from benchmarks.gateway_payloads import Ask, WrongAnswer, check
+from benchmarks.instant_model import body_length
+from benchmarks.process_usage import CpuMeter
 
 WARM_UP = 2
 PER_SESSION = 8

@@ -43,11 +43,11 @@ def _extend(folder: Path) -> Callable[[], bytes] | str:
     assert source.origin is not None
     text = Path(source.origin).read_text(encoding="utf-8")
     try:
-        from rookery.gateway.renderings import open_rendering
+        from rookery.gateway.chat_renderers import open_renderer
 
-        rendering = open_rendering(FAMILY, str(folder))
+        rendering = open_renderer(FAMILY, str(folder))
         prompt = rendering.render([Message("user", "List it.")], (), None)
-        stop = rendering.stop[0].to_bytes(_ID_BYTES, "little", signed=True)
+        stop = rendering.stop_token_ids[0].to_bytes(_ID_BYTES, "little", signed=True)
         # From the middle of a message: ids of plain text, as an answer is.
         other = rendering.render([Message("user", text[TEXT_BYTES : 2 * TEXT_BYTES])], (), None)
     except (ImportError, RookeryError) as error:

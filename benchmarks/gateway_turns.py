@@ -16,10 +16,10 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks.cpu import CpuMeter
-from benchmarks.gateway_contenders import Contender
 from benchmarks.gateway_load import Target, at_once, connected
-from benchmarks.gateway_wire import SHORT_PROMPT, TURNS, Ask
+from benchmarks.gateway_payloads import SHORT_PROMPT, TURNS, Ask
+from benchmarks.gateway_servers import Contender
+from benchmarks.process_usage import CpuMeter
 
 MEASURED = 3
 EARLY = range(2, 2 + MEASURED)

@@ -10,8 +10,8 @@ Promises:
 import asyncio
 from functools import partial
 
-from benchmarks.gateway_wire import asked, streamed_answer, whole_answer
-from benchmarks.server import InstantProtocol, Replies, http_answer, main
+from benchmarks.gateway_payloads import asked, streamed_answer, whole_answer
+from benchmarks.instant_model import InstantProtocol, Replies, http_answer, main
 
 OTHERS_AFTER = 0.005
 _CHAT = b"POST /v1/chat/completions "

@@ -16,10 +16,10 @@ from benchmarks import Progress, Result
 from benchmarks.sandbox_peers import ENV, python_path
 from rookery.core import SandboxSpec, UsageError
 from rookery.sandboxes import Command
-from rookery.scoring.boxes import limited
+from rookery.scoring.code_execution import run_code
+from rookery.scoring.fresh_sandboxes import apply_limits
+from rookery.scoring.program_runner import ProgramRunner
 from rookery.scoring.programs import DEFAULT_PROGRAM_LIMITS, Case, Program
-from rookery.scoring.running import Programs
-from rookery.scoring.service import run_code
 
 NAME = "programs"
 SOURCE = "import sys\nnumbers = [int(word) for word in sys.stdin.read().split()]\nprint(sum(numbers) + {0})\n"
@@ -109,8 +109,8 @@ async def _cased(count: int, at_once: int) -> float:
 
 
 async def _floor(count: int, at_once: int) -> float:
-    async with Programs(concurrency=at_once) as programs:
-        spec: SandboxSpec = limited(programs.spec, DEFAULT_PROGRAM_LIMITS)
+    async with ProgramRunner(concurrency=at_once) as programs:
+        spec: SandboxSpec = apply_limits(programs.spec, DEFAULT_PROGRAM_LIMITS)
 
         async def once(_: int) -> None:
             box = await programs.create(spec)

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import Progress, Result
+from benchmarks.instant_model import instant_model
 from benchmarks.rlm_upstream import CELL, SECONDS, WAIT
-from benchmarks.server import instant_model
 from rookery.core import Completed
 from rookery.engine import Engine
 from rookery.environments import Context

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.server import InstantProtocol, Replies, http_answer, main, token_reply
+from benchmarks.instant_model import InstantProtocol, Replies, http_answer, main, token_reply
 
 WAIT = "take 100 ms"
 SECONDS = 0.1

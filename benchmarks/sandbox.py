@@ -19,8 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks import sandbox_docker as docker
-from benchmarks.sandbox_boxes import WARM, Boxes, Thousand, boxes_of_our_own, python_command
+from benchmarks import docker_engine as docker
 from benchmarks.sandbox_peers import (
     COMMAND,
     PYTHON,
@@ -36,6 +35,7 @@ from benchmarks.sandbox_peers import (
     spawned,
     subprocessed,
 )
+from benchmarks.sandbox_workloads import HAS_WARM_COMMANDS, Boxes, Thousand, boxes_of_our_own, python_command
 
 NAME = "sandbox"
 AT_ONCE = 8
@@ -96,7 +96,9 @@ async def _cold(boxes: Boxes, size: Size, docker_run: Contender, progress: Progr
     progress("cold: a new box, Python in it, to its end")
     warm, plain = python_command(warm=True), python_command(warm=False)
     exec_start = Contender(EXEC_START, lambda: boxes.cold(plain), BLOCK)
-    ours = Contender(OURS, lambda: boxes.cold(warm), BLOCK) if WARM else exec_start._replace(name=OURS)
+    ours = (
+        Contender(OURS, lambda: boxes.cold(warm), BLOCK) if HAS_WARM_COMMANDS else exec_start._replace(name=OURS)
+    )
     for _ in range(5):
         await boxes.cold(warm)
     turns = [ours, exec_start, bare_python(), bare_python("-I", "-S"), bwrap_python(), docker_run]
@@ -106,7 +108,7 @@ async def _cold(boxes: Boxes, size: Size, docker_run: Contender, progress: Progr
         await asyncio.sleep(1.0)
         idle.append(await boxes.cold(warm))
     note = f"{_spread(found[OURS])}; after an idle second {median(idle):.2f}; 4 ms is the stretch"
-    if not WARM:
+    if not HAS_WARM_COMMANDS:
         note += "; there is no warm interpreter yet: this is the ordinary start"
     return [
         *_beside(
@@ -183,7 +185,9 @@ async def _rates(boxes: Boxes, size: Size, progress: Progress) -> list[Result]:
     progress("throughput: whole runs, create to close")
     warm, plain = python_command(warm=True), python_command(warm=False)
     rates = {width: await per_second(lambda: boxes.cold(warm), width, size.seconds) for width in size.widths}
-    started = await per_second(lambda: boxes.cold(plain), AT_ONCE, size.seconds) if WARM else rates[AT_ONCE]
+    started = (
+        await per_second(lambda: boxes.cold(plain), AT_ONCE, size.seconds) if HAS_WARM_COMMANDS else rates[AT_ONCE]
+    )
     await boxes.rest()
     python, bwrap = python_path(), bwrap_words()
     bare = await _peer_rate((python, *PYTHON[1:]) if python else None, size)

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from benchmarks import Progress
 from benchmarks.peers import peers_folder
-from rookery.sandboxes.guarded import PATH
+from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH
 from rookery.sandboxes.local.provider import INTERPRETER
 
 PYTHON = ("python3", "-c", "pass")
 COMMAND = ("true",)
-ENV = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/tmp"}  # noqa: S108  (as a program's home, never written to)
+ENV = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "HOME": "/tmp"}  # noqa: S108  (as a program's home, never written to)
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
@@ -67,7 +67,7 @@ async def by_turns(
 
 def python_path() -> str | None:
     """The interpreter that a box's `python3` is: on the host the name may be a script that looks for another."""
-    return shutil.which("python3", path=f"{INTERPRETER}:{PATH}")
+    return shutil.which("python3", path=f"{INTERPRETER}:{DEFAULT_PATH}")
 
 
 async def spawned(words: Sequence[str], env: dict[str, str] | None = None) -> float:

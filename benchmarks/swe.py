@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import Progress, Result
-from benchmarks import sandbox_docker as docker
+from benchmarks import docker_engine as docker
 from benchmarks.swe_docker import DockerSequence
 from benchmarks.swe_rollout import BASH, EDITS, Rollouts, commands_ms, upload_rows
 

@@ -15,9 +15,9 @@ from benchmarks import Result
 from rookery.core import Completed, SandboxSpec
 from rookery.engine import Engine
 from rookery.environments.swe import SweEnvironment
-from rookery.sandboxes import Home, open_provider
+from rookery.sandboxes import ProviderHome, open_provider
 from rookery.scoring.swe import prepare
-from rookery.tasks.swe import Part, SweStep, SweTask, Verifier, task_of
+from rookery.tasks.swe import FileMapping, SweStep, SweTask, Verifier, make_task
 
 BASH = 10
 EDITS = 2
@@ -58,10 +58,10 @@ def written(folder: Path) -> SweTask:
         (top / name / path).write_text(text)
     step = SweStep(
         instruction="add.sh must print the sum of its two arguments.",
-        tests=(Part(source=str(top / "tests"), target="/tests"),),
+        tests=(FileMapping(source=str(top / "tests"), target="/tests"),),
         verifier=Verifier(timeout=60.0),
     )
-    files = (Part(source=str(top / "seeds"), target="/workspace"),)
+    files = (FileMapping(source=str(top / "seeds"), target="/workspace"),)
     return SweTask(id="trivial", format="rows", folder=str(top), steps=(step,), files=files)
 
 
@@ -90,7 +90,7 @@ class Rollouts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._task = task_of(written(folder))
+        self._task = make_task(written(folder))
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
         self._model = 0.0
@@ -187,9 +187,9 @@ async def upload_rows(folder: Path, times: int) -> list[Result]:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(f"file {number}\n" * 20)
     task = written(folder)
-    part = (Part(source=str(source), target="/workspace"),)
+    part = (FileMapping(source=str(source), target="/workspace"),)
     many = SweTask(id="many", format="rows", folder=str(folder), steps=task.steps, files=part)
-    provider = open_provider("local", Home(folder=folder / "boxes", run="bench"))
+    provider = open_provider("local", ProviderHome(folder=folder / "boxes", run="bench"))
     uploads: list[float] = []
     writes: list[float] = []
     transfers = 0

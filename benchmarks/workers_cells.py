@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.peers import run_peer
 from rookery.core import SandboxSpec, UsageError
-from rookery.sandboxes import Home
+from rookery.sandboxes import ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider
 from rookery.workers import Cell, CellLimits, Worker, WorkerLimits, sandbox_for
 
@@ -83,7 +83,7 @@ class Cells:
     async def _saved(self) -> float:
         saved = await self.worker.savepoint()
         if not saved.made:
-            raise RuntimeError(f"there is no savepoint: {saved.why}")
+            raise RuntimeError(f"there is no savepoint: {saved.reason}")
         await asyncio.sleep(PAUSE)
         return 1e3 * saved.seconds
 
@@ -98,7 +98,7 @@ async def cells_of_our_own(heap: int) -> AsyncIterator[Cells]:
     """A worker in a local box, with a heap of this many megabytes."""
     spec = sandbox_for(LIMITS, SandboxSpec(provider="local"))
     with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
-        provider = LocalProvider(Home(folder=Path(folder), run=f"bench-{os.getpid()}"))
+        provider = LocalProvider(ProviderHome(folder=Path(folder), run=f"bench-{os.getpid()}"))
         if problems := provider.check(spec):
             raise UsageError(f"there is nothing to measure: {' '.join(problems)}")
         try:

@@ -91,9 +91,9 @@ def no_weight_of_the_last_modules() -> None:
 def no_programs_of_the_last_module() -> Iterator[None]:
     """`run_code` keeps a thread and a keeper until its process ends. Here the next module has the same process."""
     yield
-    service = sys.modules.get("rookery.scoring.service")
+    service = sys.modules.get("rookery.scoring.code_execution")
     if service is not None:
-        service._end()
+        service._stop_thread()
 
 
 PROBES: dict[str, Callable[[], bool]] = {

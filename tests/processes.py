@@ -3,14 +3,14 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from rookery.sandboxes.procs import children_of
+from rookery.sandbox_runtime.processes import list_children
 
 
 def below(pid: int, without: Collection[int] = ()) -> list[int]:
     """Every process below one, parents first; nothing of the trees `without`."""
     found, todo = list[int](), [pid]
     while todo:
-        here = [child for child in children_of(todo.pop(0)) if child not in without]
+        here = [child for child in list_children(todo.pop(0)) if child not in without]
         found += here
         todo += here
     return found

@@ -216,7 +216,7 @@ def _make_image(target: Path) -> str:
 def _image(target: Path, root: Path) -> str:
     """Without a registry: Debian's packages in a tar, imported into the engine's own store."""
     sys.path.insert(0, str(FOLDER.parent))
-    from benchmarks.sandbox_docker import IMAGE, private_engine
+    from benchmarks.docker_engine import IMAGE, private_engine
 
     tar = target / "base.tar"
     words: list[str | Path] = [root / "usr/bin/mmdebstrap", "--variant=apt", f"--include={IN_IMAGE}"]

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from cgroup2 import guest, parts  # noqa: E402  (after the path to them)
 from peer_cache import cache_entry  # noqa: E402
 
-from rookery.sandboxes.local import groups  # noqa: E402
+from rookery.sandbox_runtime import cgroups  # noqa: E402
 
 PASSED, FAILED, NOT_TRIED = 0, 1, 3
 WHOLE: Final = (
@@ -33,10 +33,10 @@ WHOLE: Final = (
     *(f"tests/cli/test_cli_{name}.py" for name in ("doctor", "exec", "reap", "run_sandbox")),
 )
 LIMITS: Final = tuple(
-    f"tests/sandboxes/{name}" for name in ("test_groups.py", "test_conformance.py", "test_probe.py", "hostile")
+    f"tests/sandboxes/{name}" for name in ("test_cgroups.py", "test_conformance.py", "test_probe.py", "hostile")
 )
 EMULATED: Final = (
-    "tests/sandboxes/test_groups.py",
+    "tests/sandboxes/test_cgroups.py",
     *(
         f"tests/sandboxes/test_conformance.py::test_a_provider_conforms[{name}-local]"
         for name in ("memory_is_limited", "processor_time_is_limited", "a_time_limit_kills_the_whole_tree")
@@ -86,9 +86,9 @@ PLACES: Final = {
 
 def on_this_machine() -> bool:
     """Whether groups that we may make here have all three controllers of v2."""
-    held = groups.find()
-    held.leave()
-    return {groups.MEMORY, groups.PIDS, groups.CPU} <= held.v2
+    manager = cgroups.find_cgroups()
+    manager.close()
+    return {cgroups.MEMORY, cgroups.PIDS, cgroups.CPU} <= manager.v2
 
 
 def environ() -> dict[str, str]:
@@ -149,9 +149,9 @@ def in_a_guest(args: argparse.Namespace) -> int:
     print(f"\nLinux {found.version}, fetched in {fetched:.0f} s, booted in {told[0]['booted']:.1f} s")
     good = True
     for run in told[1:-1]:
-        held = run["code"] == 0 and not run["left"]
-        good = good and held
-        said = "held" if held else f"FAILED ({run['code']}; left: {run['left'] or 'nothing'})"
+        passed = run["code"] == 0 and not run["left"]
+        good = good and passed
+        said = "passed" if passed else f"FAILED ({run['code']}; left: {run['left'] or 'nothing'})"
         print(f"  {run['name']:10} {said} in {run['seconds']:.0f} s  ({PLACES[run['name']].title})")
     return PASSED if good else FAILED
 

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home, procs
-from rookery.sandboxes.local.groups import MAX_IDLE
-from rookery.sandboxes.local.line import WARM
-from rookery.sandboxes.local.nets import MAX_FREE
+from rookery.sandbox_runtime import processes
+from rookery.sandbox_runtime.cgroups import MAX_IDLE
+from rookery.sandbox_runtime.network_namespaces import MAX_FREE
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import LocalProvider
 
 SPEC = SandboxSpec(provider="local", memory=64 << 20, pids=32, disk=16 << 20, wall=60.0)
@@ -80,7 +81,7 @@ class Soak:
 
     @classmethod
     async def begin(cls, provider: LocalProvider, folder: Path) -> "Soak":
-        about = await (await provider.line()).about()
+        about = await (await provider.keeper()).status()
         return cls(provider, folder, int(about["pid"]), about)
 
     async def cycle(self, command: Command) -> None:
@@ -105,7 +106,9 @@ class Soak:
 
     async def rest(self, *, seconds: float = 20.0) -> None:
         """Until the keeper has its warm boxes and nothing else of any box is left."""
-        await until(lambda: len(procs.children_of(self.keeper)) == WARM and not self._leases(), seconds)
+        await until(
+            lambda: len(processes.list_children(self.keeper)) == WARM_SANDBOXES and not self._leases(), seconds
+        )
 
     def figures(self) -> Figures:
         return Figures(
@@ -137,7 +140,7 @@ def _memory_mb(pid: int) -> float:
 def _namespaces(keeper: int) -> int:
     """Mount namespaces that the keeper's children live in."""
     found = set()
-    for pid in procs.children_of(keeper):
+    for pid in processes.list_children(keeper):
         with contextlib.suppress(OSError):
             found.add(os.readlink(f"/proc/{pid}/ns/mnt"))  # noqa: PTH115
     return len(found)
@@ -148,7 +151,7 @@ async def soak(cycles: int, command: Command, every: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with tempfile.TemporaryDirectory(prefix="rookery-soak-") as name:
-        provider = LocalProvider(Home(folder=Path(name), run=f"soak-{os.getpid()}"))
+        provider = LocalProvider(ProviderHome(folder=Path(name), run=f"soak-{os.getpid()}"))
         if problems := provider.check(SPEC):
             print(" ".join(problems), file=sys.stderr)
             return 2

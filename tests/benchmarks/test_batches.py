@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import batches, bench_names
 from benchmarks.batches import groups_of, naive
-from rookery.training import check, make_batch
+from rookery.training import check_batch, make_batch
 
 
 def test_the_bench_is_there_and_its_reference_makes_the_same_columns() -> None:
@@ -13,7 +13,7 @@ def test_the_bench_is_there_and_its_reference_makes_the_same_columns() -> None:
     for length in (40, 400):
         groups = groups_of(6_000, length)
         batch = make_batch(groups)
-        check(batch, groups)
+        check_batch(batch, groups)
         assert len(batch) >= 5_000
         for name, column in naive(groups).items():
             assert np.array_equal(getattr(batch, name), column), name

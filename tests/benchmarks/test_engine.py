@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from benchmarks.engine import DECILES, IN_FLIGHT, Burst, Stream, measure_stream
-from benchmarks.server import instant_model
+from benchmarks.instant_model import instant_model
 
 
 async def test_a_stream_has_a_cost_for_every_decile() -> None:

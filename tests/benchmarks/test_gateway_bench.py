@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_names, gateway, peers
-from benchmarks import gateway_contenders as contenders
-from benchmarks import gateway_wire as wire
+from benchmarks import gateway_payloads as wire
+from benchmarks import gateway_servers as contenders
 from benchmarks.gateway_load import PER_SESSION, Target, dechunked, head, window
 from benchmarks.gateway_tokens import tokenise_us
 from benchmarks.gateway_turns import Cost, Turns, converse
-from benchmarks.server import Instant, body_length, instant_model
+from benchmarks.instant_model import Instant, body_length, instant_model
 
 pytestmark = pytest.mark.long
 
@@ -335,7 +335,7 @@ STUBBORN = (
 @pytest.mark.parametrize("how", ["the program ends", "standard input ends", "who holds it is killed"])
 def test_nothing_is_left_when_a_leash_ends(how: str) -> None:
     program = STUBBORN + ("" if how == "the program ends" else "threading.Event().wait()\n")
-    words = [sys.executable, "-m", "benchmarks.gateway_leash", sys.executable, "-c", program]
+    words = [sys.executable, "-m", "benchmarks.stdin_lifetime", sys.executable, "-c", program]
     holder = (
         "import subprocess, sys, threading\n"
         "leash = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)\n"
@@ -356,7 +356,7 @@ def test_nothing_is_left_when_a_leash_ends(how: str) -> None:
 
 
 def test_a_leash_has_the_status_of_its_program() -> None:
-    words = [sys.executable, "-m", "benchmarks.gateway_leash", sys.executable, "-c", "raise SystemExit(3)"]
+    words = [sys.executable, "-m", "benchmarks.stdin_lifetime", sys.executable, "-c", "raise SystemExit(3)"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         assert process.wait(30) == 3
 

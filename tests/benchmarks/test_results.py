@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import BenchReport, Result, bench_names, render, run_bench
-from benchmarks.machine import machine
+from benchmarks import BenchReport, Result, bench_names, describe_machine, render, run_bench
 from rookery.core import UsageError
 
 KEYS = ["name", "unit", "ours", "peer", "theirs", "ratio", "target", "met"]
@@ -96,7 +95,7 @@ def test_one_row_per_name_peer_and_target() -> None:
 
 def test_the_json_is_one_object_on_one_line_with_the_agreed_keys() -> None:
     rows = (row(target="<= 2"), row(peer="p", theirs=3.0, target=">= 2x"))
-    written = BenchReport(bench="b", machine=machine(), results=rows).to_json()
+    written = BenchReport(bench="b", machine=describe_machine(), results=rows).to_json()
     assert b"\n" not in written
     read = json.loads(written)
     assert list(read) == ["bench", "machine", "results"]

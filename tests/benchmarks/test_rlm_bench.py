@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import bench_names, rlm
+from benchmarks.instant_model import instant_model
 from benchmarks.rlm_upstream import CELL, reply_to
-from benchmarks.server import instant_model
 
 
 def test_the_upstream_is_a_root_that_runs_its_tasks_cell_and_a_sub_model_to_all_others() -> None:

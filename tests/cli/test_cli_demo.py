@@ -15,9 +15,9 @@ from pathlib import Path
 import click
 import pytest
 
-from rookery.cli.demo import _sandbox
+from rookery.cli.demo import _describe_sandbox
 from rookery.journal import RunReader
-from rookery.sandboxes import Best, best_provider
+from rookery.sandboxes import ProviderChoice, best_provider
 from tests.cli.helpers import Ended, ended, environ, rookery, runs, started
 from tests.cli.sandbox_kit import own_folder, python_for
 from tests.cli.test_cli_run import recorded
@@ -57,7 +57,7 @@ async def test_in_a_pipe_it_says_what_it_will_do_runs_and_ends_with_the_table(tm
     assert "sandbox.not_isolated" not in done.err  # it was said already, in words
     is_the_table(done.out, 10)
     assert "  by level  " in done.out
-    assert f"the run lies in runs/{run.name}" in done.out
+    assert f"run directory: runs/{run.name}" in done.out
     assert "\x1b" not in done.out + done.err
     with RunReader(run) as reader:
         assert reader.status == "finished"
@@ -135,12 +135,12 @@ async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_pat
     assert done.code == 2
     assert done.out == ""
     assert "runs" in done.err.splitlines()[-1]
-    assert "choose another with -o" in done.err.splitlines()[-1]
+    assert " -o" in done.err.splitlines()[-1]
     done = await rookery(*SMALL, "--json", cwd=tmp_path)
     assert done.events[-1]["event"] == "error"
     again = await rookery("demo", "-n", "1", "-k", "1", "-o", "elsewhere", cwd=tmp_path)
     assert again.code == 0, again.err
-    assert "the run lies in elsewhere/" in again.out
+    assert "run directory: elsewhere/" in again.out
 
 
 async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path: Path) -> None:
@@ -181,14 +181,16 @@ async def test_a_provider_that_isolates_is_taken_where_there_is_one(tmp_path: Pa
     plugin(plugins, "local", check="return []")  # on this path it goes before any other of its name
     done = await rookery("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins))
     assert done.code == 0, done.err
-    assert "sandbox  local: what the policy writes runs isolated from you" in done.err
+    assert "sandbox  local: programs of the policy run isolated" in done.err
 
 
 def test_where_nothing_isolates_it_says_so_and_why() -> None:
-    said = [click.unstyle(line) for line in _sandbox(Best(name="subprocess", isolated=False))]
-    assert said[0] == "sandbox  subprocess, not isolated: the policy's programs run as you"
-    refused = Best(name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20})
-    said = [click.unstyle(line) for line in _sandbox(refused)]
+    said = [click.unstyle(line) for line in _describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
+    assert said[0] == "sandbox  subprocess, not isolated: programs of the policy run as your user"
+    refused = ProviderChoice(
+        name="subprocess", isolated=False, refused={"local": "This kernel has no cgroups." * 20}
+    )
+    said = [click.unstyle(line) for line in _describe_sandbox(refused)]
     assert said[1].startswith("         local cannot be used: This kernel has no cgroups.")
     assert len(said[1]) <= 120
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes.local import machine
-from rookery.sandboxes.local.probe import Proof
+from rookery.sandboxes.local import machine_checks
+from rookery.sandboxes.probe import ProviderProof
 from tests.cli.helpers import rookery
 from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
 from tests.cli.test_cli_exec import scratch
@@ -22,9 +22,9 @@ ABOUT = {"overlay": True, "unified": "/u/rookery", "v1": {}, "v2": ["cpu", "memo
 def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
     done = called("doctor", cwd=tmp_path)
     assert done.code == 0, done.out
-    assert "proof     a local sandbox was made in" in done.out
+    assert "proof     a local sandbox was created in" in done.out
     assert "a command ran in" in done.out
-    assert "sandbox   local: programs run isolated from you" in done.out
+    assert "sandbox   local: programs run isolated" in done.out
     for name in ("kernel", "user namespaces", "seccomp", "overlay", "limit: memory", "limit: pids", "limit: cpu"):
         assert f" {name} " in done.out
     assert "\x1b" not in done.out
@@ -53,7 +53,7 @@ def test_where_nothing_isolates_it_says_why_and_what_would_help_and_ends_with_3(
     assert done.code == 3, done.out
     assert "missing  user namespaces  the kernel allows no more user namespaces" in done.out
     assert "user namespaces  sysctl -w user.max_user_namespaces=15000" in done.out
-    assert "subprocess, not isolated: programs run as you" in done.out
+    assert "subprocess, not isolated: programs run as your user" in done.out
     found = json.loads(called("doctor", "--json", cwd=tmp_path, before=walless).out)
     assert (found["isolated"], found["provider"]) == (False, "subprocess")
     works = {one["name"]: one["works"] for one in found["providers"]}
@@ -70,7 +70,7 @@ def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, walless: tu
         "doctor", cwd=tmp_path, before=walless, PYTHONPATH=f"{plugins}:{os.environ.get('PYTHONPATH', '')}"
     )
     assert done.code == 0, done.out
-    assert "a walled sandbox was made in" in done.out
+    assert "a walled sandbox was created in" in done.out
     assert "others    broken: ModuleNotFoundError" in done.out
 
 
@@ -110,16 +110,16 @@ def test_every_check_that_is_not_fine_names_what_would_help(monkeypatch: pytest.
     for user in (0, 1000):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
         for proof in (
-            Proof(about=nothing),
-            Proof(error="mount proc at root/proc: no"),
-            Proof(error="mount tmpfs: no"),
+            ProviderProof(about=nothing),
+            ProviderProof(error="mount proc at root/proc: no"),
+            ProviderProof(error="mount tmpfs: no"),
         ):
-            for check in machine.checks(proof):
+            for check in machine_checks.run_checks(proof):
                 assert bool(check.fix) == (check.status in ("weaker", "missing")), check
 
 
 def test_what_a_machine_has_is_fine() -> None:
-    found = {check.name: check for check in machine.checks(Proof(about=ABOUT))}
+    found = {check.name: check for check in machine_checks.run_checks(ProviderProof(about=ABOUT))}
     assert found["limit: memory"].status == "ok"
     assert found["limit: memory"].found == "cgroup v2 at /u/rookery"
     assert found["overlay"].status == "ok"
@@ -134,7 +134,9 @@ def test_what_a_machine_has_is_fine() -> None:
 )
 @pytest.mark.usefixtures("boxes")
 def test_an_error_is_told_with_what_would_help(error: str, fix: str) -> None:
-    missing = [check for check in machine.checks(Proof(error=error)) if check.status == "missing"]
+    missing = [
+        check for check in machine_checks.run_checks(ProviderProof(error=error)) if check.status == "missing"
+    ]
     assert len(missing) == 1
     assert fix in missing[0].fix
 
@@ -156,4 +158,4 @@ def test_kernels_that_are_too_old_are_told(release: str, status: str, monkeypatc
 
     Name.release = release  # type: ignore[attr-defined]
     monkeypatch.setattr(os, "uname", Name)
-    assert machine.checks(Proof(about=ABOUT))[0].status == status
+    assert machine_checks.run_checks(ProviderProof(about=ABOUT))[0].status == status

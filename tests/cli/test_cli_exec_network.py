@@ -60,11 +60,11 @@ def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--allow", "http://a.invalid"], "'http://a.invalid' is no host that can be allowed: it is a URL"),
-        (["--allow", "a.invalid", "--allow", "b.invalid:0"], "'b.invalid:0' is no host that can be allowed"),
+        (["--allow", "http://a.invalid"], "'http://a.invalid' ... it is a URL"),
+        (["--allow", "a.invalid", "--allow", "b.invalid:0"], "'b.invalid:0'"),
         (["--allow", ""], "it is empty"),
-        (["--network", "allow"], "needs hosts to allow"),
-        (["--network", "none", "--allow", "a.invalid"], "go with the network 'allow', not with 'none'"),
+        (["--network", "allow"], "network 'allow' needs"),
+        (["--network", "none", "--allow", "a.invalid"], "a.invalid ... 'allow' ... 'none'"),
         (["--unsafe", "--allow", "a b"], "a space"),
         (["--provider", "subprocess", "--allow", "a.invalid"], "cannot restrict the network"),
     ],
@@ -73,5 +73,5 @@ def test_what_cannot_be_allowed_is_one_sentence_and_125(args: list[str], words: 
     done = called("exec", *args, "--", "true", cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     (line,) = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
-    assert words in line
+    assert all(word in line for word in words.split(" ... "))
     assert "doctor" not in line

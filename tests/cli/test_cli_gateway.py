@@ -17,7 +17,7 @@ import pytest
 
 from rookery.cli.gateway import KEY_ENV
 from rookery.cli.gateway import gateway as command
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from tests.cli.helpers import ended, rookery, started
 from tests.servers import Answer, ModelServer
 
@@ -42,7 +42,7 @@ async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tup
             key = ""
             if KEY_ENV not in env:
                 line = (await process.stdout.readline()).decode()
-                told = re.fullmatch(rf"admin key: (\S{{32}}) \(give one in {KEY_ENV} to choose it\)\n", line)
+                told = re.fullmatch(rf"admin key: (\S{{32}}) \(set {KEY_ENV} to choose it\)\n", line)
                 assert told, line
                 key = told[1]
         yield process, found[1], key
@@ -79,7 +79,7 @@ async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_lef
         async with api_of(seat) as api:
             answer = await api.chat.completions.create(model="m", messages=HI)
             assert answer.choices[0].message.content == "42"
-        shards = procs.children_of(process.pid)
+        shards = processes.list_children(process.pid)
         assert len(shards) == 2
         for pid in shards:  # neither arguments nor environment say what only the admin may know
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -191,7 +191,7 @@ URL = ("--upstream", "http://127.0.0.1:1")
     ("args", "words"),
     [
         ((), "missing option '--upstream'"),
-        ((*URL, "--kind", "tgi"), "'tgi' is not one of"),
+        ((*URL, "--kind", "tgi"), "'tgi' is not installed"),
         (("--upstream", "localhost:8000"), "does not begin with http:// or https://"),
         (("--upstream", "ftp://x"), "does not begin with http:// or https://"),
         (("--upstream", "embedded", "--kind", "vllm"), "does not begin with http:// or https://"),
@@ -203,19 +203,19 @@ URL = ("--upstream", "http://127.0.0.1:1")
         ((*URL, "--host", "no such host"), "cannot serve at no such host"),
         ((*URL, "--record", "all"), "'all' is not one of"),
         ((*URL, "--record", "tokens"), "recording tokens needs the policy's chat format"),
-        ((*URL, "--record", "tokens", "--renderer", "nope"), "there is no rendering 'nope'; known: "),
-        ((*URL, "--record", "tokens", "--renderer", "qwen3"), "no tokenizer is named"),
+        ((*URL, "--record", "tokens", "--renderer", "nope"), "there is no chat format 'nope'; known: "),
+        ((*URL, "--record", "tokens", "--renderer", "qwen3"), "tokenizer"),
         ((*URL, "--record", "tokens", "--tokenizer", "nowhere"), "there is no tokenizer at 'nowhere'"),
-        ((*URL, "--record", "tokens", "--tool-parser", "hermes"), "no tokenizer is named"),
+        ((*URL, "--record", "tokens", "--tool-parser", "hermes"), "tokenizer"),
         ((*URL, "--tokenizer", "x"), "--tokenizer is for --record tokens"),
         ((*URL, "--renderer", "embedded"), "--renderer is for --record tokens"),
         ((*URL, "--tool-parser", "hermes"), "--tool-parser is for --record tokens"),
         ((*URL, "--reasoning-parser", "x"), "--reasoning-parser is for --record tokens"),
-        ((*URL, "--role", "judge"), "is not NAME=URL with a name of its own"),
-        ((*URL, "--role", "=http://x"), "is not NAME=URL with a name of its own"),
-        ((*URL, "--role", "judge="), "is not NAME=URL with a name of its own"),
-        ((*URL, "--role", "policy=http://x"), "is not NAME=URL with a name of its own"),
-        ((*URL, "--role", "a=http://x", "--role", "a=http://y"), "is not NAME=URL with a name of its own"),
+        ((*URL, "--role", "judge"), "must be NAME=URL with a name that is used once"),
+        ((*URL, "--role", "=http://x"), "must be NAME=URL with a name that is used once"),
+        ((*URL, "--role", "judge="), "must be NAME=URL with a name that is used once"),
+        ((*URL, "--role", "policy=http://x"), "must be NAME=URL with a name that is used once"),
+        ((*URL, "--role", "a=http://x", "--role", "a=http://y"), "must be NAME=URL with a name that is used once"),
         ((*URL, "--role", "judge=x"), "does not begin with http:// or https://"),
         ((*URL, "--public-url", "there"), "does not begin with http:// or https://"),
         ((*URL, "extra"), "unexpected extra argument"),
@@ -255,7 +255,7 @@ async def test_the_help_names_every_option_and_the_environment_that_is_read(tmp_
 
 
 def test_the_docs_have_a_row_for_every_option_of_this_command() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     (section,) = re.findall(r"^## rookery gateway\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     rows = "\n".join(line for line in section.splitlines() if line.startswith("|"))
     told = set(re.findall(r"`(--[a-z-]+)", rows))

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from rookery.journal import open_lock
-from rookery.sandboxes import leases, procs, reap
-from rookery.sandboxes.reaper import GROUPS, SCRATCH, Groups, reap_keepers, remove_groups, scratch
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import leases, reap
+from rookery.sandboxes.local.keeper_reaper import CGROUPS_FILE, KeeperCgroups, reap_keepers, remove_cgroups
+from rookery.sandboxes.reaper import SCRATCH_PREFIX, scratch_home
 from tests.cli.helpers import environ, rookery
 from tests.cli.sandbox_kit import boxes, called, groups_of
 
@@ -23,16 +25,16 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home, open_provider
+from rookery.sandboxes import Command, ProviderHome, open_provider
 
 async def main():
-    home = Home(folder=Path(sys.argv[1]), run=Path(sys.argv[1]).parent.name)
+    home = ProviderHome(folder=Path(sys.argv[1]), run=Path(sys.argv[1]).parent.name)
     provider = open_provider(sys.argv[2], home)
     boxes = [await provider.create(SandboxSpec(wall=600), attempt="a") for _ in range(2)]
     running = await boxes[0].start(Command(argv=("sh", "-c", "echo up; sleep 600")))
     async for _ in running.output():
         break
-    keeper = (await (await provider.line()).about())["pid"] if sys.argv[2] == "local" else 0
+    keeper = (await (await provider.keeper()).status())["pid"] if sys.argv[2] == "local" else 0
     print(keeper, flush=True)
     for line in sys.stdin:  # its loop stands still: it cleans nothing by itself
         result = await boxes[1].exec(Command(argv=("echo", "alive")))
@@ -103,12 +105,12 @@ def test_after_a_sigkill_of_owner_and_keeper_nothing_is_left_and_live_ones_stay(
     done = called("reap", cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.out == (
-        "runs/dead: ended 2 sandboxes, ended 1 keeper\nruns/live: left 2 sandboxes of live owners alone\n"
+        "runs/dead: ended 2 sandboxes, ended 1 keeper\nruns/live: left 2 sandboxes of live processes\n"
     )
     assert groups_of(dead.process.pid) == []
     assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
     assert live.alive()
-    assert len(leases.read_all(live.folder)) == 2
+    assert len(leases.read_leases(live.folder)) == 2
 
 
 @pytest.mark.usefixtures("boxes")
@@ -128,7 +130,7 @@ def test_one_run_is_enough_and_others_are_not_looked_at(tmp_path: Path, owners: 
     found = json.loads(called("reap", "runs/one", "--json", cwd=tmp_path).out)
     assert [Path(run["run"]).name for run in found["runs"]] == ["one"]
     assert len(found["runs"][0]["ended"]) == 2
-    assert len(leases.read_all(other.folder)) == 2
+    assert len(leases.read_leases(other.folder)) == 2
 
 
 @pytest.mark.usefixtures("boxes")
@@ -142,10 +144,10 @@ def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, 
         done = called("reap", cwd=tmp_path)
         assert done.code == 0, done.err
         assert done.out == (
-            "runs/one: left 2 sandboxes of live owners alone\n"
-            "runs/other: left alone: it ran on another-machine, whose processes cannot be seen from here\n"
+            "runs/one: left 2 sandboxes of live processes\n"
+            "runs/other: skipped: it ran on another-machine, and processes of other machines are not visible\n"
         )
-    assert len(leases.read_all(one.folder)) == len(leases.read_all(other.folder)) == 2
+    assert len(leases.read_leases(one.folder)) == len(leases.read_leases(other.folder)) == 2
     assert "runs/one: ended 2 sandboxes" in called("reap", cwd=tmp_path).out
     assert not one.folder.exists()
 
@@ -155,11 +157,11 @@ def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]
         dead := Owner(tmp_path / "runs" / "dead", "subprocess"),
         live := Owner(tmp_path / "runs" / "live", "subprocess"),
     ]
-    guards = [pid for lease in leases.read_all(dead.folder) for pid in leases.marked(f"dead/{lease.id}")]
+    guards = [pid for lease in leases.read_leases(dead.folder) for pid in leases.find_marked(f"dead/{lease.id}")]
     assert len(guards) >= 3
     dead.process.send_signal(signal.SIGSTOP)
     for pid in guards:
-        if procs.variable_of(pid, procs.COMMAND) is None:
+        if processes.read_variable(pid, processes.COMMAND_VARIABLE) is None:
             os.kill(pid, signal.SIGKILL)  # the guards: nobody cleans now
     dead.kill()
     done = called("reap", cwd=tmp_path)
@@ -171,28 +173,30 @@ def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]
 @pytest.mark.usefixtures("boxes")
 def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path, owners: list[Owner]) -> None:
     owners.append(owner := Owner(tmp_path / "runs" / "late"))
-    late = time.time() + leases.SECONDS + 1
-    busy = [lease.id for lease in leases.read_all(owner.folder) if leases.marked(f"late/{lease.id}")]
+    late = time.time() + leases.LEASE_SECONDS + 1
+    busy = [lease.id for lease in leases.read_leases(owner.folder) if leases.find_marked(f"late/{lease.id}")]
     assert len(busy) == 1
     assert reap(owner.folder, now=late) == busy
-    assert leases.marked(f"late/{busy[0]}") == {}
+    assert leases.find_marked(f"late/{busy[0]}") == {}
     assert owner.alive()
 
 
 def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
     done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
-    assert (done.code, done.out, done.err) == (0, "nothing to end in runs\n", "")
+    assert (done.code, done.out, done.err) == (0, "nothing to remove in runs\n", "")
     found = json.loads(called("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
     assert found == {"runs": [], "commands": [], "containers": [], "ended": 0}
     assert list(tmp_path.iterdir()) == []
-    assert called("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out == "nothing to end in gone\n"
+    assert (
+        called("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out == "nothing to remove in gone\n"
+    )
 
 
 async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("reap", "nowhere", cwd=tmp_path)).refused("there is no folder nowhere")
+    (await rookery("reap", "nowhere", cwd=tmp_path)).refused("no directory nowhere")
     (await rookery("reap", "a", "b", cwd=tmp_path)).refused("unexpected extra argument")
     (tmp_path / "file").write_text("")
-    (await rookery("reap", "file", cwd=tmp_path)).refused("there is no folder file")
+    (await rookery("reap", "file", cwd=tmp_path)).refused("no directory file")
 
 
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     (place / "keeper-1x-a").mkdir()
     (place / "leases").mkdir()
     (place / "leases" / "broken.json").write_text("{")
-    evil = leases.lease("../../mine", "r", "a", "subprocess", place)
+    evil = leases.create_lease("../../mine", "r", "a", "subprocess", place)
     (place / "leases" / "evil.json").write_bytes(json.dumps(_plain(evil) | {"owner_started": 1}).encode())
     before = sorted(tmp_path.rglob("*"))
     done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
@@ -247,15 +251,17 @@ def test_groups_are_removed_where_the_keeper_noted_them_and_only_empty_ones(tmp_
     groups = tmp_path / "rookery"
     for name in ("7-aa-1", "7-aa-2/busy", "7-bb-1"):
         (groups / name).mkdir(parents=True)
-    assert remove_groups("7-aa-", [str(groups)], seconds=0.0) == 1
+    assert remove_cgroups("7-aa-", [str(groups)], seconds=0.0) == 1
     assert sorted(path.name for path in groups.iterdir()) == ["7-aa-2", "7-bb-1"]
-    assert remove_groups("", [str(groups)], seconds=0.0) == 0
+    assert remove_cgroups("", [str(groups)], seconds=0.0) == 0
     (groups / "7-aa-2" / "busy").rmdir()
     place = tmp_path / "keeper-999999999-a"
     place.mkdir()
     elsewhere = tmp_path / "other"
     (elsewhere / "7-aa-9").mkdir(parents=True)
-    (place / GROUPS).write_bytes(msgspec.json.encode(Groups("7-aa-", [str(groups), str(elsewhere), ""])))
+    (place / CGROUPS_FILE).write_bytes(
+        msgspec.json.encode(KeeperCgroups("7-aa-", [str(groups), str(elsewhere), ""]))
+    )
     assert reap_keepers(tmp_path) == [place.name]
     assert [path.name for path in groups.iterdir()] == ["7-bb-1"]
     assert (elsewhere / "7-aa-9").exists(), "no control group is called so"
@@ -265,14 +271,14 @@ def test_a_scratch_folder_is_its_holders_until_the_end(tmp_path: Path, monkeypat
     from rookery.sandboxes.reaper import reap_scratch
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with scratch("r") as home:
-        assert home.folder.name.startswith(SCRATCH)
+    with scratch_home("r") as home:
+        assert home.folder.name.startswith(SCRATCH_PREFIX)
         reap_scratch(now=time.time())
         assert home.folder.exists()
     assert not home.folder.exists()
-    left = tmp_path / f"{SCRATCH}left"
+    left = tmp_path / f"{SCRATCH_PREFIX}left"
     left.mkdir()
-    foreign = tmp_path / f"{SCRATCH}link"
+    foreign = tmp_path / f"{SCRATCH_PREFIX}link"
     foreign.symlink_to(tmp_path)
     reap_scratch(now=time.time())
     assert not left.exists()

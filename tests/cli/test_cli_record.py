@@ -12,10 +12,10 @@ import pytest
 
 from rookery.core import Turn
 from rookery.journal import RunReader
-from rookery.trajectories import segments
+from rookery.trajectories import build_segments
 from tests.cli.helpers import ended, rookery, runs, started
 from tests.conftest import TOKENIZERS
-from tests.standins import SRC, StandinServer, standin_process
+from tests.engine_standins import SRC, StandinServer, standin_process
 
 pytestmark = pytest.mark.long
 
@@ -57,7 +57,7 @@ async def test_the_embedded_policy_is_recorded_as_asked_without_a_tokenizer(reco
     for turns in rollouts:
         assert turns
         assert all(bool(turn.sampled) == (record != "plain") for turn in turns)
-        trained = [index for segment in segments(turns) for index in segment.turns]
+        trained = [index for segment in build_segments(turns) for index in segment.turns]
         assert sorted(trained) == ([turn.index for turn in turns] if record != "plain" else [])
 
 
@@ -121,8 +121,8 @@ async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_
         (("--policy", "http://127.0.0.1:9", "--record", "tokens"), "give its tokenizer"),
         (("--policy", "http://127.0.0.1:9", "--upstream-kind", "vllm", "--record", "tokens"), "--tokenizer"),
         (("--policy", "http://127.0.0.1:9", "--tokenizer", "/nowhere/x"), "there is no tokenizer at '/nowhere/x'"),
-        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen9"), "there is no rendering 'qwen9'"),
-        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen3"), "no tokenizer is named"),
+        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen9"), "there is no chat format 'qwen9'"),
+        (("--policy", "http://127.0.0.1:9", "--renderer", "qwen3"), "no tokenizer"),
         (("--policy", "http://127.0.0.1:9", "--record", "plain", "--renderer", "qwen3"), "to record plain"),
         (("--policy", "embedded", "--renderer", "qwen3"), "the embedded policy has its own tokenizer"),
         (("--policy", "embedded", "--policy", "embedded"), "no replicas"),
@@ -243,4 +243,4 @@ async def test_a_gateway_before_the_embedded_policy_records_tokens_without_a_tok
 async def test_a_gateway_that_cannot_record_tokens_says_so_before_it_serves(tmp_path: Path) -> None:
     command = ("gateway", "--upstream", "http://127.0.0.1:9", "--record", "tokens", "--port", "0")
     (await rookery(*command, cwd=tmp_path, **HERE)).refused("give its tokenizer")
-    (await rookery(*command, "--renderer", "qwen9", cwd=tmp_path, **HERE)).refused("there is no rendering 'qwen9'")
+    (await rookery(*command, "--renderer", "qwen9", cwd=tmp_path, **HERE)).refused("'qwen9'")

@@ -82,7 +82,7 @@ async def test_the_breaker_stops_the_run_with_exit_code_4(here: Path, server: Mo
     tasks(here, 200, boom=tuple(range(200)))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "-c", "4", cwd=here)
     assert done.code == 4
-    assert "most often bug.scoring" in done.err
+    assert "bug.scoring" in done.err
     assert "not done yet" in done.out
     assert "rookery resume" in done.out
 
@@ -129,7 +129,7 @@ async def test_a_reader_of_the_events_that_goes_away_does_not_stop_the_run(
         hold.set()
         done = await ended(process)
     assert done.code == 0, done.err
-    assert "the run goes on" in done.err
+    assert "the run continues" in done.err
     with RunReader(runs(here)[0]) as reader:
         assert reader.counts() == {"completed": 4}
 
@@ -195,7 +195,7 @@ async def test_an_interrupt_ends_cleanly_and_a_resume_finishes(
         done = await ended(process)
     assert done.code == code, done.err
     assert "Traceback" not in done.err
-    assert f"interrupted by {number.name}: 2 rollouts kept, 2 left" in done.err
+    assert re.search(rf"{number.name}: 2 rollouts .*, 2 left", done.err), done.err
     assert f"rookery resume runs/{runs(here)[0].name}" in done.out
     with RunReader(runs(here)[0]) as reader:
         assert reader.status == "stopped"
@@ -379,20 +379,20 @@ async def test_dry_run_says_what_would_keep_the_run_from_starting(here: Path) ->
     done = await rookery(*RUN, "--dry-run", cwd=here)
     assert done.code == 2
     assert "4 tasks" in done.out
-    assert "this would not start" in done.err
+    assert "the run would not start" in done.err
     assert "--policy" in done.err
     done = await rookery(*RUN, "--dry-run", "--policy", "nowhere", "-o", "sums.py", cwd=here)
     assert done.code == 2
     assert "does not begin with http://" in done.err
-    assert "nothing can be written into sums.py" in done.err
+    assert "cannot write into sums.py" in done.err
 
 
 async def test_a_message_that_nobody_reads_does_not_change_the_exit_code() -> None:
     script = (
         "import sys\n"
-        "from rookery.cli.errors import guarded\n"
-        "from rookery.cli.text import tell\n"
-        "sys.exit(guarded(lambda: 3 if not tell('to stderr') and not tell('to stdout', err=False) else 0))\n"
+        "from rookery.cli.errors import run_with_exit_code\n"
+        "from rookery.cli.terminal import write_line\n"
+        "sys.exit(run_with_exit_code(lambda: 3 if not write_line(1) and not write_line(2, err=False) else 0))\n"
     )
     read, write = os.pipe()
     os.close(read)

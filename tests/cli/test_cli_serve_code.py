@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from rookery.cli.serve_code import KEY_ENV
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from tests.cli.helpers import ended, rookery, started
 
 SLEEPS = {"source": "import time; time.sleep(60)"}
@@ -65,12 +65,12 @@ async def test_it_answers_in_order_with_fields_named_and_ends_cleanly(tmp_path: 
             async with http.post(f"{url}/run_code", json={"programs": programs[1:2]}, headers=whole) as answer:
                 assert [one["stdout"] for one in (await answer.json())["results"]] == ["b\n"]
             for body, status, word in [
-                (b"{", 400, "no JSON"),
+                (b"{", 400, "JSON"),
                 (b"[]", 422, "must be an object"),
                 (b'{"programs": [{"source": 1}]}', 422, "programs[0].source"),
                 (b'{"programs": [{"source": "x", "limits": {"wall": "a"}}]}', 422, "programs[0].limits.wall"),
                 (b'{"programs": [], "limits": {"wall": 9999}}', 422, "limits.wall is 9999"),
-                (b'{"programs": [], "more": 1}', 422, "more is not known"),
+                (b'{"programs": [], "more": 1}', 422, "field more"),
                 (json.dumps({"programs": [{"source": "x"}] * 9}).encode(), 422, "at most 8"),
             ]:
                 async with http.post(f"{url}/run_code", data=body) as answer:
@@ -119,7 +119,7 @@ def _commands(top: int) -> list[str]:
     found, todo = [], [top]
     while todo:
         pid = todo.pop()
-        todo += procs.children_of(pid)
+        todo += processes.list_children(pid)
         try:
             found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace"))
         except OSError:
@@ -135,7 +135,7 @@ async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(
     ):
         async with http.post(f"{url}/run_code", json={"programs": [{"source": "print(1)"}, waits]}) as answer:
             assert json.loads(await answer.content.readline())["stdout"] == "1\n"
-            below = list(procs.children_of(process.pid))
+            below = list(processes.list_children(process.pid))
             assert below
             process.send_signal(signal.SIGTERM)
             with pytest.raises(aiohttp.ClientPayloadError):  # cut off, and seen to be

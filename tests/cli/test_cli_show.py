@@ -167,7 +167,7 @@ async def test_init_makes_an_environment_that_runs_and_never_overwrites(
     assert "25.0%" in ran.out
     source = (tmp_path / "my_sums" / "my_sums.py").read_text()
     (tmp_path / "my_sums" / "my_sums.py").write_text("mine")
-    (await rookery("init", "my-sums", cwd=tmp_path)).refused("is already there and is not overwritten")
+    (await rookery("init", "my-sums", cwd=tmp_path)).refused("exists and is not overwritten")
     assert (tmp_path / "my_sums" / "my_sums.py").read_text() == "mine"
     assert (await rookery("init", "other", "my_sums/deeper", cwd=tmp_path)).code == 0
     assert (tmp_path / "my_sums" / "deeper" / "other.py").read_text() == source.replace("MySums", "Other")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rookery.cli.app import COMMANDS
-from rookery.cli.errors import Exit, guarded
+from rookery.cli.errors import Exit, run_with_exit_code
 from rookery.core import JournalError, UsageError
 from tests.cli.helpers import environ, rookery
 
@@ -69,7 +69,7 @@ def test_our_own_bug_shows_its_traceback_asks_for_a_report_and_is_exit_code_1(
     def broken() -> int:
         raise ZeroDivisionError("ours")
 
-    assert guarded(broken) == Exit.BUG == 1
+    assert run_with_exit_code(broken) == Exit.BUG == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert "ZeroDivisionError: ours" in said
@@ -83,7 +83,7 @@ def test_an_error_in_words_is_exit_code_2_without_a_traceback(
     def refused() -> int:
         raise kind("this cannot be\x1b[2J")
 
-    assert guarded(refused) == Exit.USAGE == 2
+    assert run_with_exit_code(refused) == Exit.USAGE == 2
     assert capsys.readouterr().err == "error: this cannot be\\x1b[2J\n"
 
 
@@ -91,4 +91,4 @@ def test_ctrl_c_before_anything_was_started_is_exit_code_130() -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert guarded(interrupted) == Exit.INTERRUPTED == 130
+    assert run_with_exit_code(interrupted) == Exit.INTERRUPTED == 130

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.cli import text
-from rookery.cli.stats import MAX_LEVELS, MAX_SPANS, Busy, Stats
-from rookery.cli.summary import LEVELS_A_LINE, MAX_CAUSES, Session, Summary, summary_lines
+from rookery.cli import terminal
+from rookery.cli.stats import MAX_LEVELS, MAX_SPANS, BusyTime, Stats
+from rookery.cli.summary import LEVELS_A_LINE, MAX_CAUSES, Summary, Throughput, format_summary
 from rookery.core import Attempt, Cancelled, Completed, Failed, Outcome, Rollout, Truncated, Usage
 
 
@@ -55,11 +55,11 @@ def summary(*records: Rollout, groups: int = 0, solved: int = 0) -> Summary:
     )
 
 
-def rows(whole: Summary, session: Session | None = None) -> dict[str, list[str]]:
+def rows(whole: Summary, session: Throughput | None = None) -> dict[str, list[str]]:
     """The table by the name of its rows; rows without a name belong to the one above."""
     named: dict[str, list[str]] = {}
     name = ""
-    for one in summary_lines(whole, session)[1:]:
+    for one in format_summary(whole, session)[1:]:
         found = re.fullmatch(r"  (\S+(?: \S+)*)?\s{2,}(.*)", click.unstyle(one))
         assert found, one
         name = found[1] or name
@@ -122,7 +122,7 @@ def test_no_row_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     levels = [record(n, Completed(), 1.0, level=n) for n in range(MAX_LEVELS)]
     found = summary(*MIXED, *levels, *GROUPED, groups=8, solved=5)
     found.planned += 1_000
-    lines = summary_lines(found)
+    lines = format_summary(found)
     assert max(len(click.unstyle(one)) for one in lines) == 80  # the long detail is cut to fit
 
 
@@ -158,7 +158,7 @@ def test_the_speed_is_that_of_this_process_or_of_the_time_something_was_under_wa
     found = summary(*late, *early)
     assert rows(found)["rollouts/s"] == ["2.0 8 in 4.0s"]
     assert found.plain()["seconds"] == 4.0
-    resumed = Session(seconds=2.0, rollouts=4, sampled_tokens=1_000)
+    resumed = Throughput(seconds=2.0, rollouts=4, sampled_tokens=1_000)
     assert rows(found, resumed)["rollouts/s"] == ["2.0 4 of them in 2.0s"]
     assert rows(found, resumed)["tokens/s"] == ["500 sampled"]
     assert found.plain(resumed)["rollouts_per_second"] == 2.0
@@ -171,14 +171,14 @@ def test_a_run_without_records_has_no_rates() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=40))
 def test_time_under_way_is_counted_once_in_any_order(spans: list[tuple[int, int]]) -> None:
-    busy = Busy()
+    busy = BusyTime()
     for start, length in spans:
         busy.add(start, start + length)
     assert busy.seconds == len({at for start, length in spans for at in range(start, start + length)})
 
 
 def test_spans_are_bounded_and_the_smallest_gap_goes_first() -> None:
-    busy = Busy()
+    busy = BusyTime()
     for at in range(MAX_SPANS):
         busy.add(1 + 100.0 * at, 2 + 100.0 * at)
     busy.add(5.0, 6.0)
@@ -194,11 +194,11 @@ def test_the_program_is_written_as_it_can_be_called_again(tmp_path: Path, monkey
     script.chmod(0o755)
     monkeypatch.setattr("sys.argv", [str(script)])
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert text.program() == f"'{script}'"
+    assert terminal.program_name() == f"'{script}'"
     monkeypatch.setenv("PATH", str(script.parent))
-    assert text.program() == "rookery"
+    assert terminal.program_name() == "rookery"
     monkeypatch.setattr("sys.argv", ["/somewhere/rookery/cli/__main__.py"])
-    assert text.program() == "rookery"
+    assert terminal.program_name() == "rookery"
 
 
 def members(task: str, *rewards: float | None) -> list[Rollout]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rookery.cli.stats import Stats, is_failure
-from rookery.cli.text import clean, clip, duration, line, table
+from rookery.cli.terminal import escape_controls, format_duration, format_table, one_line, truncate_middle
 from rookery.core import Cancelled, Completed, Failed, Outcome, Rollout, Truncated
 from tests.cli.conftest import tasks
 from tests.cli.helpers import COMMAND, SECONDS, environ
@@ -75,7 +75,7 @@ async def test_a_terminal_gets_a_live_picture_and_is_left_as_it_was(here: Path, 
     )
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0", "-c", "5")
     terminal = Terminal(*run, cwd=here)
-    await terminal.until(HIDE, "4/6", "2 under way", "1 failed", "bug.scoring 1")
+    await terminal.until(HIDE, "4/6", "2 running", "1 failed", "bug.scoring 1")
     hold.set()
     assert await terminal.end() == 3
     assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
@@ -87,7 +87,7 @@ async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: M
     server.default = Answer("42", hold=asyncio.Event())
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
     terminal = Terminal(*run, cwd=here)
-    await terminal.until("4 under way")
+    await terminal.until("4 running")
     os.kill(terminal.pid, signal.SIGINT)
     assert await terminal.end() == 130
     assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
@@ -130,13 +130,16 @@ def test_a_way_to_end_is_no_failure(name: str) -> None:
 
 
 def test_nothing_others_wrote_can_touch_the_terminal() -> None:
-    assert clean("a\x1b[2J\r\x00\x9b\u202eb\ud800") == "a\\x1b[2J\\r\\x00\\x9b\\u202eb\\ud800"
-    assert clean("Grüße, 世界\n\tok") == "Grüße, 世界\n\tok"
-    assert line("a\n b\x07" + "x" * 500, 20) == "a b\\x07" + "x" * 12 + "…"
-    assert clip("x" * 100, 10) == "xxxxx\n… 90 characters left out …\nxxxxx"
+    assert escape_controls("a\x1b[2J\r\x00\x9b\u202eb\ud800") == "a\\x1b[2J\\r\\x00\\x9b\\u202eb\\ud800"
+    assert escape_controls("Grüße, 世界\n\tok") == "Grüße, 世界\n\tok"
+    assert one_line("a\n b\x07" + "x" * 500, 20) == "a b\\x07" + "x" * 12 + "…"
+    assert truncate_middle("x" * 100, 10) == "xxxxx\n… 90 characters left out …\nxxxxx"
 
 
 def test_times_and_columns_are_short_and_aligned() -> None:
-    said = [duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
+    said = [format_duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
     assert said == ["0s", "12ms", "0.4s", "12s", "3m 05s", "2h 10m", "2d 7h"]
-    assert table([["a", "1", "x"], ["bbb", "22", "y"]], right=frozenset({1})) == ["a     1  x", "bbb  22  y"]
+    assert format_table([["a", "1", "x"], ["bbb", "22", "y"]], right=frozenset({1})) == [
+        "a     1  x",
+        "bbb  22  y",
+    ]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rookery.cli.validate import lines, validated
+from rookery.cli.validate import format_report, summarize_validation
 from rookery.core import Completed, Failed, Rollout
-from rookery.environments.swe.validating import CHEAT, parted, variants
+from rookery.environments.swe.validation import CHEAT, expand_variants, split_variant
 from rookery.scoring.swe.cheats import CHEATS
 from rookery.tasks import load_tasks
 from tests.cli.helpers import ended, rookery, started
@@ -101,10 +101,10 @@ async def test_a_validation_that_was_stopped_is_gone_on_with(tmp_path: Path) -> 
 
 
 def test_each_variant_is_a_task_of_its_own(tmp_path: Path) -> None:
-    made = variants(load_tasks(folder_of(tmp_path, GOOD)))
+    made = expand_variants(load_tasks(folder_of(tmp_path, GOOD)))
     assert len({task.id for task in made}) == len(made) == 2 + len(CHEATS)
-    assert {parted(task.id)[0] for task in made} == {"good"}
-    assert parted("a / b / nothing") == ("a / b", "nothing")
+    assert {split_variant(task.id)[0] for task in made} == {"good"}
+    assert split_variant("a / b / nothing") == ("a / b", "nothing")
 
 
 def test_what_could_not_be_judged_has_not_passed() -> None:
@@ -115,21 +115,21 @@ def test_what_could_not_be_judged_has_not_passed() -> None:
         )
 
     fine = [record("solution", 1.0), record("nothing", 0.0), record(f"{CHEAT}x", 0.0)]
-    assert validated(fine)[0].passed
+    assert summarize_validation(fine)[0].passed
     for worse in (
         record("nothing", 0.25),
         record(f"{CHEAT}x", 1.0),
         record("solution", 0.5),
         record("nothing", None),
     ):
-        (one,) = validated([*fine, worse])
+        (one,) = summarize_validation([*fine, worse])
         assert not one.passed
-        assert "FAILED" in "\n".join(lines([one]))
-    (one,) = validated([record("nothing", 0.0)])
+        assert "FAILED" in "\n".join(format_report([one]))
+    (one,) = summarize_validation([record("nothing", 0.0)])
     assert one.passed
     assert "no solution" in one.notes[0]
-    (one,) = validated([*fine, record("fresh", 1.0, grades=[{"mode": "fresh"}])])
+    (one,) = summarize_validation([*fine, record("fresh", 1.0, grades=[{"mode": "fresh"}])])
     assert one.could_be_fresh
-    assert "fresh one" in "\n".join(lines([one]))
-    (one,) = validated([], [("t / nothing", "its image is missing")])
+    assert "fresh one" in "\n".join(format_report([one]))
+    (one,) = summarize_validation([], [("t / nothing", "its image is missing")])
     assert not one.passed

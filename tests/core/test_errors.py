@@ -25,11 +25,11 @@ from rookery.core import (
     UpstreamError,
     UsageError,
     WorkerRecoveryError,
-    boundary,
-    cause_of,
-    failed,
+    failed_outcome,
+    get_cause,
+    wrap_errors,
 )
-from rookery.core.errors import MAX_DETAIL, MAX_TRACEBACK, behind, describe
+from rookery.core.errors import MAX_DETAIL, MAX_TRACEBACK, describe, unwrap_group
 
 ALL = [
     RookeryError,
@@ -79,7 +79,7 @@ def test_every_cause_says_whose_fault_it_is_what_it_means_and_what_to_do(code: s
     assert (cause.fault == "bug") >= (room == "bug")
     assert (cause.fault == "task") >= (room == "task")
     assert (cause.fault == "infra") >= (room in ("sandbox", "worker", "engine", "runner"))
-    assert cause_of(code) is cause
+    assert get_cause(code) is cause
 
 
 def test_every_cause_our_code_names_is_in_the_table() -> None:
@@ -91,7 +91,7 @@ def test_every_cause_our_code_names_is_in_the_table() -> None:
 
 
 def test_a_cause_of_the_environments_own_is_a_bug_with_a_row_like_the_others() -> None:
-    cause = cause_of("mine.odd")
+    cause = get_cause("mine.odd")
     assert (cause.code, cause.fault) == ("mine.odd", "bug")
 
 
@@ -120,7 +120,7 @@ def test_boundary_keeps_the_original_as_the_cause() -> None:
     original = Foreign("deep inside")
     with (
         pytest.raises(SandboxError, match="while writing: Foreign: deep inside") as caught,
-        boundary(SandboxError, "while writing", Foreign, cause="sandbox.create"),
+        wrap_errors(SandboxError, "while writing", Foreign, cause="sandbox.create"),
     ):
         raise original
     assert caught.value.__cause__ is original
@@ -142,7 +142,7 @@ def test_boundary_keeps_the_original_as_the_cause() -> None:
 )
 def test_cancellation_exits_and_typed_errors_pass_through_a_boundary_untouched(error: BaseException) -> None:
     foreign: tuple[type[BaseException], ...] = (Foreign,) if isinstance(error, ValueError) else (BaseException,)
-    with pytest.raises(type(error)) as caught, boundary(SandboxError, "anything", *foreign):
+    with pytest.raises(type(error)) as caught, wrap_errors(SandboxError, "anything", *foreign):
         raise error
     assert caught.value is error
 
@@ -158,7 +158,7 @@ def test_failed_keeps_the_whole_chain_of_tracebacks() -> None:
         except Foreign as first:
             raise UpstreamError("second", cause="upstream.timeout") from first
     except UpstreamError as error:
-        outcome = failed(error, "setup", cause="bug.environment")
+        outcome = failed_outcome(error, "setup", cause="bug.environment")
     assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "upstream.timeout", "setup")
     assert outcome.detail == "second"
     for words in ("Foreign: first", "UpstreamError: second", "direct cause", __file__):
@@ -166,15 +166,15 @@ def test_failed_keeps_the_whole_chain_of_tracebacks() -> None:
 
 
 def test_failed_gives_an_untyped_exception_the_cause_of_its_stage() -> None:
-    outcome = failed(raised(Foreign("x")), "score", cause="bug.scoring")
+    outcome = failed_outcome(raised(Foreign("x")), "score", cause="bug.scoring")
     assert (outcome.fault, outcome.cause, outcome.detail) == ("bug", "bug.scoring", "Foreign: x")
 
 
 def test_failed_looks_behind_a_task_group_for_the_typed_error() -> None:
     inner = ExceptionGroup("in", [Foreign("a"), SandboxError("the box is gone")])
     error = ExceptionGroup("out", [Foreign("b"), inner])
-    assert isinstance(behind(error), SandboxError)
-    outcome = failed(raised(error), "run", cause="bug.environment")
+    assert isinstance(unwrap_group(error), SandboxError)
+    outcome = failed_outcome(raised(error), "run", cause="bug.environment")
     assert (outcome.cause, outcome.detail) == ("sandbox.lost", "the box is gone")
     assert "Foreign: a" in outcome.traceback
     assert "Foreign: b" in outcome.traceback
@@ -187,13 +187,13 @@ def test_failed_is_bounded_and_keeps_both_ends() -> None:
     try:
         deeper(0)
     except RecursionError as error:
-        outcome = failed(error, "run", cause="bug.environment")
+        outcome = failed_outcome(error, "run", cause="bug.environment")
     assert "RecursionError" in outcome.traceback
-    huge = failed(raised(Foreign("y" * 10 * MAX_TRACEBACK)), "run", cause="bug.environment")
+    huge = failed_outcome(raised(Foreign("y" * 10 * MAX_TRACEBACK)), "run", cause="bug.environment")
     assert len(huge.detail) <= MAX_DETAIL
     assert len(huge.traceback) <= MAX_TRACEBACK + 100
     assert huge.traceback.startswith("Traceback")
-    assert "left out" in huge.traceback
+    assert "omitted" in huge.traceback
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_failed_is_bounded_and_keeps_both_ends() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_failed_takes_any_exception_and_what_it_returns_can_be_encoded(error: BaseException) -> None:
-    outcome = failed(raised(error), "run", cause="bug.environment", detail="")
+    outcome = failed_outcome(raised(error), "run", cause="bug.environment", detail="")
     assert outcome.detail
     assert outcome.traceback
     assert msgspec.json.decode(msgspec.json.encode(outcome), type=Failed) == outcome

@@ -9,7 +9,7 @@ from rookery.core import CAUSES
 from tests.servers import ModelServer
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -23,7 +23,7 @@ def causes_page() -> str:
     return f"""# Causes of failure
 
 Every `Failed` outcome carries one of these codes. A code, once released, keeps its meaning. What the policy does
-is not here: it is a result (see [concepts](concepts.md)).
+is not here: it is a result (see [concepts](../concepts/overview.md)).
 
 | cause | fault | what it means | what to do |
 |---|---|---|---|
@@ -35,7 +35,7 @@ nor counted in any denominator. `rookery show RUN ROLLOUT` shows the detail and 
 
 
 def test_the_table_of_causes_is_the_codes() -> None:
-    page = ROOT / "docs" / "causes.md"
+    page = ROOT / "docs" / "reference" / "causes.md"
     assert page.read_text() == causes_page()
 
 
@@ -62,8 +62,11 @@ async def test_the_examples_that_define_environments_run(tmp_path: Path) -> None
     from rookery.environments import load_environment
 
     (tmp_path / "sums.py").write_text(blocks(ROOT / "README.md", "python")[0])
-    guide = blocks(ROOT / "docs" / "environments.md", "python")
-    for name, block in zip(("guess", "brief", "capitals", "shop"), guide, strict=False):
+    guide = blocks(ROOT / "docs" / "guides" / "environments.md", "python")
+    environments = [
+        block for block in guide if "@environment" in block or "(Environment)" in block or "@tool" in block
+    ]
+    for name, block in zip(("guess", "brief", "capitals", "shop"), environments, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     async with ModelServer("7") as model:
         for name, tasks in (
@@ -86,7 +89,7 @@ def test_every_option_and_variable_of_the_command_line_is_documented() -> None:
 
     from rookery.cli.app import app
 
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     context = click.Context(app)
     for name in app.list_commands(context):
         command = app.get_command(context, name)
@@ -103,11 +106,11 @@ def test_the_table_of_exit_codes_is_the_commands() -> None:
     """And no command has a meaning of its own for the code of our bugs, but `exec`: its code is its program's."""
     from rookery.cli.errors import Exit
 
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     table = page.partition("\n## Exit codes\n")[2].partition("\n\n`")[0]
     told = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", table, re.MULTILINE)}
     assert told == {int(code) for code in Exit} - {Exit.TERMINATED, Exit.CLOSED_PIPE}
-    for place in sorted((ROOT / "docs").glob("*.md")):
+    for place in sorted((ROOT / "docs").rglob("*.md")):
         assert not re.search(r"exit code 1\b", place.read_text(), re.IGNORECASE), place.name
     for place in sorted((ROOT / "src" / "rookery" / "cli").glob("*.py")):
         if place.name != "exec.py":
@@ -117,7 +120,7 @@ def test_the_table_of_exit_codes_is_the_commands() -> None:
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "security.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
     assert len(named) > 30
     for path, name in named:

@@ -217,7 +217,7 @@ class Talking(Environment):
     async def run(self, ctx: Context) -> None:
         messages = list(ctx.task.prompt)
         for _ in range(int(ctx.task.data.get("turns", 3))):
-            reply = await ctx.policy.chat(messages, news=_nobody if ctx.task.data.get("streams") else None)
+            reply = await ctx.policy.chat(messages, on_delta=_nobody if ctx.task.data.get("streams") else None)
             messages += [reply.message, Message("user", "more")]
 
     async def score(self, ctx: Context) -> float:
@@ -225,4 +225,4 @@ class Talking(Environment):
 
 
 async def _nobody(_: Delta) -> None:
-    """Takes news."""
+    """Takes on_delta."""

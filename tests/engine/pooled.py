@@ -4,14 +4,14 @@ import asyncio
 from typing import Any, ClassVar
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes.images.progress import Progress
+from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 
 class Provider(LocalProvider):
     """`made` is of this process."""
 
-    pooled = True
+    poolable = True
     made: ClassVar[list[tuple[str, SandboxSpec]]] = []
     ended: ClassVar[list[str]] = []
     fetch: ClassVar[asyncio.Event | None] = None
@@ -19,10 +19,10 @@ class Provider(LocalProvider):
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> LocalSandbox:
         Provider.made.append((attempt, spec))
-        if Provider.fetch is not None and self.on_image is not None:
-            self.on_image(Progress(image="python:3.12", step="fetching", done=34, total=100))
+        if Provider.fetch is not None and self.on_image_progress is not None:
+            self.on_image_progress(ImageProgress(image="python:3.12", step="fetching", done=34, total=100))
             await Provider.fetch.wait()
-            self.on_image(Progress(image="python:3.12", step="ready"))
+            self.on_image_progress(ImageProgress(image="python:3.12", step="ready"))
         return await super().create(spec, attempt=attempt, timeout=timeout)
 
     def forget(self, sandbox: Any) -> None:

@@ -18,7 +18,7 @@ from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights
 from rookery.upstreams.protocol import PauseMode
 from tests.engine.conftest import QUICK
-from tests.standins import StandinServer, small_weights
+from tests.engine_standins import StandinServer, small_weights
 from tests.upstreams.embedded_reference import logprobs
 
 TALKING = "tests.engine.envs:Talking"
@@ -65,7 +65,7 @@ async def taken(
         groups.extend([group async for group in stream])
 
     async with asyncio.timeout(60):
-        while not all(link.ready for link in made.supervisor.fleet.links):  # so that all of them get work
+        while not all(link.ready for link in made.supervisor.pool.runners):  # so that all of them get work
             await asyncio.sleep(0.005)
     with server.freezing(freeze):
         stream = made.groups(tasks)

@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.core import CAUSES, Cancelled, Completed, Failed, Outcome, Truncated
-from rookery.engine.breaker import Breaker
-from rookery.engine.conviction import KILLS_ALONE, Court
-from rookery.engine.retry import UNCHARGED_BOUND, Again, Ended, Final, RetryPolicy
+from rookery.core import CAUSES, Attempt, Cancelled, Completed, Failed, Outcome, Truncated
+from rookery.engine.circuit_breaker import CircuitBreaker
+from rookery.engine.crash_attribution import KILLS_ALONE, CrashAttribution
+from rookery.engine.retry import MAX_UNCHARGED, Final, Retry, RetryPolicy
+
+
+def ended(outcome: Outcome, *, charged: bool = True, policy_loss: bool = False) -> Attempt:
+    return Attempt(id="0.0.1", number=1, outcome=outcome, charged=charged, policy_loss=policy_loss)
+
 
 INFRA = Failed("infra", "sandbox.lost", "gone")
 TASK = Failed("task", "task.invalid", "bad row")
@@ -18,8 +23,8 @@ BUG = Failed("bug", "bug.environment", "raised")
 outcomes: st.SearchStrategy[Outcome] = st.sampled_from(
     [Completed(), Truncated("time"), Truncated("lost"), Cancelled("user"), Cancelled("filtered"), INFRA, TASK, BUG]
 )
-endings = st.builds(Ended, outcomes, st.booleans(), st.booleans())
-failures = st.builds(Ended, st.just(INFRA), st.booleans(), st.booleans())
+endings = st.builds(ended, outcomes, charged=st.booleans(), policy_loss=st.booleans())
+failures = st.builds(ended, st.just(INFRA), charged=st.booleans(), policy_loss=st.booleans())
 jitters = st.floats(0.0, 1.0, exclude_max=True)
 policies = st.builds(RetryPolicy, st.integers(1, 6), st.floats(0.001, 10.0), st.floats(0.001, 60.0))
 
@@ -29,12 +34,12 @@ policies = st.builds(RetryPolicy, st.integers(1, 6), st.floats(0.001, 10.0), st.
 
 @given(policies, st.lists(failures, max_size=8), endings, jitters)
 def test_only_infra_faults_get_a_new_attempt(
-    policy: RetryPolicy, before: list[Ended], last: Ended, jitter: float
+    policy: RetryPolicy, before: list[Attempt], last: Attempt, jitter: float
 ) -> None:
     decision = policy.decide([*before, last], jitter)
     if not (isinstance(last.outcome, Failed) and last.outcome.fault == "infra"):
         assert decision == Final(last.outcome)
-    if isinstance(decision, Again):
+    if isinstance(decision, Retry):
         assert last.outcome == INFRA
 
 
@@ -42,9 +47,9 @@ def test_only_infra_faults_get_a_new_attempt(
 def test_the_budget_is_counted_and_every_rollout_ends(
     policy: RetryPolicy, tries: list[tuple[bool, float]]
 ) -> None:
-    history: list[Ended] = []
+    history: list[Attempt] = []
     for charged, jitter in tries:
-        history.append(Ended(INFRA, charged=charged))
+        history.append(ended(INFRA, charged=charged))
         decision = policy.decide(history, jitter)
         if isinstance(decision, Final):
             assert decision == Final(INFRA)
@@ -52,8 +57,8 @@ def test_the_budget_is_counted_and_every_rollout_ends(
     charged_for = sum(ended.charged for ended in history)
     assert isinstance(decision, Final)
     assert charged_for <= policy.attempts
-    assert len(history) - charged_for <= UNCHARGED_BOUND
-    assert charged_for == policy.attempts or len(history) - charged_for == UNCHARGED_BOUND
+    assert len(history) - charged_for <= MAX_UNCHARGED
+    assert charged_for == policy.attempts or len(history) - charged_for == MAX_UNCHARGED
 
 
 @given(policies, st.integers(1, 5), jitters)
@@ -63,8 +68,8 @@ def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
     generous = RetryPolicy(2000, policy.base, policy.cap)
     delays = []
     for n in (count, count + 1, 1999):
-        decision = generous.decide([Ended(INFRA)] * n, jitter)
-        assert isinstance(decision, Again)
+        decision = generous.decide([ended(INFRA)] * n, jitter)
+        assert isinstance(decision, Retry)
         delays.append(decision.delay)
         full = min(policy.cap, policy.base * 2.0 ** min(n - 1, 100))
         assert full / 2 <= decision.delay <= full
@@ -73,24 +78,24 @@ def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
 
 @given(policies, st.lists(failures, max_size=8), jitters)
 def test_a_sandbox_exhausted_by_its_own_programs_gets_no_new_attempt(
-    policy: RetryPolicy, before: list[Ended], jitter: float
+    policy: RetryPolicy, before: list[Attempt], jitter: float
 ) -> None:
-    last = Ended(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
+    last = ended(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
     assert policy.decide([*before, last], jitter) == Final(Truncated("lost"), minimum=True)
 
 
 def test_what_was_lost_with_somebody_elses_crash_runs_again_at_once_and_uncharged_up_to_a_bound() -> None:
     policy = RetryPolicy(attempts=1)
-    lost = Ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
-    for n in range(1, UNCHARGED_BOUND):
-        assert policy.decide([lost] * n, 0.5) == Again(0.0)
-    assert policy.decide([lost] * UNCHARGED_BOUND, 0.5) == Final(lost.outcome)
-    assert policy.decide([*[lost] * 5, Ended(INFRA)], 0.5) == Final(INFRA)
+    lost = ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
+    for n in range(1, MAX_UNCHARGED):
+        assert policy.decide([lost] * n, 0.5) == Retry(0.0)
+    assert policy.decide([lost] * MAX_UNCHARGED, 0.5) == Final(lost.outcome)
+    assert policy.decide([*[lost] * 5, ended(INFRA)], 0.5) == Final(INFRA)
 
 
-LOSS = Ended(INFRA, policy_loss=True)
-OTHER = Ended(INFRA)
-NEIGHBOUR = Ended(INFRA, charged=False)
+LOSS = ended(INFRA, policy_loss=True)
+OTHER = ended(INFRA)
+NEIGHBOUR = ended(INFRA, charged=False)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ NEIGHBOUR = Ended(INFRA, charged=False)
     ],
 )
 def test_a_sandbox_lost_in_the_policys_own_command_twice_in_a_row_is_the_policys(
-    history: list[Ended], final: bool
+    history: list[Attempt], final: bool
 ) -> None:
     decision = RetryPolicy(attempts=9).decide(history, 0.0)
     assert (decision == Final(Truncated("lost"), minimum=True)) == final
@@ -117,7 +122,7 @@ def test_a_sandbox_lost_in_the_policys_own_command_twice_in_a_row_is_the_policys
 # ---- breaker
 
 
-def fed(breaker: Breaker, sequence: list[Outcome], under_way: int = 0) -> list[bool]:
+def fed(breaker: CircuitBreaker, sequence: list[Outcome], under_way: int = 0) -> list[bool]:
     return [breaker.observe(outcome, under_way) for outcome in sequence]
 
 
@@ -129,7 +134,7 @@ def fed(breaker: Breaker, sequence: list[Outcome], under_way: int = 0) -> list[b
 def test_the_breaker_opens_on_a_rate_over_a_minimum_exactly(
     sequence: list[tuple[Outcome, int]], rate: float, concurrency: int
 ) -> None:
-    breaker = Breaker(rate, concurrency=concurrency)
+    breaker = CircuitBreaker(rate, concurrency=concurrency)
     window = max(100, 2 * concurrency)
     seen: list[bool] = []
     for outcome, under_way in sequence:
@@ -142,15 +147,15 @@ def test_the_breaker_opens_on_a_rate_over_a_minimum_exactly(
         last = seen[-window:]
         over = bad and len(last) >= breaker.minimum and sum(last) > rate * (len(last) + under_way)
         assert opened_now == over
-        assert bool(breaker.opened) == over
+        assert bool(breaker.message) == over
         if over:
             break
     else:
-        assert breaker.opened == ""
+        assert breaker.message == ""
 
 
 def test_a_few_early_failures_never_open_it() -> None:
-    breaker = Breaker(0.5)
+    breaker = CircuitBreaker(0.5)
     assert not any(fed(breaker, [BUG] * (breaker.minimum - 1)))
     assert fed(breaker, [BUG]) == [True]
     assert fed(breaker, [BUG]) == [False], "it opens once"
@@ -158,12 +163,12 @@ def test_a_few_early_failures_never_open_it() -> None:
 
 def test_attempts_still_under_way_count_among_those_that_did_not_fail() -> None:
     """Failures are quick: of 64 begun together, the first 20 to end may be the only ones that fail."""
-    assert not any(fed(Breaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
-    assert any(fed(Breaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
+    assert not any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
+    assert any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
 
 
 def test_old_failures_are_forgotten() -> None:
-    breaker = Breaker(0.5)
+    breaker = CircuitBreaker(0.5)
     fed(breaker, [Completed()] * 40 + [BUG] * 30 + [Completed()] * 100)
     assert not any(fed(breaker, [BUG] * 50))
     assert any(fed(breaker, [BUG] * 2))
@@ -171,20 +176,20 @@ def test_old_failures_are_forgotten() -> None:
 
 @pytest.mark.parametrize("harmless", [TASK, Completed(), Truncated("time"), Cancelled("filtered")])
 def test_invalid_tasks_and_what_the_policy_does_never_open_it(harmless: Outcome) -> None:
-    breaker = Breaker(0.1)
+    breaker = CircuitBreaker(0.1)
     assert not any(fed(breaker, [harmless] * 500))
 
 
 def test_its_message_names_the_most_frequent_cause_and_what_to_do() -> None:
-    breaker = Breaker(0.5)
+    breaker = CircuitBreaker(0.5)
     fed(breaker, [BUG, INFRA, INFRA] * 10)
     row = CAUSES["sandbox.lost"]
     for words in ("sandbox.lost", row.meaning, row.advice, "rookery resume", "20 of the last 20"):
-        assert words in breaker.opened
+        assert words in breaker.message
 
 
 def test_without_a_rate_it_never_opens() -> None:
-    assert not any(fed(Breaker(None), [BUG] * 500))
+    assert not any(fed(CircuitBreaker(None), [BUG] * 500))
 
 
 # ---- conviction
@@ -194,44 +199,46 @@ deaths: Any = st.sampled_from(["crashed", "blocked", "killed"])
 
 
 @given(names, deaths, st.none() | st.sampled_from(["0.0", "1.0", "9.9"]))
-def test_nobody_is_convicted_in_company(rollouts: list[str], death: Any, named: str | None) -> None:
-    verdicts = Court().judge(rollouts, death, alone=False, named=named)
+def test_nobody_is_found_guilty_in_company(rollouts: list[str], death: Any, named: str | None) -> None:
+    verdicts = CrashAttribution().attribute(rollouts, death, alone=False, blamed=named)
     assert list(verdicts) == rollouts
-    assert "convicted" not in verdicts.values()
+    assert "guilty" not in verdicts.values()
     assert "suspect" in verdicts.values()
     if named in rollouts:
         assert {rollout for rollout, verdict in verdicts.items() if verdict == "suspect"} == {named}
 
 
 @pytest.mark.parametrize("death", ["crashed", "blocked"])
-def test_a_rollout_is_convicted_of_what_it_repeats_alone(death: Any) -> None:
-    court = Court()
-    assert court.judge(["1.0"], death, alone=False) == {"1.0": "suspect"}
-    assert court.judge(["1.0"], death, alone=True) == {"1.0": "convicted"}
+def test_a_rollout_is_guilty_of_what_it_repeats_alone(death: Any) -> None:
+    crashes = CrashAttribution()
+    assert crashes.attribute(["1.0"], death, alone=False) == {"1.0": "suspect"}
+    assert crashes.attribute(["1.0"], death, alone=True) == {"1.0": "guilty"}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=20))
-def test_a_runner_killed_from_outside_convicts_only_again_and_again(kills: list[tuple[str, bool]]) -> None:
-    court = Court()
+def test_a_runner_killed_from_outside_makes_a_lone_rollout_guilty_only_when_repeated(
+    kills: list[tuple[str, bool]],
+) -> None:
+    crashes = CrashAttribution()
     alone: Counter[str] = Counter()
     for rollout, by_itself in kills:
-        verdict = court.judge([rollout], "killed", alone=by_itself)[rollout]
+        verdict = crashes.attribute([rollout], "killed", alone=by_itself)[rollout]
         alone[rollout] += by_itself
-        assert verdict == ("convicted" if by_itself and alone[rollout] >= KILLS_ALONE else "suspect")
-        if verdict == "convicted":
-            court.forget(rollout)
+        assert verdict == ("guilty" if by_itself and alone[rollout] >= KILLS_ALONE else "suspect")
+        if verdict == "guilty":
+            crashes.forget(rollout)
             alone[rollout] = 0
 
 
 def test_a_rollout_with_its_record_is_forgotten() -> None:
-    court = Court()
+    crashes = CrashAttribution()
     for _ in range(KILLS_ALONE - 1):
-        court.judge(["1.0"], "killed", alone=True)
-    court.forget("1.0")
-    court.forget("never there")
-    assert court.judge(["1.0"], "killed", alone=True) == {"1.0": "suspect"}
+        crashes.attribute(["1.0"], "killed", alone=True)
+    crashes.forget("1.0")
+    crashes.forget("never there")
+    assert crashes.attribute(["1.0"], "killed", alone=True) == {"1.0": "suspect"}
 
 
-def test_an_empty_runner_accuses_nobody() -> None:
-    assert Court().judge([], "crashed", alone=False) == {}
-    assert Court().judge([], "crashed", alone=True) == {}
+def test_an_empty_runner_makes_nobody_a_suspect() -> None:
+    assert CrashAttribution().attribute([], "crashed", alone=False) == {}
+    assert CrashAttribution().attribute([], "crashed", alone=True) == {}

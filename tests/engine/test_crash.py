@@ -16,7 +16,7 @@ import pytest
 from rookery.core import Completed, UsageError
 from rookery.engine import Engine
 from rookery.journal import RunReader
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from tests.engine.conftest import engine, records
 from tests.engine.crash_run import TASKS, K
 from tests.processes import below, cmdline
@@ -30,7 +30,7 @@ def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
     if kind == "supervisor":
         return supervisor
     tree = below(supervisor)
-    sandboxed = [pid for pid in tree if procs.variable_of(pid, procs.MARKER)]
+    sandboxed = [pid for pid in tree if processes.read_variable(pid, processes.SANDBOX_VARIABLE)]
     runners = [pid for pid in tree if b"rookery.engine.runner" in cmdline(pid)]
     guards = [pid for pid in tree if pid not in sandboxed and pid not in runners]
     choice = {"runner": runners, "guard": guards, "payload": sandboxed}[kind]
@@ -105,7 +105,11 @@ async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
             assert len(reader.turns(record)) == 1
         run_name = (folder / "latest").resolve().name
     everyone = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    assert [pid for pid in everyone if (procs.variable_of(pid, procs.MARKER) or "").startswith(run_name)] == []
+    assert [
+        pid
+        for pid in everyone
+        if (processes.read_variable(pid, processes.SANDBOX_VARIABLE) or "").startswith(run_name)
+    ] == []
 
 
 async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(

@@ -10,11 +10,11 @@ import pytest
 
 from rookery import Context, Engine, Environment, Limits
 from rookery.core import Completed, Failed, Rollout, Truncated
-from rookery.upstreams import hangs
+from rookery.upstreams import hang_detector
 from rookery.upstreams.protocol import Delta, UpstreamConfig
 from tests.engine.conftest import QUICK
+from tests.engine_standins import standin
 from tests.servers import Answer, ModelServer, Request, raw_server
-from tests.standins import standin
 
 
 class Asks(Environment):
@@ -23,9 +23,9 @@ class Asks(Environment):
     name = "asks"
 
     async def run(self, ctx: Context) -> None:
-        async def news(delta: Delta) -> None: ...
+        async def on_delta(delta: Delta) -> None: ...
 
-        await ctx.policy.chat(ctx.task.prompt, news=news if ctx.task.data.get("stream") else None)
+        await ctx.policy.chat(ctx.task.prompt, on_delta=on_delta if ctx.task.data.get("stream") else None)
 
     async def score(self, ctx: Context) -> float:
         return 1.0
@@ -35,9 +35,9 @@ class Asks(Environment):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is examined soon; servers have long to answer, as they must on a busy machine."""
     for name, seconds in (("HEALTH_SECONDS", 60.0), ("SAMPLE_SECONDS", 60.0), ("STALL_SECONDS", 1.0)):
-        monkeypatch.setattr(hangs, name, seconds)
-    monkeypatch.setattr(hangs, "METRICS_GAP_SECONDS", 0.2)
-    monkeypatch.setattr(hangs, "RECENT_SECONDS", 0.2)
+        monkeypatch.setattr(hang_detector, name, seconds)
+    monkeypatch.setattr(hang_detector, "METRICS_GAP_SECONDS", 0.2)
+    monkeypatch.setattr(hang_detector, "RECENT_SECONDS", 0.2)
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ def causes(rollout: Rollout) -> list[str]:
 async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 1.0)
     async with hung_server() as url:
         rollout = await played(tmp_path, url, stream=stream)
     assert isinstance(rollout.outcome, Failed)
@@ -94,7 +94,7 @@ async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(
 async def test_one_hung_replica_of_two_costs_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 5.0)
+    monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 5.0)
     async with ModelServer("ok") as good:
         async with hung_server() as bad:
             rollout = await played(tmp_path, bad, good.url, stream=stream, limits=Limits(run=10.0))
@@ -120,8 +120,8 @@ async def test_a_policy_that_writes_for_too_long_is_truncated_with_its_evidence(
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent calls are examined again and again, so that no deadline races with a busy machine."""
-    monkeypatch.setattr(hangs, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(hangs, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(hang_detector, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(hang_detector, "CHECK_SECONDS", 0.1)
 
 
 async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path, watched: None) -> None:

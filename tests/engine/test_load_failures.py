@@ -18,7 +18,7 @@ from rookery.core import Failed, Group, Rollout, Segment, Turn
 from rookery.engine import group_transfer
 from rookery.journal import RunReader, loading, store
 from rookery.journal.export import export
-from rookery.training import check, make_batch
+from rookery.training import check_batch, make_batch
 from tests.engine.conftest import engine, records
 from tests.servers import ModelServer
 
@@ -100,7 +100,7 @@ async def test_flipped_bytes_fail_their_rollouts_alone(model: ModelServer, tmp_p
         assert reader.totals().valid == len(names) - len(chosen)
         assert {len(reader.earlier(name)) for name in chosen} == {1}
     batch = make_batch(groups)
-    check(batch, groups)
+    check_batch(batch, groups)
     assert batch.counts.valid == len(names) - len(chosen)
     async with engine(model, tmp_path) as other:
         other.load_state_dict(state)
@@ -138,7 +138,7 @@ async def test_a_token_file_that_is_gone_fails_its_rollouts_and_not_the_stream(
 @contextmanager
 def broken_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[Exception]) -> Iterator[None]:
     """Merging the turns of these rollouts raises."""
-    merge: Callable[..., list[Segment]] = loading.segments
+    merge: Callable[..., list[Segment]] = loading.build_segments
 
     def raising(turns: list[Turn]) -> list[Segment]:
         if turns and turns[0].attempt.rpartition(".")[0] in broken:
@@ -146,7 +146,7 @@ def broken_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[
         return merge(turns)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "segments", raising)
+        patch.setattr(loading, "build_segments", raising)
         yield
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from rookery import Engine
 from rookery.core import Limits, RookeryError, UsageError, label
-from rookery.engine import pauses
 from tests.engine.conftest import events
 from tests.engine.sync_kit import (
     LONG,
@@ -20,7 +19,7 @@ from tests.engine.sync_kit import (
     talks,
     versions,
 )
-from tests.standins import standin
+from tests.engine_standins import standin
 
 
 @pytest.mark.parametrize("runners", [0, 2])
@@ -35,7 +34,7 @@ async def test_a_missing_resume_ends_at_its_deadline_with_an_event_and_fails_nob
         await made.upstream.pause("abort", deadline=0.5)
     judged(groups, 6)
     assert [event["detail"] for event in events(tmp_path, "pause.overdue")] == [
-        "nobody resumed within 0.5 seconds: work goes on with the version before"
+        "nobody resumed within 0.5 seconds: model calls continue with the old version"
     ]
 
 
@@ -77,7 +76,7 @@ async def test_pauses_nest_and_a_stronger_mode_replaces_a_weaker_one(tmp_path: P
         engine(server, tmp_path) as made,
         taken(made, server, talks(6, streams=True), 10) as groups,
     ):
-        fleet = made.supervisor.fleet
+        fleet = made.supervisor.pool
         await made.upstream.pause("keep")
         assert sum(await server.running()) > 0
         await made.upstream.pause("abort")
@@ -103,7 +102,7 @@ async def test_a_server_that_cannot_be_paused_is_an_error_in_words_and_the_run_g
     ):
         await server.fault(path="/pause", status=500, count=10)
         async with asyncio.timeout(20):
-            with pytest.raises(RookeryError, match=r"model calls cannot be held back in runner-1: .*500"):
+            with pytest.raises(RookeryError, match=r"cannot pause the model calls of runner-1: .*500"):
                 await made.upstream.pause("keep", timeout=60)
         assert not (await made.status())["paused"]
     judged(groups, 6)
@@ -149,7 +148,7 @@ async def test_the_run_clock_excludes_a_pause_with_calls_under_way(tmp_path: Pat
 async def test_paused_has_no_model_call_under_way_and_no_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pauses, "SLACK", 5.0)
+    monkeypatch.setattr("rookery.upstreams.pause.coordinator.SLACK_SECONDS", 5.0)
     async with (
         standin("vllm") as server,
         engine(server, tmp_path, runners=1) as made,
@@ -157,5 +156,5 @@ async def test_paused_has_no_model_call_under_way_and_no_deadline(
         made.paused(),
     ):
         assert await server.running() == (0, 0)
-        assert made.supervisor.fleet.pauses._overdue is None
+        assert not made.supervisor.pool.pauses.has_deadline
     assert versions(judged(groups, 6)) == {0}

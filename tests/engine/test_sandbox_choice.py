@@ -8,7 +8,7 @@ from rookery import sandboxes
 from rookery.core import SandboxSpec, UsageError
 from rookery.engine import Engine
 from rookery.environments import Environment
-from rookery.sandboxes import Best
+from rookery.sandboxes import ProviderChoice
 from tests.engine.conftest import engine, events
 from tests.servers import ModelServer
 
@@ -37,7 +37,7 @@ class Asks(Plain):
 
 @pytest.fixture
 def nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = Best(name="subprocess", isolated=False, refused={"local": "Not here."})
+    best = ProviderChoice(name="subprocess", isolated=False, refused={"local": "Not here."})
     monkeypatch.setattr(sandboxes, "best_provider", lambda spec=None: best)
 
 

@@ -9,8 +9,8 @@ import pytest
 from rookery import Context, Engine, Environment, Sampling
 from rookery.core import Completed
 from rookery.upstreams import UpstreamConfig
+from tests.engine_standins import EngineName, standin
 from tests.servers import ModelServer
-from tests.standins import Speaks, standin
 
 
 class TwoTurns(Environment):
@@ -67,7 +67,7 @@ async def test_a_server_that_refuses_seeds_is_asked_without(server: ModelServer,
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-async def test_engines_draw_the_same_from_the_same_seed(speaks: Speaks, tmp_path: Path) -> None:
+async def test_engines_draw_the_same_from_the_same_seed(speaks: EngineName, tmp_path: Path) -> None:
     async def answers(seed: int, out: Path) -> dict[str, bytes]:
         policy = UpstreamConfig(kind=speaks, urls=(server.url,))
         sampling = Sampling(temperature=1.0, max_tokens=12)

@@ -10,7 +10,7 @@ import pytest
 
 from rookery import Context, Engine, Environment, SyncEngine
 from rookery.core import UsageError
-from rookery.engine.pacing import oldest
+from rookery.engine.staleness import oldest_version
 from rookery.engine.steps import Step
 from tests.engine.conftest import engine, events
 from tests.servers import Answer, ModelServer
@@ -67,7 +67,9 @@ async def test_nothing_older_than_the_lag_trains_and_every_task_does(tmp_path: P
             async for step in made.steps(questions(10), k=2, groups=3, lag=1):
                 assert step.version == step.number
                 assert not step.stale
-                assert all(step.version - 1 <= (oldest(group) or 0) <= step.version for group in step.groups)
+                assert all(
+                    step.version - 1 <= (oldest_version(group) or 0) <= step.version for group in step.groups
+                )
                 seen += asked(step)
                 await synced(made, step.version + 1)
         assert len(seen) == 10
@@ -90,14 +92,14 @@ async def test_a_step_waits_for_what_would_be_too_old_for_the_next_one(tmp_path:
             doors.open(0)
             second = await late
             assert 0 in asked(second)
-            assert [oldest(group) for group in second.groups if group.task.text == "question 0"] == [0]
+            assert [oldest_version(group) for group in second.groups if group.task.text == "question 0"] == [0]
 
 
 async def test_with_a_lag_of_none_nothing_is_sampled_while_the_trainer_trains(tmp_path: Path) -> None:
     async with stepping(tmp_path) as (made, _):
         async with asyncio.timeout(60):
             async for step in made.steps(questions(6), groups=2, lag=0):
-                assert {oldest(group) for group in step.groups} == {step.version}
+                assert {oldest_version(group) for group in step.groups} == {step.version}
                 now = await made.status()
                 assert now["streams"]["main"]["admitted"] == 2 * (step.number + 1)
                 assert now["in_flight"] == 0
@@ -119,7 +121,7 @@ async def test_where_versions_are_jumped_over_what_is_too_old_is_stale_and_other
         step = await anext(steps)
         assert step.version == 9
         assert len(step.stale) == 2
-        assert [oldest(group) for group in step.groups] == [9, 9]
+        assert [oldest_version(group) for group in step.groups] == [9, 9]
         assert len(asked(step)) == 2
     assert [event["version"] for event in events(tmp_path, "groups.stale")] == [9]
 
@@ -155,7 +157,7 @@ async def test_a_checkpoint_between_steps_keeps_what_is_not_taken_and_its_age(tm
         async with asyncio.timeout(60):
             async for step in made.steps(questions(6), groups=2, lag=1):
                 assert not step.stale
-                assert all(step.version - (oldest(group) or 0) <= 1 for group in step.groups)
+                assert all(step.version - (oldest_version(group) or 0) <= 1 for group in step.groups)
                 seen += asked(step)
                 await synced(made, step.version + 1)
     assert sorted(first + seen) == list(range(6))

@@ -27,7 +27,7 @@ from tests.engine.sync_kit import (
     talks,
     versions,
 )
-from tests.standins import StandinServer, small_weights, standin
+from tests.engine_standins import StandinServer, small_weights, standin
 
 # ---- new weights while rollouts are under way
 
@@ -113,12 +113,12 @@ async def test_a_load_that_is_no_coroutine_runs_beside_the_loop(tmp_path: Path) 
 
 async def killed_and_replaced(made: Engine) -> None:
     """SIGKILL for the runner with the most rollouts; returns when there is another one, ready."""
-    fleet = made.supervisor.fleet
-    count = len(fleet.links)
-    (pid,) = max(fleet.links, key=lambda link: len(link.running)).pids()
+    fleet = made.supervisor.pool
+    count = len(fleet.runners)
+    (pid,) = max(fleet.runners, key=lambda link: len(link.running)).pids()
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        while pid in made.pids() or len(fleet.links) < count or not all(link.ready for link in fleet.links):
+        while pid in made.pids() or len(fleet.runners) < count or not all(link.ready for link in fleet.runners):
             await asyncio.sleep(0.01)
 
 

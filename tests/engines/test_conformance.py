@@ -12,7 +12,7 @@ from aiohttp import test_utils, web
 from rookery.core import Sampling, Truncation, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from tests.engines.conftest import RunningEngine
-from tests.upstreams.helpers import News
+from tests.upstreams.helpers import DeltaLog
 
 pytestmark = pytest.mark.engines
 
@@ -95,11 +95,11 @@ async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstre
 
 async def test_streamed_and_whole_replies_are_the_same_tokens(upstream: Any) -> None:
     whole = await upstream.complete(request(temperature=0.0), timeout=SECONDS)
-    news = News()
-    streamed = await upstream.complete(request(temperature=0.0), timeout=SECONDS, news=news)
+    on_delta = DeltaLog()
+    streamed = await upstream.complete(request(temperature=0.0), timeout=SECONDS, on_delta=on_delta)
     assert read_ints(streamed.sampled) == read_ints(whole.sampled)
-    assert b"".join(delta.sampled for delta in news.deltas) == whole.sampled
-    assert len(news.deltas) > 1
+    assert b"".join(delta.sampled for delta in on_delta.deltas) == whole.sampled
+    assert len(on_delta.deltas) > 1
 
 
 async def test_the_end_token_is_part_of_a_reply_that_stopped(upstream: Any) -> None:

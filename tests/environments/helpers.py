@@ -6,10 +6,10 @@ from typing import Any
 
 from rookery.core import Limits, Message, SandboxSpec, StageClock, Task, ToolCall, Turn
 from rookery.environments import Context, Log, Tool, ToolEnvironment
-from rookery.gateway import Credits, Role, Session
+from rookery.gateway import Role, Session
 from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
-from rookery.upstreams.protocol import Held, ModelReply, ModelRequest, News, PauseMode, UpstreamInfo
+from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
 
 Said = str | ModelReply | list[ToolCall]
 
@@ -22,8 +22,8 @@ class ScriptedUpstream:
     """Answers with the next line of its script and keeps what it was asked."""
 
     name = "scripted"
-    tokens_in = True
-    raw_in = True
+    accepts_tokens = True
+    accepts_raw_json = True
     version = 0
 
     def __init__(self, script: Iterable[Said]) -> None:
@@ -39,7 +39,12 @@ class ScriptedUpstream:
     async def thaw(self, *, timeout: float) -> None: ...
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
         said = self.script[len(self.asked)]
         self.asked.append(request)
@@ -94,7 +99,7 @@ class Attempt:
         loop = asyncio.get_running_loop()
         self.clock = StageClock(loop.time(), run)
         self.watch = CountingWatch(self.clock)
-        role = Role(name="policy", upstream=self.upstream, model="m", credits=Credits(8))
+        role = Role(name="policy", upstream=self.upstream, model="m")
         self.session = Session("a1", {"policy": role}, limits, Recorder("a1", self.turns.append), self.watch)
         self.ctx = Context(
             attempt="a1",
@@ -105,6 +110,7 @@ class Attempt:
             session=self.session,
             watch=self.watch,
             remaining=remaining or (lambda: self.clock.remaining(loop.time())),
+            elapsed=lambda: self.clock.used(loop.time()),
             log=Log(lambda level, fields: self.logged.append((level, fields))),
             open_sandbox=open_sandbox or no_sandbox,
         )

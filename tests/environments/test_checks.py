@@ -39,7 +39,7 @@ class NotCallable(Whole):
 
 class Undeclared(Whole):
     async def run(self, ctx: Context) -> None:
-        async with ctx.door() as session:
+        async with ctx.gateway_session() as session:
             ctx.info["url"] = session.url
 
 
@@ -56,17 +56,17 @@ class Hidden(Whole):
     """Opens a session where no look at its stages finds it."""
 
     async def run(self, ctx: Context) -> None:
-        async with getattr(ctx, "door")() as session:  # noqa: B009
+        async with getattr(ctx, "gateway_session")() as session:  # noqa: B009
             ctx.info["url"] = session.url
 
 
 class Unrelated(Whole):
-    """Has a door of its own."""
+    """Has a method of that name."""
 
     async def run(self, ctx: Context) -> None:
-        self.door()
+        self.gateway_session()
 
-    def door(self) -> None: ...
+    def gateway_session(self) -> None: ...
 
 
 @pytest.mark.parametrize("kind", [Scoreless, Runless, NotCallable])
@@ -86,7 +86,7 @@ def test_gateway_session_without_declaration_is_refused_at_construction(tmp_path
 
 
 async def opens(ctx: Context) -> float:
-    async with ctx.door():
+    async with ctx.gateway_session():
         return 1.0
 
 
@@ -134,11 +134,11 @@ def test_run_of_an_environment_without_score_exits_with_2(tmp_path: Path) -> Non
 
 WATCHED = """
 import sys, time, types
-from rookery.environments.import_watch import ImportHangsError, import_watch
+from rookery.environments.import_watchdog import ImportHangError, import_watchdog
 try:
-    with import_watch("env.py", {idle}, {busy}):
+    with import_watchdog("env.py", {idle}, {busy}):
         {work}
-except ImportHangsError as error:
+except ImportHangError as error:
     print("hangs", error)
 """
 
@@ -181,7 +181,7 @@ async def test_server_that_fails_at_the_start_is_named_with_what_it_said(command
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "gateway"])
-def test_server_that_hangs_at_the_start_is_said_to_hang(command: str, tmp_path: Path) -> None:
+def test_server_that_hangs_at_the_start_is_reported_to_hang(command: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, and nobody answers
         done = started(command, f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path)
     assert done.code == 2, done

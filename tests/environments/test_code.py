@@ -95,7 +95,7 @@ async def test_a_wrong_submission_is_a_result_and_not_a_failure(server: ModelSer
     assert partly.reward == 0.5
 
 
-async def test_a_cell_over_its_limit_is_told_with_what_was_kept_and_the_rollout_goes_on(
+async def test_a_cell_over_its_limit_is_reported_with_what_was_kept_and_the_rollout_goes_on(
     server: ModelServer, tmp_path: Path
 ) -> None:
     rollout = await played(
@@ -107,10 +107,10 @@ async def test_a_cell_over_its_limit_is_told_with_what_was_kept_and_the_rollout_
         "<code>x + 1",
         RIGHT,
     )
-    first, late, after = told(server)
+    first, timed_out, after = told(server)
     assert first == "<result>(no output)</result>"
-    assert "time_limit" in late
-    assert "the state before this cell" in late
+    assert "time_limit" in timed_out
+    assert "the state before this cell" in timed_out
     assert after == "<result>42</result>"
     assert rollout.reward == 1.0
     assert rollout.metrics["cells/time_limit"] == 1
@@ -163,8 +163,8 @@ async def test_a_function_of_the_users_grades(server: ModelServer, tmp_path: Pat
         ({"memory_limit_bytes": -5}, "memory_limit_bytes"),
         ({"limits": {"wall": 0}}, "limits.wall"),
         ({"limits": {"walls": 1}}, "walls"),
-        ({"cases": [{"stdin": "x"}]}, "not both"),
-        ({"tests": None}, "no tests, no cases and no answer"),
+        ({"cases": [{"stdin": "x"}]}, "both"),
+        ({"tests": None}, "cannot be scored"),
     ],
 )
 async def test_what_is_invalid_is_a_tasks_fault_named_by_field_before_anything_runs(
@@ -177,7 +177,7 @@ async def test_what_is_invalid_is_a_tasks_fault_named_by_field_before_anything_r
     assert not [request for request in server.requests if request.body]
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_settings_that_are_invalid_are_refused() -> None:
     with pytest.raises(UsageError, match="default_timeout_seconds"):
         CodeEnvironment(default_timeout_seconds=-1)
     with pytest.raises(UsageError, match="default_memory_limit_bytes"):
@@ -204,7 +204,7 @@ class Unlucky(CodeEnvironment):
         return await super().cell(ctx, code)
 
 
-async def test_a_worker_that_cannot_be_brought_back_is_infra_and_the_rest_of_the_group_is_unharmed(
+async def test_a_worker_that_cannot_be_restarted_is_infra_and_the_rest_of_the_group_is_unharmed(
     server: ModelServer, tmp_path: Path
 ) -> None:
     server.default = lambda request: Answer(RIGHT if len(request.body["messages"]) > 4 else "<code>1 + 1")
@@ -219,7 +219,7 @@ async def test_a_worker_that_cannot_be_brought_back_is_infra_and_the_rest_of_the
     assert (lost.fault, lost.cause) == ("infra", "worker.unrecoverable")
 
 
-async def test_a_worker_that_is_lost_in_a_cell_is_brought_back_and_the_rollout_goes_on(
+async def test_a_worker_that_is_lost_in_a_cell_is_restarted_and_the_rollout_goes_on(
     server: ModelServer, tmp_path: Path
 ) -> None:
     rollout = await played(server, tmp_path, ADD, THREAD, EXIT, "<code>1 + 1", RIGHT)
@@ -228,7 +228,7 @@ async def test_a_worker_that_is_lost_in_a_cell_is_brought_back_and_the_rollout_g
     assert told(server)[2] == "<result>2</result>"
 
 
-async def test_a_policy_that_destroys_its_interpreter_for_good_is_truncated_at_the_minimum(
+async def test_a_policy_that_destroys_its_interpreter_permanently_is_truncated_at_the_minimum(
     server: ModelServer, tmp_path: Path
 ) -> None:
     """The second time on a healthy host it is the policy's doing, and no free retry."""

@@ -8,9 +8,9 @@ import pytest
 
 from rookery.core import Completed, Limits, SandboxSpec, Task, UsageError
 from rookery.environments.code import CodeEnvironment
-from rookery.environments.code.limits import is_unlimited, normalized
+from rookery.environments.code.limits import is_unlimited, normalize_limits
 from rookery.journal import RunReader
-from rookery.workers.limits import LEAST_MEMORY
+from rookery.workers.limits import MIN_MEMORY
 from tests.environments.rlm.helpers import Models, all_played
 from tests.environments.test_code import ADD, RIGHT, played, told
 from tests.servers import ModelServer
@@ -36,7 +36,7 @@ def test_arguments_are_checked_at_construction() -> None:
     assert none.memory is None
     assert CodeEnvironment(default_memory_limit_bytes=256e6).cell_limits.memory == 256_000_000
     with pytest.warns(UserWarning, match="default_memory_limit_bytes"):
-        assert CodeEnvironment(default_memory_limit_bytes=16 * MB).cell_limits.memory == LEAST_MEMORY
+        assert CodeEnvironment(default_memory_limit_bytes=16 * MB).cell_limits.memory == MIN_MEMORY
     for bad in (0, -1, "10", True, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="default_timeout_seconds"):
             CodeEnvironment(default_timeout_seconds=bad)  # type: ignore[arg-type]
@@ -46,13 +46,18 @@ def test_arguments_are_checked_at_construction() -> None:
 
 
 def test_numbers_of_bytes_may_be_floats_and_small_limits_are_raised() -> None:
-    data, notes = normalized({"memory_limit_bytes": 256e6, "limits": {"memory": 1e6, "disk": 1e9, "wall": 0.5}})
+    data, notes = normalize_limits(
+        {"memory_limit_bytes": 256e6, "limits": {"memory": 1e6, "disk": 1e9, "wall": 0.5}}
+    )
     assert data == {
         "memory_limit_bytes": 256_000_000,
-        "limits": {"memory": LEAST_MEMORY, "disk": 10**9, "wall": 0.5},
+        "limits": {"memory": MIN_MEMORY, "disk": 10**9, "wall": 0.5},
     }
     assert len(notes) == 1
-    assert normalized({"memory_limit_bytes": -5, "limits": 3}) == ({"memory_limit_bytes": -5, "limits": 3}, [])
+    assert normalize_limits({"memory_limit_bytes": -5, "limits": 3}) == (
+        {"memory_limit_bytes": -5, "limits": 3},
+        [],
+    )
 
 
 def test_the_sandbox_has_room_for_a_rows_memory() -> None:
@@ -92,7 +97,9 @@ async def test_a_row_may_have_more_memory_than_the_default(server: ModelServer, 
 
 @pytest.mark.long
 @pytest.mark.needs("mount")
-async def test_a_row_may_have_more_memory_than_the_sandboxes_default(server: ModelServer, tmp_path: Path) -> None:
+async def test_a_row_may_have_more_memory_than_the_sandsandboxes_default(
+    server: ModelServer, tmp_path: Path
+) -> None:
     cell = "<code>x = b'x' * (1200 << 20)\nlen(x)"
     handed_in = f"```python\ny = b'y' * (1200 << 20)\n{ADD['solution']}\n```"
     rollout = await played(server, tmp_path, {**ADD, "limits": {"memory": 1500 * MB, "wall": 60}}, cell, handed_in)

@@ -7,16 +7,16 @@ import pytest
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec, ToolCall
 from rookery.environments import ToolEnvironment
-from rookery.environments.python_tool import described, python
-from rookery.environments.results import render
+from rookery.environments.python_tool import python, render_result
+from rookery.environments.text import render
 from rookery.sandboxes import open_provider
-from rookery.sandboxes.protocol import Home, Sandbox
+from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from tests.environments.helpers import Attempt, Said, calls
 
 
 @asynccontextmanager
 async def with_sandbox(tmp_path, script: list[Said], **options: Any):
-    provider = open_provider("subprocess", Home(folder=tmp_path, run="r1"))
+    provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:
         attempt.opened.append(await provider.create(spec, attempt="a1"))
@@ -122,8 +122,8 @@ async def test_python_with_much_output_is_bounded(tmp_path):
         (ExecResult(status="exited", exit_code=0, stdout=b"ab", stdout_dropped=7), "a\n… 7 bytes cut …\nb"),
     ],
 )
-def test_every_way_to_end_is_said(result, text):
-    assert described(result, 1.0) == text
+def test_every_ending_is_reported(result, text):
+    assert render_result(result, 1.0) == text
 
 
 async def test_a_lost_sandbox_under_a_program_is_not_an_observation(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from rookery.core import Limits, RookeryError, SandboxError, TaskError, Truncation, UpstreamError
 from rookery.environments import Tool, ToolEnvironment, tool
-from rookery.environments.schemas import CallLimit
-from rookery.environments.threads import stuck_threads
+from rookery.environments.threads import count_stuck_threads
+from rookery.environments.tools import CallLimit
 from tests.environments.helpers import Attempt, calls, observed
 
 
@@ -132,7 +132,7 @@ async def test_an_async_tool_is_cancelled_at_its_limit_and_the_policy_told():
 
 async def test_a_sync_tool_past_its_limit_is_left_behind_and_counted():
     go = threading.Event()
-    before = stuck_threads()
+    before = count_stuck_threads()
 
     def waits() -> None:
         go.wait()
@@ -141,13 +141,13 @@ async def test_a_sync_tool_past_its_limit_is_left_behind_and_counted():
         text, attempt = await observed(waits, limits=Limits(call=0.01))
         assert text == "waits was stopped: it did not end within its 0.01 s."
         assert attempt.ctx.metrics["stuck_threads"] == 1
-        assert stuck_threads() == before + 1
+        assert count_stuck_threads() == before + 1
         (stuck,) = [thread for thread in threading.enumerate() if thread.name == "rookery-waits"]
         assert stuck.daemon
     finally:
         go.set()
     stuck.join()
-    assert stuck_threads() == before
+    assert count_stuck_threads() == before
 
 
 async def test_pauses_do_not_count_against_a_call():
@@ -179,7 +179,7 @@ async def test_a_call_ends_with_its_stage():
 
 
 async def test_a_tool_that_swallows_its_cancellation_is_a_bug(monkeypatch):
-    monkeypatch.setattr("rookery.environments.tools.UNWIND", 0.01)
+    monkeypatch.setattr("rookery.environments.tool_environment.UNWIND", 0.01)
     go = asyncio.Event()
 
     async def stays() -> None:

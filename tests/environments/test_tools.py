@@ -1,276 +1,285 @@
-"""The tool loop and the `python` tool."""
+"""Typed functions as tools: schemas, argument checking, refusals."""
 
 import asyncio
-import threading
-from typing import Any, ClassVar
+import copy
+import pickle
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.core import (
-    Limits,
-    Message,
-    Task,
-    TaskError,
-    ToolCall,
-    Truncation,
-    UpstreamError,
-    UsageError,
-)
-from rookery.environments import Context, ToolEnvironment, tool
-from rookery.environments.results import render
-from rookery.upstreams.protocol import ModelReply
-from tests.environments.helpers import Attempt, calls
+from rookery.core import UsageError
+from rookery.environments import Context, Tool, tool
+from rookery.environments.tools import CallLimit, InvalidArguments
+
+if TYPE_CHECKING:
+    from somewhere import Unknown
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Options(TypedDict, total=False):
+    deep: bool
+
+
+class Node(msgspec.Struct):
+    value: int
+    children: list["Node"] = []
 
 
 @tool
-def add(a: int, b: int = 1) -> int:
-    """Adds."""
-    return a + b
+def search(query: str, limit: int = 5, exact: bool = False) -> list[str]:
+    """Searches the
+    collection.
+
+    More about it, not for the model.
+
+    Args:
+        query (str): What to look for,
+            in words.
+        limit: How many: at most 10.
+
+    Returns:
+        limit: not an argument.
+    """
+    return [query] * limit
 
 
-@tool
-async def shout(text: str) -> str:
-    """Says it louder."""
-    return text.upper()
+@tool(name="renamed", description="Said here.", timeout=3)
+async def other(colour: Colour = Colour.RED) -> str:
+    """Not this."""
+    return colour.value
 
 
-# ---- the loop
+def accepts(hint: Any, default: Any = ...) -> Tool:
+    """A tool whose one parameter has the given type."""
+
+    def function(value):
+        return value
+
+    function.__annotations__["value"] = hint
+    if default is not ...:
+        function.__defaults__ = (default,)
+    return Tool(function)
 
 
-async def test_the_policy_calls_tools_until_it_answers():
-    attempt = Attempt([calls(("add", '{"a": 41}')), calls(("shout", '{"text": "so"}')), "It is 42."])
-    env = ToolEnvironment([add, shout], system_prompt="Be brief.")
-    await env.run(attempt.ctx)
-    asked = attempt.upstream.asked
-    assert [message.role for message in asked[0].messages] == ["system", "user"]
-    assert [schema.name for schema in asked[0].tools] == ["add", "shout"]
-    assert [message.role for message in asked[2].messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-    ]
-    assert attempt.observations == ["42", "SO"]
-    assert env.answer(attempt.ctx) == "It is 42."
-    assert attempt.ctx.tool_calls == 2
-    assert await env.score(attempt.ctx) == 1.0
-    assert [turn.parent for turn in attempt.turns] == [None, 0, 1]
-    assert attempt.watch.seen.count("tool") == 2
+def test_a_function_becomes_a_tool_with_its_docstring_and_types():
+    assert search.name == "search"
+    assert search.description == "Searches the collection."
+    assert search.parameters == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for, in words."},
+            "limit": {"type": "integer", "description": "How many: at most 10.", "default": 5},
+            "exact": {"type": "boolean", "default": False},
+        },
+        "required": ["query"],
+        "additionalProperties": False,
+    }
+    assert search.blocking
 
 
-async def test_a_tasks_own_system_message_goes_over_the_environments():
-    prompt = (Message("system", "Mine."), Message("user", "?"))
-    attempt = Attempt(["42"], task=Task(id="t", prompt=prompt, data={"answer": "42"}))
-    await ToolEnvironment(system_prompt="Ours.").run(attempt.ctx)
-    assert attempt.upstream.asked[0].messages == prompt
+def test_options_of_the_decorator_win():
+    assert (other.name, other.description, other.timeout) == ("renamed", "Said here.", 3)
+    assert other.parameters["properties"]["colour"]["default"] == "red"
+    assert not other.blocking
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-async def test_several_calls_in_one_turn_give_one_reply_each_in_order(parallel):
-    together = [
-        ToolCall("x", "add", '{"a": 1}'),
-        ToolCall("", "nothing", "{}"),
-        ToolCall("x", "add", "oops"),
-        ToolCall("", "shout", '{"text": "a"}'),
-    ]
-    attempt = Attempt([together, "42"])
-    await ToolEnvironment([add, shout], parallel=parallel).run(attempt.ctx)
-    replies = [message for message in attempt.ctx.state["messages"] if message.role == "tool"]
-    assert [reply.tool_call_id for reply in replies] == ["x", "", "x", ""]
-    assert replies[0].text == "2"
-    assert "no tool named 'nothing'" in replies[1].text
-    assert "add, shout" in replies[1].text
-    assert "not valid JSON" in replies[2].text
-    assert replies[3].text == "A"
-    assert attempt.ctx.tool_calls == 4
-    assert attempt.ctx.metrics["bad_tool_calls"] == 2
-
-
-async def test_calls_of_a_turn_run_in_order_unless_parallel():
-    met = asyncio.Barrier(2)
-    order: list[str] = []
-
-    async def meet(name: str) -> None:
-        await met.wait()
-
-    async def note(name: str) -> None:
-        order.append(name)
-
-    two = calls(("meet", '{"name": "a"}'), ("meet", '{"name": "b"}'))
-    attempt = Attempt([two, "42"])
-    await ToolEnvironment([meet], parallel=True).run(attempt.ctx)
-    assert attempt.observations == ["(no output)"] * 2
-    attempt = Attempt([calls(*[("note", f'{{"name": "{n}"}}') for n in "abc"]), "42"])
-    await ToolEnvironment([note]).run(attempt.ctx)
-    assert order == ["a", "b", "c"]
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-arguments = st.one_of(
-    st.text(),
-    json_values.map(render),
-    st.fixed_dictionaries({}, optional={"a": json_values, "b": json_values}).map(render),
-)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "shout", "", "x"]), arguments), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
-def test_whatever_is_written_every_call_gets_exactly_one_reply(pairs):
-    async def play() -> None:
-        attempt = Attempt([calls(*pairs), "done"])
-        env = ToolEnvironment([add, shout])
-        await env.run(attempt.ctx)
-        replies = [message for message in attempt.ctx.state["messages"] if message.role == "tool"]
-        assert [reply.tool_call_id for reply in replies] == [f"call_{n}" for n in range(len(pairs))]
-        assert all(isinstance(reply.content, str) for reply in replies)
-        assert env.answer(attempt.ctx) == "done"
-
-    asyncio.run(play())
-
-
-async def test_an_answer_cut_at_its_token_limit_is_truncated_and_no_answer():
-    cut = ModelReply(message=Message("assistant", "It is 42, because"), finish="length")
-    attempt = Attempt([cut])
-    env = ToolEnvironment([add])
-    with pytest.raises(Truncation) as caught:
-        await env.run(attempt.ctx)
-    assert caught.value.reason == "tokens"
-    assert env.answer(attempt.ctx) == ""
-    assert await env.score(attempt.ctx) == 0.0
-
-
-async def test_a_call_cut_at_the_token_limit_is_answered():
-    cut = ModelReply(message=Message("assistant", None, (ToolCall("c", "add", '{"a": 1'),)), finish="length")
-    attempt = Attempt([cut, "42"])
-    await ToolEnvironment([add]).run(attempt.ctx)
-    assert "not valid JSON" in attempt.observations[0]
-
-
-async def test_an_answer_the_server_aborted_is_not_the_policys():
-    attempt = Attempt([ModelReply(message=Message("assistant", "42"), finish="abort")])
-    with pytest.raises(UpstreamError):
-        await ToolEnvironment([add]).run(attempt.ctx)
-
-
-async def test_turns_spent_truncate():
-    attempt = Attempt([calls(("add", '{"a": 1}'))] * 3, limits=Limits(turns=2))
-    with pytest.raises(Truncation):
-        await ToolEnvironment([add]).run(attempt.ctx)
-    assert len(attempt.observations) == 2
-
-
-async def test_a_tool_may_end_the_attempt_with_its_answer():
-    class Submits(ToolEnvironment):
-        @tool
-        def submit(self, answer: str, ctx: Context) -> str:
-            """Hands in."""
-            ctx.state["answer"] = answer
-            return "thanks"
-
-        def done(self, ctx: Context) -> bool:
-            return "answer" in ctx.state
-
-    attempt = Attempt([calls(("submit", '{"answer": "42"}'))])
-    env = Submits()
-    await env.run(attempt.ctx)
-    assert await env.score(attempt.ctx) == 1.0
-
-
-# ---- building
-
-
-async def test_asking_for_schemas_starts_nothing():
-    before = set(threading.enumerate())
-    (schema,) = ToolEnvironment().tools()
-    assert schema.name == "python"
-    assert schema.parameters["required"] == ["code"]
-    assert schema.parameters["properties"].keys() == {"code"}
-    assert set(threading.enumerate()) <= before
-
-
-class Calculator(ToolEnvironment):
-    toolset: ClassVar = [add]
-    system_prompt = "Count."
-
-    def __init__(self, step: int = 1, **options: Any) -> None:
-        self.step = step
-        super().__init__(**options)
-
-    @tool
-    async def next(self, n: int) -> int:
-        """The next one."""
-        return n + self.step
-
-    @staticmethod
-    @tool
-    def double(n: int) -> int:
-        """Twice."""
-        return 2 * n
-
-
-class Less(Calculator):
-    next = None
-
-
-async def test_methods_of_a_subclass_are_tools_bound_to_it():
-    attempt = Attempt([calls(("next", '{"n": 1}'), ("double", '{"n": 4}')), "42"])
-    env = Calculator(3)
-    assert [schema.name for schema in env.tools()] == ["add", "next", "double"]
-    await env.run(attempt.ctx)
-    assert attempt.observations == ["4", "8"]
-    assert [schema.name for schema in Less().tools()] == ["add", "double"]
-    assert [schema.name for schema in Calculator(tools=[]).tools()] == ["next", "double"]
-    assert env.title == "Calculator"
-    assert ToolEnvironment().title == "tools"
-
-
-def test_a_constructor_that_forgets_ours_still_has_its_tools():
-    class Forgets(ToolEnvironment):
-        def __init__(self) -> None:
-            pass
-
-    assert [schema.name for schema in Forgets().tools()] == ["python"]
+def test_a_tool_still_is_its_function_in_python():
+    assert search("a", limit=2) == ["a", "a"]
+    assert asyncio.run(other(Colour.BLUE)) == "blue"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("hint", "schema", "text", "value"),
     [
-        ({"tools": [add, add]}, "two tools named 'add'"),
-        ({"tools": [lambda x: x]}, "cannot be a tool's name"),
-        ({"tools": [Calculator.next]}, "is a method"),
-        ({"max_turns": 0}, "max_turns"),
-        ({"tool_errors": "ignore"}, "tool_errors"),
-        ({"max_result": 0}, "max_result"),
+        (str, {"type": "string"}, '"a"', "a"),
+        (int, {"type": "integer"}, "3", 3),
+        (float, {"type": "number"}, "3", 3.0),
+        (bool, {"type": "boolean"}, "true", True),
+        (list[int], {"type": "array", "items": {"type": "integer"}}, "[1]", [1]),
+        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}, '{"a":1}', {"a": 1.0}),
+        (int | None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}, '"x"', "x"),
+        (Literal["a", "b"], {"enum": ["a", "b"]}, '"b"', "b"),
+        (Colour, {"$ref": "#/$defs/Colour"}, '"blue"', Colour.BLUE),
+        (Point, {"$ref": "#/$defs/Point"}, '{"x":1}', Point(1)),
+        (Options, {"$ref": "#/$defs/Options"}, '{"deep":true}', {"deep": True}),
+        (Node, {"$ref": "#/$defs/Node"}, '{"value":1,"children":[{"value":2}]}', Node(1, [Node(2)])),
+        (Annotated[int, msgspec.Meta(ge=0)], {"type": "integer", "minimum": 0}, "0", 0),
+        (Any, {}, '[{"a":null}]', [{"a": None}]),
     ],
 )
-def test_what_is_wrong_with_it_is_said_when_it_is_built(options, said):
+def test_every_kind_of_type_has_a_schema_and_is_read(hint, schema, text, value):
+    made = accepts(hint)
+    assert made.parameters["properties"]["value"] == schema
+    assert made.parse(f'{{"value": {text}}}') == {"value": value}
+    if "$ref" in schema:
+        assert schema["$ref"].removeprefix("#/$defs/") in made.parameters["$defs"]
+    msgspec.json.encode(made.schema)
+
+
+def test_absent_arguments_take_the_functions_own_defaults():
+    shared = [1]
+    made = accepts(list[int], default=shared)
+    assert made.parse("{}") == {}
+    assert made.parameters["required"] == []
+    assert accepts(int, default=None).parse('{"value": null}') == {"value": None}
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "{}"])
+def test_no_arguments_may_be_written_in_any_empty_way(text):
+    assert Tool(lambda: 1, name="now").parse(text) == {}
+
+
+def test_what_is_meant_as_a_number_is_one():
+    assert search.parse('{"query": "a", "limit": "3", "exact": "true"}') == {
+        "query": "a",
+        "limit": 3,
+        "exact": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"query": "a"', "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ("null", "must be a JSON object"),
+        ('{"limit": 2}', "missing: query"),
+        ('{"q": 1, "z": 2}', "missing: query; unknown: q, z"),
+        ('{"query": "a", "limit": "many"}', "$.limit"),
+        ('{"query": "\ud800"}', "not valid JSON"),
+        ("[" * 100_000, "wrong"),
+        ('{"query":' + "[" * 100_000, "wrong"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_is_wrong_and_the_schema(text, said):
+    with pytest.raises(InvalidArguments) as caught:
+        search.parse(text)
+    assert said in str(caught.value)
+    assert '"required":["query"]' in str(caught.value)
+    assert len(str(caught.value)) < 3_000
+
+
+@given(st.one_of(st.text(), st.binary().map(lambda data: data.decode("latin-1"))))
+@settings(deadline=None)
+def test_arguments_fit_or_are_refused_whatever_was_written(text):
+    try:
+        found = search.parse(text)
+    except InvalidArguments:
+        return
+    assert isinstance(found["query"], str)
+
+
+def test_a_types_own_check_that_raises_is_a_refusal():
+    @dataclass
+    class Even:
+        n: int
+
+        def __post_init__(self):
+            raise KeyError("odd")
+
+    with pytest.raises(InvalidArguments, match="odd"):
+        accepts(Even).parse('{"value": {"n": 1}}')
+
+
+class Custom:
+    pass
+
+
+def no_type(query):
+    pass
+
+
+def rest(*queries: str):
+    pass
+
+
+def keywords(**options: str):
+    pass
+
+
+def by_position(query: str, /):
+    pass
+
+
+def custom(query: Custom):
+    pass
+
+
+def unfindable(query: "Unknown"):
+    pass
+
+
+def yields(query: str):
+    yield query
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (no_type, "'query' of the tool no_type has no type"),
+        (rest, "queries"),
+        (keywords, "options"),
+        (by_position, "'query' of the tool by_position"),
+        (custom, "Custom"),
+        (unfindable, "Unknown"),
+        (yields, "the tool yields"),
+        (lambda: 1, "lambda"),
+        (7, "must be a function"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_when_it_is_built(function, said):
     with pytest.raises(UsageError, match=said):
-        ToolEnvironment(**options)
+        Tool(function)
 
 
-def test_max_turns_is_the_environments_limit():
-    assert ToolEnvironment(max_turns=3).limits == Limits(turns=3)
-    assert ToolEnvironment.limits == Limits()
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_must_be_finite_and_positive(timeout):
+    with pytest.raises(UsageError, match="timeout"):
+        tool(timeout=timeout)(no_argument)
 
 
-@pytest.mark.parametrize("data", [{}, {"answer": None}, {"answer": [1]}, {"answer": ""}])
-async def test_a_task_without_an_answer_is_at_fault_before_a_model_is_asked(data):
-    attempt = Attempt(["42"], task=Task(id="row7", prompt=(Message("user", "?"),), data=data))
-    with pytest.raises(TaskError, match=r"row7.*data\.answer") as caught:
-        await ToolEnvironment([add]).run(attempt.ctx)
-    assert caught.value.code == "task.invalid"
-    assert not attempt.upstream.asked
+def no_argument() -> None:
+    pass
 
 
-async def test_a_task_without_a_prompt_is_at_fault():
-    attempt = Attempt(["42"], task=Task(id="row7", data={"answer": 1}))
-    with pytest.raises(TaskError, match="row7 has no prompt"):
-        await ToolEnvironment([add]).run(attempt.ctx)
+def test_injected_parameters_are_not_in_the_schema_and_cannot_be_set():
+    def by_type(query: str, where: Context, seconds: CallLimit): ...
+    def by_name(query: str, ctx): ...
+    def by_text(query: str, where: "Context"): ...
+
+    for function in (by_type, by_name, by_text):
+        made = Tool(function)
+        assert list(made.parameters["properties"]) == ["query"]
+        with pytest.raises(InvalidArguments, match="unknown"):
+            made.parse('{"query": "a", "where": {}, "ctx": {}, "seconds": 1}')
+    assert Tool(by_type).enforces_limit
+    assert not Tool(by_name).enforces_limit
+
+
+def test_a_tool_travels_to_other_processes_by_name():
+    assert pickle.loads(pickle.dumps(search)) is search
+    quick = pickle.loads(pickle.dumps(search.with_timeout(2)))
+    assert (quick.name, quick.timeout, quick.parse('{"query": "a"}')["query"]) == ("search", 2, "a")
+    assert search.timeout is None
+    made = pickle.loads(pickle.dumps(Tool(no_argument, name="n", timeout=1)))
+    assert (made.name, made.timeout) == ("n", 1)
+
+
+def test_a_copy_is_a_tool():
+    assert copy.copy(search).parse('{"query": "a"}')["query"] == "a"

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from rookery.core import RookeryError, Sampling, ScoringError, TaskError, UsageError, ints
+from rookery.core import RookeryError, ScoringError, TaskError, UsageError, ints
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.completions import CompletionsDialect
 from rookery.gateway.dialects.messages import MessagesDialect
@@ -28,25 +28,26 @@ from rookery.gateway.dialects.protocol import BadRequestError
 from rookery.gateway.dialects.responses import ResponsesDialect
 from rookery.gateway.tools import ToolsError
 from rookery.journal.tokens import FILE_HEADER, TokenReader, decode_turn
-from rookery.sandboxes import egress_wire, guard
-from rookery.sandboxes.channel import Channel, Report
-from rookery.sandboxes.images import tars
-from rookery.scoring.code_tasks import code_task
-from rookery.scoring.inside.codec import Malformed, decode, encode
-from rookery.scoring.outputs import same_output
-from rookery.scoring.programs import program_of
-from rookery.scoring.swe.verdicts import score_of
-from rookery.scoring.testing import _Board, _failure, _told, _with_word
-from rookery.scoring.wires import BadLine, parsed
+from rookery.sandbox_runtime import guard_protocol
+from rookery.sandbox_runtime.grader.codec import Malformed, decode, encode
+from rookery.sandbox_runtime.worker import protocol
+from rookery.sandboxes.channel import CommandReport, GuardChannel
+from rookery.sandboxes.egress import messages as proxy_messages
+from rookery.sandboxes.images.unpacker import tar_stream
+from rookery.scoring.code_tasks import parse_code_task
+from rookery.scoring.line_channel import MalformedLine, decode_line
+from rookery.scoring.outputs import outputs_match
+from rookery.scoring.programs import parse_program
+from rookery.scoring.swe.reward_files import parse_reward
+from rookery.scoring.unit_tests import _load_error, _parse_failure, _parse_with_nonce, _TestProgress
 from rookery.tasks import check_tasks
 from rookery.tasks.archives import unpack
 from rookery.upstreams import ModelRequest, llamacpp, openai, sglang, vllm
-from rookery.upstreams.format import About, Ask, Complained, Format, WireError
-from rookery.upstreams.metrics_text import engine_load
-from rookery.upstreams.sse import Events, TooLong
-from rookery.upstreams.wire import decode_reply
-from rookery.workers.endings import Ended, cell_of
-from rookery.workers.inside import frames
+from rookery.upstreams.engine_metrics import parse_engine_load
+from rookery.upstreams.format import About, ErrorReply, Format, ReplyFormatError
+from rookery.upstreams.openai_format import decode_reply
+from rookery.upstreams.sse import Events, EventTooLong
+from rookery.workers.cell_report import CellReport, build_cell
 from rookery.workers.limits import WorkerLimits
 from tests.fuzz.kit import LEAVES, fuzz, json_like, messages, mutated, retyped
 
@@ -89,17 +90,17 @@ def test_lines_of_tests() -> None:
     seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "said": "x"}]
 
     def check(data: bytes) -> None:
-        _told(data)
-        _with_word(b"v" + data, "word")
-        with contextlib.suppress(BadLine):
-            plain = parsed(data)
+        _load_error(data)
+        _parse_with_nonce(b"v" + data, "word")
+        with contextlib.suppress(MalformedLine):
+            plain = decode_line(data)
             for kind in (b"n", b"b", b"v", b"z"):
-                board = _Board()
+                board = _TestProgress()
                 board.names = ["test a"]
-                with contextlib.suppress(BadLine):
-                    board.take(kind, plain)
-                    msgspec.json.encode(board.all("crash", ""))
-            _failure(plain)
+                with contextlib.suppress(MalformedLine):
+                    board.add(kind, plain)
+                    msgspec.json.encode(board.get_results("crash", ""))
+            _parse_failure(plain)
 
     fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "said", "crash", "word"]), check)
 
@@ -108,7 +109,7 @@ def test_reward_files() -> None:
     def check(data: bytes) -> None:
         for source in ("reward.json", "reward.txt"):
             with contextlib.suppress(ScoringError):
-                msgspec.json.encode(score_of(source, data, 0.0, 1.0))
+                msgspec.json.encode(parse_reward(source, data, 0.0, 1.0))
 
     texts = mutated([b"1", b"0.5\n", b"1e-3", b"nan", b'{"reward": 1, "a": 0.5}'])
     fuzz(messages([1, 0.5, {"reward": 1, "a": 0.5}], ["reward", "a"]) | texts, check)
@@ -121,8 +122,8 @@ def test_outputs_of_programs() -> None:
 
     def check(pair: tuple[list[str], list[str], float | None]) -> None:
         expected, got, tolerance = " ".join(pair[0]), " ".join(pair[1]), pair[2]
-        assert same_output(expected, expected, tolerance)
-        same_output(expected, got, tolerance)
+        assert outputs_match(expected, expected, tolerance)
+        outputs_match(expected, got, tolerance)
 
     tolerances = st.none() | st.floats(min_value=0, allow_nan=False, allow_infinity=False)
     fuzz(st.tuples(words, words, tolerances), check)
@@ -132,18 +133,18 @@ def test_outputs_of_programs() -> None:
 
 
 def test_frames_of_a_worker() -> None:
-    head = frames.DONE_HEAD.pack(1, 0, 0, 0.1, 0.1, 0.0, 1, 0, 0)
-    done = head + frames.packed([b"value", b"", b"1\nx\n2", b"", b"fig.png", b"\0", b"file"])
-    seeds = [done, frames.HEAD.pack(len(done), frames.DONE) + done, frames.packed([b"a", b"\xff"])]
+    head = protocol.DONE_HEAD.pack(1, 0, 0, 0.1, 0.1, 0.0, 1, 0, 0)
+    done = head + protocol.pack_texts([b"value", b"", b"1\nx\n2", b"", b"fig.png", b"\0", b"file"])
+    seeds = [done, protocol.HEAD.pack(len(done), protocol.DONE) + done, protocol.pack_texts([b"a", b"\xff"])]
 
     def check(data: bytes) -> None:
-        with contextlib.suppress(frames.Garbage):
-            msgspec.json.encode(cell_of(Ended.read(data), WorkerLimits()))
-        inlet = frames.Inlet(1 << 16)
-        inlet.into += data
-        with contextlib.suppress(frames.Garbage):
-            for _, payload in inlet.frames():
-                frames.unpacked(payload)
+        with contextlib.suppress(protocol.MalformedFrame):
+            msgspec.json.encode(build_cell(CellReport.decode(data), WorkerLimits()))
+        decoder = protocol.FrameDecoder(1 << 16)
+        decoder.buffer += data
+        with contextlib.suppress(protocol.MalformedFrame):
+            for _, payload in decoder.frames():
+                protocol.unpack_texts(payload)
 
     fuzz(mutated(seeds) | st.binary(max_size=120), check)
 
@@ -151,7 +152,7 @@ def test_frames_of_a_worker() -> None:
 # ---- sandboxes
 
 
-class _Unkilled(Channel):
+class _Unkilled(GuardChannel):
     """A channel to a guard that is not killed for what it says."""
 
     def kill_guard(self) -> None:
@@ -159,7 +160,10 @@ class _Unkilled(Channel):
 
 
 def test_reports_of_a_guard() -> None:
-    seeds = [guard.REPORT.pack(kind, 1, 0, 0, 0.1, 5, 0.2, 0) for kind in (guard.READY, guard.ALL_KILLED, 99)]
+    seeds = [
+        guard_protocol.REPORT.pack(kind, 1, 0, 0, 0.1, 5, 0.2, 0)
+        for kind in (guard_protocol.READY, guard_protocol.ALL_KILLED, 99)
+    ]
 
     async def each(reports: list[bytes]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -167,12 +171,12 @@ def test_reports_of_a_guard() -> None:
             try:
                 ours.setblocking(False)
                 channel = _Unkilled(child.pid, ours, None, os.pidfd_open(child.pid))
-                promise = channel._waiting[1] = asyncio.get_running_loop().create_future()
+                promise = channel._pending[1] = asyncio.get_running_loop().create_future()
                 for report in reports:
                     if report:
                         theirs.send(report)
                         channel._receive()
-                assert not promise.done() or isinstance(promise.result(), Report | None)
+                assert not promise.done() or isinstance(promise.result(), CommandReport | None)
             finally:
                 for fd in (ours.fileno(), channel._pidfd):
                     asyncio.get_running_loop().remove_reader(fd)
@@ -235,7 +239,7 @@ def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
 
     def check(body: bytes) -> None:
         with contextlib.suppress(BadRequestError, ToolsError):
-            dialect.ask(body)
+            dialect.parse_request(body)
 
     fuzz(messages([seed], words), check)
 
@@ -250,7 +254,7 @@ def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
 )
 def test_items_of_other_types_are_answered_like_any_bad_request(item: dict[str, Any]) -> None:
     with contextlib.suppress(BadRequestError):
-        ResponsesDialect().ask(json.dumps({"model": "m", "input": [item]}).encode())
+        ResponsesDialect().parse_request(json.dumps({"model": "m", "input": [item]}).encode())
 
 
 def _words(value: Any) -> set[str]:
@@ -268,15 +272,15 @@ def test_requests_to_the_egress_proxy() -> None:
         b"POST http://example.org:80/ HTTP/1.0\r\nTransfer-Encoding: chunked",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close",
     ]
-    asked = egress_wire.request(seeds[0])
+    asked = proxy_messages.parse_request(seeds[0])
 
     def check(head: bytes) -> None:
-        with contextlib.suppress(egress_wire.Bad):
-            egress_wire.forwarded(egress_wire.request(head))
-        with contextlib.suppress(egress_wire.Bad):
-            egress_wire.reply(head, asked)
-        with contextlib.suppress(egress_wire.Bad):
-            egress_wire.chunk(head[:20])
+        with contextlib.suppress(proxy_messages.BadRequest):
+            proxy_messages.build_request(proxy_messages.parse_request(head))
+        with contextlib.suppress(proxy_messages.BadRequest):
+            proxy_messages.parse_response(head, asked)
+        with contextlib.suppress(proxy_messages.BadRequest):
+            proxy_messages.parse_chunk_size(head[:20])
 
     fuzz(mutated(seeds) | st.binary(max_size=100), check)
 
@@ -296,7 +300,7 @@ REPLY = {
 def test_replies_of_engines() -> None:
     def check(data: bytes) -> None:
         for seen in (False, True):
-            with contextlib.suppress(WireError):
+            with contextlib.suppress(ReplyFormatError):
                 decode_reply(data, seen=seen)
 
     fuzz(messages([REPLY], sorted(_words(REPLY))), check)
@@ -313,7 +317,7 @@ def test_answers_of_sglang() -> None:
 
     def check(data: bytes) -> None:
         for read in (sglang._read, sglang._ids, sglang._entries, sglang._alternatives):
-            with contextlib.suppress(WireError, Complained):
+            with contextlib.suppress(ReplyFormatError, ErrorReply):
                 read(data)
 
     seeds: list[Any] = [answer, [4, 5], [entry, None], [[entry], None], {"error": {"message": "x"}}]
@@ -326,7 +330,7 @@ def test_streams_of_engines() -> None:
     def check(pieces: list[bytes]) -> None:
         events = Events()
         found = []
-        with contextlib.suppress(TooLong):
+        with contextlib.suppress(EventTooLong):
             for piece in pieces:
                 found += events.feed(piece)
             whole = Events().feed(b"".join(pieces))
@@ -357,15 +361,15 @@ def test_whole_and_streamed_replies_of_every_format(form: Format) -> None:
     words = sorted({word for seed in STREAMED for word in _words(seed)})
 
     def check(events: list[bytes]) -> None:
-        gathered = form.gather(Ask(request=prompt, model="", sampling=Sampling(), stream=True))
-        with contextlib.suppress(WireError, Complained):
+        gathered = form.stream_parser(prompt)
+        with contextlib.suppress(ReplyFormatError, ErrorReply):
             for event in events:
                 gathered.feed(b"data: " + event.replace(b"\n", b" ") + b"\n\n")
             if not gathered.ended():
                 gathered.reply(About())
         for event in events:
-            with contextlib.suppress(WireError, Complained):
-                form.decode(event, Ask(request=prompt, model="", sampling=Sampling()), About())
+            with contextlib.suppress(ReplyFormatError, ErrorReply):
+                form.decode(event, prompt, About())
 
     fuzz(st.lists(messages(STREAMED, words), min_size=1, max_size=4), check)
 
@@ -375,7 +379,7 @@ def test_metrics_of_engines() -> None:
         b'# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_waiting 1\n',
         b'vllm:generation_tokens_total{model_name="m"} 1e5\nsglang:num_running_reqs{a="\\"}"} 2\n',
     ]
-    fuzz(mutated(seeds) | st.binary(max_size=200), engine_load)
+    fuzz(mutated(seeds) | st.binary(max_size=200), parse_engine_load)
 
 
 # ---- datasets
@@ -408,9 +412,9 @@ def test_rows_of_code_tasks() -> None:
     def check(row: Any) -> None:
         if isinstance(row, dict):
             with contextlib.suppress(TaskError):
-                code_task(row)
+                parse_code_task(row)
         with contextlib.suppress(UsageError):
-            program_of(row)
+            parse_program(row)
 
     programs: list[Any] = [{"source": "x", "stdin": {"base64": "AA=="}, "files": {"a": "b"}, "argv": ["a"]}]
     shaped = st.sampled_from(ROWS + programs).flatmap(lambda row: retyped(row, ROW_WORDS))
@@ -469,8 +473,8 @@ def test_archives_of_tasks(tmp_path: Path) -> None:
 def test_layers_of_images() -> None:
     def check(data: bytes) -> None:
         left = [data]
-        reader = tars.Reader(lambda: left.pop() if left else b"")
-        with contextlib.suppress(tars.BadArchiveError):
+        reader = tar_stream.TarReader(lambda: left.pop() if left else b"")
+        with contextlib.suppress(tar_stream.BadArchiveError):
             for count, _ in enumerate(reader.entries()):
                 if count > 1000:
                     break

@@ -26,7 +26,6 @@ import uvloop
 
 from rookery.gateway import shard as shard_module
 from rookery.gateway.config import GatewayConfig, ShardSettings
-from rookery.gateway.credits import Credits
 from rookery.gateway.registry import Registry
 from rookery.gateway.session import Record, Role
 from rookery.gateway.shard import Shard
@@ -345,7 +344,7 @@ def registry_over(
     folder: Path, upstream: Upstream, mine: Callable[[str], bool] = lambda _: True, **more: Any
 ) -> Registry:
     """The sessions of a shard alone."""
-    role = Role(name="policy", upstream=upstream, model="m", credits=Credits(100))
+    role = Role(name="policy", upstream=upstream, model="m")
     return Registry(folder, "shard0", {"policy": role}, mine, **more)
 
 

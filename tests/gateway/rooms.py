@@ -4,22 +4,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rookery.core import Limits, Message, Sampling, ToolCall, Turn, floats, ints
-from rookery.gateway import Credits, Model, Role, Session
-from rookery.gateway.renderings.offloop import Offloop
-from rookery.gateway.renderings.protocol import Rendering
+from rookery.gateway import Model, Role, Session
+from rookery.gateway.chat_renderers.protocol import ChatRenderer
+from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 from rookery.gateway.session import Record
-from rookery.trajectories import Recorder, segments
+from rookery.trajectories import Recorder, build_segments
+from rookery.upstreams.pause import PausableUpstream
 from rookery.upstreams.protocol import (
     Delta,
-    Held,
     ModelReply,
     ModelRequest,
-    News,
+    OnDelta,
+    OnWait,
     PauseMode,
     Upstream,
     UpstreamInfo,
 )
-from rookery.upstreams.valve import Valve
 
 
 class Idle:
@@ -37,7 +37,11 @@ class Noting:
 
     def __init__(self, inner: Upstream) -> None:
         self.inner = inner
-        self.name, self.tokens_in, self.raw_in = inner.name, inner.tokens_in, inner.raw_in
+        self.name, self.accepts_tokens, self.accepts_raw_json = (
+            inner.name,
+            inner.accepts_tokens,
+            inner.accepts_raw_json,
+        )
         self.noted: list[tuple[ModelRequest, ModelReply]] = []
 
     @property
@@ -61,9 +65,14 @@ class Noting:
         await self.inner.close()
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
-        reply = await self.inner.complete(request, timeout=timeout, news=news, held=held)
+        reply = await self.inner.complete(request, timeout=timeout, on_delta=on_delta, on_wait=on_wait)
         self.noted.append((request, reply))
         return reply
 
@@ -71,7 +80,7 @@ class Noting:
 class Watched:
     """A rendering that counts how often it could not extend."""
 
-    def __init__(self, inner: Rendering) -> None:
+    def __init__(self, inner: ChatRenderer) -> None:
         self._inner = inner
         self.refused = 0
         self.extend = self._extend
@@ -91,9 +100,11 @@ class Script:
     With messages in, it renders them as a server does: by its own rendering.
     """
 
-    name, raw_in, tokens_in, version = "script", False, True, 3
+    name, accepts_raw_json, accepts_tokens, version = "script", False, True, 3
 
-    def __init__(self, answer: Callable[[ModelRequest], list[int]], rendering: Rendering, piece: int = 3) -> None:
+    def __init__(
+        self, answer: Callable[[ModelRequest], list[int]], rendering: ChatRenderer, piece: int = 3
+    ) -> None:
         self._answer = answer
         self._rendering = rendering
         self._piece = piece
@@ -109,7 +120,12 @@ class Script:
     async def close(self) -> None: ...
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
         ids = self._answer(request)
         most = request.sampling.max_tokens
@@ -118,15 +134,17 @@ class Script:
         prompt = request.tokens
         if not prompt:
             messages = [message for message in request.messages if isinstance(message, Message)]
-            prompt = self._rendering.render(messages, request.tools, request.tool_choice)  # type: ignore[arg-type]
+            prompt = self._rendering.render(messages, request.tools.schemas, request.tool_choice)
         chances = [-(token % 97) / 16 for token in ids]
         message = Message("assistant", "")
         if not request.tokens:
-            message = self._rendering.parse(prompt[-1024:], ints(ids), request.tools, at=len(prompt) // 4)  # type: ignore[arg-type]
-        for at in range(0, len(ids), self._piece) if news is not None else ():
+            message = self._rendering.parse(
+                prompt[-1024:], ints(ids), request.tools.schemas, prompt_length=len(prompt) // 4
+            )
+        for at in range(0, len(ids), self._piece) if on_delta is not None else ():
             part = slice(at, at + self._piece)
-            assert news is not None
-            await news(Delta(sampled=ints(ids[part]), logprobs=floats(chances[part])))
+            assert on_delta is not None
+            await on_delta(Delta(sampled=ints(ids[part]), logprobs=floats(chances[part])))
         told = request.want_tokens
         return ModelReply(
             message=message,
@@ -146,7 +164,7 @@ class Room:
     """A session, its turns and its calls."""
 
     upstream: Noting
-    valve: Valve
+    pausable: PausableUpstream
     session: Session
     rendering: Watched | None
     turns: list[Turn] = field(default_factory=list)
@@ -158,27 +176,26 @@ class Room:
 
 def room(
     upstream: Upstream,
-    rendering: Rendering | None = None,
+    rendering: ChatRenderer | None = None,
     record: Record = "tokens",
     limits: Limits | None = None,
     seed: int = 1,
     **sampling: object,
 ) -> Room:
     noting = Noting(upstream)
-    valve = Valve(noting)
+    pausable = PausableUpstream(noting)
     watched = Watched(rendering) if rendering is not None else None
     turns: list[Turn] = []
     role = Role(
         name="policy",
-        upstream=valve,
+        upstream=pausable,
         model="",
         sampling=Sampling(**sampling),  # type: ignore[arg-type]
-        credits=Credits(100),
         record=record,
-        rendering=Offloop(watched) if watched is not None else None,  # type: ignore[arg-type]
+        rendering=ThreadedRenderer(watched) if watched is not None else None,  # type: ignore[arg-type]
     )
     session = Session("0.0.1", {"policy": role}, limits or Limits(), Recorder("0.0.1", turns.append), Idle(), seed)
-    return Room(noting, valve, session, watched, turns)
+    return Room(noting, pausable, session, watched, turns)
 
 
 def whole(turns: list[Turn]) -> dict[int, bytes]:
@@ -202,9 +219,9 @@ def holds(room: Room) -> None:
     went = sorted((reply.prompt or request.tokens, reply.sampled, reply.logprobs) for request, reply in noted)
     assert sorted((prompts[turn.index], turn.sampled, turn.logprobs) for turn in turns) == went
     counts = room.session.recorder.counts
-    assert counts.turns == len(turns) == counts.roots + counts.extended + counts.drifted + counts.untold
+    assert counts.turns == len(turns) == counts.roots + counts.extended + counts.drifted + counts.without_tokens
     trained: list[int] = []
-    for segment in segments(turns):
+    for segment in build_segments(turns):
         n = len(segment.tokens) // 4
         assert (len(segment.mask), len(segment.logprobs)) == (n, 4 * n)
         trained += segment.turns
@@ -227,7 +244,7 @@ def exact(room: Room) -> None:
     assert rendering is not None
     assert room.session.rerendered == rendering.refused
     assert counts.drifted <= rendering.refused
-    assert counts.untold == 0
+    assert counts.without_tokens == 0
     bare = [turn for turn in room.turns if turn.parent is not None and not turn.prefix]
     assert len(bare) <= rendering.refused
     for request, _ in room.upstream.noted:

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import HealthCheck, settings
 
 from rookery.core import Finish, Message, ToolCall, ToolSchema, floats, ints
-from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, News, PauseMode, UpstreamInfo
+from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, OnDelta, PauseMode, UpstreamInfo
 
 WAIT: Final = 60.0
 """Nothing that a test waits for takes so long: who waits longer has failed."""
@@ -39,7 +39,7 @@ class Letters:
     """The chat format of letters, in the shape that the pipeline uses."""
 
     name = "letters"
-    stop = (ord(END),)
+    stop_token_ids = (ord(END),)
 
     async def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], choice: str | None) -> bytes:
         return letters(rendered(messages))
@@ -50,20 +50,24 @@ class Letters:
         return letters(rendered(new)) if sampled.endswith(letters(END)) else None
 
     @property
-    def rendering(self) -> "Letters":
-        """What runs off the loop and what does not: here they are one."""
+    def renderer(self) -> "Letters":
+        """The renderer itself: nothing here runs in a thread."""
         return self
 
-    async def parse(self, tail: bytes, sampled: bytes, tools: Sequence[ToolSchema], at: int = 0) -> Message:
+    async def parse(
+        self, tail: bytes, sampled: bytes, tools: Sequence[ToolSchema], prompt_length: int = 0
+    ) -> Message:
         return Message("assistant", _text(sampled))
 
-    def reader(self, tail: bytes, tools: Sequence[ToolSchema], at: int = 0) -> "LettersReader":
+    def new_reply_parser(
+        self, tail: bytes, tools: Sequence[ToolSchema], prompt_length: int = 0
+    ) -> "LettersReader":
         return LettersReader()
 
-    async def end(self, reader: "LettersReader", tokens: int = 0) -> tuple[Delta, Message]:
+    async def finish(self, reader: "LettersReader", tokens: int = 0) -> tuple[Delta, Message]:
         return Delta(), Message("assistant", reader.text)
 
-    def spelled(self, ids: bytes) -> list[bytes]:
+    def token_bytes(self, ids: bytes) -> list[bytes]:
         return [chr(token).encode() for token in memoryview(ids).cast("i").tolist()]
 
     def close(self) -> None: ...
@@ -88,7 +92,7 @@ def _text(sampled: bytes) -> str:
 
 @dataclass
 class Play:
-    """One answer: pieces for those who want its news, and how it ends."""
+    """One answer: pieces for those who want its on_delta, and how it ends."""
 
     text: str = "ok"
     calls: tuple[ToolCall, ...] = ()
@@ -175,9 +179,9 @@ class Scripted:
     """An upstream that plays what it was told, then its default for ever."""
 
     name = "scripted"
-    tokens_in = True
+    accepts_tokens = True
     version = 0
-    raw_in = True
+    accepts_raw_json = True
 
     def __init__(self, default: Play | str = "ok") -> None:
         self.default = Play(default) if isinstance(default, str) else default
@@ -196,7 +200,7 @@ class Scripted:
         return self.calls[count - 1]
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, **more: Any
+        self, request: ModelRequest, *, timeout: float, on_delta: OnDelta | None = None, **more: Any
     ) -> ModelReply:
         asked = Asked(request, self._script.popleft() if self._script else self.default)
         self.calls.append(asked)
@@ -206,8 +210,8 @@ class Scripted:
         try:
             for delta in play.deltas()[: play.after]:
                 await asked.step()
-                if news is not None:
-                    await news(delta)
+                if on_delta is not None:
+                    await on_delta(delta)
                 asked.told += 1
             await asked.step()
             if play.error is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Truncation, UpstreamError
-from rookery.upstreams import UpstreamConfig, hangs, open_upstream
+from rookery.upstreams import UpstreamConfig, hang_detector, open_upstream
 from tests.gateway.kit import Gateway, Registered, busy, said, served
 from tests.gateway.scripted import Play, Scripted
 from tests.servers import raw_server
@@ -91,7 +91,7 @@ async def test_a_deadline_cancels_the_call_and_truncates_the_session(
 async def test_a_deadline_at_a_hung_server_is_that_servers_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(hangs, "HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 1.0)
 
     async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read()

@@ -10,21 +10,20 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rookery.core import Finish, Message, Sampling, ToolCall, Turn, floats
 from rookery.gateway.dialects.chat import ChatDialect
-from rookery.gateway.dialects.protocol import Ask, BadRequestError
-from rookery.gateway.dialects.shared import PROBLEMS, finish_of
-from rookery.gateway.session import Reply
-from rookery.upstreams.protocol import CallDelta, Delta
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest
+from rookery.gateway.dialects.shared import OPENAI_ERRORS, get_finish_reason
+from rookery.upstreams.protocol import NO_TOOLS, CallDelta, Delta, ModelReply
 from tests.gateway.scripted import ANY_SPEED, letters, pieces_of
 
 DIALECT = ChatDialect()
 HELLO = {"role": "user", "content": "hello"}
 
 
-def ask(**fields: Any) -> Ask:
-    return DIALECT.ask(msgspec.json.encode({"messages": [HELLO], **fields}))
+def ask(**fields: Any) -> ClientRequest:
+    return DIALECT.parse_request(msgspec.json.encode({"messages": [HELLO], **fields}))
 
 
-def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **more: Any) -> Reply:
+def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **more: Any) -> ModelReply:
     n = len(sampled) // 4
     turn = Turn(
         attempt="x",
@@ -36,21 +35,30 @@ def reply(message: Message, finish: Finish = "stop", sampled: bytes = b"", **mor
         prompt_tokens=3,
         sampled_tokens=n,
     )
-    return Reply(message=message, finish=finish, turn=turn, **more)
+    return ModelReply(
+        message=message,
+        finish=finish,
+        sampled=sampled,
+        logprobs=turn.logprobs,
+        prompt_tokens=3,
+        sampled_tokens=n,
+        recorded_turn=turn,
+        **more,
+    )
 
 
 # ---- what is asked
 
 
 def test_a_request_is_read_with_its_messages_and_tools_as_they_came() -> None:
-    body = b'{"messages": [{ "role":"user",  "content": "x", "odd": 1}], "tools": [ {"type": "function"} ]}'
-    found = DIALECT.ask(body)
+    tool = b'{"type": "function", "function": { "name": "f"}}'
+    body = b'{"messages": [{ "role":"user",  "content": "x", "odd": 1}], "tools": [ %b ]}' % tool
+    found = DIALECT.parse_request(body)
     assert [bytes(one) for one in found.messages if isinstance(one, msgspec.Raw)] == [
         b'{ "role":"user",  "content": "x", "odd": 1}'
     ]
-    assert found.tools is not None
-    assert bytes(found.tools) == b'[ {"type": "function"} ]'
-    assert ask().tools is ask(tools=None).tools is None
+    assert [bytes(tool) for tool in found.tools.raw] == [tool]
+    assert ask().tools is ask(tools=None).tools is NO_TOOLS
 
 
 def test_null_means_what_is_not_said() -> None:
@@ -83,7 +91,7 @@ def test_what_sampling_engines_know_goes_on_as_it_is() -> None:
     asked = (
         b'{"messages": [{}], "frequency_penalty": 0.50, "logit_bias": { "5": 1 }, "response_format": {"a": [1]}}'
     )
-    extra = DIALECT.ask(asked).sampling.extra
+    extra = DIALECT.parse_request(asked).sampling.extra
     assert {name: bytes(value) for name, value in extra.items()} == {
         "frequency_penalty": b"0.50",
         "logit_bias": b'{ "5": 1 }',
@@ -154,7 +162,7 @@ def test_how_tools_are_chosen(choice: Any, expected: str) -> None:
 )
 def test_what_it_knows_and_cannot_read_is_an_error_in_words(body: bytes, where: str | None) -> None:
     with pytest.raises(BadRequestError) as caught:
-        DIALECT.ask(body)
+        DIALECT.parse_request(body)
     assert caught.value.where == where
     assert str(caught.value)
 
@@ -171,9 +179,9 @@ values = st.recursive(
 @settings(ANY_SPEED, max_examples=200)
 @given(st.binary(max_size=40) | values.map(msgspec.json.encode))
 def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(body: bytes) -> None:
-    found: Ask | str
+    found: ClientRequest | str
     try:
-        found = DIALECT.ask(body)
+        found = DIALECT.parse_request(body)
     except BadRequestError as error:
         found = str(error)
     assert found
@@ -194,7 +202,7 @@ def test_a_whole_answer_is_read_by_openais_own_library_as_from_openai(
     choices: list[tuple[Message, Finish]], logprobs: bool, ids: bool
 ) -> None:
     wish = ask(model="m", logprobs=logprobs, n=len(choices), return_token_ids=ids)
-    said = DIALECT.whole(
+    said = DIALECT.format_response(
         wish, [reply(message, finish, letters("ab"), prompt=letters("p")) for message, finish in choices]
     )
     found = ChatCompletion.model_validate_json(said, strict=True)
@@ -229,14 +237,14 @@ def test_a_stream_is_read_by_openais_own_library_as_from_openai(
     texts: list[str], calls: tuple[ToolCall, ...], finish: Finish, logprobs: bool, usage: bool
 ) -> None:
     wish = ask(stream=True, logprobs=logprobs, stream_options={"include_usage": usage})
-    answering = DIALECT.answering(wish)
+    answering = DIALECT.open_stream(wish)
     deltas = [piece for text in texts for piece in pieces_of(text, 3)]
     for at, call in enumerate(calls):
         deltas.append(Delta(tool_calls=(CallDelta(at, call.id, call.name),)))
         deltas += [Delta(tool_calls=(CallDelta(at, arguments=part),)) for part in call.arguments]
     done = reply(Message("assistant", "".join(texts), calls), finish, letters("".join(texts)))
-    data = b"".join(answering.piece(0, delta) for delta in deltas)
-    data += answering.end(0, done) + answering.done([done])
+    data = b"".join(answering.format_delta(0, delta) for delta in deltas)
+    data += answering.format_choice_end(0, done) + answering.format_end([done])
     chunks = read(data)
     assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
     if usage:
@@ -261,21 +269,21 @@ def test_a_stream_is_read_by_openais_own_library_as_from_openai(
 
 
 def test_a_choice_that_said_nothing_still_begins() -> None:
-    answering = DIALECT.answering(ask(stream=True))
+    answering = DIALECT.open_stream(ask(stream=True))
     done = reply(Message("assistant", ""))
-    (first, last) = read(answering.end(0, done) + answering.done([done]))
+    (first, last) = read(answering.format_choice_end(0, done) + answering.format_end([done]))
     assert (first.choices[0].delta.role, last.choices[0].finish_reason) == ("assistant", "stop")
 
 
 def test_no_event_is_a_comment_or_empty() -> None:
-    answering = DIALECT.answering(ask(stream=True))
-    assert answering.piece(0, Delta()).startswith(b"data: {")
-    assert answering.piece(0, Delta()) == b"", "nothing to tell is nothing written"
-    assert answering.piece(0, Delta(sampled=letters("x"))) == b""
+    answering = DIALECT.open_stream(ask(stream=True))
+    assert answering.format_delta(0, Delta()).startswith(b"data: {")
+    assert answering.format_delta(0, Delta()) == b"", "nothing to tell is nothing written"
+    assert answering.format_delta(0, Delta(sampled=letters("x"))) == b""
 
 
 def test_an_aborted_answer_ends_like_one_that_was_cut() -> None:
-    assert [finish_of(one) for one in ("stop", "length", "abort", "tool_calls")] == [
+    assert [get_finish_reason(one) for one in ("stop", "length", "abort", "tool_calls")] == [
         "stop", "length", "length", "tool_calls",
     ]  # fmt: skip
 
@@ -283,15 +291,15 @@ def test_an_aborted_answer_ends_like_one_that_was_cut() -> None:
 # ---- errors
 
 
-@pytest.mark.parametrize("problem", sorted(PROBLEMS))
+@pytest.mark.parametrize("problem", sorted(OPENAI_ERRORS))
 def test_an_error_has_openais_shape_and_only_what_a_retry_can_mend_a_status_that_is_retried(problem: Any) -> None:
-    status, body = DIALECT.error(problem, "said so", "messages")
+    status, body = DIALECT.format_error(problem, "said so", "messages")
     error = msgspec.json.decode(body)["error"]
     assert (error["message"], error["param"]) == ("said so", "messages")
     assert set(error) == {"message", "type", "param", "code"}
     retried = status in (408, 409, 429) or status >= 500
     assert retried == (problem in ("unavailable", "timeout", "upstream", "internal", "conflict"))
-    answering = DIALECT.answering(ask(stream=True))
-    event = answering.broken(problem, "said so")
+    answering = DIALECT.open_stream(ask(stream=True))
+    event = answering.format_failure(problem, "said so")
     assert msgspec.json.decode(event.removeprefix(b"data: "))["error"]["message"] == "said so"
     assert event.endswith(b"\n\n")

@@ -9,9 +9,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from rookery.core import Message, Sampling
-from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.protocol import Delta, ModelReply, ModelRequest, News
+from rookery.upstreams.protocol import Delta, ModelReply, ModelRequest, OnDelta
 from tests.gateway.dialects.kit import rendered
 from tests.gateway.kit import Gateway, Registered, served
 from tests.gateway.rooms import Script
@@ -179,22 +179,22 @@ class Stopping(Script):
     """An engine with the embedded policy's chat format, whose first streamed answer stops in the middle."""
 
     def __init__(self) -> None:
-        super().__init__(lambda _: [*b"hello world", chat.END], Embedded())
+        super().__init__(lambda _: [*b"hello world", chat.END], EmbeddedRenderer())
         self.first = True
 
-    async def complete(self, request: ModelRequest, *, news: News | None = None, **more: Any) -> ModelReply:
-        if news is None or not self.first:
-            return await super().complete(request, news=news, **more)
+    async def complete(self, request: ModelRequest, *, on_delta: OnDelta | None = None, **more: Any) -> ModelReply:
+        if on_delta is None or not self.first:
+            return await super().complete(request, on_delta=on_delta, **more)
         self.first, count = False, 0
 
         async def told(delta: Delta) -> None:
             nonlocal count
-            await news(delta)
+            await on_delta(delta)
             count += 1
             if count == 2:
                 await asyncio.Event().wait()
 
-        return await super().complete(request, news=told, **more)
+        return await super().complete(request, on_delta=told, **more)
 
 
 async def test_the_openai_library_closes_a_stream_and_continues_from_what_it_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rookery.core import Limits, RookeryError, Sampling
-from rookery.engine.doors import RunGateway
+from rookery.engine.run_services import RunGateway
 from rookery.gateway import client as gateway_client
 from rookery.gateway import door as doors
 from rookery.gateway.answers import wrong_in

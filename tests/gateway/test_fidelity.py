@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, ToolSchema
-from rookery.gateway import Reply
-from rookery.gateway.renderings.embedded import Embedded
-from rookery.trajectories import segments
+from rookery.gateway import ModelReply
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
+from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.protocol import Delta, ModelRequest
-from tests.gateway.renderings.support import TOOLS, numbers, rendering
+from tests.engine_standins import small_weights
+from tests.gateway.chat_renderers.support import TOOLS, numbers, rendering
 from tests.gateway.rooms import Room, Script, as_clients_do, exact, holds, room
-from tests.standins import small_weights
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 TOOLSETS: tuple[tuple[ToolSchema, ...], ...] = ((), (ADD,), TOOLS)
@@ -89,10 +89,10 @@ class Clients:
             else:
                 self.histories.append(follows)
 
-    async def _call(self, history: list[Message], tools: int, step: dict[str, Any]) -> Reply:
+    async def _call(self, history: list[Message], tools: int, step: dict[str, Any]) -> ModelReply:
         told: list[Delta] = []
 
-        async def news(delta: Delta) -> None:
+        async def on_delta(delta: Delta) -> None:
             told.append(delta)
 
         offered = TOOLSETS[tools]
@@ -101,7 +101,7 @@ class Clients:
             tools=offered,
             tool_choice=step["choice"] if offered and step["choice"] != "required" else None,
             sampling=Sampling(max_tokens=step["most"], stop=step["stop"]),
-            news=news if step["streams"] else None,
+            on_delta=on_delta if step["streams"] else None,
         )
         if step["streams"]:
             assert "".join(delta.content for delta in told) == (reply.message.text or "")
@@ -131,11 +131,11 @@ def test_in_tokens_mode_nothing_drifts_whatever_clients_do_to_their_histories(
 ) -> None:
     async def run() -> None:
         upstream = embedded(weights)
-        made = room(upstream, Embedded(), seed=seed)
+        made = room(upstream, EmbeddedRenderer(), seed=seed)
         try:
             await play(made, sequence)
         finally:
-            await made.valve.close()
+            await made.upstream.close()
         exact(made)
 
     asyncio.run(run())
@@ -151,7 +151,7 @@ def test_in_messages_mode_what_does_not_fit_is_counted_and_never_padded_over(
         try:
             await play(made, sequence)
         finally:
-            await made.valve.close()
+            await made.upstream.close()
         holds(made)
         drifts = [turn for turn in made.turns if turn.parent is not None and not turn.prefix]
         assert len(drifts) <= made.session.recorder.counts.drifted
@@ -182,7 +182,7 @@ def drawn(request: ModelRequest) -> list[int]:
     for text in chance.sample(PIECES, chance.randint(1, 3)):
         cut = chance.randint(0, len(text))
         ids += family.tokenizer.encode(text[:cut]) + family.tokenizer.encode(text[cut:])
-    return [*ids, family.stop[0]]
+    return [*ids, family.stop_token_ids[0]]
 
 
 @pytest.mark.needs("tokenizers")
@@ -202,7 +202,7 @@ def test_with_a_real_vocabulary_no_sampled_token_is_ever_tokenised_again(
 
 def scripted(*texts: str) -> Callable[[ModelRequest], list[int]]:
     family, left = rendering("qwen3"), list(texts)
-    return lambda _: [*family.tokenizer.encode(left.pop(0)), family.stop[0]]
+    return lambda _: [*family.tokenizer.encode(left.pop(0)), family.stop_token_ids[0]]
 
 
 THOUGHT = "<think>\nOslo, then.\n</think>\n\n"
@@ -227,7 +227,7 @@ async def test_a_template_that_drops_reasoning_drifts_in_messages_mode_and_not_i
     exact(rendered)
     assert rendered.session.recorder.counts.drifted == 0
     assert [turn.prefix > 0 for turn in rendered.turns] == [False, True]
-    (segment,) = segments(rendered.turns)
+    (segment,) = build_segments(rendered.turns)
     assert segment.turns == (0, 1)
 
     served = room(Script(scripted(*TWO), family), record="messages")
@@ -237,7 +237,7 @@ async def test_a_template_that_drops_reasoning_drifts_in_messages_mode_and_not_i
     assert (counts.drifted, counts.extended) == (1, 0)
     assert [(turn.parent, turn.prefix) for turn in served.turns] == [(None, 0), (0, 0)]
     assert served.turns[1].prompt == served.upstream.noted[1][1].prompt  # all of it, as the server had it
-    assert [segment.turns for segment in segments(served.turns)] == [(0,), (1,)]
+    assert [segment.turns for segment in build_segments(served.turns)] == [(0,), (1,)]
 
 
 @pytest.mark.needs("tokenizers")
@@ -251,12 +251,12 @@ async def test_an_answer_that_was_cut_off_is_not_continued_as_if_it_had_ended() 
     exact(made)
     prompt = made.upstream.noted[1][0].tokens
     if second.turn.prefix:  # extended: then its end was put there by us, and does not train
-        (segment,) = segments(made.turns)
+        (segment,) = build_segments(made.turns)
         assert segment.mask.count(1) == 4 + len(second.turn.sampled) // 4
         added = numbers(prompt[len(first.turn.prompt) + 16 :])
-        assert family.stop[0] in added[: len(added) // 2]
+        assert family.stop_token_ids[0] in added[: len(added) // 2]
     else:
-        assert len(segments(made.turns)) == 2
+        assert len(build_segments(made.turns)) == 2
 
 
 # ---- other modes, other shapes
@@ -267,19 +267,19 @@ async def test_in_plain_mode_there_are_no_ids() -> None:
     try:
         reply = await made.policy.chat("What is 2 + 2?")
     finally:
-        await made.valve.close()
+        await made.upstream.close()
     assert not made.upstream.noted[0][0].want_tokens
     assert reply.text
     assert reply.turn.sampled_tokens > 0
     assert (reply.turn.prompt, reply.turn.sampled, reply.turn.logprobs) == (b"", b"", b"")
-    assert segments(made.turns) == []
+    assert build_segments(made.turns) == []
 
 
 async def test_other_roles_train_nothing_and_share_nothing() -> None:
-    made = room(embedded("own"), Embedded())
+    made = room(embedded("own"), EmbeddedRenderer())
     try:
         await made.policy.chat("hello")
-        assert [segment.turns for segment in segments(made.turns)] == [(0,)]
-        assert segments(made.turns, "judge") == []
+        assert [segment.turns for segment in build_segments(made.turns)] == [(0,)]
+        assert build_segments(made.turns, "judge") == []
     finally:
-        await made.valve.close()
+        await made.upstream.close()

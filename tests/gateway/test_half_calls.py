@@ -8,7 +8,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from rookery.core import Finish, Message, ToolCall
-from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.gateway.sent import HeldCalls, without_half_call
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import CallDelta
@@ -80,7 +80,7 @@ async def test_no_dialect_gives_a_half_written_call_at_length(
 async def test_a_half_written_call_is_kept_as_tokens_and_the_conversation_goes_on_exactly(
     tmp_path: Path, stream: bool
 ) -> None:
-    script = Script(lambda _: [*b"so", chat.CALL, *b'look{"at": "somewhere"}', chat.END], Embedded())
+    script = Script(lambda _: [*b"so", chat.CALL, *b'look{"at": "somewhere"}', chat.END], EmbeddedRenderer())
     async with rendered(tmp_path, script) as (gateway, _):
         session = await gateway.register()
         answer = await gateway.chat(session, HELLO, tools=CHAT_TOOLS, max_tokens=12, stream=stream)

@@ -16,7 +16,7 @@ import pytest
 from rookery.core import RookeryError, SandboxSpec
 from rookery.gateway.handed import Giver
 from rookery.gateway.shards import Gateway
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
 from tests.cli.sandbox_kit import boxes
 from tests.gateway.shard_kit import ADMIN, HI, SECONDS, eventually, gateway, kill, owned_by, reborn
@@ -273,7 +273,7 @@ async def test_a_listener_whose_giver_is_gone_is_served_no_more() -> None:
 async def box(boxes: None, tmp_path: Path) -> AsyncIterator[LocalSandbox]:
     folder = tmp_path / "sandboxes"
     folder.mkdir()
-    provider = LocalProvider(Home(folder=folder, run=f"run-{os.getpid()}-{tmp_path.name}"))
+    provider = LocalProvider(ProviderHome(folder=folder, run=f"run-{os.getpid()}-{tmp_path.name}"))
     try:
         yield await provider.create(MODEL, attempt="a")
     finally:
@@ -312,7 +312,7 @@ async def test_a_program_in_a_box_calls_its_own_session_and_reaches_nothing_else
         assert len(await recorded(served, mine)) == 3
         assert await recorded(served, theirs) == []
         served.take(mine)
-        box.unlisten()
+        box.refuse_connections()
         assert await agent(box, ("/v1/chat/completions", "any")) == ["ConnectionRefusedError"]
 
 

@@ -11,17 +11,16 @@ import pytest
 
 from rookery import Engine
 from rookery.core import Limits, Message, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, ints
-from rookery.gateway import Reply
+from rookery.gateway import ModelReply
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.gateway.config import GatewayConfig, format_of, settled_format
-from rookery.gateway.renderings.embedded import Embedded
-from rookery.gateway.session import Call
 from rookery.gateway.shards import Gateway
-from rookery.trajectories import segments
+from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig, open_upstream
 from rookery.upstreams.embedded.upstream import builtin
-from rookery.upstreams.protocol import Delta
+from rookery.upstreams.protocol import Delta, ModelRequest
+from tests.engine_standins import StandinServer, small_weights, standin
 from tests.gateway.rooms import Room, exact, holds, room, whole
-from tests.standins import StandinServer, small_weights, standin
 from tests.upstreams.embedded_reference import logprobs
 
 KINDS = ("embedded", "vllm", "sglang")
@@ -49,8 +48,8 @@ async def place(kind: str, weights: str | None = "small", **options: Any) -> Asy
             server = await stack.enter_async_context(standin(kind, weights=weights))  # type: ignore[arg-type]
             url = server.root
         upstream = open_upstream(UpstreamConfig(kind=kind, urls=(url,)))
-        made = room(upstream, **{"rendering": Embedded(), "max_tokens": 24, "seed": 5, **options})
-        stack.push_async_callback(made.valve.close)
+        made = room(upstream, **{"rendering": EmbeddedRenderer(), "max_tokens": 24, "seed": 5, **options})
+        stack.push_async_callback(made.upstream.close)
         yield Place(made, server)
 
 
@@ -77,14 +76,14 @@ class Told:
         return b"".join(parts) if name in ("sampled", "logprobs") else "".join(parts)
 
 
-async def conversation(made: Room, streams: bool = False) -> list[Reply]:
+async def conversation(made: Room, streams: bool = False) -> list[ModelReply]:
     """Three turns, a branch of the second, and the first asked twice at once."""
     history = [Message("system", "You help."), Message("user", "What is 2 + 3?")]
     replies = []
 
-    async def ask(messages: list[Message], seed: int) -> Reply:
+    async def ask(messages: list[Message], seed: int) -> ModelReply:
         return await made.policy.chat(
-            messages, tools=(ADD,), sampling=Sampling(seed=seed), news=Told() if streams else None
+            messages, tools=(ADD,), sampling=Sampling(seed=seed), on_delta=Told() if streams else None
         )
 
     for seed, text in enumerate(("What is 7 + 5?", "And 9?", "What is 1 + 1?")):
@@ -125,7 +124,7 @@ async def _is_the_engines(here: Place) -> None:
         chances = logprobs(weights, ids.tolist())[np.arange(start - 1, len(ids) - 1), ids[start:]]
         np.testing.assert_allclose(np.frombuffer(turn.logprobs, "<f4"), chances, atol=1e-3)
     if here.server is not None:
-        name = "token_ids" if here.server.speaks == "vllm" else "input_ids"
+        name = "token_ids" if here.server.engine_name == "vllm" else "input_ids"
         bodies = [each["body"] for each in await here.server.requests() if "generate" in each["path"]]
         assert sorted(ints(body[name]) for body in bodies) == sorted(prompts.values())
 
@@ -157,7 +156,7 @@ async def test_streamed_or_not_a_turn_is_the_same_and_what_was_told_begins_it(
         async with place(kind, stop=stop, max_tokens=48) as one:
             told = Told()
             reply = await one.room.policy.chat(
-                "hello", tools=(ADD,), sampling=Sampling(seed=4), news=told if streams else None
+                "hello", tools=(ADD,), sampling=Sampling(seed=4), on_delta=told if streams else None
             )
             replies.append(reply)
             exact(one.room)
@@ -184,7 +183,7 @@ async def test_where_the_engine_renders_the_prompt_is_its_own_or_nobodys(kind: s
             assert all(request.tokens == b"" for request, _ in one.room.upstream.noted)
         else:
             assert [(turn.prompt, turn.sampled, turn.logprobs) for turn in turns] == [(b"", b"", b"")] * len(turns)
-            assert segments(turns) == []
+            assert build_segments(turns) == []
             assert all(turn.sampled_tokens > 0 for turn in turns)
 
 
@@ -193,16 +192,16 @@ async def test_where_the_engine_renders_the_prompt_is_its_own_or_nobodys(kind: s
 
 async def test_a_listener_that_breaks_at_any_piece_leaves_no_turn(here: Place) -> None:
     whole, tellings = Told(), 0
-    await here.room.policy.chat("hello", news=whole, sampling=Sampling(seed=1))
+    await here.room.policy.chat("hello", on_delta=whole, sampling=Sampling(seed=1))
     assert len(whole.deltas) > 1
     recorded = len(here.room.turns)
     for piece in range(len(whole.deltas)):  # how tokens share pieces is the engine's and the network's
         try:
-            await here.room.policy.chat("hello", news=Told(piece), sampling=Sampling(seed=1))
+            await here.room.policy.chat("hello", on_delta=Told(piece), sampling=Sampling(seed=1))
             recorded += 1
         except ConnectionResetError:
             tellings += 1
-        assert here.room.valve.under_way == 0
+        assert here.room.pausable.in_flight == 0
         assert len(here.room.turns) == recorded
     assert tellings > 1
     await here.room.policy.chat("hello")
@@ -212,20 +211,20 @@ async def test_a_listener_that_breaks_at_any_piece_leaves_no_turn(here: Place) -
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("then", ["die", "half_event", "end", "garbage"])
 async def test_a_stream_that_breaks_at_any_event_is_no_turn(kind: str, then: str) -> None:
-    async with place(kind, rendering=Embedded()) as one:
+    async with place(kind, rendering=EmbeddedRenderer()) as one:
         assert one.server is not None
         for events in range(1, 6):
             await one.server.fault(after_events=events, then=then)
             told = Told()
             with pytest.raises(UpstreamError):
-                await one.room.policy.chat("hello", news=told, sampling=LONGER)
+                await one.room.policy.chat("hello", on_delta=told, sampling=LONGER)
             assert told.all("sampled") or then == "garbage"  # which may come in one read with what is whole
             assert one.room.turns == []
         assert one.room.session.turns == 0
         if then == "garbage":  # a server that speaks something else is not asked again
             return
         await one.server.fault(after_events=0, then=then)
-        reply = await one.room.policy.chat("hello", news=(told := Told()), sampling=LONGER)
+        reply = await one.room.policy.chat("hello", on_delta=(told := Told()), sampling=LONGER)
         assert told.all("sampled") == reply.turn.sampled  # nothing was told before it broke: it was asked again
         assert one.room.turns == [reply.turn]
 
@@ -237,12 +236,12 @@ async def test_an_answer_that_is_not_heard_to_its_end_is_not_recorded(here: Plac
         began.set()
         await asyncio.Event().wait()
 
-    call = asyncio.create_task(here.room.policy.chat("hello", news=slow))
+    call = asyncio.create_task(here.room.policy.chat("hello", on_delta=slow))
     await began.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (here.room.turns, here.room.valve.under_way) == ([], 0)
+    assert (here.room.turns, here.room.pausable.in_flight) == ([], 0)
     if here.server is not None:
         await here.server.until(0)
 
@@ -267,14 +266,14 @@ async def test_ids_that_a_caller_brings_are_the_prompt(here: Place) -> None:
     more = await here.room.policy.complete(follows)
     assert (more.turn.parent, more.turn.prefix, more.turn.prompt) == (0, len(follows) // 4 - 1, ints([33]))
     holds(here.room)
-    (segment,) = segments(here.room.turns)
+    (segment,) = build_segments(here.room.turns)
     assert segment.turns == (0, 1)
 
 
 async def test_several_choices_are_turns_of_their_own_that_share_their_prompt(here: Place) -> None:
     made = here.room
     role = made.session.roles["policy"]
-    call = Call(messages=(Message("user", "hello"),), sampling=Sampling(max_tokens=8))
+    call = ModelRequest(messages=(Message("user", "hello"),), sampling=Sampling(max_tokens=8))
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(made.session.call(role, call)) for _ in range(3)]
     replies = [task.result() for task in tasks]
@@ -304,12 +303,12 @@ WRONG: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
     (
         policy(),
         {"record": "tokens", "rendering": {"name": "qwen9"}},
-        "there is no rendering 'qwen9'; known: auto,",
+        "'qwen9'; known: auto,",
     ),
     (policy(), {"record": "tokens", "rendering": {"tokenizer": NOWHERE}}, f"there is no tokenizer at '{NOWHERE}'"),
-    (policy(), {"record": "tokens", "rendering": {"name": "qwen3"}}, "no tokenizer is named"),
-    (policy(), {"record": "tokens", "rendering": {"colour": "red"}}, "a chat format has no setting 'colour'"),
-    (policy(), {"record": "tokens", "rendering": {"name": 3}}, "the chat format cannot be used"),
+    (policy(), {"record": "tokens", "rendering": {"name": "qwen3"}}, "no tokenizer"),
+    (policy(), {"record": "tokens", "rendering": {"colour": "red"}}, "'colour'"),
+    (policy(), {"record": "tokens", "rendering": {"name": 3}}, "chat format"),
     (policy(), {"record": "messages", "rendering": {"name": "embedded"}}, "leave it out to record messages"),
     (policy(), {"record": "plain", "rendering": {"name": "embedded"}}, "leave it out to record plain"),
     (
@@ -366,10 +365,10 @@ async def test_an_upstream_that_takes_no_ids_is_refused_before_anything_is_admit
 
     def without(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        self.tokens_in = False
+        self.accepts_tokens = False
 
     monkeypatch.setattr(EmbeddedUpstream, "__init__", without)
-    with pytest.raises(UsageError, match="embedded takes no token ids: record messages or plain"):
+    with pytest.raises(UsageError, match=r"embedded .*token IDs.*messages or plain"):
         await made.__aenter__()
     assert not (tmp_path / "runs").exists()
 
@@ -379,7 +378,7 @@ async def test_a_run_of_the_embedded_policy_records_tokens_and_leaves_no_thread(
 
     from rookery.engine import executor
 
-    assert executor.NEVER > 1e8
+    assert executor.NO_DEADLINE > 1e8
     before = set(threading.enumerate())
     async with Engine("arithmetic", policy="embedded", record="tokens", runners=0, out=tmp_path / "runs") as made:
         groups = [group async for group in made.groups([{"prompt": "x" * LONG, "answer": 1}])]

@@ -16,8 +16,9 @@ from rookery.core import JournalError, Message, StageClock, Truncation, Turn, Us
 from rookery.gateway.registration import Opened, Registration, check
 from rookery.gateway.registry import MAX_PAST, Registry, owner
 from rookery.gateway.seat import REPLAYED, Seat, choice_key
-from rookery.gateway.session import Call, Role
+from rookery.gateway.session import Role
 from rookery.journal.tokens import TokenWriter, encode_turn
+from rookery.upstreams.protocol import ModelRequest
 from tests.gateway.kit import registry_over, served
 from tests.gateway.scripted import Play, Scripted
 
@@ -28,7 +29,7 @@ def message(role: str, content: str) -> msgspec.Raw:
 
 async def asked(registry: Registry, seat: Seat, *messages: msgspec.Raw, key: str = "") -> Turn:
     session = registry.session(seat)
-    return (await session.call(session.roles["policy"], Call(messages=messages, key=key))).turn
+    return (await session.call(session.roles["policy"], ModelRequest(messages=messages), key=key)).turn
 
 
 def tail(folder: Path, part: str) -> Path:
@@ -340,7 +341,7 @@ async def test_an_ended_session_records_nothing_and_keeps_its_record(tmp_path: P
     seat, _ = registry.open(Registration(id="x"))
     turn = await asked(registry, seat, message("user", "hello"))
     session = registry.session(seat)
-    place = session.recorder.find("policy", (message("user", "late"),))
+    place = session.recorder.match_history("policy", (message("user", "late"),))
     registry.end(seat, "cancelled")
     registry.end(seat, "cancelled")
     with pytest.raises(Exception, match="is past"):

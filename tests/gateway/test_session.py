@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rookery.core import Limits, Message, RookeryError, Sampling, Truncation, Turn, UpstreamError, UsageError, ints
-from rookery.gateway import Credits, Model, Reply, Role, Session
+from rookery.gateway import Model, ModelReply, Role, Session
 from rookery.trajectories import Recorder
-from rookery.upstreams.protocol import Held, ModelReply, ModelRequest, News, PauseMode, UpstreamInfo
-from rookery.upstreams.valve import Valve
+from rookery.upstreams.concurrency_gate import ConcurrencyGate
+from rookery.upstreams.pause import PausableUpstream
+from rookery.upstreams.protocol import ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
 
 ANSWER = ModelReply(
     message=Message("assistant", "ok"),
@@ -27,11 +29,12 @@ class Upstream:
     """Answers when the test says so."""
 
     name = "scripted"
-    tokens_in = True
-    raw_in = True
+    accepts_tokens = True
+    accepts_raw_json = True
     version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, concurrency: int = 100) -> None:
+        self.gate = ConcurrencyGate(concurrency)
         self.requests: list[ModelRequest] = []
         self.pending: list[asyncio.Future[ModelReply]] = []
         self.at_once: ModelReply | BaseException | None = ANSWER
@@ -47,8 +50,20 @@ class Upstream:
     async def thaw(self, *, timeout: float) -> None: ...
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
+        queued = await self.gate.acquire(on_wait)
+        try:
+            return structs.replace(await self._answer(request), queued=queued)
+        finally:
+            self.gate.release()
+
+    async def _answer(self, request: ModelRequest) -> ModelReply:
         self.requests.append(request)
         self.came.set()
         if isinstance(self.at_once, BaseException):
@@ -92,20 +107,18 @@ class Watch:
 class Room:
     """A session with everything it needs."""
 
-    def __init__(self, limits: Limits | None = None, places: int = 100, **sampling: Any) -> None:
-        self.upstream = Upstream()
-        self.valve = Valve(self.upstream)
+    def __init__(self, limits: Limits | None = None, concurrency: int = 100, **sampling: Any) -> None:
+        self.upstream = Upstream(concurrency)
+        self.pausable = PausableUpstream(self.upstream)
         self.watch = Watch()
-        self.credits = Credits(places)
         self.turns: list[Turn] = []
         self.session = Session(
             "0.0.1",
             {
                 name: Role(
                     name=name,
-                    upstream=self.valve,
+                    upstream=self.pausable,
                     model="m",
-                    credits=self.credits,
                     sampling=Sampling(**sampling),
                 )
                 for name in ("policy", "judge")
@@ -119,12 +132,11 @@ class Room:
     def policy(self) -> Model:
         return self.session.model("policy")
 
-    def idle(self, places: int = 100) -> None:
-        """Nothing is under way and nothing is held."""
-        assert (self.watch.holds, self.watch.waits.get("model", 0), self.valve.under_way) == (0, 0, 0)
+    def idle(self) -> None:
+        """Check that no call is in flight, no clock is stopped and no slot of the gate is taken."""
+        assert (self.watch.holds, self.watch.waits.get("model", 0), self.pausable.in_flight) == (0, 0, 0)
         assert self.upstream.pending == []
-        self.credits.resize(places)
-        assert [self.credits.take_now() for _ in range(places + 1)] == [True] * places + [False]
+        assert (self.upstream.gate.taken, self.upstream.gate.waiting) == (0, 0)
 
 
 @pytest.fixture
@@ -142,7 +154,7 @@ async def settle() -> None:
 
 async def test_a_call_that_was_answered_is_recorded_once_before_its_answer_reaches_the_caller(room: Room) -> None:
     reply = await room.policy.chat("hello")
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, ModelReply)
     assert room.turns == [reply.turn]
     assert (reply.text, reply.finish, reply.tool_calls) == ("ok", "stop", ())
     assert (reply.turn.prompt, reply.turn.sampled) == (ANSWER.prompt, ANSWER.sampled)
@@ -196,7 +208,7 @@ async def test_calls_made_side_by_side_do_not_pass_the_turns() -> None:
     for answer in list(room.upstream.pending):
         answer.set_result(ANSWER)
     done = await asyncio.gather(*calls, return_exceptions=True)
-    assert [isinstance(each, Reply) for each in done].count(True) == 3
+    assert [isinstance(each, ModelReply) for each in done].count(True) == 3
     assert [isinstance(each, Truncation) for each in done].count(True) == 2
     assert (room.session.turns, room.session.truncated) == (3, "turns")
     room.idle()
@@ -276,18 +288,18 @@ async def test_sampling_of_the_call_goes_over_the_roles() -> None:
 
 
 async def test_a_paused_upstream_starts_no_call_and_holds_the_clock(room: Room) -> None:
-    await room.valve.pause("drain")
+    await room.pausable.pause("drain")
     call = asyncio.create_task(room.policy.chat("x"))
     await settle()
     assert (room.upstream.requests, room.watch.holds, room.watch.waits) == ([], 1, {"model": 1})
-    await room.valve.resume()
+    await room.pausable.resume()
     await call
     assert call.result().turn.queued > 0
     room.idle()
 
 
-async def test_waiting_for_a_credit_is_not_the_attempts_time() -> None:
-    room = Room(places=1)
+async def test_waiting_for_the_concurrency_gate_is_not_the_attempts_time() -> None:
+    room = Room(concurrency=1)
     room.upstream.at_once = None
     first, second = (asyncio.create_task(room.policy.chat(text)) for text in "ab")
     await settle()
@@ -298,11 +310,11 @@ async def test_waiting_for_a_credit_is_not_the_attempts_time() -> None:
     assert (room.watch.holds, len(room.upstream.pending)) == (0, 1)
     room.upstream.pending[0].set_result(ANSWER)
     await second
-    room.idle(1)
+    room.idle()
 
 
 async def test_a_closed_session_starts_no_call_and_leaves_none_running() -> None:
-    room = Room(places=2)
+    room = Room(concurrency=2)
     room.upstream.at_once = None
     calls = [asyncio.create_task(room.policy.chat("x")) for _ in range(4)]
     await settle()
@@ -313,7 +325,7 @@ async def test_a_closed_session_starts_no_call_and_leaves_none_running() -> None
     with pytest.raises(RookeryError, match=r"attempt 0\.0\.1 has ended"):
         await room.policy.chat("late")
     assert room.turns == []
-    room.idle(2)
+    room.idle()
 
 
 async def test_closing_from_inside_a_stage_does_not_cancel_the_stage(room: Room) -> None:
@@ -336,14 +348,14 @@ steps = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 3), st.none() | st.integers(1, 4), steps, st.booleans())
 @example(1, None, [("call", 0), ("tick", 0), ("call", 0), ("tick", 0), ("cancel", 1), ("answer", 0)], False)
-def test_holds_waits_credits_and_records_balance_on_every_path(
-    places: int, turns: int | None, sequence: list[tuple[str, int]], close: bool
+def test_holds_waits_slots_and_records_balance_on_every_path(
+    concurrency: int, turns: int | None, sequence: list[tuple[str, int]], close: bool
 ) -> None:
     async def play() -> None:
-        room = Room(Limits(turns=turns), places=places)
+        room = Room(Limits(turns=turns), concurrency=concurrency)
         up = room.upstream
         up.at_once = None
-        calls: list[asyncio.Task[Reply]] = []
+        calls: list[asyncio.Task[ModelReply]] = []
         answered = 0
         for kind, which in sequence:
             match kind:
@@ -359,7 +371,7 @@ def test_holds_waits_credits_and_records_balance_on_every_path(
                 case "cancel" if calls:
                     calls[which % len(calls)].cancel()
             await settle() if kind == "tick" else await asyncio.sleep(0)
-            assert len(up.pending) <= places
+            assert len(up.pending) <= concurrency
         if close:
             room.session.close()
         while not all(call.done() for call in calls):
@@ -376,6 +388,6 @@ def test_holds_waits_credits_and_records_balance_on_every_path(
         assert len({turn.index for turn in room.turns}) == answered
         policy = sum(turn.role == "policy" for turn in room.turns)
         assert room.session.turns == policy <= (turns or policy)
-        room.idle(places)
+        room.idle()
 
     asyncio.run(play())

@@ -8,9 +8,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rookery.core.errors import behind
+from rookery.core.errors import unwrap_group
 from rookery.gateway import shards, siblings
 from rookery.gateway.http import Request
+from tests.engine_standins import standin
 from tests.gateway.shard_kit import (
     ADMIN,
     HI,
@@ -26,7 +27,6 @@ from tests.gateway.shard_kit import (
     said,
 )
 from tests.servers import Answer, ModelServer
-from tests.standins import standin
 
 N = 3
 
@@ -226,26 +226,26 @@ async def test_what_all_are_told_is_waited_for_and_an_error_where_one_that_lives
     request = Request("POST", "/pause", "", {}, b"{}", "")
     me = siblings.Siblings(tmp_path, 0, 2)
     try:
-        await me.told(request, 5.0)  # nobody is there: it will read what was written
+        await me.broadcast(request, 5.0)  # nobody is there: it will read what was written
         app = web.Application()
         app.router.add_post("/pause", answer)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.UnixSite(runner, str(siblings.socket_of(tmp_path, 1))).start()
         try:
-            telling = asyncio.create_task(me.told(request, SECONDS))
+            telling = asyncio.create_task(me.broadcast(request, SECONDS))
             await asyncio.wait({telling}, timeout=0.1)
             assert not telling.done()
             go.set()
             await telling
             status = 503
             with pytest.raises(BaseExceptionGroup) as raised:
-                await me.told(request, SECONDS)
-            assert "shard 1: the engine is gone" in str(behind(raised.value))
+                await me.broadcast(request, SECONDS)
+            assert "shard 1: the engine is gone" in str(unwrap_group(raised.value))
             go.clear()
             with pytest.raises(BaseExceptionGroup) as raised:
-                await me.told(request, 0.05)
-            assert "shard 1 did not do it within 0.05 seconds" in str(behind(raised.value))
+                await me.broadcast(request, 0.05)
+            assert "shard 1 did not do it within 0.05 seconds" in str(unwrap_group(raised.value))
         finally:
             go.set()
             await runner.cleanup()

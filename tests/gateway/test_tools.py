@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.core import ToolSchema
+from rookery.core import Message, ToolSchema
 from rookery.gateway import tools
 from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in, tools_of
+from rookery.upstreams import ModelRequest
+from rookery.upstreams.openai_format import encode_request
 from tests.gateway.scripted import ANY_SPEED
 
 
@@ -28,7 +30,8 @@ def test_a_function_is_read_and_kept_as_it_was_written() -> None:
     found = tools_in(written)
     assert found.schemas == (ToolSchema("look", "", {}),)
     assert [bytes(one) for one in found.raw] == [written[1:-1]]
-    assert found.outgoing == found.raw
+    body = encode_request(ModelRequest(messages=(Message("user", "hi"),), tools=found))
+    assert b'"tools":' + written in body
 
 
 def test_tools_that_were_seen_just_before_are_read_once() -> None:

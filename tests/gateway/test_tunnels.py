@@ -15,7 +15,7 @@ import pytest
 
 from rookery import Engine
 from rookery.core import RookeryError, UsageError
-from rookery.engine import doors
+from rookery.engine import run_services
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import SshTunnel, Tunnel, Tunnels, tunnel_of
 from tests.gateway.shard_kit import eventually, gateway
@@ -318,10 +318,10 @@ async def test_who_comes_while_the_last_one_leaves_has_a_tunnel_of_its_own() -> 
 async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
     async with ModelServer() as model:
         async with Engine(
-            "tests.engine.door_envs:Far",
+            "tests.engine.gateway_envs:Far",
             policy=f"{model.url}/v1",
             out=tmp_path / "runs",
             runners=0,

@@ -99,5 +99,5 @@ def test_killed_before_the_first_commit_is_said_so(run: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(run)], check=False).returncode == -9
     from rookery.core import JournalError
 
-    with pytest.raises(JournalError, match="ended before it began"):
+    with pytest.raises(JournalError, match="is empty"):
         RunReader(run)

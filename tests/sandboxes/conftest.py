@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes import Home, procs
-from rookery.sandboxes.subprocess import SubprocessProvider
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import ProviderHome
+from rookery.sandboxes.subprocess_provider import SubprocessProvider
 
 
 def processes_of(run: str) -> list[int]:
     """Every process that carries the marker of one of the run's sandboxes."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if (procs.variable_of(pid, procs.MARKER) or "").startswith(f"{run}/")]
+    return [
+        pid
+        for pid in pids
+        if (processes.read_variable(pid, processes.SANDBOX_VARIABLE) or "").startswith(f"{run}/")
+    ]
 
 
 def orphans_of(folder: Path) -> list[int]:
@@ -29,12 +34,12 @@ def orphans_of(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
+def home(tmp_path: Path) -> Iterator[ProviderHome]:
     run = f"run-{os.getpid()}-{tmp_path.name}"
     folder = tmp_path / "sandboxes"
     folder.mkdir()
     before = len(os.listdir("/proc/self/fd"))
-    yield Home(folder=folder, run=run)
+    yield ProviderHome(folder=folder, run=run)
     assert processes_of(run) == []
     assert orphans_of(folder) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
@@ -43,7 +48,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @pytest.fixture
-async def provider(home: Home) -> AsyncIterator[SubprocessProvider]:
+async def provider(home: ProviderHome) -> AsyncIterator[SubprocessProvider]:
     made = SubprocessProvider(home)
     yield made
     await made.close()

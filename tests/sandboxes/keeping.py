@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.hostile.look import keeper_of, look_at
 
@@ -68,7 +68,7 @@ def processes_in(names: list[str]) -> list[int]:
 
 
 async def main(folder: str) -> None:
-    provider = LocalProvider(Home(folder=Path(folder), run="keeper"))
+    provider = LocalProvider(ProviderHome(folder=Path(folder), run="keeper"))
     known = await busy(provider, 3)
     sys.stdout.write(json.dumps({"keeper": await keeper_of(provider), "boxes": known}) + "\n")
     sys.stdout.flush()

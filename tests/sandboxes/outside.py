@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rookery.sandboxes.egress import Outside, Proxy
-from rookery.sandboxes.egress_rules import Address, Rules
+from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
+from rookery.sandboxes.egress.rules import Address, EgressRules
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 GOOD, OTHER = "93.184.216.34", "93.184.216.35"
 
 
-class Mapped(Outside):
+class Mapped(Resolver):
     """Each address is one here, or refuses."""
 
     def __init__(self, names: dict[str, list[str]], ports: dict[str, int]) -> None:
@@ -81,10 +81,10 @@ async def served(talk: Talk) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def proxy(outside: Outside, *rules: str) -> AsyncIterator[tuple[Proxy, int]]:
+async def proxy(outside: Resolver, *rules: str) -> AsyncIterator[tuple[EgressProxy, int]]:
     """One that serves a listener of the host, and its port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    made = Proxy(listener, Rules.of(rules), "box", outside)
+    made = EgressProxy(listener, EgressRules.parse(rules), "box", outside)
     made.start()
     try:
         yield made, listener.getsockname()[1]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _MODULE = """
-from rookery.sandboxes.subprocess import SubprocessProvider
+from rookery.sandboxes.subprocess_provider import SubprocessProvider
 
 
 class Provider(SubprocessProvider):

@@ -8,7 +8,7 @@ import pytest
 
 from rookery import sandboxes
 from rookery.core import SandboxSpec
-from rookery.sandboxes import best_provider, is_isolated, settle
+from rookery.sandboxes import best_provider, is_isolated, resolve_spec
 from tests.sandboxes.plugins import plugin
 
 WORKS = "return []"
@@ -22,13 +22,13 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in sys.modules if name.startswith("plugin_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    installed = sandboxes._installed
+    installed = sandboxes._entry_points
 
     def few() -> dict[str, EntryPoint]:
         ours = [name for name, entry in installed().items() if entry.value.startswith("rookery.")]
         return {name: entry for name, entry in installed().items() if name == "subprocess" or name not in ours}
 
-    monkeypatch.setattr(sandboxes, "_installed", few)
+    monkeypatch.setattr(sandboxes, "_entry_points", few)
     return tmp_path
 
 
@@ -87,26 +87,29 @@ def test_of_several_the_quickest_to_start_wins_then_the_first_by_name(plugins: P
 
 def test_a_spec_that_names_no_provider_gets_the_best(plugins: Path) -> None:
     plugin(plugins, "walled", check=WORKS)
-    assert settle(SandboxSpec(pids=9)) == (SandboxSpec(provider="walled", pids=9), "")
+    assert resolve_spec(SandboxSpec(pids=9)) == (SandboxSpec(provider="walled", pids=9), "")
 
 
 def test_naming_one_that_does_not_isolate_is_consent() -> None:
     spec = SandboxSpec(provider="subprocess")
-    assert settle(spec) == (spec, "")
+    assert resolve_spec(spec) == (spec, "")
 
 
 def test_where_nothing_isolates_nothing_is_chosen_in_silence(plugins: Path) -> None:
     plugin(plugins, "walled", check=REFUSES)
-    spec, why = settle(SandboxSpec())
+    spec, why = resolve_spec(SandboxSpec())
     assert spec.provider == ""
     for words in ("walled: This kernel has no cgroups.", "rookery doctor", "--unsafe", "untrusted_ok=True"):
         assert words in why
 
 
 def test_with_consent_it_is_the_last_resort(plugins: Path) -> None:
-    assert settle(SandboxSpec(untrusted_ok=True)) == (SandboxSpec(provider="subprocess", untrusted_ok=True), "")
+    assert resolve_spec(SandboxSpec(untrusted_ok=True)) == (
+        SandboxSpec(provider="subprocess", untrusted_ok=True),
+        "",
+    )
     plugin(plugins, "walled", check=WORKS)
-    assert settle(SandboxSpec(untrusted_ok=True))[0].provider == "walled"
+    assert resolve_spec(SandboxSpec(untrusted_ok=True))[0].provider == "walled"
 
 
 # ---- what a run says, over what its environment says
@@ -133,7 +136,7 @@ def test_an_image_of_a_run_means_the_same_from_every_folder(
     (tmp_path / "image").mkdir()
     monkeypatch.chdir(tmp_path)
     for provider in ("", "local"):
-        assert settle(SandboxSpec(provider=provider, image="image", untrusted_ok=True))[0].image == str(
+        assert resolve_spec(SandboxSpec(provider=provider, image="image", untrusted_ok=True))[0].image == str(
             tmp_path / "image"
         )
-    assert settle(SandboxSpec(provider="local", image="a-name:1"))[0].image == "a-name:1"
+    assert resolve_spec(SandboxSpec(provider="local", image="a-name:1"))[0].image == "a-name:1"

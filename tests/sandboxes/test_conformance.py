@@ -2,13 +2,13 @@
 
 import pytest
 
-from rookery.sandboxes import Home, open_provider
+from rookery.sandboxes import ProviderHome, open_provider
 from rookery.sandboxes.conformance import CHECKS, Check
 
 
 @pytest.mark.parametrize("name", ["subprocess", "local"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_a_provider_conforms(name: str, check: Check, home: Home) -> None:
+async def test_a_provider_conforms(name: str, check: Check, home: ProviderHome) -> None:
     provider = open_provider(name, home)
     try:
         await check(provider)

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from rookery.sandboxes import egress, egress_flow
-from rookery.sandboxes.egress_rules import Address, Rules
+from rookery.sandboxes.egress import byte_stream
+from rookery.sandboxes.egress import proxy as egress
+from rookery.sandboxes.egress.rules import Address, EgressRules
 from tests.sandboxes.keeping import eventually
 from tests.sandboxes.outside import GOOD, NAMES, Mapped, Site, asked, connect, get, outside, proxy, served, site
 
@@ -50,7 +51,7 @@ async def test_who_does_not_read_is_not_read_for(outside: Mapped) -> None:
             await loop.sock_sendall(sock, connect("good.test", 443))
             sending = asyncio.create_task(loop.sock_sendall(sock, bytes(256 << 20)))
             taken = -1
-            while taken != (taken := sum(one.sent for one in made.record.all())):
+            while taken != (taken := sum(one.sent for one in made.log.list_records())):
                 await asyncio.wait({sending}, timeout=0.3)
             assert not sending.done()
             assert taken < 64 << 20  # what the kernel holds for the host
@@ -93,13 +94,13 @@ async def test_the_loop_has_its_turn_after_every_piece(outside: Mapped) -> None:
             ticking.cancel()
         thread.join()
     assert total >= size
-    assert ticks >= size // egress_flow.PIECE
+    assert ticks >= size // byte_stream.BLOCK_BYTES
 
 
 async def test_connections_are_bounded_and_others_wait_in_the_kernel(
     outside: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(egress, "CONNECTIONS", 8)
+    monkeypatch.setattr(egress, "MAX_CONNECTIONS", 8)
     async with proxy(outside, "good.test") as (made, port), proxy(outside, "good.test") as (_, other):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         try:
@@ -120,8 +121,8 @@ async def test_connections_are_bounded_and_others_wait_in_the_kernel(
 
 
 def test_boxes_share_what_the_process_may_open() -> None:
-    alone, few, many = (egress._share(count) for count in (1, 20, 100_000))
-    assert egress.LEAST == many <= few <= alone <= egress.CONNECTIONS
+    alone, few, many = (egress._connection_limit(count) for count in (1, 20, 100_000))
+    assert egress.MIN_CONNECTIONS == many <= few <= alone <= egress.MAX_CONNECTIONS
 
 
 async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
@@ -142,9 +143,9 @@ async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
         async with proxy(slow, "*.slow.test") as (made, port):
             said = await asyncio.gather(*(asked(port, connect(f"h{n}.slow.test", 443)) for n in range(10)))
             assert all(one.startswith(b"HTTP/1.1 504 ") for one in said)
-            await eventually(lambda: len(threads) < egress.LOOKUPS)  # one may be given up before it begins
-            assert len(threads) == egress.LOOKUPS
-            assert {one.verdict for one in made.record.all()} == {"failed"}
+            await eventually(lambda: len(threads) < egress.MAX_LOOKUPS)  # one may be given up before it begins
+            assert len(threads) == egress.MAX_LOOKUPS
+            assert {one.verdict for one in made.log.list_records()} == {"failed"}
             go.set()
             await eventually(made._lookups.locked)
     finally:
@@ -154,14 +155,14 @@ async def test_a_lookup_that_hangs_is_given_up_and_keeps_its_place(
 async def test_the_record_and_the_log_are_bounded(
     outside: Mapped, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(egress, "RECORD", 3)
+    monkeypatch.setattr(egress, "MAX_RECORDS", 3)
     caplog.set_level(logging.INFO, "rookery.sandboxes")
     async with proxy(outside, "good.test") as (made, port):
         for n in range(8):
             await asked(port, connect(f"h{n}.test", 443))
         await asked(port, get(FRONT, "good.test"))
         await asked(port, b"GET / HTTP/1.1\r\n\r\n")
-        record = made.record.all()
+        record = made.log.list_records()
         assert [(one.host, one.verdict, one.count) for one in record] == [
             ("h0.test", "refused", 1),
             ("h1.test", "refused", 1),
@@ -182,9 +183,9 @@ async def test_nothing_is_left_when_it_is_closed(outside: Mapped, site: Site) ->
     site.answer = b"hold"
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    made = egress.Proxy(listener, Rules.of(["good.test"]), "box", outside)
+    made = egress.EgressProxy(listener, EgressRules.parse(["good.test"]), "box", outside)
     made.start()
-    ours = ("Proxy.", "pump", "body", "_answered")
+    ours = ("EgressProxy.", "pump", "body", "_answered")
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
     for sock, data in zip(
         held, [connect("good.test", 443)] * 3 + [get(FRONT, "good.test")] * 2 + [b""], strict=True

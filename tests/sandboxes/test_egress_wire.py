@@ -6,8 +6,9 @@ import socket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.sandboxes import egress, egress_wire
-from rookery.sandboxes.egress_rules import Rules
+from rookery.sandboxes.egress import messages
+from rookery.sandboxes.egress import proxy as egress
+from rookery.sandboxes.egress.rules import EgressRules
 from tests.sandboxes.outside import Mapped
 
 words = st.sampled_from(
@@ -48,7 +49,7 @@ def test_everything_is_answered_or_closed(data: bytes, cuts: list[int]) -> None:
     async def main() -> tuple[bytes, Mapped]:
         outside = Mapped({"a.test": ["93.184.216.34"], "b.test": ["127.0.0.1"]}, {})
         listener = socket.socket()
-        proxy = egress.Proxy(listener, Rules.of(["a.test", "b.test"]), "box", outside)
+        proxy = egress.EgressProxy(listener, EgressRules.parse(["a.test", "b.test"]), "box", outside)
         ours, theirs = socket.socketpair()
         with ours:
             ours.setblocking(False)
@@ -85,18 +86,18 @@ def test_everything_is_answered_or_closed(data: bytes, cuts: list[int]) -> None:
 def test_a_head_is_understood_in_one_way_or_not_at_all(data: bytes) -> None:
     head = data.partition(b"\r\n\r\n")[0]
     try:
-        asked = egress_wire.request(head)
-    except egress_wire.Bad as bad:
+        asked = messages.parse_request(head)
+    except messages.BadRequest as bad:
         assert bad.status in (400, 431)  # noqa: PT017
         return
-    said = egress_wire.forwarded(asked)
+    said = messages.build_request(asked)
     assert said.count(b"\r\n\r\n") == 1
     assert said.endswith(b"\r\n\r\n")
     headers = [line.split(b":")[0].lower() for line in said.split(b"\r\n")[1:-2]]
     assert headers.count(b"host") == headers.count(b"connection") == 1
     assert headers.count(b"content-length") + headers.count(b"transfer-encoding") <= 1
     if asked.method != b"CONNECT":
-        again = egress_wire.request(said[:-4].replace(b" /", b" http://%b/" % str(asked.host).encode(), 1))
+        again = messages.parse_request(said[:-4].replace(b" /", b" http://%b/" % str(asked.host).encode(), 1))
         assert (again.host, again.port, again.path, again.length) == (
             (asked.host, asked.port, asked.path, asked.length)
         )
@@ -104,9 +105,12 @@ def test_a_head_is_understood_in_one_way_or_not_at_all(data: bytes) -> None:
 
 @given(st.binary(max_size=60) | soup)
 def test_answers_and_chunks_are_understood_or_refused(data: bytes) -> None:
-    asked = egress_wire.request(b"GET http://a.test/ HTTP/1.1\r\nHost: a.test")
-    for read in (lambda: egress_wire.reply(b"HTTP/1.1 " + data, asked), lambda: egress_wire.chunk(data)):
+    asked = messages.parse_request(b"GET http://a.test/ HTTP/1.1\r\nHost: a.test")
+    for read in (
+        lambda: messages.parse_response(b"HTTP/1.1 " + data, asked),
+        lambda: messages.parse_chunk_size(data),
+    ):
         try:
             read()
-        except egress_wire.Bad as bad:
+        except messages.BadRequest as bad:
             assert bad.status in (400, 502)  # noqa: PT017

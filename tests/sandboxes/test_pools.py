@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.sandboxes import open_provider
-from rookery.sandboxes.pools import Plan, Pool, PoolBudget
-from rookery.sandboxes.protocol import Command, Home, Sandbox
+from rookery.sandboxes.pools import Pool, PoolBudget, PoolPlan
+from rookery.sandboxes.protocol import Command, ProviderHome, Sandbox
 
 MB = 1 << 20
 SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (64, 128, 256)]
@@ -43,50 +43,50 @@ SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (
 def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
     most: int, memory: int, at_once: int, deeds: list[tuple[str, Any]]
 ) -> None:
-    plan = Plan(PoolBudget(most=most, memory=memory * MB, at_once=at_once))
+    plan = PoolPlan(PoolBudget(most=most, memory=memory * MB, at_once=at_once))
     for deed, what in deeds:
         if deed == "expect":
             plan.expect(what)
-            for shelf, count in plan.surplus():
-                shelf.ready -= count
+            for entry, count in plan.surplus():
+                entry.ready -= count
         elif deed == "hold":
-            plan.held_back = what
+            plan.paused = what
         elif deed == "asked":
             plan.asked = what
         elif deed == "claimed":
-            for shelf in plan.shelves.values():
-                shelf.claimed += shelf.claimed < shelf.starting
+            for entry in plan.entries.values():
+                entry.claimed += entry.claimed < entry.starting
         elif deed == "taken":
-            shelf = plan.shelf(what)
-            shelf.expected = max(0, shelf.expected - 1)
-            shelf.ready -= shelf.ready > 0
+            entry = plan.get_entry(what)
+            entry.expected = max(0, entry.expected - 1)
+            entry.ready -= entry.ready > 0
         else:
-            for shelf in plan.shelves.values():
-                if shelf.starting:
-                    shelf.starting -= 1
-                    shelf.ready += deed == "started" and shelf.expected > shelf.ready and not shelf.claimed
-                    shelf.claimed -= shelf.claimed > 0
+            for entry in plan.entries.values():
+                if entry.starting:
+                    entry.starting -= 1
+                    entry.ready += deed == "started" and entry.expected > entry.ready and not entry.claimed
+                    entry.claimed -= entry.claimed > 0
                     break
-        while (shelf := plan.next()) is not None:
-            assert not plan.held_back
-            assert shelf.held - shelf.claimed < shelf.expected
-            waited_for = plan.asked + sum(one.claimed for one in plan.shelves.values())
-            later = sum(one.starting - one.claimed for one in plan.shelves.values())
+        while (entry := plan.next()) is not None:
+            assert not plan.paused
+            assert entry.held - entry.claimed < entry.expected
+            waited_for = plan.asked + sum(one.claimed for one in plan.entries.values())
+            later = sum(one.starting - one.claimed for one in plan.entries.values())
             assert later < max(1, at_once - waited_for)
-            shelf.starting += 1
-        shelves = plan.shelves.values()
-        assert sum(shelf.held for shelf in shelves) <= most
-        assert sum(shelf.held * (shelf.spec.memory or 0) for shelf in shelves) <= memory * MB
-        assert sum(shelf.starting for shelf in shelves) <= at_once
+            entry.starting += 1
+        shelves = plan.entries.values()
+        assert sum(entry.held for entry in shelves) <= most
+        assert sum(entry.held * (entry.spec.memory or 0) for entry in shelves) <= memory * MB
+        assert sum(entry.starting for entry in shelves) <= at_once
 
 
 def test_what_is_needed_first_is_started_first() -> None:
-    plan = Plan(PoolBudget(most=3, at_once=9))
+    plan = PoolPlan(PoolBudget(most=3, at_once=9))
     plan.expect([(SPECS[1], 2), (SPECS[0], 5)])
     order = []
-    while (shelf := plan.next()) is not None:
-        shelf.starting += 1
-        order.append(shelf.spec)
+    while (entry := plan.next()) is not None:
+        entry.starting += 1
+        order.append(entry.spec)
     assert order == [SPECS[1], SPECS[1], SPECS[0]]
 
 
@@ -101,14 +101,14 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
 def test_five_hundred_that_are_expected_are_started_a_few_at_a_time(
     most: int, at_once: int, spec: SandboxSpec
 ) -> None:
-    plan = Plan(PoolBudget(most=most, memory=None, at_once=at_once))
+    plan = PoolPlan(PoolBudget(most=most, memory=None, at_once=at_once))
     plan.expect([(spec, 500)])
-    while (shelf := plan.next()) is not None:
+    while (entry := plan.next()) is not None:
         while plan.next() is not None:
-            shelf.starting += 1
-        assert shelf.starting <= at_once
-        shelf.ready, shelf.starting = shelf.ready + shelf.starting, 0
-    assert plan.shelf(spec).ready == min(most, 500)
+            entry.starting += 1
+        assert entry.starting <= at_once
+        entry.ready, entry.starting = entry.ready + entry.starting, 0
+    assert plan.get_entry(spec).ready == min(most, 500)
 
 
 # ---- with real sandboxes
@@ -143,7 +143,7 @@ class Made:
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[Made]:
-    provider = Made(open_provider("subprocess", Home(folder=tmp_path / "boxes", run="run")))
+    provider = Made(open_provider("subprocess", ProviderHome(folder=tmp_path / "boxes", run="run")))
     try:
         yield provider
     finally:
@@ -158,8 +158,8 @@ SPEC = SandboxSpec(provider="subprocess", memory=64 * MB)
 async def settled(pool: Pool) -> None:
     """When nothing is being started or closed."""
     async with asyncio.timeout(30):
-        while pool._working:
-            await asyncio.wait(set(pool._working))
+        while pool._tasks:
+            await asyncio.wait(set(pool._tasks))
 
 
 async def said(box: Sandbox, script: str) -> str:
@@ -202,7 +202,7 @@ async def test_one_that_died_is_not_handed_out(made: Made) -> None:
     await dead.close()
     box = await pool.create(SPEC, attempt="0.0.1")
     assert await said(box, "echo alive") == "alive"
-    assert (pool.hits, pool.misses, pool.unwell) == (0, 1, 1)
+    assert (pool.hits, pool.misses, pool.unresponsive) == (0, 1, 1)
     await pool.close()
 
 
@@ -222,7 +222,7 @@ async def test_what_is_expected_no_longer_is_closed(made: Made) -> None:
 async def test_a_request_does_not_wait_for_one_that_takes_too_long_to_start(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 0.05)
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 0.05)
     made.door.clear()
     pool = Pool(made)
     pool.expect([(SPEC, 4)])
@@ -235,7 +235,7 @@ async def test_a_request_does_not_wait_for_one_that_takes_too_long_to_start(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 30.0)
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)
 
 
 @pytest.mark.usefixtures("patient")

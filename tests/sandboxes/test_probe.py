@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Home, best_provider, open_provider
-from rookery.sandboxes.local import probe
+from rookery.sandboxes import ProviderHome, best_provider, open_provider, probe
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.cli.sandbox_kit import boxes, called, groups_of, walless
 from tests.sandboxes.plugins import plugin
@@ -24,19 +23,19 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("boxes")
-def test_a_box_is_made_used_and_gone(scratch: Path) -> None:
+def test_a_sandbox_is_made_used_and_gone(scratch: Path) -> None:
     before = set(groups_of(os.getpid()))  # this process may have a keeper for programs, until its end
-    proof = probe.prove(LocalProvider)
+    proof = probe.probe(LocalProvider)
     assert proof.error == ""
     assert min(proof.create_ms, proof.again_ms, proof.exec_ms, proof.close_ms) > 0
-    assert {"overlay", "v1", "v2", "missing"} <= proof.about.keys()
+    assert {"overlay", "v1", "v2", "missing_controllers"} <= proof.about.keys()
     assert list(scratch.iterdir()) == []
     assert set(groups_of(os.getpid())) <= before
 
 
 @pytest.mark.usefixtures("boxes")
 async def test_it_works_where_a_loop_runs_already() -> None:
-    assert probe.prove(LocalProvider).error == ""
+    assert probe.probe(LocalProvider).error == ""
     assert asyncio.get_running_loop().is_running()
 
 
@@ -46,31 +45,31 @@ def test_the_best_of_this_machine_is_local() -> None:
     assert best_provider().isolated
 
 
-def test_what_no_box_could_give_is_said_without_making_one(
+def test_what_no_sandbox_could_give_is_reported_without_making_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken() -> str:
         raise AssertionError("a box was made")
 
-    monkeypatch.setattr(probe, "problem", broken)
-    said = LocalProvider(Home(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
+    monkeypatch.setattr("rookery.sandboxes.local.probe.find_problem", broken)
+    said = LocalProvider(ProviderHome(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
     assert "nobody-else" in said[0]
 
 
-def test_a_provider_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_fails_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin(tmp_path, "refusing", check="return ['This is\\\\nno machine for it.']")
-    proof = probe.prove(lambda home: open_provider("refusing", home))
+    proof = probe.probe(lambda home: open_provider("refusing", home))
     assert "no machine for it" in proof.error
     assert "\n" not in proof.error
 
 
-def test_where_no_box_can_be_made_it_says_why_and_what_would_help(
+def test_where_no_sandbox_can_be_made_it_says_why_and_what_would_help(
     tmp_path: Path, walless: tuple[str, ...]
 ) -> None:
-    code = "from rookery.sandboxes.local import probe; print(probe.problem())"
+    code = "from rookery.sandboxes.local import probe; print(probe.find_problem())"
     done = called("-c", code, cwd=tmp_path, before=(*walless, *_only_python()))
-    assert done.out.startswith("No box can be made on this machine: ")
+    assert done.out.startswith("No local sandbox can be created on this machine: ")
     assert "sysctl -w user.max_user_namespaces=15000" in done.out
 
 

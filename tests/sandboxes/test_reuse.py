@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.local.groups import LEAST
+from rookery.sandbox_runtime.cgroups import MIN_REUSED_MEMORY
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.look import look_at
 from tests.sandboxes.keeping import SPEC, eventually
@@ -25,7 +25,7 @@ BIND = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 8000)); s.liste
 
 
 @pytest.fixture
-async def local(home: Home) -> AsyncIterator[LocalProvider]:
+async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider(home)
     yield provider
     await provider.close()
@@ -47,7 +47,7 @@ async def closed(sandbox: LocalSandbox) -> None:
     await eventually(known.left)
 
 
-async def test_a_network_that_was_never_used_goes_to_a_next_box(local: LocalProvider) -> None:
+async def test_a_network_that_was_never_used_goes_to_a_next_sandbox(local: LocalProvider) -> None:
     if os.geteuid() != 0:
         pytest.skip("probed: only a keeper that is root keeps networks")
     seen = set()
@@ -58,7 +58,7 @@ async def test_a_network_that_was_never_used_goes_to_a_next_box(local: LocalProv
     assert len(seen) < 12
 
 
-async def test_a_box_never_gets_a_network_in_which_anything_was_ever_sent(local: LocalProvider) -> None:
+async def test_a_sandbox_never_gets_a_network_in_which_anything_was_ever_sent(local: LocalProvider) -> None:
     used = set()
     for _ in range(4):
         sandbox = await local.create(SPEC, attempt="a")
@@ -84,11 +84,11 @@ def limits_of(sandbox: LocalSandbox) -> dict[str, str]:
     return found
 
 
-async def test_a_group_that_is_used_again_has_the_limits_of_the_new_box(local: LocalProvider) -> None:
+async def test_a_group_that_is_used_again_has_the_limits_of_the_new_sandbox(local: LocalProvider) -> None:
     specs = [
         SandboxSpec(provider="local", memory=128 << 20, pids=20, cpus=1.0),
         SandboxSpec(provider="local", memory=512 << 20, pids=64, cpus=0.5),
-        SandboxSpec(provider="local", memory=LEAST, pids=21),
+        SandboxSpec(provider="local", memory=MIN_REUSED_MEMORY, pids=21),
         SandboxSpec(provider="local", memory=None, pids=None),
         SandboxSpec(provider="local", memory=96 << 20, pids=22, cpus=1.5),
     ]
@@ -108,8 +108,8 @@ async def test_a_group_that_is_used_again_has_the_limits_of_the_new_box(local: L
         await closed(sandbox)
 
 
-async def test_what_one_box_ran_out_of_is_not_said_of_the_next(local: LocalProvider) -> None:
-    spec = replace(SPEC, memory=LEAST, pids=20)
+async def test_what_one_sandbox_ran_out_of_is_not_said_of_the_next(local: LocalProvider) -> None:
+    spec = replace(SPEC, memory=MIN_REUSED_MEMORY, pids=20)
     for _ in range(3):
         sandbox = await local.create(spec, attempt="a")
         greedy = await sandbox.exec(Command(argv=("python3", "-c", "x = bytearray(10 ** 9)")))

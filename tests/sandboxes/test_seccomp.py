@@ -6,11 +6,10 @@ import struct
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes.local import kernel, seccomp
+from rookery.sandbox_runtime import seccomp
 
 X86, ARM = "x86_64", "aarch64"
 I386, FOREIGN_ARM = 0x40000003, 0x40000028
@@ -58,8 +57,8 @@ def machine(request: pytest.FixtureRequest) -> str:
 class Filter:
     def __init__(self, machine: str) -> None:
         self.arch = seccomp.AUDIT_ARCH[machine]
-        self.program = seccomp.program(machine)
-        self.numbers = seccomp.numbers(machine)
+        self.program = seccomp.build_filter(machine)
+        self.numbers = seccomp.call_numbers(machine)
 
     def says(self, name: str | int, *args: int) -> int:
         return verdict(self.program, self.arch, self.numbers[name] if isinstance(name, str) else name, *args)
@@ -117,7 +116,7 @@ def test_only_harmless_families_have_sockets(filtered: Filter) -> None:
     for family in range(64):
         known = family in (1, 2, 10, 16)
         expected = seccomp.ALLOW if known else refused(errno.EAFNOSUPPORT)
-        of_socket = seccomp.ASK if family == 16 else expected
+        of_socket = seccomp.USER_NOTIF if family == 16 else expected
         assert filtered.says("socket", family, 1, 0) == of_socket, family
         assert filtered.says("socketpair", family, 1, 0) == expected, family
     junk = 0xDEADBEEF << 32  # the kernel takes the low half
@@ -132,7 +131,7 @@ def test_only_common_protocols_have_sockets(filtered: Filter) -> None:
         for protocol in (2, 33, 47, 115, 132, 136, 255, 262):
             assert filtered.says("socket", family, 1, protocol) == refused(errno.EPROTONOSUPPORT)
     for protocol in range(32):
-        expected = seccomp.ASK if protocol in (0, 4, 15) else refused(errno.EPROTONOSUPPORT)
+        expected = seccomp.USER_NOTIF if protocol in (0, 4, 15) else refused(errno.EPROTONOSUPPORT)
         assert filtered.says("socket", 16, 3, protocol) == expected
     assert filtered.says("socket", 1, 1, 77) == seccomp.ALLOW
 
@@ -145,7 +144,7 @@ def test_nothing_is_typed_into_terminals(filtered: Filter) -> None:
         assert filtered.says("ioctl", 0, request, 0) == seccomp.ALLOW
 
 
-def test_no_file_is_leased_and_no_folder_watched_by_signals(filtered: Filter) -> None:
+def test_no_file_is_leased_and_no_directory_watched_by_signals(filtered: Filter) -> None:
     for request in (1024, 1026, 1040, 1 << 32 | 1024):
         assert filtered.says("fcntl", 0, request, 1) == refused(errno.EPERM)
     for request in (0, 1, 2, 3, 4, 6, 38, 1025, 1030, 1031, 1033):
@@ -160,7 +159,7 @@ def test_few_personalities_are_allowed(filtered: Filter) -> None:
 
 
 def test_every_way_through_it_ends(machine: str) -> None:
-    program = seccomp.program(machine)
+    program = seccomp.build_filter(machine)
     steps = [struct.unpack_from("<HBBI", program, at) for at in range(0, len(program), 8)]
     assert len(program) % 8 == 0
     assert len(steps) < 4096
@@ -168,25 +167,24 @@ def test_every_way_through_it_ends(machine: str) -> None:
         if code in (0x15, 0x35, 0x45):
             assert max(yes, no) + at + 1 < len(steps)
         elif code == 0x06:
-            assert value & 0xFFFF0000 in (seccomp.ALLOW, seccomp.KILL, seccomp.ERRNO, seccomp.ASK)
+            assert value & 0xFFFF0000 in (seccomp.ALLOW, seccomp.KILL, seccomp.ERRNO, seccomp.USER_NOTIF)
     assert steps[-1][0] == 0x06
 
 
 def test_an_architecture_that_nobody_knows_has_none() -> None:
     with pytest.raises(KeyError):
-        seccomp.program("vax")
+        seccomp.build_filter("vax")
 
 
 @pytest.mark.skipif(os.uname().machine not in seccomp.AUDIT_ARCH, reason="[probed] another architecture")
 def test_the_kernel_takes_it_and_obeys() -> None:
     script = textwrap.dedent("""
         import ctypes, os, sys
-        sys.path.insert(0, sys.argv[1])
-        import kernel, seccomp
-        kernel.no_new_privileges()
-        kernel.install_filter(kernel.Filter(seccomp.program(os.uname().machine)))
+        from rookery.sandbox_runtime import seccomp, syscalls
+        syscalls.no_new_privileges()
+        syscalls.install_seccomp_filter(syscalls.SeccompFilter(seccomp.build_filter(os.uname().machine)))
         libc = ctypes.CDLL(None, use_errno=True)
-        numbers = seccomp.numbers(os.uname().machine)
+        numbers = seccomp.call_numbers(os.uname().machine)
         wrong = []
         for name, number in numbers.items():
             if name in ("clone", "socket", "socketpair", "ioctl", "fcntl", "personality"):
@@ -200,7 +198,6 @@ def test_the_kernel_takes_it_and_obeys() -> None:
             os._exit(7)
         print(wrong, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """)
-    folder = str(Path(kernel.__file__).parent)
-    argv = [sys.executable, "-c", script, folder]
+    argv = [sys.executable, "-c", script]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[] 7\n", (done.stdout, done.stderr)

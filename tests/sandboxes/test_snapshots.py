@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rookery.core import SandboxError
-from rookery.sandboxes import Command, Home, procs
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile.look import keeper_of
 from tests.sandboxes.keeping import SPEC, eventually
@@ -40,7 +41,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture
-async def local(home: Home) -> AsyncIterator[LocalProvider]:
+async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider(home)
     yield provider
     await provider.close()
@@ -145,7 +146,7 @@ async def test_a_snapshot_goes_with_the_last_of_its_family(local: LocalProvider)
     keeper = await keeper_of(local)
     await sh(sandbox, "head -c 3000000 /dev/zero > x")
     name = await sandbox.snapshot()
-    kept = Path(f"/proc/{keeper}/cwd/kept")
+    kept = Path(f"/proc/{keeper}/cwd/snapshots")
     assert len(list(kept.iterdir())) == 1
     fork = await sandbox.fork(name)
     await sandbox.close()
@@ -155,7 +156,7 @@ async def test_a_snapshot_goes_with_the_last_of_its_family(local: LocalProvider)
     await eventually(lambda: len(list(kept.iterdir())))
 
 
-async def test_a_box_stands_still_while_it_is_copied_and_goes_on_afterwards(local: LocalProvider) -> None:
+async def test_a_sandbox_stands_still_while_it_is_copied_and_goes_on_afterwards(local: LocalProvider) -> None:
     """Two files that a program always writes one after the other: in no snapshot is the second one ahead."""
     sandbox = await local.create(SPEC, attempt="a")
     program = """
@@ -187,7 +188,7 @@ while True:
     await process.kill()
 
 
-async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_box_goes_on(
+async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_sandbox_goes_on(
     local: LocalProvider,
 ) -> None:
     sandbox = await local.create(SPEC, attempt="a")
@@ -197,7 +198,7 @@ async def test_a_snapshot_that_is_given_up_or_too_large_leaves_nothing_and_the_b
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/kept").iterdir())) > done)
+    await eventually(lambda: len(list(Path(f"/proc/{keeper}/cwd/snapshots").iterdir())) > done)
     with pytest.raises(SandboxError, match="took longer"):
         await sandbox.snapshot(timeout=0.0)
     assert (await sandbox.exec(Command(argv=("echo", "on")))).stdout == b"on\n"
@@ -214,12 +215,12 @@ def told(pids: set[int], number: signal.Signals) -> None:
 async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[asyncio.Task[str], int]":
     """A snapshot whose work was stopped before its end, and how many were done before they could be."""
     for tried in range(50):
-        before = set(procs.children_of(keeper))
+        before = set(processes.list_children(keeper))
         task = asyncio.create_task(sandbox.snapshot())
         new: set[int] = set()
         while not task.done() and not new:
             await asyncio.sleep(0)
-            new = set(procs.children_of(keeper)) - before
+            new = set(processes.list_children(keeper)) - before
         told(new, signal.SIGSTOP)
         await asyncio.wait({task}, timeout=0.2)
         if not task.done():
@@ -229,7 +230,7 @@ async def held_in_the_middle(sandbox: LocalSandbox, keeper: int) -> "tuple[async
 
 
 async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
-    local: LocalProvider, home: Home
+    local: LocalProvider, home: ProviderHome
 ) -> None:
     """The provider hangs up in the middle; the fixture of the home finds nothing left."""
     sandbox = await local.create(SPEC, attempt="a")
@@ -239,7 +240,7 @@ async def test_an_owner_that_dies_while_it_takes_a_snapshot_leaves_nothing(
     await local.close()
     with pytest.raises(SandboxError):
         await task
-    assert procs.stat_of(keeper) is None
+    assert processes.read_stat(keeper) is None
 
 
 async def test_forks_are_bounded(local: LocalProvider) -> None:

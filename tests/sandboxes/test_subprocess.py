@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
-from rookery.sandboxes import Command, Home, leases, open_provider, procs, reap
-from rookery.sandboxes.conformance.tools import RUNAWAY, appears, runaway
-from rookery.sandboxes.subprocess import SubprocessProvider
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command, ProviderHome, leases, open_provider, reap
+from rookery.sandboxes.conformance.tools import DAEMONS, run_daemons, wait_for_file
+from rookery.sandboxes.subprocess_provider import SubprocessProvider
 from tests.sandboxes.conftest import orphans_of, processes_of
 
 SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
@@ -38,7 +39,7 @@ def wait_for_death(pids: list[int], seconds: float = 20.0) -> list[int]:
     return left
 
 
-def test_a_provider_is_found_by_name(home: Home) -> None:
+def test_a_provider_is_found_by_name(home: ProviderHome) -> None:
     provider = open_provider("subprocess", home)
     assert (provider.name, provider.isolated) == ("subprocess", False)
     with pytest.raises(UsageError, match="subprocess"):
@@ -52,13 +53,15 @@ def test_a_provider_is_found_by_name(home: Home) -> None:
         (SandboxSpec(image="debian"), "image"),
         (SandboxSpec(network="model"), "network"),
         (SandboxSpec(network="allow", allow=("example.org",)), "network"),
-        (SandboxSpec(cpus=1.0), "processors"),
+        (SandboxSpec(cpus=1.0), "CPUs"),
         (SandboxSpec(user="nobody-else"), "user"),
-        (SandboxSpec(workdir="/app"), "folder"),
-        (SandboxSpec(workdir="../up"), "folder"),
+        (SandboxSpec(workdir="/app"), "/app"),
+        (SandboxSpec(workdir="../up"), "../up"),
     ],
 )
-async def test_what_it_cannot_give_is_said_and_refused(home: Home, spec: SandboxSpec, word: str) -> None:
+async def test_what_it_cannot_give_is_reported_and_refused(
+    home: ProviderHome, spec: SandboxSpec, word: str
+) -> None:
     provider = SubprocessProvider(home)
     (sentence,) = provider.check(spec)
     assert word in sentence
@@ -67,7 +70,7 @@ async def test_what_it_cannot_give_is_said_and_refused(home: Home, spec: Sandbox
     assert caught.value.code == "sandbox.refused"
 
 
-def test_what_it_can_give_is_accepted(home: Home) -> None:
+def test_what_it_can_give_is_accepted(home: ProviderHome) -> None:
     for spec in (SandboxSpec(), SandboxSpec(network="all", disk=1 << 20, workdir="a/b", cpu_seconds=5.0)):
         assert SubprocessProvider(home).check(spec) == []
 
@@ -82,8 +85,8 @@ async def test_snapshots_are_refused(provider: SubprocessProvider) -> None:
 
 async def test_close_leaves_nothing(provider: SubprocessProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
-    task = asyncio.create_task(runaway(sandbox, 60.0))
-    await appears(sandbox, "ready")
+    task = asyncio.create_task(run_daemons(sandbox, 60.0))
+    await wait_for_file(sandbox, "ready")
     pids = [int(line) for line in (await sandbox.read("pids")).split()]
     assert len(pids) >= 5
     await sandbox.exec(
@@ -105,7 +108,7 @@ async def test_a_cancelled_close_goes_on(provider: SubprocessProvider) -> None:
     assert not sandbox.root.exists()
 
 
-async def test_a_cancelled_creation_leaves_nothing(home: Home) -> None:
+async def test_a_cancelled_creation_leaves_nothing(home: ProviderHome) -> None:
     provider = SubprocessProvider(home)
     for turns in range(6):
         task = asyncio.create_task(provider.create(SPEC, attempt="a"))
@@ -117,7 +120,7 @@ async def test_a_cancelled_creation_leaves_nothing(home: Home) -> None:
     assert processes_of(home.run) == []
 
 
-async def test_a_failed_creation_leaves_nothing(home: Home) -> None:
+async def test_a_failed_creation_leaves_nothing(home: ProviderHome) -> None:
     provider = SubprocessProvider(home)
     with pytest.raises(SandboxError) as caught:
         await provider.create(SPEC, attempt="a", timeout=0.0001)
@@ -125,7 +128,7 @@ async def test_a_failed_creation_leaves_nothing(home: Home) -> None:
     blocked = home.folder / "file"
     blocked.write_text("")
     with pytest.raises(SandboxError) as caught:
-        await SubprocessProvider(Home(folder=blocked, run=home.run)).create(SPEC, attempt="a")
+        await SubprocessProvider(ProviderHome(folder=blocked, run=home.run)).create(SPEC, attempt="a")
     assert caught.value.code == "sandbox.create"
     blocked.unlink()
 
@@ -134,14 +137,14 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home, open_provider
-from rookery.sandboxes.conformance.tools import appears, runaway
+from rookery.sandboxes import Command, ProviderHome, open_provider
+from rookery.sandboxes.conformance.tools import wait_for_file, run_daemons
 
 async def main():
-    provider = open_provider("subprocess", Home(folder=Path(sys.argv[1]), run=sys.argv[2]))
+    provider = open_provider("subprocess", ProviderHome(folder=Path(sys.argv[1]), run=sys.argv[2]))
     sandbox = await provider.create(SandboxSpec(wall=600), attempt="a")
-    task = asyncio.create_task(runaway(sandbox, 600.0))
-    await appears(sandbox, "ready")
+    task = asyncio.create_task(run_daemons(sandbox, 600.0))
+    await wait_for_file(sandbox, "ready")
     print((await sandbox.read("pids")).decode().replace("\\n", " "), sandbox._channel.pid, flush=True)
     if sys.argv[3] == "forked":
         import os
@@ -154,7 +157,7 @@ asyncio.run(main())
 """
 
 
-def own(home: Home, how: str) -> "tuple[subprocess.Popen[str], list[int]]":
+def own(home: ProviderHome, how: str) -> "tuple[subprocess.Popen[str], list[int]]":
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(home.folder), home.run, how],
         stdin=subprocess.PIPE,
@@ -174,7 +177,7 @@ def end(owner: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "forked"])
-def test_an_owners_death_leaves_nothing(home: Home, how: str) -> None:
+def test_an_owners_death_leaves_nothing(home: ProviderHome, how: str) -> None:
     owner, pids = own(home, how)
     try:
         assert len(pids) >= 6
@@ -186,7 +189,7 @@ def test_an_owners_death_leaves_nothing(home: Home, how: str) -> None:
         end(owner)
 
 
-def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: Home) -> None:
+def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: ProviderHome) -> None:
     owner, pids = own(home, "plain")
     try:
         assert reap(home.folder, now=time.time()) == []
@@ -195,7 +198,7 @@ def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: Home) -> None:
         os.kill(pids[-1], signal.SIGKILL)
         owner.kill()
         owner.wait()
-        (lease,) = leases.read_all(home.folder)
+        (lease,) = leases.read_leases(home.folder)
         assert reap(home.folder, now=time.time()) == [lease.id]
         assert processes_of(home.run) == []
     finally:
@@ -207,7 +210,7 @@ def test_the_reaper_cleans_after_owner_and_guard_are_killed(home: Home) -> None:
     assert reap(home.folder, now=time.time()) == []
 
 
-async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, home: Home) -> None:
+async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     task = asyncio.create_task(sandbox.exec(Command(argv=("sleep", "600"), wall=600)))
     await sandbox.exec(Command(argv=("true",)))
@@ -216,13 +219,13 @@ async def test_the_reaper_takes_what_is_overdue(provider: SubprocessProvider, ho
     assert (await task).status == "lost"
 
 
-async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, home: Home) -> None:
+async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     process = await sandbox.start(Command(argv=("sleep", "600")))
     shell = await sandbox.shell()
     task = asyncio.create_task(sandbox.exec(Command(argv=("sleep", "600"), wall=600)))
     script = asyncio.create_task(shell.run("echo > here; sleep 600", timeout=600))
-    await appears(sandbox, "here")
+    await wait_for_file(sandbox, "here")
     result = await sandbox.exec(Command(argv=("sh", "-c", "kill -9 $PPID; sleep 600"), wall=600))
     assert result.status == "lost"
     assert (await task).status == "lost"
@@ -240,20 +243,20 @@ async def test_a_lost_guard_is_noticed_at_once(provider: SubprocessProvider, hom
 async def test_a_stopped_guard_counts_as_lost(
     provider: SubprocessProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.sandboxes.jobs.GRACE", 0.3)
+    monkeypatch.setattr("rookery.sandboxes.jobs.GRACE_SECONDS", 0.3)
     sandbox = await provider.create(SPEC, attempt="a")
     result = await sandbox.exec(Command(argv=("sh", "-c", "kill -STOP $PPID; sleep 600"), wall=0.2))
     assert result.status == "lost"
 
 
-async def test_too_many_processes_are_killed(provider: SubprocessProvider, home: Home) -> None:
+async def test_too_many_processes_are_killed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=20, wall=60), attempt="a")
     result = await sandbox.exec(Command(argv=("sh", "-c", "for i in $(seq 60); do sleep 600 & done; wait")))
     assert result.status == "process_limit"
     assert len(processes_of(home.run)) == 1  # the guard
 
 
-async def test_a_fork_bomb_dies(provider: SubprocessProvider, home: Home) -> None:
+async def test_a_fork_bomb_dies(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SandboxSpec(untrusted_ok=True, pids=30, wall=20), attempt="a")
     bomb = "import os, time\nfor _ in range(6):\n    if os.fork() == 0 == os.fork(): os.setsid()\ntime.sleep(60)"
     result = await sandbox.exec(Command(argv=("python3", "-c", bomb)))
@@ -268,7 +271,7 @@ async def test_a_file_over_the_limit_is_a_disk_limit(provider: SubprocessProvide
     assert result.status == "disk_limit"
 
 
-async def test_a_program_that_dies_at_its_memory_limit_is_said_so(provider: SubprocessProvider) -> None:
+async def test_a_program_that_dies_at_its_memory_limit_is_reported_so(provider: SubprocessProvider) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     grow = "x = []\nwhile True: x.append(bytearray(1 << 20))"
     result = await sandbox.exec(Command(argv=("python3", "-c", grow), memory=200 << 20))
@@ -288,7 +291,7 @@ async def test_the_guard_has_no_descriptor_but_its_own(provider: SubprocessProvi
     )  # 0, 1, 2 and the folder itself
 
 
-async def test_a_deep_tree_is_removed(provider: SubprocessProvider, home: Home) -> None:
+async def test_a_deep_tree_is_removed(provider: SubprocessProvider, home: ProviderHome) -> None:
     sandbox = await provider.create(SPEC, attempt="a")
     script = textwrap.dedent("""
         import os
@@ -310,7 +313,7 @@ async def test_long_arguments_and_environments_arrive(provider: SubprocessProvid
     assert (await sandbox.exec(Command(argv=("echo", "z" * 200_000)))).exit_code == 126
 
 
-async def test_runs_on_uvloop_too(home: Home) -> None:
+async def test_runs_on_uvloop_too(home: ProviderHome) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     def elsewhere() -> None:
@@ -322,18 +325,18 @@ async def test_runs_on_uvloop_too(home: Home) -> None:
             shell = await sandbox.shell()
             assert (await shell.run("sleep 60", timeout=0.2)).status == "time_limit"
             assert (await shell.run("echo on", timeout=20)).stdout == b"on\n"
-            assert (await sandbox.exec(Command(argv=("python3", "-c", RUNAWAY), wall=0.3))).status == "time_limit"
+            assert (await sandbox.exec(Command(argv=("python3", "-c", DAEMONS), wall=0.3))).status == "time_limit"
             await provider.close()
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
 
-    before = set(procs.children_of(os.getpid()))  # what other tests imported may have a helper of its own
+    before = set(processes.list_children(os.getpid()))  # what other tests imported may have a helper of its own
     await asyncio.to_thread(elsewhere)
-    assert set(procs.children_of(os.getpid())) <= before
+    assert set(processes.list_children(os.getpid())) <= before
 
 
-def test_a_lease_with_a_hostile_name_is_left_alone(home: Home, tmp_path: Path) -> None:
+def test_a_lease_with_a_hostile_name_is_left_alone(home: ProviderHome, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     path = home.folder / "leases" / "x.json"

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import ExecResult, SandboxSpec
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.pythons import PROGRAMS, Small
 
@@ -57,7 +57,7 @@ class Ground:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def provider(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalProvider]:
-    made = LocalProvider(Home(folder=tmp_path_factory.mktemp("warm") / "sandboxes", run="warm"))
+    made = LocalProvider(ProviderHome(folder=tmp_path_factory.mktemp("warm") / "sandboxes", run="warm"))
     yield made
     await made.close()
 
@@ -129,7 +129,7 @@ async def test_a_warm_program_is_ended_by_its_limits(ground: Ground) -> None:
     assert await ground.ready()
 
 
-async def test_a_missing_folder_is_told_as_ever(ground: Ground) -> None:
+async def test_a_missing_directory_is_reported_as_ever(ground: Ground) -> None:
     small = Small(name="nowhere", argv=("python3", "-c", "pass"))
     new = await ground.run(small, warm=False, cwd="missing")
     warm = await ground.run(small, warm=True, cwd="missing")

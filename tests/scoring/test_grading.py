@@ -1,4 +1,4 @@
-"""Grading: right submissions have it all, wrong and hostile ones nothing, and every fault is its owner's."""
+"""Grading: only correct submissions are rewarded, and every failure has the right fault."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rookery.core import SandboxError, SandboxSpec, ScoringError, TaskError
-from rookery.scoring.code_tasks import CodeTask, code_task
+from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import Grader
+from rookery.scoring.program_runner import ProgramRunner
 from rookery.scoring.programs import ProgramLimits
 from rookery.scoring.rewards import Score
-from rookery.scoring.running import Programs
 from tests.scoring.problems import HOSTILE, HOSTILE_PRELUDE, SECRET, SECRET_TESTS, TASKS, hostile
 
 LIMITS = ProgramLimits(wall=5.0)
@@ -20,27 +20,27 @@ LIMITS = ProgramLimits(wall=5.0)
 
 @asynccontextmanager
 async def grader(provider: str = "local", **settings: Any) -> AsyncIterator[Grader]:
-    async with Programs(provider, concurrency=4) as programs:
-        yield Grader.of(programs, limits=LIMITS, **settings)
+    async with ProgramRunner(provider, concurrency=4) as programs:
+        yield Grader.from_runner(programs, limits=LIMITS, **settings)
 
 
 @pytest.mark.parametrize("provider", ["local", "subprocess"])
-async def test_right_submissions_have_the_reward_and_wrong_ones_have_none(provider: str) -> None:
+async def test_correct_submissions_are_rewarded_and_wrong_ones_are_not(provider: str) -> None:
     chosen = TASKS if provider == "local" else [t for t in TASKS if t["id"] in ("total", "own-error", "sum-lines")]
     async with grader(provider) as one, asyncio.TaskGroup() as group:
-        right = [group.create_task(one.grade(code_task(row), row["solution"])) for row in chosen]
-        wrong = [group.create_task(one.grade(code_task(row), row["wrong"])) for row in chosen]
+        right = [group.create_task(one.grade(parse_code_task(row), row["solution"])) for row in chosen]
+        wrong = [group.create_task(one.grade(parse_code_task(row), row["wrong"])) for row in chosen]
     for row, good, bad in zip(chosen, right, wrong, strict=True):
         assert good.result().reward == 1.0, (row["id"], good.result())
         assert bad.result().reward == 0.0, (row["id"], bad.result())
         assert bad.result().tests
-        assert good.result().form == row.get("form", "separate"), row["id"]
+        assert good.result().isolation == row.get("form", "separate"), row["id"]
         weaker = good.result().weaker
         assert bool(weaker) == (row.get("form") == "shared" or provider == "subprocess"), (row["id"], weaker)
 
 
 @pytest.mark.parametrize("provider", ["local", "subprocess"])
-async def test_hostile_submissions_have_none(provider: str) -> None:
+async def test_hostile_submissions_get_no_reward(provider: str) -> None:
     names = list(HOSTILE) if provider == "local" else ["exits early", "equal to everything", "says verdicts"]
     task = CodeTask(id="secret", tests=SECRET_TESTS, entry_point="f", limits=ProgramLimits(wall=5.0))
     async with grader(provider) as one, asyncio.TaskGroup() as group:
@@ -48,7 +48,7 @@ async def test_hostile_submissions_have_none(provider: str) -> None:
         fine = group.create_task(one.grade(task, f"def f(x):\n    return {SECRET}\n"))
     for name, grade in grades.items():
         assert grade.result().reward == 0.0, (name, grade.result())
-        assert grade.result().form == "separate", (name, grade.result())
+        assert grade.result().isolation == "separate", (name, grade.result())
         assert grade.result().tests[0].verdict in ("wrong_answer", "crash"), (name, grade.result())
     assert fine.result().reward == 1.0, fine.result()
 
@@ -90,7 +90,7 @@ async def test_every_case_has_its_verdict_and_partial_credit_is_the_share() -> N
     assert grade.score.metrics["verdict/crash"] == 2.0
 
 
-async def test_a_submission_cannot_choose_the_weaker_form() -> None:
+async def test_a_submission_cannot_choose_the_weaker_isolation() -> None:
     # The tests pass on what they got: were it something that cannot cross, they would seem to need one process.
     task = CodeTask(id="passes-on", tests="def check(c):\n    assert c(c(c(1))) == 12345\n", entry_point="f")
     nested = "def f(x):\n    out = []\n    for _ in range(190): out = [out, x]\n    return out\n"
@@ -103,27 +103,27 @@ async def test_a_submission_cannot_choose_the_weaker_form() -> None:
     async with grader() as one, asyncio.TaskGroup() as group:
         grades = [group.create_task(one.grade(task, way)) for way in ways]
     for grade in grades:
-        assert (grade.result().reward, grade.result().form) == (0.0, "separate"), grade.result()
+        assert (grade.result().reward, grade.result().isolation) == (0.0, "separate"), grade.result()
 
 
-async def test_a_class_whose_answers_equal_everything_has_none() -> None:
+async def test_a_class_that_equals_everything_gets_no_reward() -> None:
     (row,) = [row for row in TASKS if row["id"] == "stack"]
     async with grader() as one:
-        grade = await one.grade(code_task(row), HOSTILE_PRELUDE + "class Stack(Same): pass\n")
-    assert (grade.reward, grade.form) == (0.0, "separate"), grade
+        grade = await one.grade(parse_code_task(row), HOSTILE_PRELUDE + "class Stack(Same): pass\n")
+    assert (grade.reward, grade.isolation) == (0.0, "separate"), grade
 
 
 async def test_a_grading_that_is_cancelled_leaves_no_sandbox() -> None:
     task = CodeTask(id="waits", tests=["assert f(1) == 1"], limits=ProgramLimits(wall=60.0))
     begun = asyncio.Event()
-    async with Programs("local", concurrency=2) as programs:
-        boxes = []
+    async with ProgramRunner("local", concurrency=2) as programs:
+        sandboxes = []
 
         async def watched(spec: SandboxSpec) -> Any:
-            boxes.append(await programs.create(spec))
-            if len(boxes) == 2:
+            sandboxes.append(await programs.create(spec))
+            if len(sandboxes) == 2:
                 begun.set()
-            return boxes[-1]
+            return sandboxes[-1]
 
         one = Grader(programs.spec, watched, programs.gate)
         grading = asyncio.create_task(one.grade(task, "import time\ntime.sleep(60)\n"))
@@ -131,9 +131,9 @@ async def test_a_grading_that_is_cancelled_leaves_no_sandbox() -> None:
         grading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await grading
-        for box in boxes:
+        for sandbox in sandboxes:
             with pytest.raises(SandboxError, match="closed"):
-                await box.read("main.py")
+                await sandbox.read("main.py")
 
 
 @pytest.mark.long
@@ -147,11 +147,12 @@ async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> 
     )
     empty = CodeTask(id="empty", tests="def helper():\n    pass\n")
     async with grader() as one:
-        with pytest.raises(TaskError, match="its own solution does not pass"):
+        with pytest.raises(TaskError, match=r"'broken'.* solution does not pass"):
             await one.grade(broken, "def f(x):\n    return 0\n")
-        with pytest.raises(TaskError, match="its grader cannot be used"):
+        with pytest.raises(TaskError, match=r"'spins'.* solution") as failed:
             await one.grade(spinning, "def f(x):\n    return 0\n")
-        with pytest.raises(TaskError, match="no test in its tests"):
+        assert failed.value.code == "scoring.missing"
+        with pytest.raises(TaskError, match=r"'empty'.* no test"):
             await one.grade(empty, "def f(x):\n    return 0\n")
 
 
@@ -169,18 +170,18 @@ async def test_a_grader_that_a_submission_brings_down_twice_is_the_minimum_and_h
     assert grade.tests[0].verdict == "time"
 
 
-async def test_lost_sandboxes_are_infra_and_nobody_elses_fault() -> None:
+async def test_lost_sandboxes_are_an_infra_fault() -> None:
     task = CodeTask(id="lost", tests=["assert f(1) == 1"])
-    async with Programs("local", concurrency=2) as programs:
+    async with ProgramRunner("local", concurrency=2) as programs:
         made = 0
 
         async def failing(spec: SandboxSpec) -> Any:
             nonlocal made
             made += 1
-            box = await programs.create(spec)
+            sandbox = await programs.create(spec)
             if made <= lost:
-                await box.close()
-            return box
+                await sandbox.close()
+            return sandbox
 
         one = Grader(programs.spec, failing, programs.gate, limits=LIMITS)
         lost = 2
@@ -190,7 +191,7 @@ async def test_lost_sandboxes_are_infra_and_nobody_elses_fault() -> None:
             await one.grade(task, "def f(x):\n    return x\n")
 
 
-async def test_a_function_of_the_users_has_a_fresh_sandbox_and_its_reward_is_checked() -> None:
+async def test_a_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() -> None:
     from rookery.sandboxes import Command
 
     task = CodeTask(id="own")
@@ -217,17 +218,17 @@ async def test_a_function_of_the_users_has_a_fresh_sandbox_and_its_reward_is_che
 @pytest.mark.parametrize(
     ("row", "word"),
     [
-        ({"id": "a"}, "tests or cases"),
-        ({"id": "a", "tests": "assert 1", "cases": [{"stdout": "1"}]}, "not both"),
+        ({"id": "a"}, "tests and cases"),
+        ({"id": "a", "tests": "assert 1", "cases": [{"stdout": "1"}]}, "got both"),
         ({"id": "a", "tests": 5}, "tests must be"),
         ({"id": "a", "tests": "assert 1", "limits": {"wall": -1}}, "limits.wall"),
         ({"id": "a", "tests": "assert 1", "timeout_seconds": "soon"}, "limits.wall"),
         ({"id": "a", "cases": [{"stdin": 3}]}, r"cases\[0\].stdin"),
         ({"id": "a", "cases": [{"stdout": 3}]}, r"cases\[0\].stdout"),
         ({"id": "a", "tests": "assert 1", "entry_point": "a b"}, "entry_point"),
-        ({"id": "a", "tests": "assert 1", "language": "c"}, "graded by cases"),
+        ({"id": "a", "tests": "assert 1", "language": "c"}, "by cases"),
     ],
 )
 def test_an_invalid_row_is_a_task_error_that_names_the_field(row: dict[str, Any], word: str) -> None:
     with pytest.raises(TaskError, match=word):
-        code_task(row)
+        parse_code_task(row)

@@ -1,4 +1,4 @@
-"""Hostile submissions to unit tests: they cannot change the form, the blame or the meaning of a test."""
+"""Hostile submissions cannot change the isolation, the fault or the meaning of a test."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from rookery.core import SandboxSpec
-from rookery.scoring.code_tasks import CodeTask, code_task
-from rookery.scoring.forms import uses_of
+from rookery.sandbox_runtime.grader.codec import MAX_DEPTH
+from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import Grade, Grader
-from rookery.scoring.inside.codec import MAX_DEPTH
+from rookery.scoring.program_runner import ProgramRunner
 from rookery.scoring.programs import ProgramLimits
-from rookery.scoring.running import Programs
+from rookery.scoring.test_analysis import analyze_tests
 
 
 @asynccontextmanager
 async def grader(**settings: Any) -> AsyncIterator[Grader]:
-    async with Programs("local", concurrency=4) as programs:
-        yield Grader.of(programs, limits=ProgramLimits(wall=5.0), **settings)
+    async with ProgramRunner("local", concurrency=4) as programs:
+        yield Grader.from_runner(programs, limits=ProgramLimits(wall=5.0), **settings)
 
 
 async def graded(task: CodeTask, submissions: dict[str, str], **settings: Any) -> dict[str, Grade]:
@@ -57,7 +57,7 @@ SLICED = (
 )
 
 
-async def test_no_submission_brings_about_the_shared_form() -> None:
+async def test_no_submission_causes_shared_isolation() -> None:
     tests = "def check(c):\n    first = c(1)\n    second = c(first)\n    assert c([second]) == 12345\n"
     task = CodeTask(id="passes-on", tests=tests, entry_point="f")
     values = {
@@ -76,18 +76,18 @@ async def test_no_submission_brings_about_the_shared_form() -> None:
     ways |= {"patched": PATCHED, "dated": DATED, "zoned": ZONED}
     grades = await graded(task, ways)
     for name, grade in grades.items():
-        assert (grade.reward, grade.form) == (0.0, "separate"), (name, grade)
+        assert (grade.reward, grade.isolation) == (0.0, "separate"), (name, grade)
     async with grader() as one:  # nor for those that come after it
         for source in (PATCHED, "def f(x):\n    return 12345\n"):
             grade = await one.grade(task, source)
-            assert grade.form == "separate", grade
+            assert grade.isolation == "separate", grade
         assert grade.reward == 1.0, grade
 
 
-async def test_indexing_an_object_does_not_bring_about_the_shared_form() -> None:
+async def test_indexing_an_object_does_not_cause_shared_isolation() -> None:
     task = CodeTask(id="slices", tests=["assert f(1)[1:2] == [2]", "assert f(1)[...] == 3"])
     grades = await graded(task, {"sliced": SLICED})
-    assert (grades["sliced"].reward, grades["sliced"].form) == (0.0, "separate"), grades
+    assert (grades["sliced"].reward, grades["sliced"].isolation) == (0.0, "separate"), grades
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_tests_without_a_solution_that_pass_functions_are_shared_whatever_
     assert grades["right"].reward == 1.0, grades
     assert grades["dead"].reward == 0.0, grades
     for grade in grades.values():
-        assert grade.form == "shared", grades
+        assert grade.isolation == "shared", grades
         assert grade.weaker
 
 
@@ -119,14 +119,14 @@ async def test_tests_that_sort_what_they_got_are_separate() -> None:
     tests = "def check(c):\n    got = c(2)\n    got.sort(key=lambda n: -n)\n    assert got == [2, 1]\n"
     task = CodeTask(id="sorts", tests=tests, entry_point="f")
     grades = await graded(task, {"right": "def f(n):\n    return [1, 2]\n"})
-    assert (grades["right"].reward, grades["right"].form) == (1.0, "separate"), grades
+    assert (grades["right"].reward, grades["right"].isolation) == (1.0, "separate"), grades
 
 
-async def test_the_form_is_decided_with_the_solution_before_a_submission_runs() -> None:
-    task = code_task(
+async def test_isolation_is_decided_with_the_solution_before_a_submission_runs() -> None:
+    task = parse_code_task(
         {"id": "order", "tests": ["assert f(1) == 1"], "solution": "def f(x):\n    return x\n", "prompt": ""}
     )
-    async with Programs("local", concurrency=2) as programs:
+    async with ProgramRunner("local", concurrency=2) as programs:
         opened = 0
 
         async def counted(spec: SandboxSpec) -> Any:
@@ -162,7 +162,7 @@ async def test_parameters_that_a_submission_leaves_out_are_not_a_missing_test() 
     ],
 )
 def test_whether_there_is_a_test_is_read_from_the_text(tests: str, found: bool) -> None:
-    assert uses_of(tests, "f").has_tests is found
+    assert analyze_tests(tests, "f").has_tests is found
 
 
 async def test_scripts_beside_functions_and_classes_are_tests() -> None:
@@ -212,14 +212,14 @@ async def test_whatever_a_submission_sends_is_a_verdict_about_it(form: str) -> N
         tests = "def check(c):\n    assert callable(f)\n    assert c(1) == 12345\n"
     grades = await graded(CodeTask(id="odd", tests=tests, entry_point="f"), ODD_WORDS)
     for name, grade in grades.items():
-        assert (grade.reward, grade.form) == (0.0, form), (name, grade)
+        assert (grade.reward, grade.isolation) == (0.0, form), (name, grade)
         assert grade.tests, (name, grade)
         assert all(test.verdict in ("crash", "wrong_answer") for test in grade.tests), (name, grade)
         str(grade).encode()  # nothing in it that no journal takes
 
 
 async def test_whatever_a_program_is_made_of_is_a_verdict_about_it() -> None:
-    task = code_task({"id": "cases", "prompt": "", "cases": [{"stdin": "", "stdout": "1"}]})
+    task = parse_code_task({"id": "cases", "prompt": "", "cases": [{"stdin": "", "stdout": "1"}]})
     sources = {name: ODD_WORDS[name] for name in ODD_WORDS if "source" in name or "comment" in name}
     sources["prints surrogates"] = "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80\\xff')\n"
     for name, grade in (await graded(task, sources)).items():
@@ -276,7 +276,7 @@ def f(xs):
 )  # fmt: skip
 async def test_objects_that_lie_about_their_items_are_not_paid(tests: str, submission: str) -> None:
     grades = await graded(CodeTask(id="lies", tests=tests, entry_point="f"), {"liar": submission})
-    assert (grades["liar"].reward, grades["liar"].form) == (0.0, "separate"), grades
+    assert (grades["liar"].reward, grades["liar"].isolation) == (0.0, "separate"), grades
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ async def test_objects_that_lie_about_their_items_are_not_paid(tests: str, submi
 )
 async def test_a_grade_in_which_a_reference_decided_is_labelled(tests: str, submission: str) -> None:
     grades = await graded(CodeTask(id="decided", tests=tests, entry_point="f"), {"one": submission})
-    assert (grades["one"].reward, grades["one"].form) == (1.0, "separate"), grades
+    assert (grades["one"].reward, grades["one"].isolation) == (1.0, "separate"), grades
     assert grades["one"].weaker
 
 
@@ -393,7 +393,7 @@ async def test_what_a_submission_has_not_done_in_the_time_of_its_grading_has_the
     assert 0 < grade.reward < 0.5
     shared = msgspec.structs.replace(tests, tests=["assert callable(f)", *tests.tests])
     grade = (await graded(shared, {"slow": slow}, seconds=8.0))["slow"]
-    assert (grade.reward, grade.form, grade.tests[-1].verdict) == (0.0, "shared", "time"), grade
-    cases = code_task({"id": "cases", "prompt": "", "cases": [{"stdout": "1"}] * 40})
+    assert (grade.reward, grade.isolation, grade.tests[-1].verdict) == (0.0, "shared", "time"), grade
+    cases = parse_code_task({"id": "cases", "prompt": "", "cases": [{"stdout": "1"}] * 40})
     grade = (await graded(cases, {"slow": "import time\ntime.sleep(4)\nprint(1)\n"}, seconds=8.0))["slow"]
     assert (grade.reward, grade.tests[-1].verdict) == (0.0, "time"), grade

@@ -1,4 +1,4 @@
-"""What passes between tests and a submission: plain data, equal on both sides, and nothing else."""
+"""The data exchanged between tests and a submission: plain data only, equal on both sides."""
 
 import datetime as dt
 import math
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.scoring import inside
-from rookery.scoring.inside.codec import NotPlain, decode, encode, reduced
-from rookery.scoring.inside.far import Remote
+from rookery.sandbox_runtime import bundle
+from rookery.sandbox_runtime.grader.codec import NotPlain, decode, encode, reduce_to_base
+from rookery.sandbox_runtime.grader.remote_objects import Remote
 
 Point = namedtuple("Point", "x y")
 
@@ -38,7 +38,7 @@ class Liar(int):
 
 
 def refuse(value: Any) -> Any:
-    return encode(reduced(value), refuse)
+    return encode(reduce_to_base(value), refuse)
 
 
 def there_and_back(value: Any) -> Any:
@@ -94,7 +94,7 @@ def test_what_is_not_finite_comes_back() -> None:
     assert there_and_back([float("inf"), -float("inf")]) == [float("inf"), -float("inf")]
 
 
-def test_classes_made_of_built_in_ones_come_back_as_those() -> None:
+def test_subclasses_of_builtins_are_returned_as_builtins() -> None:
     numbers = defaultdict(list, {1: [2]})
     made = [Point(1, 2), Level.LOW, numbers, Counter("aa"), OrderedDict(a=1), Liar(7), range(3), bytearray(b"x")]
     back = there_and_back(made)
@@ -163,7 +163,7 @@ def refuse_nothing(value: Any) -> Any:
 
 def test_a_reference_equals_no_plain_value() -> None:
     class Silent:
-        def ask(self, do: str, args: Any) -> Any:
+        def request(self, do: str, args: Any) -> Any:
             raise AssertionError(f"{do} was asked")
 
     remote = Remote(Silent(), 5, "thing")  # type: ignore[arg-type]
@@ -172,19 +172,21 @@ def test_a_reference_equals_no_plain_value() -> None:
     assert remote not in [1, "x", None, Fraction(1), Decimal(1), dt.date(2020, 1, 1)]
 
 
-@pytest.mark.parametrize("name", ["grader", "submission"])
+@pytest.mark.parametrize("name", ["runner", "submission"])
 def test_a_program_is_one_text_that_needs_nothing_of_ours(name: str) -> None:
-    text = inside.text(name)
+    text = bundle.build_source("grader", name)
     compile(text, name, "exec")
-    assert "rookery.scoring" not in text.replace("rookery_cases", "")
-    assert all(len(word) < 100_000 for word in inside.words(name))  # the kernel takes 128 kB for one
+    assert "rookery.scoring" not in text
+    assert all(
+        len(word) < 100_000 for word in bundle.build_command("grader", name)
+    )  # the kernel takes 128 kB for one
 
 
 @pytest.mark.parametrize("magic", ["", "another"])
 def test_a_program_runs_from_its_code_and_from_its_text(magic: str) -> None:
     import subprocess
 
-    _, dash_c, boot, own, code, source = inside.words("submission")
+    _, dash_c, boot, own, code, source = bundle.build_command("grader", "submission")
     words = (sys.executable, "-I", dash_c, boot, magic or own, code if not magic else "00", source)
     asked = '{"do": "call", "a": [{"t": "ref", "v": "f"}, [21], {"t": "dict", "v": []}]}'
     given = ('s{"source": "def f(x): return x * 2"}\nc' + asked + "\n").encode()

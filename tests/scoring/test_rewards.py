@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import CAUSES, ScoringError
-from rookery.scoring import Score, checked
+from rookery.scoring import Score, check_reward
 
 
 class Item:
@@ -53,7 +53,7 @@ class Unprintable:
     ids=lambda value: type(value).__name__,
 )
 def test_every_kind_of_number_is_a_reward(value: object, reward: float) -> None:
-    score = checked(value, 0.0, 1.0)
+    score = check_reward(value, 0.0, 1.0)
     assert score == Score(reward)
     assert type(score.reward) is float
 
@@ -93,28 +93,28 @@ def test_every_kind_of_number_is_a_reward(value: object, reward: float) -> None:
 )
 def test_what_is_missing_not_a_number_or_not_finite_is_a_fault_of_whoever_returned_it(value: object) -> None:
     with pytest.raises(ScoringError) as caught:
-        checked(value, -math.inf, math.inf)
+        check_reward(value, -math.inf, math.inf)
     assert caught.value.code == "bug.reward"
     assert caught.value.fault == CAUSES["bug.reward"].fault == "bug"
 
 
 @pytest.mark.parametrize("value", [1.0000001, -1e-9, 2, np.float64(1.5), Score(2.0)])
 def test_a_reward_out_of_its_range_is_a_fault(value: object) -> None:
-    with pytest.raises(ScoringError, match="outside of the declared range 0 to 1"):
-        checked(value, 0.0, 1.0)
+    with pytest.raises(ScoringError, match="outside the declared range 0 to 1"):
+        check_reward(value, 0.0, 1.0)
 
 
 @given(st.floats(), st.floats(-10, 10), st.floats(0, 10))
 def test_a_reward_is_kept_exactly_or_refused(value: float, low: float, width: float) -> None:
     high = low + width
     if math.isfinite(value) and low <= value <= high:
-        assert checked(value, low, high).reward == value
+        assert check_reward(value, low, high).reward == value
     else:
         with pytest.raises(ScoringError):
-            checked(value, low, high)
+            check_reward(value, low, high)
 
 
 def test_parts_and_metrics_are_plain_finite_numbers_too() -> None:
-    score = checked(Score(1, {"a": np.float64(0.5), "b": 3}, {"c": True}), 0.0, 1.0)
+    score = check_reward(Score(1, {"a": np.float64(0.5), "b": 3}, {"c": True}), 0.0, 1.0)
     assert score == Score(1.0, {"a": 0.5, "b": 3.0}, {"c": 1.0})
     assert {type(value) for value in (*score.parts.values(), *score.metrics.values())} == {float}

@@ -1,4 +1,4 @@
-"""`run_code`: many programs, each alone, results in order, and nothing left."""
+"""`run_code`: isolated programs, results in order, and clean-up."""
 
 import asyncio
 import os
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import rookery
 from rookery.core import SandboxError, SandboxSpec, UsageError
-from rookery.scoring.outputs import same_output
-from rookery.scoring.programs import Case, Program, ProgramLimits, limits_of, program_of
-from rookery.scoring.running import Programs, run_program
-from rookery.scoring.service import run_code, run_code_sync, stream_code
+from rookery.scoring.code_execution import run_code, run_code_sync, stream_code
+from rookery.scoring.outputs import outputs_match
+from rookery.scoring.program_runner import ProgramRunner, run_program
+from rookery.scoring.programs import Case, Program, ProgramLimits, parse_limits, parse_program
 
 COMPILER = shutil.which("gcc") is not None and shutil.which("g++") is not None
 ADD_C = '#include <stdio.h>\nint main(){int a,b;scanf("%d %d",&a,&b);printf("%d\\n",a+b);return 0;}\n'
@@ -109,8 +109,8 @@ async def test_c_and_cpp_are_compiled_once_and_run_for_each_case() -> None:
     assert "error" in broken.compile.output
 
 
-async def test_where_there_is_no_compiler_that_is_said_and_is_not_the_programs_fault(tmp_path: Path) -> None:
-    async with Programs("subprocess") as programs:
+async def test_a_missing_compiler_is_not_the_programs_fault(tmp_path: Path) -> None:
+    async with ProgramRunner("subprocess") as programs:
         spec = SandboxSpec(provider="subprocess", env={"PATH": str(tmp_path)})
         program = Program(source=ADD_C, language="c")
         result = await run_program(program, ProgramLimits(), spec, programs.create, asyncio.Semaphore(1))
@@ -118,8 +118,8 @@ async def test_where_there_is_no_compiler_that_is_said_and_is_not_the_programs_f
     assert "gcc" in result.detail
 
 
-async def test_a_failing_sandbox_is_replaced_and_then_told_as_infra() -> None:
-    async with Programs("local", concurrency=2) as programs:
+async def test_a_failing_sandbox_is_replaced_and_then_reported_as_infra() -> None:
+    async with ProgramRunner("local", concurrency=2) as programs:
         made = 0
 
         async def failing(spec: SandboxSpec) -> Any:
@@ -127,10 +127,10 @@ async def test_a_failing_sandbox_is_replaced_and_then_told_as_infra() -> None:
             made += 1
             if made == 1:
                 raise SandboxError("no room", cause="sandbox.create")
-            box = await programs.create(spec)
+            sandbox = await programs.create(spec)
             if made <= lost:
-                await box.close()
-            return box
+                await sandbox.close()
+            return sandbox
 
         program = Program(source="print(1)")
         lost = 2
@@ -166,9 +166,9 @@ async def test_a_stream_takes_a_bounded_number_ahead_and_frees_all_when_left() -
 
 async def nothing_open() -> None:
     """The thread's providers hold no sandbox."""
-    from rookery.scoring import service
+    from rookery.scoring import code_execution
 
-    thread = service._service()
+    thread = code_execution._get_thread()
     assert thread.providers is not None
     for provider in thread.providers._open.values():
         assert not provider._open  # type: ignore[attr-defined]
@@ -227,11 +227,13 @@ def test_a_plain_script_and_its_forked_child_end_cleanly_and_leave_nothing(tmp_p
 
 
 async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rookery.scoring import boxes
+    from rookery.scoring import fresh_sandboxes
 
-    monkeypatch.setattr(boxes, "settle", lambda spec: (spec, "no sandbox that isolates can be had here"))
+    monkeypatch.setattr(
+        fresh_sandboxes, "resolve_spec", lambda spec: (spec, "no sandbox that isolates can be had here")
+    )
     with pytest.raises(SandboxError, match="isolates"):
-        async with Programs():
+        async with ProgramRunner():
             raise AssertionError
 
 
@@ -243,7 +245,7 @@ async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: py
         ({"source": "x", "language": "cobol"}, "language"),
         ({"source": "x", "files": {"../up": "y"}}, "files"),
         ({"source": "x", "files": {"/etc/passwd": "y"}}, "files"),
-        ({"source": "x", "files": {"main.py": "y"}}, "both given"),
+        ({"source": "x", "files": {"main.py": "y"}}, "source and files"),
         ({"source": "x", "argv": ["a", 1]}, "argv"),
         ({"source": "x", "env": {"A=B": "c"}}, "env"),
         ({"source": "x", "limits": {"wall": 0}}, r"limits\.wall"),
@@ -258,24 +260,24 @@ async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: py
         ([], "must be an object"),
     ],
 )
-def test_a_program_that_cannot_be_names_the_field(wrong: Any, word: str) -> None:
+def test_an_invalid_program_names_the_field(wrong: Any, word: str) -> None:
     with pytest.raises(UsageError, match=f"^program.*{word}"):
-        program_of(wrong)
+        parse_program(wrong)
 
 
 @settings(max_examples=50)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_whatever_is_read_is_a_program_or_a_usage_error(plain: Any) -> None:
+def test_any_input_gives_a_program_or_a_usage_error(plain: Any) -> None:
     for wrong in (plain, {"source": "x", "limits": plain}, {"source": "x", "cases": plain, "files": plain}):
         try:
-            program_of(wrong)
+            parse_program(wrong)
         except UsageError:
             continue
 
 
 def test_limits_go_over_others_where_they_say_something() -> None:
     assert ProgramLimits(wall=1).over(ProgramLimits(wall=2, memory=3)) == ProgramLimits(wall=1, memory=3)
-    assert limits_of({"wall": 2}) == ProgramLimits(wall=2)
+    assert parse_limits({"wall": 2}) == ProgramLimits(wall=2)
 
 
 lines = st.lists(st.text(st.characters(exclude_characters="\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")), max_size=5)
@@ -284,23 +286,23 @@ lines = st.lists(st.text(st.characters(exclude_characters="\r\n\x0b\x0c\x1c\x1d\
 @given(lines, st.integers(0, 3))
 def test_space_at_the_end_never_decides(words: list[str], more: int) -> None:
     text = "\n".join(words)
-    assert same_output(text, "\n".join(line + " " * more for line in words) + "\n" * more)
-    assert same_output(text, text + "x") is False
+    assert outputs_match(text, "\n".join(line + " " * more for line in words) + "\n" * more)
+    assert outputs_match(text, text + "x") is False
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1))
 def test_with_a_tolerance_only_numbers_may_differ(number: float, tolerance: float) -> None:
-    assert same_output(f"a {number}", f"a {number + 0.9 * tolerance}", tolerance + 1e-9)
-    assert not same_output(f"a {number}", f"b {number}", tolerance)
-    assert not same_output(f"{number}", f"{number} {number}", tolerance)
-    assert not same_output(f"{number}", "nan", tolerance)
+    assert outputs_match(f"a {number}", f"a {number + 0.9 * tolerance}", tolerance + 1e-9)
+    assert not outputs_match(f"a {number}", f"b {number}", tolerance)
+    assert not outputs_match(f"{number}", f"{number} {number}", tolerance)
+    assert not outputs_match(f"{number}", "nan", tolerance)
 
 
-def test_nothing_of_ours_is_left_in_the_temp_folder_by_a_programs_that_was_closed() -> None:
+def test_a_closed_program_runner_leaves_no_temporary_files() -> None:
     before = set(Path(tempfile.gettempdir()).iterdir())
 
     async def main() -> None:
-        async with Programs("local") as programs:
+        async with ProgramRunner("local") as programs:
             assert (await programs.run(Program(source="print(1)"))).ok
 
     asyncio.run(main())
@@ -332,22 +334,22 @@ def test_nothing_of_ours_is_left_in_the_temp_folder_by_a_programs_that_was_close
     ],
 )
 def test_words_that_are_not_finite_numbers_compare_as_text(expected: str, got: str, same: bool) -> None:
-    assert same_output(f"a {expected}", f"a {got}", 1e-6) is same
+    assert outputs_match(f"a {expected}", f"a {got}", 1e-6) is same
 
 
 def test_a_large_tolerance_is_still_a_bound() -> None:
-    assert not same_output("1e300", "-1e308", 2.0)
-    assert not same_output("1e308", "-1.7e308", 2.0)
-    assert same_output("1e308", "-0.9e308", 2.0)
+    assert not outputs_match("1e300", "-1e308", 2.0)
+    assert not outputs_match("1e308", "-1.7e308", 2.0)
+    assert outputs_match("1e308", "-0.9e308", 2.0)
 
 
 def test_a_compiler_gets_no_more_than_the_sandboxes_may_have_and_no_less_than_the_program() -> None:
-    from rookery.scoring.running import COMPILE_LIMITS, compiling
+    from rookery.scoring.program_runner import COMPILE_LIMITS, get_compile_spec
 
     mb = 1 << 20
-    small = compiling(SandboxSpec(memory=256 * mb, pids=16, disk=64 * mb), ProgramLimits(memory=64 * mb))
+    small = get_compile_spec(SandboxSpec(memory=256 * mb, pids=16, disk=64 * mb), ProgramLimits(memory=64 * mb))
     assert (small.memory, small.pids, small.disk) == (256 * mb, 16, 64 * mb)
-    large = compiling(SandboxSpec(memory=256 * mb), ProgramLimits(memory=512 * mb))
+    large = get_compile_spec(SandboxSpec(memory=256 * mb), ProgramLimits(memory=512 * mb))
     assert large.memory == 512 * mb
-    free = compiling(SandboxSpec(memory=None, pids=None, disk=None), ProgramLimits())
+    free = get_compile_spec(SandboxSpec(memory=None, pids=None, disk=None), ProgramLimits())
     assert (free.memory, free.pids, free.disk) == (COMPILE_LIMITS.memory, COMPILE_LIMITS.pids, COMPILE_LIMITS.disk)

@@ -1,4 +1,4 @@
-"""Every test of tasks has a cache of its own session, never the user's."""
+"""Fixtures: a task cache for the test session, separate from the user's."""
 
 import os
 
@@ -19,7 +19,7 @@ def task_cache(tmp_path_factory):
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """An empty one for a test that looks into it."""
+    """An empty task cache for tests that inspect it."""
     place = tmp_path / "own-cache"
     monkeypatch.setenv("ROOKERY_TASK_CACHE", str(place))
     return place

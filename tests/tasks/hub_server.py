@@ -1,4 +1,4 @@
-"""A stand-in for the hub on loopback: one dataset repository, as the library asks for it."""
+"""A fake Hugging Face hub on loopback with one dataset repository."""
 
 import hashlib
 import json

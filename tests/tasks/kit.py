@@ -1,4 +1,4 @@
-"""Task folders for tests, and tasks of any shape."""
+"""Task directories and random tasks for tests."""
 
 import json
 import shutil
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from rookery.tasks.swe import Part, SweStep, SweTask, Verifier
+from rookery.tasks.swe import FileMapping, SweStep, SweTask, Verifier
 
 
 def put(folder, files):
-    """Path → text (None: an empty folder)."""
+    """Write files: path → text (None: an empty directory)."""
     for path, text in files.items():
         target = Path(folder, path)
         if text is None:
@@ -32,7 +32,7 @@ def harbor(folder, toml="", files=()):
 
 
 def problems(report):
-    """field → whether it is a warning."""
+    """Return the problems by field: whether each is a warning."""
     return {(one.task, one.field): one.warning for one in report.problems}
 
 
@@ -63,7 +63,7 @@ def networks(draw):
 
 @st.composite
 def trees(draw, needed=()):
-    """Path → (bytes, program, link), no path inside of a file."""
+    """Generate files: path → (bytes, executable, link target)."""
     found = {}
     for name in draw(st.lists(file_names, max_size=3, unique=True)):
         inside = draw(st.booleans())
@@ -89,7 +89,7 @@ def write_tree(folder, tree):
 
 @st.composite
 def shapes(draw, steps=1):
-    """Everything about a task but where its files lie."""
+    """Generate a task without the location of its files."""
     network, allow = draw(networks())
     made = []
     for number in range(draw(st.integers(1, steps))):
@@ -143,7 +143,7 @@ def shapes(draw, steps=1):
 
 
 def build(shape, folder, name="t"):
-    """The task, its files below a folder that is emptied first."""
+    """Write the files of a task into a directory, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     workdir = shape["task"]["workdir"]
     steps = []
@@ -155,7 +155,7 @@ def build(shape, folder, name="t"):
             tree = fields[key]
             if tree:
                 write_tree(here / key, tree)
-            fields[key] = (Part(source=str(here / key), target=target),) if tree else ()
+            fields[key] = (FileMapping(source=str(here / key), target=target),) if tree else ()
         if fields["setup"]:
             (here / "setup.sh").write_text(fields["setup"], newline="")
             fields["setup"] = str(here / "setup.sh")

@@ -1,4 +1,4 @@
-"""Promises of archives: nothing outside is written, what is odd is refused in words, bombs end."""
+"""Archives: nothing is written outside, unsafe entries are refused, sizes are bounded."""
 
 import gzip
 import io
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookery.core import UsageError
 from rookery.tasks import load_tasks
 from rookery.tasks.archives import unpack
-from rookery.tasks.swe import swe_task
+from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 
 
@@ -39,14 +39,14 @@ def refused(path, tmp_path, *words, **bounds):
 
 
 @pytest.mark.parametrize("how", ["w", "w:gz", "w:xz", "w:bz2"])
-def test_an_archive_of_folders_is_loaded(tmp_path, own_cache, how):
+def test_an_archive_of_task_directories_is_loaded(tmp_path, own_cache, how):
     made = kit.open_instruct(tmp_path / "made" / "one")
     os.chmod(made / "tests/test.sh", 0o4755)
     name = f"task-data.tar{how[1:].replace(':', '.')}"
     with tarfile.open(tmp_path / name, how) as tar:
         tar.add(made, "./task-data/one")
     (task,) = load_tasks(tmp_path / name)
-    found = swe_task(task)
+    found = get_swe_task(task)
     assert (task.id, found.format) == ("one", "open-instruct")
     assert found.folder.startswith(str(own_cache / "content"))
     assert os.stat(f"{found.folder}/tests/test.sh").st_mode & 0o7777 == 0o755
@@ -72,27 +72,27 @@ def test_an_archive_that_changed_is_unpacked_anew(tmp_path, own_cache):
             [entry("a", kind=tarfile.SYMTYPE, link="."), entry("b", kind=tarfile.SYMTYPE, link="a/../..")],
             "leads out",
         ),
-        ([entry("a", kind=tarfile.SYMTYPE, link="d"), entry("a/x", b"x")], "both a folder"),
-        ([entry("a", kind=tarfile.SYMTYPE, link="/etc"), entry("a/x", b"x")], "both a folder"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="d"), entry("a/x", b"x")], "both a directory"),
+        ([entry("a", kind=tarfile.SYMTYPE, link="/etc"), entry("a/x", b"x")], "both a directory"),
         ([entry("a", kind=tarfile.LNKTYPE, link="/etc/passwd")], "absolute"),
         ([entry("a", kind=tarfile.LNKTYPE, link="../x")], "leads out"),
-        ([entry("a", kind=tarfile.LNKTYPE, link="later"), entry("later", b"x")], "no file before"),
+        ([entry("a", kind=tarfile.LNKTYPE, link="later"), entry("later", b"x")], "not a file before"),
         (
             [entry("s", kind=tarfile.SYMTYPE, link="x"), entry("a", kind=tarfile.LNKTYPE, link="s")],
-            "no file before",
+            "not a file before",
         ),
         ([entry("a", kind=tarfile.CHRTYPE)], "device"),
         ([entry("a", kind=tarfile.BLKTYPE)], "device"),
         ([entry("a", kind=tarfile.FIFOTYPE)], "device"),
         ([entry("a", b"x"), entry("a", b"y")], "twice"),
         ([entry("a", b"x"), entry("./a", b"y")], "twice"),
-        ([entry("a", b"x"), entry("a/b", b"y")], "both a folder"),
+        ([entry("a", b"x"), entry("a/b", b"y")], "both a directory"),
         ([entry("a/b", b"x"), entry("a", b"y")], "twice"),
         ([entry("d/" * 101 + "x", b"x")], "too deep"),
         ([entry("n" * 300, b"x")], "too long"),
     ],
 )
-def test_unsafe_entries_are_refused_in_words(tmp_path, entries, word):
+def test_unsafe_entries_are_refused(tmp_path, entries, word):
     refused(archive(tmp_path / "bad.tar.gz", *entries), tmp_path, "refused", word)
     assert not list(tmp_path.glob("out*"))
     with pytest.raises(UsageError, match="refused"):
@@ -131,7 +131,7 @@ def test_links_that_stay_inside_and_second_names_are_kept(tmp_path):
 def test_bombs_end_at_a_bound(tmp_path):
     zeroes = archive(tmp_path / "zeroes.tar.gz", entry("x", bytes(8 << 20)))
     assert zeroes.stat().st_size < 1 << 15
-    refused(zeroes, tmp_path, "longer than", most=1 << 20)
+    refused(zeroes, tmp_path, "larger than", most=1 << 20)
     many = archive(tmp_path / "many.tar.gz", *(entry(f"f{n}") for n in range(50)))
     refused(many, tmp_path, "more than 20 entries", entries=20)
     endless = tmp_path / "endless.tar.gz"  # a file that claims little, and a stream that does not end
@@ -145,18 +145,18 @@ def test_bombs_end_at_a_bound(tmp_path):
     [b"", b"no archive at all" * 100, gzip.compress(b"x" * 2000, mtime=0), gzip.compress(b"", mtime=0)],
     ids=["empty", "text", "packed text", "packed nothing"],
 )
-def test_what_is_no_archive_is_said_to_be_none(tmp_path, data):
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path, data):
     (tmp_path / "x.tar.gz").write_bytes(data)
-    with pytest.raises(UsageError, match=r"x\.tar\.gz|holds no tasks"):
+    with pytest.raises(UsageError, match=r"x\.tar\.gz|contains no tasks"):
         load_tasks(tmp_path / "x.tar.gz")
 
 
-def test_an_archive_that_was_cut_is_refused_and_nothing_of_it_stays(tmp_path, own_cache):
+def test_a_truncated_archive_is_refused_and_leaves_nothing(tmp_path, own_cache):
     whole = archive(tmp_path / "t.tar.gz", *(entry(f"a/{n}", os.urandom(2000)) for n in range(20)))
     data = whole.read_bytes()
     for cut in (10, len(data) // 2, len(data) - 9):
         whole.write_bytes(data[:cut])
-        with pytest.raises(UsageError, match="not a whole archive"):
+        with pytest.raises(UsageError, match="damaged"):
             load_tasks(whole)
         assert not list((own_cache / "content").iterdir())
         assert not list((own_cache / "work").iterdir())

@@ -1,4 +1,4 @@
-"""Promises of the cache: one makes and the others wait; whole or not there, whenever who makes it is killed."""
+"""The task cache: one process creates content, others wait; content is complete or absent."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ import pytest
 
 from rookery.core import UsageError
 from rookery.tasks import load_tasks
-from rookery.tasks.cache import Cache, key_of
-from rookery.tasks.swe import swe_task
+from rookery.tasks.cache import TaskCache, make_key
+from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 
 MANY = """
 import os, sys
 from rookery.tasks import archives, load_tasks
-import rookery.tasks.sources, rookery.tasks.formats, rookery.sandboxes.images.locks
+import rookery.tasks.sources, rookery.tasks.formats, rookery.sandboxes.images.file_locks
 archive, log, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 real = archives.unpack
 def counted(*args, **more):
@@ -106,7 +106,7 @@ def _listed(folder):
 
 
 def test_what_fails_leaves_nothing_and_is_made_by_the_next(own_cache):
-    cache = Cache()
+    cache = TaskCache()
 
     def broken(folder):
         (folder / "half").write_text("x")
@@ -122,14 +122,14 @@ def test_what_fails_leaves_nothing_and_is_made_by_the_next(own_cache):
 
 
 def test_a_wait_for_another_is_bounded(own_cache, monkeypatch):
-    cache = Cache().open()
+    cache = TaskCache().open()
     monkeypatch.setattr("rookery.tasks.cache.WAIT_SECONDS", 0.05)
     with cache.alone("k", "it"), pytest.raises(UsageError, match="another process"):
         cache.once("k", lambda _: None, "the thing")
 
 
-def test_nothing_of_it_is_readable_to_others(own_cache):
-    Cache().open()
+def test_the_cache_is_not_readable_by_other_users(own_cache):
+    TaskCache().open()
     assert own_cache.stat().st_mode & 0o077 == 0
 
 
@@ -141,10 +141,10 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, mon
 
 
 def test_keys_tell_apart_what_differs():
-    assert key_of("a", "bc") != key_of("ab", "c")
-    assert key_of("\udcff")
+    assert make_key("a", "bc") != make_key("ab", "c")
+    assert make_key("\udcff")
 
 
-def test_two_runs_have_the_same_folders(tmp_path, own_cache):
+def test_two_runs_use_the_same_cached_directories(tmp_path, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
-    assert swe_task(load_tasks(archive)[0]) == swe_task(load_tasks(archive)[0])
+    assert get_swe_task(load_tasks(archive)[0]) == get_swe_task(load_tasks(archive)[0])

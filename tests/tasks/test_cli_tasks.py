@@ -1,4 +1,4 @@
-"""Promises of `rookery tasks`: every problem shown, tests only when asked for, nothing overwritten."""
+"""`rookery tasks`: every problem is shown, tests only on request, nothing is overwritten."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 
 from rookery.cli.app import run_app
 from rookery.core import UsageError
-from rookery.sandboxes import procs
-from rookery.tasks import load_tasks, uses
-from rookery.tasks.cache import Cache
+from rookery.sandbox_runtime import processes
+from rookery.tasks import cache_users, load_tasks
+from rookery.tasks.cache import TaskCache
 from tests.tasks import kit
 from tests.tasks.test_cache import an_archive
 from tests.tasks.test_prune import holding
@@ -81,7 +81,7 @@ def test_show_of_a_broken_task_says_what_is_wrong(source, capsys):
     assert "image.txt" in err
 
 
-def test_nothing_of_a_task_reaches_the_terminal_raw(source, capsys):
+def test_control_characters_of_a_task_never_reach_the_terminal(source, capsys):
     assert "\x1b" not in run(capsys, "show", source, "hard")[1]
 
 
@@ -121,14 +121,14 @@ def test_rows_find_their_task_data_by_option(source, capsys, tmp_path):
 
 def test_a_run_takes_such_a_source(source, capsys):
     """As far as the tasks: the arithmetic of `--tasks` is that of the library."""
-    from rookery.cli.run import chosen_tasks
+    from rookery.cli.run import select_tasks
     from rookery.environments.arithmetic import Arithmetic
 
-    tasks = chosen_tasks(Arithmetic(), {"tasks": str(source), "num_tasks": 2})
+    tasks = select_tasks(Arithmetic(), {"tasks": str(source), "num_tasks": 2})
     assert [task.id for task in tasks] == ["bad", "good"]
 
 
-def test_variables_reach_the_tasks_and_what_is_none_is_one_sentence(tmp_path, capsys):
+def test_variables_reach_the_tasks_and_invalid_ones_are_refused(tmp_path, capsys):
     kit.harbor(tmp_path / "s" / "one", '[environment.env]\nPORT = "${PORT}"\n')
     code, _, err = run(capsys, "list", tmp_path / "s")
     assert code == 3
@@ -153,7 +153,7 @@ def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(t
         assert code == 0
         assert "the files of 2 rows" in out
         tasks = load_tasks(rows)  # the same folders
-    uses._mine.pop(own_cache)  # as if this process had never loaded them
+    cache_users._registrations.pop(own_cache)  # as if this process had never loaded them
     for path in (own_cache / "locks").glob("use-*"):
         path.unlink()
     folder = tmp_path / "runs" / "20260101T000000Z-env-model-0000"
@@ -189,15 +189,15 @@ def test_a_taskset_in_use_is_shown_with_who_uses_it(tmp_path, capsys, own_cache)
         assert "1 folder in use stayed" in err
 
 
-def test_a_run_whose_tasks_are_gone_is_not_resumed_until_they_are_made_again(tmp_path, capsys, own_cache):
-    from rookery.cli.tasks_cache import hold_tasks
+def test_a_run_is_not_resumed_while_its_tasks_are_missing(tmp_path, capsys, own_cache):
+    from rookery.cli.tasks_cache import lock_cached_tasks
 
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
     tasks = load_tasks(rows)
-    hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
-    procs.remove_tree(str(own_cache))
+    lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+    processes.remove_tree(str(own_cache))
     with pytest.raises(UsageError, match=r"removed from the task cache.*rookery tasks list .*r\.jsonl"):
-        hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+        lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})
     assert run(capsys, "list", rows)[0] == 0
-    hold_tasks(tasks, {"tasks": str(rows), "task_data": ""})
-    assert Cache().prune(budget=0).kept_in_use == 1
+    lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})
+    assert TaskCache().prune(budget=0).kept_in_use == 1

@@ -1,4 +1,4 @@
-"""Promises of conversion: there and back is the same task; what is lost is said; nothing is overwritten."""
+"""Conversion: round trips preserve tasks, lost fields are reported, nothing is overwritten."""
 
 import shutil
 
@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from rookery.core import Message, Task, UsageError
 from rookery.tasks import load_tasks
-from rookery.tasks.converting import convert
-from rookery.tasks.parts import described, differences
-from rookery.tasks.swe import swe_task, task_of
+from rookery.tasks.conversion import convert
+from rookery.tasks.file_trees import describe_task, find_differences
+from rookery.tasks.swe import get_swe_task, make_task
 from tests.tasks import kit
 
 few = settings(
@@ -22,7 +22,7 @@ few = settings(
 
 def there_and_back(task, tmp_path, formats):
     """The task after each conversion, loaded anew."""
-    tasks = [task_of(task)]
+    tasks = [make_task(task)]
     for number, to in enumerate(formats):
         target = tmp_path / f"{number}-{to}{'.jsonl' if to == 'rows' else ''}"
         if target.is_dir():
@@ -34,7 +34,7 @@ def there_and_back(task, tmp_path, formats):
         assert done.lost == ()
         tasks = list(load_tasks(target))
         assert not tasks[0].invalid, tasks[0].invalid
-        yield swe_task(tasks[0])
+        yield get_swe_task(tasks[0])
 
 
 @few
@@ -44,7 +44,7 @@ def test_a_task_of_one_step_survives_every_format_and_back(tmp_path, shape):
     for found in there_and_back(
         task, tmp_path, ("harbor", "open-instruct", "rows", "harbor", "rows", "open-instruct")
     ):
-        assert described(found) == described(task)
+        assert describe_task(found) == describe_task(task)
 
 
 @few
@@ -52,22 +52,22 @@ def test_a_task_of_one_step_survives_every_format_and_back(tmp_path, shape):
 def test_a_task_of_several_steps_survives_harbor_and_rows(tmp_path, shape):
     task = kit.build(shape, tmp_path / "made")
     for found in there_and_back(task, tmp_path, ("harbor", "rows", "harbor")):
-        assert described(found) == described(task)
+        assert describe_task(found) == describe_task(task)
 
 
 def test_an_image_that_is_built_goes_along(tmp_path):
     files = {"environment/Dockerfile": "FROM debian\nWORKDIR /srv/work\n", "environment/extra/x": "x"}
     kit.harbor(tmp_path / "h" / "a", "[environment]\nbuild_timeout_sec = 77\n", files)
     tasks = load_tasks(tmp_path / "h")
-    first = swe_task(tasks[0])
+    first = get_swe_task(tasks[0])
     assert (first.image, first.workdir) == (f"dockerfile:{tmp_path}/h/a/environment", "/srv/work")
     assert first.build == 77
     for to in ("open-instruct", "rows"):
         (done,) = convert(tasks, tmp_path / to, to)
         assert done.lost == ()
         (found,) = load_tasks(tmp_path / to)
-        assert differences(first, swe_task(found)) == []
-        assert swe_task(found).image.startswith("dockerfile:")
+        assert find_differences(first, get_swe_task(found)) == []
+        assert get_swe_task(found).image.startswith("dockerfile:")
 
 
 def test_what_is_lost_is_said_by_task_and_field(tmp_path):
@@ -107,9 +107,9 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(tmp_path):
         with pytest.raises(UsageError, match="exists already"):
             convert(tasks, tmp_path / name, "harbor")
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(UsageError, match="none of the tasks"):
+    with pytest.raises(UsageError, match="no task can be written"):
         convert([Task(id="x", invalid="no")], tmp_path / "new", "rows")
-    with pytest.raises(UsageError, match="no format"):
+    with pytest.raises(UsageError, match="nonsense"):
         convert(tasks, tmp_path / "new", "nonsense")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "h", "there"]
 
@@ -124,6 +124,6 @@ def test_an_id_that_is_no_folder_name_is_left_out(tmp_path):
 
 def test_a_task_of_another_environment_cannot_be_converted(tmp_path):
     task = Task(id="a", prompt=(Message("user", "x"),))
-    with pytest.raises(UsageError, match="no task for a box"):
+    with pytest.raises(UsageError, match="not a SWE task"):
         convert([task], tmp_path / "o", "harbor")
     assert not (tmp_path / "o").exists()

@@ -1,4 +1,4 @@
-"""Promises of task folders: every problem of every task, by field; nothing outside is read."""
+"""Task directories: all problems are reported by field, nothing outside is read."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from rookery.core import UsageError
 from rookery.tasks import check_tasks, load_tasks
-from rookery.tasks.swe import Part, swe_task
+from rookery.tasks.swe import FileMapping, get_swe_task
 from tests.tasks import kit
 
 
 def one(path, **more):
     (task,) = load_tasks(path, **more)
     assert not task.invalid, task.invalid
-    return swe_task(task)
+    return get_swe_task(task)
 
 
 def report(path, **more):
@@ -28,7 +28,7 @@ def report(path, **more):
 # ------------------------------------------------------------------------------------------------ open-instruct
 
 
-def test_an_open_instruct_folder_is_a_task(tmp_path):
+def test_an_open_instruct_directory_is_a_task(tmp_path):
     files = {
         "environment/seeds/a/b.py": "x",
         "setup.sh": "true",
@@ -39,28 +39,28 @@ def test_an_open_instruct_folder_is_a_task(tmp_path):
     (task,) = load_tasks(tmp_path)
     assert (task.id, task.text, task.image) == ("fix-1", "Fix it.\n", "python:3.12")
     assert task.limits.score > 2 * 600
-    found = swe_task(task)
+    found = get_swe_task(task)
     (step,) = found.steps
     assert (found.format, found.folder, found.workdir) == ("open-instruct", str(here), "/workspace")
-    assert found.files == (Part(source=str(here / "environment/seeds"), target="/workspace"),)
-    assert step.tests == (Part(source=str(here / "tests"), target="/tests"),)
-    assert step.solution == (Part(source=str(here / "solution"), target="/solution"),)
+    assert found.files == (FileMapping(source=str(here / "environment/seeds"), target="/workspace"),)
+    assert step.tests == (FileMapping(source=str(here / "tests"), target="/tests"),)
+    assert step.solution == (FileMapping(source=str(here / "solution"), target="/solution"),)
     assert step.setup == str(here / "setup.sh")
     assert (step.verifier.mode, step.verifier.reward_from_exit) == ("fresh", True)
 
 
-def test_a_task_alone_is_loaded_as_well_as_a_folder_of_them(tmp_path):
+def test_a_single_task_directory_is_loaded(tmp_path):
     kit.open_instruct(tmp_path / "all" / "a")
     assert load_tasks(tmp_path / "all")[0] == load_tasks(tmp_path / "all" / "a")[0]
 
 
-def test_the_folder_that_archives_wrap_tasks_in_is_looked_through(tmp_path):
+def test_wrapper_directories_of_archives_are_searched(tmp_path):
     kit.open_instruct(tmp_path / "data" / "task-data" / "a")
     kit.put(tmp_path / "data", {"README.md": "x", "scripts/x": "x"})
     assert [task.id for task in load_tasks(tmp_path / "data")] == ["a"]
 
 
-def test_folders_are_absolute_whatever_the_present_one_is(tmp_path, monkeypatch):
+def test_task_directories_are_absolute_paths(tmp_path, monkeypatch):
     kit.open_instruct(tmp_path / "d" / "a")
     monkeypatch.chdir(tmp_path)
     assert one("d").folder == str(tmp_path / "d" / "a")
@@ -68,11 +68,11 @@ def test_folders_are_absolute_whatever_the_present_one_is(tmp_path, monkeypatch)
     assert one(".").folder == str(tmp_path / "d" / "a")
 
 
-def test_both_formats_may_lie_in_one_folder_in_the_order_of_their_names(tmp_path):
+def test_one_directory_may_contain_tasks_of_both_formats(tmp_path):
     kit.open_instruct(tmp_path / "b")
     kit.harbor(tmp_path / "a")
     kit.harbor(tmp_path / "c")
-    assert [swe_task(task).format for task in load_tasks(tmp_path)] == ["harbor", "open-instruct", "harbor"]
+    assert [get_swe_task(task).format for task in load_tasks(tmp_path)] == ["harbor", "open-instruct", "harbor"]
     assert len(load_tasks(tmp_path, limit=2)) == 2
 
 
@@ -105,9 +105,9 @@ def test_every_problem_of_every_task_is_in_one_report(tmp_path):
     assert [bool(task.invalid) for task in load_tasks(tmp_path)] == [True, True, True, False]
 
 
-def test_a_folder_without_tasks_is_refused_and_says_what_would_be_one(tmp_path):
+def test_a_directory_without_tasks_is_refused_with_the_known_formats(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match=r"holds no tasks.*task\.toml.*rows\.jsonl"):
+    with pytest.raises(UsageError, match=r"contains no tasks.*harbor.*rows\.jsonl"):
         load_tasks(tmp_path)
 
 
@@ -116,7 +116,9 @@ def test_a_taskset_that_is_installed_is_loaded_by_its_name_unless_something_here
     kit.open_instruct(tmp_path / "mine" / "b")
     monkeypatch.setattr(kit, "there", lambda: tmp_path / "there", raising=False)
     point = EntryPoint("mine", "tests.tasks.kit:there", "rookery.tasksets")
-    monkeypatch.setattr("rookery.tasks.named.entry_points", lambda group, name: [point] if name == "mine" else [])
+    monkeypatch.setattr(
+        "rookery.tasks.sources.entry_points", lambda group, name: [point] if name == "mine" else []
+    )
     monkeypatch.chdir(tmp_path / "there")
     found = load_tasks("mine")
     assert (found.name, [task.id for task in found]) == ("mine", ["a"])
@@ -180,7 +182,7 @@ def test_a_task_cannot_name_files_of_this_machine_as_its_image(tmp_path, image):
     assert ("a", "image.txt") in report(tmp_path)
 
 
-def test_an_image_whose_name_is_also_a_folder_here_stays_a_name(tmp_path, monkeypatch):
+def test_an_image_name_that_is_also_a_local_path_stays_a_name(tmp_path, monkeypatch):
     kit.open_instruct(tmp_path / "t" / "a", files={"image.txt": "python"})
     (tmp_path / "python").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,9 @@
-"""Promises of Harbor folders: 1.4 and older, one step and several, what cannot be given is said."""
+"""The Harbor format: schema 1.4 and older, one or several steps, unsupported requirements."""
 
 import pytest
 
 from rookery.tasks import check_tasks, load_tasks
-from rookery.tasks.swe import grading_seconds, swe_task
+from rookery.tasks.swe import get_swe_task, grading_seconds
 from tests.tasks import kit
 
 FULL = """
@@ -57,7 +57,7 @@ def test_a_whole_task_is_read(tmp_path, monkeypatch):
     here = kit.harbor(tmp_path / "full", FULL, {"solution/solve.sh": "true"})
     (task,) = load_tasks(here, variables={"GIVEN": "given", "HOME": "/h"})
     assert not task.invalid, task.invalid
-    found = swe_task(task)
+    found = get_swe_task(task)
     (step,) = found.steps
     assert task.limits.run == 120
     assert task.limits.score is not None
@@ -78,7 +78,7 @@ def test_a_whole_task_is_read(tmp_path, monkeypatch):
     assert check_tasks(here, variables={"GIVEN": "", "HOME": ""}).problems == ()
 
 
-def test_nothing_of_this_machines_environment_gets_into_a_task(tmp_path, monkeypatch):
+def test_host_environment_variables_never_enter_a_task(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     kit.harbor(tmp_path / "a", '[environment]\nenv = { A = "${SECRET}", B = "${SECRET:-d}" }\n')
     found = check_tasks(tmp_path)
@@ -91,7 +91,7 @@ def test_older_keys_mean_what_they_meant(tmp_path):
     old = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
     kit.harbor(tmp_path / "a", old, {"environment/Dockerfile": "FROM x\nWORKDIR /one\nWORKDIR two\n"})
     (task,) = load_tasks(tmp_path)
-    found = swe_task(task)
+    found = get_swe_task(task)
     assert (found.memory, found.disk, found.network) == (2 << 30, 512 << 20, "none")
     assert found.workdir == "/one/two"
     assert found.image == f"dockerfile:{tmp_path}/a/environment"
@@ -100,7 +100,7 @@ def test_older_keys_mean_what_they_meant(tmp_path):
 def test_what_a_task_does_not_say_is_harbors_default(tmp_path):
     kit.harbor(tmp_path / "a", '[environment]\ndocker_image = "python:3.12"\n')
     (task,) = load_tasks(tmp_path)
-    found = swe_task(task)
+    found = get_swe_task(task)
     assert (found.network, found.steps[0].verifier.mode, found.steps[0].verifier.timeout) == ("all", "shared", 600)
     assert found.workdir == "/app"
     assert kit.problems(check_tasks(tmp_path)) == {("a", "environment.workdir"): True}
@@ -140,7 +140,7 @@ timeout_sec = 20
     here = kit.harbor(tmp_path / "a", toml, files)
     (task,) = load_tasks(tmp_path)
     assert not task.invalid, task.invalid
-    found = swe_task(task)
+    found = get_swe_task(task)
     one, two = found.steps
     assert task.text == "First."
     assert task.limits.run == 10 + 20 + grading_seconds(one)
@@ -222,12 +222,12 @@ def test_a_key_that_is_not_known_or_has_no_effect_is_a_warning(tmp_path, toml, f
     assert not load_tasks(tmp_path)[0].invalid
 
 
-def test_services_beside_the_box_are_a_problem(tmp_path):
+def test_additional_services_are_an_error(tmp_path):
     kit.harbor(tmp_path / "a", "", {"environment/docker-compose.yaml": "x", "environment/Dockerfile": "FROM x"})
     assert kit.problems(check_tasks(tmp_path))[("a", "environment/docker-compose.yaml")] is False
 
 
-def test_what_harbor_has_no_key_for_is_said_in_metadata_rookery(tmp_path):
+def test_fields_that_harbor_lacks_are_stored_in_metadata_rookery(tmp_path):
     kit.harbor(tmp_path / "a", "[[metadata.rookery.steps]]\nverifier = { mode = 'shared', services = true }\n")
     (task,) = load_tasks(tmp_path)
-    assert swe_task(task).steps[0].verifier.services
+    assert get_swe_task(task).steps[0].verifier.services

@@ -1,4 +1,4 @@
-"""No task reads a file of this machine: links that lead out of it are problems, whatever format it comes in."""
+"""Symbolic links never let a task read other files of this machine, in any format."""
 
 import gzip
 import io
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rookery.core import Task, TaskError, UsageError
-from rookery.scoring.swe import scripts
+from rookery.scoring.swe import test_script
 from rookery.tasks import check_tasks, load_tasks, tasks_from
-from rookery.tasks.links import read_inside, resolve_link
-from rookery.tasks.swe import swe_task
+from rookery.tasks.swe import get_swe_task
+from rookery.tasks.symlinks import read_inside, resolve_link
 from tests.tasks import kit
 
 SECRET = "hunter2"
@@ -94,7 +94,7 @@ def test_links_inside_of_a_row_stay_links(tmp_path):
     }
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "files": files}))
     assert not task.invalid
-    parts = {part.target: Path(part.source) for part in swe_task(task).files}
+    parts = {part.target: Path(part.source) for part in get_swe_task(task).files}
     assert os.readlink(parts["/workspace"] / "current") == "v1"
     assert os.readlink(parts["/srv/app/current"]) == "releases/1"
 
@@ -137,7 +137,7 @@ def test_an_image_of_a_row_is_a_name_and_no_path_of_this_machine(tmp_path, secre
     assert own.image == image
 
 
-def test_a_row_cannot_bring_the_description_of_a_task_in_a_box(tmp_path, secret):
+def test_a_row_cannot_contain_a_swe_task_description(tmp_path, secret):
     described = {
         "id": "x",
         "format": "rows",
@@ -152,12 +152,12 @@ def test_a_row_cannot_bring_the_description_of_a_task_in_a_box(tmp_path, secret)
 
 
 def test_a_context_of_a_row_lies_beside_the_rows(tmp_path, secret):
-    here = kit.put(tmp_path / "tasks", {"notes.txt": "mine", "docs/a": "mine"})
+    here = kit.put(tmp_path / "tasks", {"problems.txt": "mine", "docs/a": "mine"})
     (here / "out").symlink_to(secret)
-    (here / "inside").symlink_to("notes.txt")
+    (here / "inside").symlink_to("problems.txt")
     rows = [
-        {"context_file": "notes.txt"},
-        {"context_file": str(here / "notes.txt")},
+        {"context_file": "problems.txt"},
+        {"context_file": str(here / "problems.txt")},
         {"context_folder": "docs"},
         {"context_file": "inside"},
         {"context_file": str(secret / "key")},
@@ -173,9 +173,9 @@ def test_a_context_of_a_row_lies_beside_the_rows(tmp_path, secret):
     tasks = load_tasks(kit.jsonl(here / "r.jsonl", *rows))
     good = [task.data.get("context_file", task.data.get("context_folder")) for task in tasks if not task.invalid]
     assert good == [
-        *[str(here / "notes.txt")] * 2,
+        *[str(here / "problems.txt")] * 2,
         str(here / "docs"),
-        str(here / "notes.txt"),
+        str(here / "problems.txt"),
         str(here / "~/.ssh/id_rsa"),
     ]
 
@@ -198,7 +198,7 @@ def test_a_context_of_a_row_lies_beside_the_rows(tmp_path, secret):
         (kit.harbor, "steps/one/tests"),
     ],
 )
-def test_a_link_in_a_folder_that_leads_out_of_the_task_is_refused(tmp_path, secret, make, name, kind):
+def test_a_symlink_that_leads_out_of_the_task_is_refused(tmp_path, secret, make, name, kind):
     here = make(tmp_path / "t" / "a")
     if name == "environment/image":
         (here / "image.txt").unlink()
@@ -217,7 +217,7 @@ def test_a_link_between_the_tasks_of_a_source_is_refused(tmp_path, make):
     assert {one.task for one in check_tasks(tmp_path / "t").problems if not one.warning} == {"b"}
 
 
-def test_links_inside_of_a_folder_stay_links_and_linked_folders_are_used(tmp_path):
+def test_symlinks_inside_a_task_stay_symlinks(tmp_path):
     here = kit.open_instruct(
         tmp_path / "t" / "a", files={"shared/test.sh": "#!/bin/bash\nexit 0\n", "seed/x": "x"}
     )
@@ -229,10 +229,10 @@ def test_links_inside_of_a_folder_stay_links_and_linked_folders_are_used(tmp_pat
     (here / "environment" / "seeds").symlink_to("../seed")
     (task,) = load_tasks(tmp_path / "t")
     assert not task.invalid, task.invalid
-    described = swe_task(task)
+    described = get_swe_task(task)
     assert described.files[0].source == str(here / "seed")
-    assert scripts.words(described, described.steps[0])[0] == "bash"
-    with tarfile.open(fileobj=io.BytesIO(scripts.packed(described, described.steps[0].tests))) as tar:
+    assert test_script.get_test_command(described, described.steps[0])[0] == "bash"
+    with tarfile.open(fileobj=io.BytesIO(test_script.make_archive(described, described.steps[0].tests))) as tar:
         found = {info.name: (info.issym(), info.linkname) for info in tar}
     assert found == {"tests/test.sh": (True, "../shared/test.sh"), "tests/up": (True, "../seed/x")}
 
@@ -252,15 +252,15 @@ def test_an_archive_with_a_link_to_this_machine_is_refused(tmp_path, secret):
 def test_a_link_that_is_put_there_after_loading_is_not_followed(tmp_path, secret):
     here = kit.open_instruct(tmp_path / "t" / "a", files={"tests/more/x": "x"})
     (task,) = load_tasks(tmp_path / "t")
-    described = swe_task(task)
+    described = get_swe_task(task)
     (here / "tests" / "more" / "x").unlink()
     (here / "tests" / "more").rmdir()
     (here / "tests" / "more").symlink_to(secret)
-    assert SECRET.encode() not in scripts.packed(described, described.steps[0].tests)
+    assert SECRET.encode() not in test_script.make_archive(described, described.steps[0].tests)
     (here / "tests").rename(here / "gone")
     (here / "tests").symlink_to(secret)
     with pytest.raises(TaskError):
-        scripts.packed(described, described.steps[0].tests)
+        test_script.make_archive(described, described.steps[0].tests)
     with pytest.raises(OSError, match="inside"):
         read_inside(here, here / "tests" / "key", 100)
 
@@ -278,6 +278,6 @@ def test_a_source_that_the_user_names_by_a_link_is_read(tmp_path):
     (tmp_path / "link").symlink_to("real")
     (task,) = load_tasks(tmp_path / "link")
     assert not task.invalid
-    described = swe_task(task)
+    described = get_swe_task(task)
     assert described.folder == str(tmp_path / "link" / "a")
-    assert b"mine" in scripts.packed(described, described.steps[0].tests)
+    assert b"mine" in test_script.make_archive(described, described.steps[0].tests)

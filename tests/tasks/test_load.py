@@ -1,4 +1,4 @@
-"""Loading tasks: bad files stop everything in words, bad rows stop themselves."""
+"""Loading tasks: an invalid file raises, an invalid row only affects itself."""
 
 import gzip
 import json
@@ -129,17 +129,17 @@ def test_an_unknown_kind_of_file_is_refused(write):
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     path = tmp_path / "loop.jsonl"
     path.symlink_to(path)
-    refused(path, "loop.jsonl", "cannot be read")
+    refused(path, "loop.jsonl", "symbolic links")
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_refused(write, data):
-    refused(write(data), "holds no tasks")
-    refused(write(data, name="t.json"), "holds no tasks")
+    refused(write(data), "contains no tasks")
+    refused(write(data, name="t.json"), "contains no tasks")
 
 
 def test_an_empty_list_is_refused(write):
-    refused(write([], name="t.json"), "holds no tasks")
+    refused(write([], name="t.json"), "contains no tasks")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_line_that_is_not_utf8_is_named(write):
 
 
 def test_a_line_without_end_is_refused(write, monkeypatch):
-    monkeypatch.setattr("rookery.tasks.load.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("rookery.tasks.loader.MAX_LINE", 1 << 20)
     refused(write({"prompt": "a"}, {"prompt": "x" * (1 << 20)}), "line 2", "longer than 1 MB")
     refused(write({"prompt": "x" * (1 << 20)}, name="t.jsonl.gz"), "line 1", "longer than 1 MB")
 
@@ -165,8 +165,8 @@ def test_a_nest_without_end_is_refused(write):
 
 def test_broken_json_files_are_refused(write, monkeypatch):
     refused(write(b'[{"prompt": "a"},\n{]', name="t.json"), "t.json", "line 2")
-    refused(write({"prompt": "a"}, name="t.json"), "must hold a list")
-    monkeypatch.setattr("rookery.tasks.load.MAX_JSON", 10)
+    refused(write({"prompt": "a"}, name="t.json"), "must contain a list")
+    monkeypatch.setattr("rookery.tasks.loader.MAX_JSON", 10)
     refused(write([{"prompt": "a"}], name="t.json"), "larger")
 
 
@@ -211,7 +211,7 @@ def test_a_broken_gzip_file_is_refused(write):
         ({"prompt": "x", "files": {"a/": "x"}}, "relative"),
         ({"prompt": "x", "files": {"./a": "x"}}, "relative"),
         ({"prompt": "x", "files": {"a" * 300: "x"}}, "too long"),
-        ({"prompt": "x", "files": {"a/b": "x", "a": "y"}}, "both a file and a folder"),
+        ({"prompt": "x", "files": {"a/b": "x", "a": "y"}}, "both a file and a directory"),
         ({"prompt": "x", "image": 3}, "image"),
         ({"prompt": "x", "image": ""}, "image"),
         ({"prompt": "x", "limits": {"turns": 0}}, "limits.turns"),
@@ -225,9 +225,9 @@ def test_a_broken_gzip_file_is_refused(write):
         ({"prompt": "x", "id": "a" * 201}, "id must be"),
         ({"prompt": "x", "id": 10**30}, "id must be"),
         ({"prompt": "x", "id": "taken"}, "already"),
-        ({"prompt": "x", "n": 10**30}, "cannot be kept"),
-        (b'{"prompt": "x", "n": 1e999}', "cannot be kept"),
-        (b'{"prompt": "\\ud800 x"}', "cannot be kept"),
+        ({"prompt": "x", "n": 10**30}, "cannot be stored"),
+        (b'{"prompt": "x", "n": 1e999}', "cannot be stored"),
+        (b'{"prompt": "\\ud800 x"}', "cannot be stored"),
     ],
 )
 def test_a_bad_row_is_quarantined_and_the_others_stay(write, row, words):

@@ -1,4 +1,4 @@
-"""Promises of rows in Parquet: one split read as one, absent values absent, a piece at a time."""
+"""Rows in Parquet files: splits, null values and row groups."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rookery.core import UsageError
 from rookery.tasks import load_tasks
 from rookery.tasks import parquet as parquet_module
-from rookery.tasks.swe import swe_task
+from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 from tests.tasks.hub_server import Hub
 from tests.tasks.test_hub import load, packed
@@ -55,13 +55,13 @@ def test_they_are_the_same_tasks_as_of_json(tmp_path_factory, rows):
     assert [task.id for task in one] == [f"row-{n:06d}" for n in range(1, len(rows) + 1)]
 
 
-def test_tasks_in_a_box_keep_their_files_whatever_the_column(tmp_path):
+def test_swe_rows_in_parquet_keep_their_files(tmp_path):
     file = pa.map_(pa.string(), pa.binary())
     schema = pa.schema([("instruction", pa.string()), ("files", file), ("tests", pa.string()), ("env", file)])
     rows = [{"instruction": "Fix.", "files": [("a", b"x\n"), ("b", b"\xff")], "tests": "exit 0", "env": []}]
     (task,) = load_tasks(write(tmp_path / "r.parquet", rows, schema))
     assert not task.invalid
-    (part,) = swe_task(task).files
+    (part,) = get_swe_task(task).files
     from pathlib import Path
 
     assert {path.name: path.read_bytes() for path in Path(part.source).iterdir()} == {"a": b"x\n", "b": b"\xff"}
@@ -70,7 +70,7 @@ def test_tasks_in_a_box_keep_their_files_whatever_the_column(tmp_path):
 def test_several_files_are_one_in_order_and_of_several_splits_one_is_named(tmp_path):
     for number, name in enumerate(("train-00001-of-00002", "train-00000-of-00002", "test-00000-of-00001")):
         write(tmp_path / "ds" / "data" / f"{name}.parquet", [{"prompt": f"{number}"}, {"prompt": f"{number}b"}])
-    with pytest.raises(UsageError, match=r"several kinds \('test', 'train'\).*data/test\*\.parquet"):
+    with pytest.raises(UsageError, match=r"several splits \('test', 'train'\).*data/test\*\.parquet"):
         load_tasks(tmp_path / "ds")
     for source in ("ds/data/train-*.parquet", "ds/data/train*.parquet"):
         tasks = load_tasks(tmp_path / source)
@@ -97,24 +97,24 @@ def test_task_data_lie_beside_the_rows_or_above_their_data(tmp_path):
         assert (task.id, task.invalid, task.image) == ("one", "", "python:3.12")
 
 
-def test_a_folder_of_tasks_stays_one_whatever_else_is_in_it(tmp_path):
+def test_task_directories_take_precedence_over_parquet_files(tmp_path):
     kit.open_instruct(tmp_path / "one")
     write(tmp_path / "rows.parquet", [{"prompt": "x"}])
     assert [task.id for task in load_tasks(tmp_path)] == ["one"]
 
 
-def test_what_is_no_parquet_is_refused_in_words(tmp_path, monkeypatch):
+def test_a_file_that_is_not_parquet_is_refused(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1 nothing PAR1")
-    with pytest.raises(UsageError, match="no Parquet file that can be read"):
+    with pytest.raises(UsageError, match="cannot read the Parquet file"):
         load_tasks(tmp_path / "r.parquet")
-    with pytest.raises(UsageError, match="no Parquet file that can be read"):
+    with pytest.raises(UsageError, match="cannot read the Parquet file"):
         load_tasks(tmp_path / "missing.parquet")
     write(tmp_path / "empty.parquet", [], pa.schema([("prompt", pa.string())]))
-    with pytest.raises(UsageError, match="holds no tasks"):
+    with pytest.raises(UsageError, match="contains no tasks"):
         load_tasks(tmp_path / "empty.parquet")
     write(tmp_path / "large.parquet", [{"prompt": "x"}])
-    monkeypatch.setattr(parquet_module, "MAX_GROUP", 1)
-    with pytest.raises(UsageError, match="group of its rows is larger"):
+    monkeypatch.setattr(parquet_module, "MAX_GROUP_BYTES", 1)
+    with pytest.raises(UsageError, match="row group"):
         load_tasks(tmp_path / "large.parquet")
 
 
@@ -138,8 +138,8 @@ def test_a_dataset_of_the_hub_is_read_as_it_is_there(tmp_path, own_cache):
         asked = ["", f":{one}", ":data", ":data/train-*.parquet", ":da*/train.parquet", ":data/none*.parquet"]
         *rows, folders, nothing = load(" ".join(f"hf:team/tasks{path}" for path in asked), hub.url, tmp_path)[0]
         assert rows == ["row-000001 Hello."] * 4
-        assert "stars are for names of Parquet files alone" in folders
-        assert "there is no 'data/none*.parquet'" in nothing
+        assert "names of Parquet files" in folders
+        assert ": 'data/none*.parquet' is not" in nothing
     both = {"data/train-0.parquet": table.getvalue(), "task-data.tar.gz": packed(tmp_path)}
     with Hub(both, commit="d" * 40) as hub:
         asked = "hf:team/tasks:data/train-0.parquet hf:team/tasks:data/train-*.parquet"

@@ -1,4 +1,4 @@
-"""Promises of pruning: never what is in use or asked to be kept, the longest unused first, nothing unasked."""
+"""Pruning the task cache: least recently used first, never content in use."""
 
 import os
 import select
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.tasks import load_tasks, uses
-from rookery.tasks.cache import Cache, Cached, is_kept, keep
-from rookery.tasks.swe import swe_task
+from rookery.tasks import cache_users, load_tasks
+from rookery.tasks.cache import CacheEntry, TaskCache, is_registered, register_use
+from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 from tests.tasks.test_cache import an_archive
 
@@ -57,14 +57,14 @@ def made(cache, key, size, used):
     older=st.integers(0, 60),
 )
 def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, entries, budget, older):
-    cache = Cache(tmp_path_factory.mktemp("cache")).open()
+    cache = TaskCache(tmp_path_factory.mktemp("cache")).open()
     block = 4096
     for number, (size, used, _) in enumerate(entries):
         made(cache, f"k{number}", size * block, 1_000 + used)
     marked = {mark: {f"k{n}" for n, entry in enumerate(entries) if entry[2] == mark} for mark in "uk"}
     before = {one.key: one for one in cache.listed()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uses, "users", lambda _: {key: {1} for key in marked["u"]})
+        patch.setattr(cache_users, "find_users", lambda _: {key: {1} for key in marked["u"]})
         done = cache.prune(
             budget=None if budget is None else budget * block, older=1_000.0 + older, keep=marked["k"]
         )
@@ -94,7 +94,7 @@ def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, 
 @pytest.mark.parametrize("more", [(), ("fork",)])
 def test_what_a_live_process_loaded_stays_until_it_ends(tmp_path, own_cache, more):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
-    cache = Cache()
+    cache = TaskCache()
     with holding(archive, *more) as pid:
         (one,) = cache.listed()
         assert more or one.used_by == (pid,)
@@ -113,11 +113,11 @@ def test_what_was_removed_is_made_again_and_is_held_then(tmp_path, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     with holding(archive):
         pass
-    assert len(Cache().prune(budget=0).removed) == 1
+    assert len(TaskCache().prune(budget=0).removed) == 1
     (task,) = load_tasks(archive)
-    folder = swe_task(task).folder
-    assert is_kept(folder)
-    assert Cache().prune(budget=0).kept_in_use == 1
+    folder = get_swe_task(task).folder
+    assert is_registered(folder)
+    assert TaskCache().prune(budget=0).kept_in_use == 1
     assert not task.invalid
 
 
@@ -126,16 +126,16 @@ def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
     with holding(rows):
         pass
-    cache = Cache()
+    cache = TaskCache()
     (one,) = cache.listed()
     assert (one.what, one.used_by) == ("", ())
     folder = str(cache.content / one.key)
-    assert not is_kept(folder)
-    assert keep(folder)
-    assert is_kept(folder)
+    assert not is_registered(folder)
+    assert register_use(folder)
+    assert is_registered(folder)
     assert cache.prune(budget=0).kept_in_use == 1
-    assert is_kept("/elsewhere")
-    assert not keep(str(cache.content / "gone"))
+    assert is_registered("/elsewhere")
+    assert not register_use(str(cache.content / "gone"))
 
 
 @pytest.mark.long
@@ -144,9 +144,9 @@ def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     load = (
         "import sys\nfrom pathlib import Path\nfrom rookery.tasks import load_tasks\n"
-        "from rookery.tasks.swe import swe_task\n"
+        "from rookery.tasks.swe import get_swe_task\n"
         "(task,) = load_tasks(sys.argv[1])\nassert not task.invalid, task.invalid\n"
-        "top = Path(swe_task(task).folder)\n"
+        "top = Path(get_swe_task(task).folder)\n"
         "for _ in range(20):\n    assert (top / 'tests' / 'test.sh').read_text()\n"
     )
     removed = 0
@@ -155,7 +155,7 @@ def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
     def prune():
         nonlocal removed
         while not stop.is_set():
-            removed += len(Cache(own_cache).prune(budget=0).removed)
+            removed += len(TaskCache(own_cache).prune(budget=0).removed)
 
     pruner = threading.Thread(target=prune)
     pruner.start()
@@ -169,12 +169,12 @@ def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
     finally:
         stop.set()
         pruner.join()
-    removed += len(Cache(own_cache).prune(budget=0).removed)
+    removed += len(TaskCache(own_cache).prune(budget=0).removed)
     assert removed >= 1
 
 
 def test_nothing_is_removed_unasked_but_what_was_left_half_made(own_cache):
-    cache = Cache().open()
+    cache = TaskCache().open()
     made(cache, "k", 10, 1)
     (own_cache / "work" / "1-dead").mkdir()
     done = cache.prune()
@@ -183,11 +183,11 @@ def test_nothing_is_removed_unasked_but_what_was_left_half_made(own_cache):
 
 
 def test_a_cache_that_is_removed_as_a_whole_is_begun_anew(tmp_path, own_cache):
-    from rookery.sandboxes import procs
+    from rookery.sandbox_runtime import processes
 
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     load_tasks(archive)
-    procs.remove_tree(str(own_cache))
+    processes.remove_tree(str(own_cache))
     assert not load_tasks(archive)[0].invalid
-    assert Cache().prune(budget=0).kept_in_use == 1
-    assert isinstance(Cache().listed()[0], Cached)
+    assert TaskCache().prune(budget=0).kept_in_use == 1
+    assert isinstance(TaskCache().listed()[0], CacheEntry)

@@ -1,4 +1,4 @@
-"""Promises of rows of boxes: written out once by content, task data found, the instruction reaches the model."""
+"""Rows of SWE tasks: inline files, task data, and the instruction in the prompt."""
 
 import os
 import tarfile
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rookery.core import UsageError
 from rookery.tasks import check_tasks, load_tasks, tasks_from
-from rookery.tasks.swe import swe_task
+from rookery.tasks.swe import get_swe_task
 from tests.tasks import kit
 
 ROW = {
@@ -29,7 +29,7 @@ ROW = {
 def test_an_inline_row_is_a_task_whose_files_lie_in_a_folder(tmp_path, own_cache):
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", ROW))
     assert not task.invalid, task.invalid
-    found = swe_task(task)
+    found = get_swe_task(task)
     (step,) = found.steps
     assert (task.id, task.text, task.image, task.limits.run) == ("fix", "Fix it.", "python:3.12", 9)
     assert (found.format, found.workdir, step.verifier.mode, step.verifier.timeout) == (
@@ -52,7 +52,7 @@ def test_an_inline_row_is_a_task_whose_files_lie_in_a_folder(tmp_path, own_cache
 def test_the_same_content_is_the_same_folder_and_is_written_once(tmp_path, own_cache):
     rows = [{**ROW, "id": str(n), "instruction": f"say {n}"} for n in range(5)]
     tasks = load_tasks(kit.jsonl(tmp_path / "r.jsonl", *rows))
-    assert len({swe_task(task).folder for task in tasks}) == 1
+    assert len({get_swe_task(task).folder for task in tasks}) == 1
     (place,) = (own_cache / "content").iterdir()
     before = place.stat().st_mtime_ns
     assert tasks_from(rows, "mine")[0].data == tasks[0].data
@@ -86,9 +86,9 @@ def test_a_row_names_a_folder_of_task_data(tmp_path):
     one, two, again = load_tasks(rows, task_data=tmp_path / "data")
     assert (one.id, two.id, again.id) == ("one", "two", "line-000003")
     assert [message.text for message in one.prompt] == ["Be brief.", "Fix one."]
-    assert (one.image, swe_task(one).image, two.image) == ("debian:12", "debian:12", "a:1")
+    assert (one.image, get_swe_task(one).image, two.image) == ("debian:12", "debian:12", "a:1")
     assert one.data["level"] == 2
-    assert swe_task(one).folder == str(tmp_path / "data" / "one")
+    assert get_swe_task(one).folder == str(tmp_path / "data" / "one")
 
 
 def test_limits_and_data_of_a_row_are_the_tasks(tmp_path):
@@ -131,7 +131,7 @@ def test_a_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
 
 def test_task_data_that_is_no_folder_is_refused(tmp_path):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"env_config": {"task_id": "x"}})
-    with pytest.raises(UsageError, match="neither a folder nor an archive"):
+    with pytest.raises(UsageError, match="neither a directory nor an archive"):
         load_tasks(rows, task_data=rows)
 
 
@@ -198,12 +198,12 @@ keys = st.sampled_from(
 def test_any_row_is_a_task_or_a_problem(row, good):
     whole = {**ROW, **row} if good else {"instruction": "x", "tests": "exit 0", **row}
     (task,) = tasks_from([whole], "any")
-    assert task.invalid or swe_task(task).steps
+    assert task.invalid or get_swe_task(task).steps
 
 
 def test_whole_numbers_of_bytes_may_be_floats(tmp_path):
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "memory": 2e9, "disk": 1e9}))
     assert not task.invalid, task.invalid
-    assert (swe_task(task).memory, swe_task(task).disk) == (2_000_000_000, 1_000_000_000)
+    assert (get_swe_task(task).memory, get_swe_task(task).disk) == (2_000_000_000, 1_000_000_000)
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "memory": 2.5}))
     assert task.invalid

@@ -1,4 +1,4 @@
-"""Promise of the TOML writer: what is written reads as the same data."""
+"""The TOML writer: written data reads as the same data."""
 
 import tomllib
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.tasks.toml import dumps
+from rookery.tasks.toml_writer import dumps
 
 words = st.text(st.characters(blacklist_categories=("Cs",)), max_size=8)
 values = st.recursive(

@@ -11,8 +11,9 @@ import pytest
 
 from rookery.core import Message, Sampling, Task, Truncation
 from rookery.environments.arithmetic import Arithmetic
-from rookery.environments.results import match_answer
+from rookery.environments.text import match_answer
 from rookery.upstreams import ModelRequest, Upstream, UpstreamConfig, open_upstream
+from rookery.upstreams.protocol import ToolSet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -38,7 +39,8 @@ async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) ->
     messages = [Message("system", str(env.system_prompt)), *task.prompt]
     for turn in range(env.limits.turns or 6):
         sampling = Sampling(temperature=1.0, seed=1000 * seed + turn, max_tokens=300)
-        request = ModelRequest(model="", messages=tuple(messages), tools=tuple(env.tools()), sampling=sampling)
+        tools = ToolSet(tuple(env.tools()))
+        request = ModelRequest(model="", messages=tuple(messages), tools=tools, sampling=sampling)
         try:
             reply = await upstream.complete(request, timeout=600)
         except Truncation:

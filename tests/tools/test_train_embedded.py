@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import SandboxSpec
-from rookery.environments.arithmetic import LEVELS, Arithmetic, problems_of
-from rookery.environments.arithmetic.problems import split_of
-from rookery.environments.results import render
+from rookery.environments.arithmetic import LEVELS, Arithmetic, generate_problems
+from rookery.environments.arithmetic.problems import get_split
+from rookery.environments.text import render
 from rookery.sandboxes import open_provider
-from rookery.sandboxes.protocol import Home, Sandbox
+from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.embedded.weights import LlamaShape, Weights
 from tests.environments.helpers import Attempt, calls
@@ -96,7 +96,7 @@ def test_muon_makes_matrices_orthogonal():
 
 def test_a_dialogue_begins_as_a_rollout_of_the_environment_does():
     env = Arithmetic("train", size=1)
-    (problem,) = islice(problems_of("train", 0, 1), 1)
+    (problem,) = islice(generate_problems("train", 0, 1), 1)
     dialogue = Teacher(0).dialogue(problem)
     attempted = [chat.message_ids(message) for message in env.tasks()[0].prompt]
     begun = shown(dialogue.ids[: dialogue.said.index(True)])
@@ -118,7 +118,7 @@ def test_only_the_assistants_ids_are_learned():
 def test_the_teacher_errs_the_more_the_harder_the_problem():
     rates = []
     for level in LEVELS:
-        one, found = Teacher(0), list(islice(problems_of("train", 1, level), 400))
+        one, found = Teacher(0), list(islice(generate_problems("train", 1, level), 400))
         rates.append(
             sum(list(one.play(problem))[-1].text == f"The answer is {problem.answer}." for problem in found)
         )
@@ -132,7 +132,7 @@ def test_without_mistakes_the_teacher_is_always_right(monkeypatch):
     for name, value in (("SLIPS", none), ("MISREAD", none), ("BY_HEAD", none), ("FOOLED", 0.0)):
         monkeypatch.setattr(teacher, name, value)
     for level in LEVELS:
-        for problem in islice(problems_of("train", 2, level), 100):
+        for problem in islice(generate_problems("train", 2, level), 100):
             *_, last = Teacher(0).play(problem)
             assert last.text == f"The answer is {problem.answer}."
 
@@ -140,7 +140,7 @@ def test_without_mistakes_the_teacher_is_always_right(monkeypatch):
 def test_only_problems_of_the_train_split_are_seen():
     for dialogue in Teacher(5).dialogues(300):
         text = shown(dialogue.ids)
-        assert split_of(text.partition("<user>")[2].partition("<end>")[0]) == "train"
+        assert get_split(text.partition("<user>")[2].partition("<end>")[0]) == "train"
 
 
 def test_a_batch_has_its_targets_one_place_ahead():
@@ -170,7 +170,7 @@ PROGRAMS = (
 
 
 async def test_a_program_prints_and_fails_as_the_python_tool_says(tmp_path):
-    provider = open_provider("subprocess", Home(folder=tmp_path, run="r1"))
+    provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:
         return await provider.create(spec, attempt="a1")

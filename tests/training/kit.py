@@ -1,4 +1,4 @@
-"""Groups as they happen to be, and a reference that makes a batch token by token."""
+"""Random groups, and a reference implementation of batches that works token by token."""
 
 import math
 import struct
@@ -37,7 +37,7 @@ def segment(
     turns: tuple[int, ...] = (0,),
     extras: dict[str, Extra] | None = None,
 ) -> Segment:
-    """A segment with this mask; every trained token is a span of its own, so that versions can be told apart."""
+    """Make a segment with this mask. Every trained token has its own span and version."""
     n = len(mask)
     return Segment(
         tokens=ints(range(first, first + n)),
@@ -82,7 +82,7 @@ def of_rewards(index: int, *rewards: float | None) -> Group:
 
 @st.composite
 def segments(draw: st.DrawFn, turn: int, *, prompted: bool = True, missing: bool = False) -> Segment:
-    """One to three turns, each of one or two versions; with `missing`, some logprobs are none."""
+    """Generate a segment of one to three turns; with `missing`, some log probabilities are NaN."""
     mask: list[int] = []
     spans: list[Span] = []
     turns = draw(st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""Advantages: by hand, by property, and the bias that each way to treat missing rollouts brings."""
+"""Advantages: examples, properties, and the bias of other ways to treat missing rollouts."""
 
 import math
 from itertools import product
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import UsageError
-from rookery.training import BatchError, advantages, informative
+from rookery.training import BatchError, compute_advantages, is_informative
 
 rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100), max_size=9)
 
@@ -35,26 +35,26 @@ rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100
     ],
 )
 def test_cases_by_hand(given_rewards: list[float | None], options: dict[str, str], expected: list[float]) -> None:
-    found = advantages(given_rewards, **options)  # type: ignore[arg-type]
+    found = compute_advantages(given_rewards, **options)  # type: ignore[arg-type]
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, atol=1e-15)
 
 
 @given(rewards, st.sampled_from(["leave_one_out", "mean"]), st.sampled_from(["none", "std"]))
 def test_only_valid_rollouts_count(given_rewards: list[float | None], baseline: str, scale: str) -> None:
-    found = advantages(given_rewards, baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    found = compute_advantages(given_rewards, baseline=baseline, scale=scale)  # type: ignore[arg-type]
     there = [at for at, reward in enumerate(given_rewards) if reward is not None]
-    alone = advantages([given_rewards[at] for at in there], baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    alone = compute_advantages([given_rewards[at] for at in there], baseline=baseline, scale=scale)  # type: ignore[arg-type]
     assert (found[there] == alone).all()
     assert not found[[at for at, reward in enumerate(given_rewards) if reward is None]].any()
     assert abs(found.sum()) <= 1e-9 * max(1.0, np.abs(found).sum())
-    assert found.any() == informative(given_rewards)
+    assert found.any() == is_informative(given_rewards)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
 def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float]) -> None:
-    found = advantages(values)
-    if informative(values):
+    found = compute_advantages(values)
+    if is_informative(values):
         expected = [
             value - np.mean([other for place, other in enumerate(values) if place != at])
             for at, value in enumerate(values)
@@ -65,18 +65,18 @@ def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_a_finite_number_is_refused(bad: float) -> None:
     with pytest.raises(BatchError, match="member 1"):
-        advantages([0.0, bad])
+        compute_advantages([0.0, bad])
 
 
 def test_rewards_too_far_apart_are_refused_and_not_trained_as_infinity() -> None:
     with pytest.raises(BatchError, match="too far apart"):
-        advantages([1.7e308, -1.7e308])
+        compute_advantages([1.7e308, -1.7e308])
 
 
 @pytest.mark.parametrize("options", [{"baseline": "median"}, {"scale": "max"}])
 def test_an_unknown_word_is_refused(options: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="must be one of"):
-        advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
+        compute_advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
 
 
 # The toy of the bias figures. A policy that answers right with probability P = sigmoid(theta), reward 1 if right:
@@ -92,7 +92,7 @@ def table(baseline: str, scale: str = "none") -> np.ndarray:
     found = np.zeros((K + 1, K + 1, 2))
     for n, right in product(range(K + 1), range(K + 1)):
         if right <= n:
-            scores = advantages([1.0] * right + [0.0] * (n - right), baseline=baseline, scale=scale)  # type: ignore[arg-type]
+            scores = compute_advantages([1.0] * right + [0.0] * (n - right), baseline=baseline, scale=scale)  # type: ignore[arg-type]
             found[n, right] = (scores[-1] if right < n else 0.0, scores[0] if right else 0.0)
     return found
 

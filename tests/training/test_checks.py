@@ -1,4 +1,4 @@
-"""A batch that was damaged on its way is found out, whatever the damage is."""
+"""`check_batch` detects damaged batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Group
-from rookery.training import Batch, BatchConfig, BatchError, check, make_batch
+from rookery.training import Batch, BatchConfig, BatchError, check_batch, make_batch
 from tests.training.kit import group, many_groups, of_rewards, rollout, segment
 
 RECORDED = ("tokens", "mask", "logprobs", "versions")
@@ -35,9 +35,9 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     "shifted logprobs": (lambda batch: moved(batch, "logprobs", by=-1), "does not train and has logprobs"),
     "everything shifted but the tokens": (
         lambda batch: moved(batch, "mask", "logprobs", "versions", "advantages", "weights", by=-1),
-        "not as recorded",
+        "differs from the record",
     ),
-    "shifted tokens": (lambda batch: moved(batch, "tokens"), "not as recorded"),
+    "shifted tokens": (lambda batch: moved(batch, "tokens"), "differs from the record"),
     "a dropped version": (
         lambda batch: batch.changed(
             versions=np.where(np.arange(len(batch)) == 2, -1, batch.versions).astype(np.int32)
@@ -46,9 +46,9 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     ),
     "all versions the same": (
         lambda batch: batch.changed(versions=np.where(batch.mask, 9, -1).astype(np.int32)),
-        "not as recorded",
+        "differs from the record",
     ),
-    "a lost token": (lambda batch: batch.changed(**without(batch, 2)), "offsets do not cut"),
+    "a lost token": (lambda batch: batch.changed(**without(batch, 2)), "offsets do not divide"),
     "a lost token, offsets corrected": (
         lambda batch: batch.changed(**without(batch, 2), offsets=np.array([0, 3, 7])),
         "more or fewer trained tokens",
@@ -79,17 +79,17 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     ),
     "weights of a mean taken anew": (
         lambda batch: batch.changed(weights=batch.weights * 2),
-        "weights that are not",
+        "weights of another rollout",
     ),
     "another rollout's advantages": (
         lambda batch: batch.changed(advantages=-batch.advantages),
-        "advantages that are not",
+        "advantages of another rollout",
     ),
     "the first token trains": (
         lambda batch: batch.changed(
             mask=np.ones(len(batch), dtype=bool), versions=np.full(len(batch), 3, dtype=np.int32)
         ),
-        "nothing before it",
+        "preceding token",
     ),
 }
 
@@ -98,9 +98,9 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
 def test_damage_is_found_and_named(name: str) -> None:
     damage, message = DAMAGE[name]
     batch = batch_of_two()
-    check(batch)
+    check_batch(batch)
     with pytest.raises(BatchError, match=message):
-        check(damage(batch))
+        check_batch(damage(batch))
 
 
 @settings(max_examples=50, deadline=None)
@@ -109,7 +109,7 @@ def test_any_change_of_what_was_recorded_is_found(
     groups: list[Group], name: str, by: int, data: st.DataObject
 ) -> None:
     batch = make_batch(groups, BatchConfig(without_logprob="mask"))
-    check(batch, groups)
+    check_batch(batch, groups)
     column = getattr(batch, name)
     assume(len(column))
     if by:
@@ -120,7 +120,7 @@ def test_any_change_of_what_was_recorded_is_found(
         changed[place] = column[place - 1]
     assume(changed.tobytes() != column.tobytes())
     with pytest.raises(BatchError):
-        check(batch.changed(**{name: changed}))
+        check_batch(batch.changed(**{name: changed}))
 
 
 @settings(max_examples=25, deadline=None)
@@ -132,17 +132,17 @@ def test_everything_shifted_together_is_found(groups: list[Group], by: int) -> N
     damaged = moved(batch, *names, by=-by)
     assume(any(getattr(batch, name).tobytes() != getattr(damaged, name).tobytes() for name in RECORDED))
     with pytest.raises(BatchError):
-        check(damaged)
+        check_batch(damaged)
 
 
 def test_a_batch_is_compared_with_the_groups_themselves() -> None:
     groups = [of_rewards(0, 1.0, 0.0)]
     batch = make_batch(groups)
-    check(batch, groups)
+    check_batch(batch, groups)
     for mask, first in (([0, 1, 1, 1], 100), ([0, 0, 1, 1], 101)):
         others = [group(0, rollout(0, 0, 1.0, [segment(mask, first=first)]), rollout(0, 1, 0.0))]
         made = make_batch(others)
         with pytest.raises(BatchError, match=r"rollout 0\.0"):
-            check(made, groups)
-    with pytest.raises(BatchError, match="not made of these groups"):
-        check(batch, [of_rewards(1, 1.0, 0.0)])
+            check_batch(made, groups)
+    with pytest.raises(BatchError, match="made from other groups"):
+        check_batch(batch, [of_rewards(1, 1.0, 0.0)])

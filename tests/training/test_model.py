@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from rookery.core import Segment, Span, floats, ints
-from rookery.training import Batch, BatchConfig, Row, attention, make_batch, pack, padded, split, targets
+from rookery.training import (
+    Batch,
+    BatchConfig,
+    PackedRow,
+    make_attention_mask,
+    make_batch,
+    make_targets,
+    pack,
+    pad_batch,
+    split_batch,
+)
 from tests.training.kit import group, rollout
 
 torch = pytest.importorskip("torch", reason="[probed] this machine has no torch")
@@ -70,7 +80,7 @@ def batch() -> Batch:
 
 def logprobs(logits: Any, form: Any) -> Any:
     """Of each place's target; 0 where there is none."""
-    aim = targets(form)
+    aim = make_targets(form)
     labels = torch.from_numpy(aim.labels).clamp(min=0)
     found = torch.log_softmax(logits, -1).gather(-1, labels[..., None])[..., 0]
     return found * torch.from_numpy(aim.mask)
@@ -82,28 +92,28 @@ def tensor(array: Any) -> Any:
 
 def of_padded(model: Any, batch: Batch, side: Any = "right") -> Any:
     """The trained tokens' log-probabilities, in the batch's order."""
-    form = padded(batch, side=side)
+    form = pad_batch(batch, side=side)
     logits = model(
         input_ids=tensor(form.tokens).long(),
         attention_mask=tensor(form.attention_mask).long(),
         position_ids=tensor(form.position_ids),
         use_cache=False,
     ).logits
-    return logprobs(logits, form)[tensor(targets(form).mask)]
+    return logprobs(logits, form)[tensor(make_targets(form).mask)]
 
 
-def positions_alone(row: Row) -> dict[str, Any]:
+def positions_alone(row: PackedRow) -> dict[str, Any]:
     return {"position_ids": tensor(row.position_ids)[None]}
 
 
-def explicit_mask(row: Row) -> dict[str, Any]:
+def explicit_mask(row: PackedRow) -> dict[str, Any]:
     """Added to the scores, which every implementation understands: eager attention would add a True as 1."""
-    seen = tensor(attention(row.seq_idx))[None, None]
+    seen = tensor(make_attention_mask(row.seq_idx))[None, None]
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     return {"position_ids": tensor(row.position_ids)[None], "attention_mask": bias}
 
 
-def of_packed(model: Any, batch: Batch, how: Callable[[Row], dict[str, Any]], pad: int | None) -> Any:
+def of_packed(model: Any, batch: Batch, how: Callable[[PackedRow], dict[str, Any]], pad: int | None) -> Any:
     packed = pack(batch, ROW, pad=pad)
     assert len(packed) > 1
     assert max(len(row.segments) for row in packed) > 1
@@ -113,7 +123,7 @@ def of_packed(model: Any, batch: Batch, how: Callable[[Row], dict[str, Any]], pa
         if given.get("attention_mask") is not None and given["attention_mask"].is_floating_point():
             given["attention_mask"] = given["attention_mask"].to(model.dtype)
         values = logprobs(model(**given).logits[0], row)
-        mask = tensor(targets(row).mask)
+        mask = tensor(make_targets(row).mask)
         for document, one in enumerate(row.segments.tolist()):
             place = slice(int(row.cu_seqlens[document]), int(row.cu_seqlens[document + 1]))
             found[one] = values[place][mask[place]]
@@ -135,17 +145,17 @@ def test_the_side_of_the_padding_does_not_matter(model: Any, batch: Batch) -> No
         close(of_padded(model, batch, "left"), of_padded(model, batch))
 
 
-def a_mask_of_ones(row: Row) -> dict[str, Any]:
+def a_mask_of_ones(row: PackedRow) -> dict[str, Any]:
     return positions_alone(row) | {"attention_mask": torch.ones(1, len(row), dtype=torch.long)}
 
 
-def a_cache(row: Row) -> dict[str, Any]:
+def a_cache(row: PackedRow) -> dict[str, Any]:
     return positions_alone(row) | {"use_cache": True}
 
 
 @pytest.mark.parametrize("how", [a_mask_of_ones, a_cache])
 def test_what_the_documentation_warns_of_lets_documents_see_each_other(model: Any, batch: Batch, how: Any) -> None:
-    """The day this fails, docs/training.md can say less."""
+    """The day this fails, docs/guides/training.md can say less."""
     with torch.no_grad():
         off = (of_packed(model, batch, how, None) - of_padded(model, batch)).abs().max()
     assert off > 1e-3
@@ -155,7 +165,7 @@ def test_the_gradient_is_the_same_packed_padded_and_over_ranks(model: Any, batch
     def gradient(forms: list[Any]) -> Any:
         model.zero_grad()
         for form in forms:
-            aim = targets(form)
+            aim = make_targets(form)
             one = form.tokens.ndim == 1
             given = {"input_ids": tensor(form.tokens).long(), "position_ids": tensor(form.position_ids)}
             given = {name: value[None] if one else value for name, value in given.items()}
@@ -167,10 +177,10 @@ def test_the_gradient_is_the_same_packed_padded_and_over_ranks(model: Any, batch
             loss.backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    expected = gradient([padded(batch)])
+    expected = gradient([pad_batch(batch)])
     assert expected.abs().max() > 1e-4
     rows = list(pack(batch, ROW))
     by_rank = [row for part in pack(batch, ROW, pad=0).split(2) for row in part]
-    alone = [row for part in split(batch, 3) for row in pack(part, ROW)]
+    alone = [row for part in split_batch(batch, 3) for row in pack(part, ROW)]
     for forms in (rows, by_rank, alone):
         close(gradient(forms), expected)

@@ -1,4 +1,4 @@
-"""Packing, padding and dealing out: nothing lost, nothing cut, nothing across a boundary."""
+"""Packing, padding and distribution to ranks: no token is lost, and no segment is cut."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from rookery.training import (
     Batch,
     BatchConfig,
     BatchError,
-    attention,
-    check,
+    check_batch,
+    make_attention_mask,
     make_batch,
+    make_targets,
     pack,
-    padded,
-    split,
-    targets,
+    pad_batch,
+    split_batch,
 )
 from tests.training.kit import group, many_groups, rollout, segment
 
@@ -100,7 +100,7 @@ def test_a_rollout_with_a_segment_longer_than_a_row_is_left_out_and_counted(
     batch = make_batch(groups(0.0), config)
     packed = pack(batch, 8)
     assert packed.left_out == ("0.1",)
-    check(packed.batch)
+    check_batch(packed.batch)
     assert packed.batch.counts.left_out_rollouts == 1
     assert packed.batch.counts.left_out_tokens == batch.counts.left_out_tokens + 10
     assert packed.batch.rollouts.use[1] == "leave_out"
@@ -128,7 +128,7 @@ def test_leaving_out_in_a_part_of_a_batch_changes_no_weight_of_it() -> None:
     part = pack(batch.select([0, 1][::-1][:1]), 8)
     assert part.left_out == ("0.1",)
     assert len(part) == 0
-    check(part.batch)
+    check_batch(part.batch)
     assert part.batch.denominator == batch.denominator
 
 
@@ -139,8 +139,8 @@ def test_two_rows_of_a_hand_made_batch() -> None:
     assert row.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert row.seq_idx.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     assert row.max_seqlen == 3
-    assert targets(row).labels.tolist() == [1, 2, IGNORE, 101, IGNORE, IGNORE, IGNORE, IGNORE]
-    assert attention(row.seq_idx)[3:5].tolist() == [
+    assert make_targets(row).labels.tolist() == [1, 2, IGNORE, 101, IGNORE, IGNORE, IGNORE, IGNORE]
+    assert make_attention_mask(row.seq_idx)[3:5].tolist() == [
         [False, False, False, True, False, False, False, False],
         [False, False, False, True, True, False, False, False],
     ]
@@ -153,11 +153,11 @@ def test_every_trained_token_is_the_target_of_the_place_before_it(
 ) -> None:
     batch = make_batch(groups)
     trained = sorted(zip(batch.tokens[batch.mask].tolist(), batch.logprobs[batch.mask].tolist(), strict=True))
-    form = padded(batch, side=side)
+    form = pad_batch(batch, side=side)
     for forms in ([form], list(pack(batch, length))):
         found = []
         for one in forms:
-            moved = targets(one)
+            moved = make_targets(one)
             assert ((moved.labels != IGNORE) == moved.mask).all()
             assert (moved.mask == (moved.weights > 0)).all()
             found += zip(moved.labels[moved.mask].tolist(), moved.logprobs[moved.mask].tolist(), strict=True)
@@ -173,11 +173,11 @@ def test_every_trained_token_is_the_target_of_the_place_before_it(
 
 def test_padding_goes_to_the_side_and_multiple_asked_for() -> None:
     batch = of_lengths(3, 2)
-    left = padded(batch, side="left", pad=9, multiple=4)
+    left = pad_batch(batch, side="left", pad=9, multiple=4)
     assert left.tokens.tolist() == [[9, 0, 1, 2], [9, 9, 100, 101]]
     assert left.position_ids.tolist() == [[0, 0, 1, 2], [0, 0, 0, 1]]
     assert left.versions[0].tolist() == [-1, -1, 3, 3]
-    right = padded(batch, pad=9)
+    right = pad_batch(batch, pad=9)
     assert right.tokens.tolist() == [[0, 1, 2], [100, 101, 9]]
     assert right.attention_mask.tolist() == [[True] * 3, [True, True, False]]
 
@@ -195,7 +195,7 @@ def test_ranks_get_as_many_rows_each_and_their_losses_add_up(groups: list[Group]
     assert abs(total - whole) < 1e-6
     assert sorted(row for part in parts for row in part.plan if row) == sorted(packed.plan)
     assert all(len(row) > 0 for part in parts for row in part), "a row of nothing still goes through the model"
-    alone = split(batch, ranks)
+    alone = split_batch(batch, ranks)
     assert abs(sum((part.weights * part.logprobs).sum(dtype=np.float64) for part in alone) - whole) < 1e-6
     assert sum(len(part) for part in alone) == len(batch)
     sizes = [len(part) for part in alone]
@@ -207,9 +207,9 @@ def test_ranks_get_as_many_rows_each_and_their_losses_add_up(groups: list[Group]
     [
         lambda batch: pack(batch, 0),
         lambda batch: pack(batch, 8, oversize="cut"),
-        lambda batch: padded(batch, side="top"),
-        lambda batch: padded(batch, multiple=0),
-        lambda batch: split(batch, 0),
+        lambda batch: pad_batch(batch, side="top"),
+        lambda batch: pad_batch(batch, multiple=0),
+        lambda batch: split_batch(batch, 0),
         lambda batch: pack(batch, 8).split(-1),
     ],
 )

@@ -1,4 +1,4 @@
-"""The report: every rollout once, causes, environments, and durations that give a bias away."""
+"""The report: causes, environments, and durations of missing rollouts."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from rookery.core import Attempt, Cancelled, Completed, Failed, Group, Outcome, Rollout, Timing, Truncated
-from rookery.training import Report, report
+from rookery.training import GroupReport, build_report
 from tests.training.kit import group, many_groups, of_rewards, rollout, segment
 
 LOST = Failed("infra", "sandbox.lost", "gone")
@@ -23,7 +23,7 @@ def lasting(
 @settings(max_examples=30, deadline=None)
 @given(many_groups())
 def test_every_rollout_is_counted_once_and_each_missing_one_under_its_cause(groups: list[Group]) -> None:
-    found = report(groups, environment=lambda one: f"env{one.index % 2}")
+    found = build_report(groups, environment=lambda one: f"env{one.index % 2}")
     assert found.groups == found.informative + found.uniform + found.short + found.failed == len(groups)
     assert found.rollouts == sum(len(one.rollouts) for one in groups)
     assert found.valid + sum(one.rollouts for one in found.missing.values()) == found.rollouts
@@ -55,7 +55,7 @@ def test_a_report_by_hand() -> None:
         of_rewards(2, 1.0, None),
         of_rewards(3, 0.5, 0.5),
     ]
-    found = report(groups, environment="sums", current=6)
+    found = build_report(groups, environment="sums", current=6)
     assert (found.informative, found.uniform, found.short, found.failed) == (1, 1, 1, 1)
     assert {cause: (one.fault, one.rollouts) for cause, one in found.missing.items()} == {
         "sandbox.lost": ("infra", 4),
@@ -84,12 +84,12 @@ def test_a_report_by_hand() -> None:
         assert words in text, text
 
 
-def made(slow_fail: bool) -> Report:
+def made(slow_fail: bool) -> GroupReport:
     """Durations with a long tail; a tenth is missing, of all alike or of the longest."""
     rng = np.random.default_rng(5)
     seconds = rng.lognormal(3, 1, (200, 8))
     fails = seconds > np.quantile(seconds, 0.9) if slow_fail else rng.random(seconds.shape) < 0.1
-    return report(
+    return build_report(
         group(
             index,
             *(
@@ -114,14 +114,14 @@ def test_failures_that_strike_long_rollouts_are_seen() -> None:
 
 
 def test_an_empty_report_has_lines_too() -> None:
-    found = report([])
+    found = build_report([])
     assert found.longer is None
     assert found.staleness is None
     assert found.lines()[0].startswith("groups    0")
 
 
 def test_the_error_of_the_mean_reward_is_clustered_by_task() -> None:
-    found = report([of_rewards(0, 1.0, 1.0), of_rewards(1, 0.0, 0.0), of_rewards(2, 1.0, None)])
+    found = build_report([of_rewards(0, 1.0, 1.0), of_rewards(1, 0.0, 0.0), of_rewards(2, 1.0, None)])
     assert found.reward == 0.6
     assert found.standard_error == pytest.approx(math.sqrt(3 / 2 * (0.8**2 + 1.2**2 + 0.4**2)) / 5)
     assert found.interval95 is not None

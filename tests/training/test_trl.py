@@ -1,4 +1,4 @@
-"""TRL on a CPU: a tiny Llama made on the spot, served by the embedded upstream, trained through real rollouts."""
+"""`rollout_func` with TRL on a CPU: a tiny Llama, trained through real rollouts."""
 
 import asyncio
 import json
@@ -24,10 +24,10 @@ from rookery.training.trl import (
     push_weights,
     rollout_func,
 )
-from rookery.training.trl.prompts import rows, task_of
+from rookery.training.trl.prompts import find_task, make_rows
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import Weights, chat
-from tests.standins import standin
+from tests.engine_standins import standin
 from tests.training.trl_envs import Bytes, Forks, Stubborn
 from tests.training.trl_kit import (
     ONCE,
@@ -165,7 +165,7 @@ def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: 
 
 @pytest.mark.long
 def test_the_example_of_the_docs_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("training*.md"))]
+    pages = [path.read_text() for path in sorted((ROOT / "docs" / "guides").glob("training*.md"))]
     (section,) = [page.partition("## TRL\n")[2] for page in pages if "## TRL\n" in page]
     (example, *_) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -249,13 +249,13 @@ def test_of_several_segments_the_one_that_trains_most_is_the_row_and_the_rest_is
     for mask, about in zip(answer["env_mask"], answer["rollout"], strict=True):
         assert about["segments"] == 5
         assert 0 < about["tokens_left_out"] <= 4 * sum(mask)
-    assert sum("left out" in record.message for record in caplog.records) == 1
+    assert sum("tokens_left_out" in record.message for record in caplog.records) == 1
     strict = opened(Forks(), policy, tasks=tasks, segments="error")
     with strict, pytest.raises(UsageError, match=r"has 5 segments.*RolloutWorker"):
         strict([strict.dataset()[0]["prompt"]] * 2, made)
 
 
-def test_what_cannot_be_right_is_refused_before_anything_is_sampled(tmp_path: Path, policy: Path) -> None:
+def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: Path) -> None:
     tasks = [{"id": "t", "prompt": "x"}]
     made = trainer(
         opened(Stubborn(), policy, tasks=tasks), model_of(policy), tmp_path, per_device_train_batch_size=8
@@ -265,17 +265,17 @@ def test_what_cannot_be_right_is_refused_before_anything_is_sampled(tmp_path: Pa
     def refused(words: str, prompt: Any = None, **options: Any) -> None:
         settings = {"policy": f"embedded:{policy}", "tasks": tasks, "out": out, **options}
         with rollout_func(Stubborn(), **settings) as rollouts, pytest.raises(UsageError, match=words):
-            rollouts([prompt or rows(rollouts.tasks)[0]["prompt"]], made)
+            rollouts([prompt or make_rows(rollouts.tasks)[0]["prompt"]], made)
 
-    refused("nothing brings the trainer's weights", policy="embedded")
+    refused("weights do not reach the policy", policy="embedded")
     refused("temperature 0.5.*computes at 1", sampling=Sampling(temperature=0.5))
     refused(
         "'other', which the rollout function does not have", [{"role": "user", "content": "x", "task": "other"}]
     )
-    refused("is no task: .*empty", [{"role": "user", "content": ""}])
+    refused("not a valid task: .*empty", [{"role": "user", "content": ""}])
     made.tools = [print]
     refused("tools belong to the Rookery environment")
-    for options, words in (({"baseline": "median"}, "no baseline"), ({"segments": "all"}, "'most' or 'error'")):
+    for options, words in (({"baseline": "median"}, "baseline"), ({"segments": "all"}, "'most' or 'error'")):
         with pytest.raises(UsageError, match=words):
             opened(Stubborn(), policy, tasks=tasks, **options)
     assert not out.exists()
@@ -343,14 +343,15 @@ def test_every_row_of_a_dataset_leads_back_to_its_own_task() -> None:
     made = dataset(tasks)
     assert made["task"] == ["a", "b", "c"]
     known = {task.id: task for task in tasks}
-    assert [task_of(row["prompt"], known) for row in made] == tasks[:3]
-    bare = [task_of(prompt, known) for prompt in ("hello", "hello", [{"role": "user", "content": "hello"}])]
+    assert [find_task(row["prompt"], known) for row in made] == tasks[:3]
+    bare = [find_task(prompt, known) for prompt in ("hello", "hello", [{"role": "user", "content": "hello"}])]
     assert bare[0] == bare[1]
     assert [task.text for task in bare] == ["hello"] * 3
 
 
 SAME = [
-    Task(id=name, prompt=tuple(task_of("the same words", {}).prompt), data={"answer": name}) for name in ("b", "c")
+    Task(id=name, prompt=tuple(find_task("the same words", {}).prompt), data={"answer": name})
+    for name in ("b", "c")
 ]
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rookery import Segment
 from rookery.core import Span, floats, ints
-from rookery.training.advantages import advantages
-from rookery.training.trl.rows import most, segment_row, shaped
+from rookery.training.advantages import compute_advantages
+from rookery.training.trl.rows import find_most_trained, row_from_segment, shape_rewards
 
 REWARD = st.one_of(st.none(), st.floats(-10, 10))
 
@@ -24,7 +24,7 @@ def groups(draw: st.DrawFn) -> list[list[float | None]]:
 def test_out_of_shaped_rewards_trls_own_arithmetic_makes_the_advantages(
     some: list[list[float | None]], weight: float
 ) -> None:
-    given_to_trl = shaped([reward for group in some for reward in group], len(some[0]), weight=weight)
+    given_to_trl = shape_rewards([reward for group in some for reward in group], len(some[0]), weight=weight)
     for number, group in enumerate(some):
         seen = given_to_trl[number * len(group) : (number + 1) * len(group)]
         assert [one is None for one in seen] == [one is None for one in group]
@@ -34,7 +34,7 @@ def test_out_of_shaped_rewards_trls_own_arithmetic_makes_the_advantages(
         mean = math.fsum(one for one in seen if one is not None) / len(valid)
         assert mean == pytest.approx(math.fsum(valid) / len(valid), abs=1e-9)
         left = [0.0 if one is None else one - mean for one in seen]
-        assert left == pytest.approx((weight * advantages(group)).tolist(), abs=1e-9)
+        assert left == pytest.approx((weight * compute_advantages(group)).tolist(), abs=1e-9)
 
 
 @st.composite
@@ -53,10 +53,10 @@ def segments(draw: st.DrawFn) -> Segment:
 
 @given(segments())
 def test_a_row_is_the_segment_cut_before_the_first_token_that_trains(segment: Segment) -> None:
-    row = segment_row(segment)
+    row = row_from_segment(segment)
     assert ints(row.prompt_ids + row.completion_ids) == segment.tokens
     assert bytes([0] * len(row.prompt_ids) + row.env_mask) == segment.mask
     assert floats([0.0] * len(row.prompt_ids) + row.logprobs) == segment.logprobs
     assert row.prompt_ids
     assert row.env_mask[0] == 1
-    assert most([segment, segment]) is segment
+    assert find_most_trained([segment, segment]) is segment

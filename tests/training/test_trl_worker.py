@@ -1,4 +1,4 @@
-"""The worker of TRL's asynchronous trainer: samples of real rollouts, on a CPU."""
+"""The rollout worker for TRL's asynchronous trainer, with real rollouts on a CPU."""
 
 import math
 import queue
@@ -12,12 +12,12 @@ import pytest
 
 from rookery import Group, Limits, Rollout, Sampling, Segment, SyncEngine, Task
 from rookery.core import Completed, Failed, RookeryError, Span, UsageError, floats, ints
-from rookery.training.advantages import advantages
+from rookery.training.advantages import compute_advantages
 from rookery.training.trl import (
     RolloutWorker,
     embedded_tokenizer,
 )
-from rookery.training.trl.samples import samples_of
+from rookery.training.trl.samples import make_samples
 from rookery.upstreams.embedded import Weights, chat
 from tests.training.trl_envs import Bytes, Forks, Stubborn
 from tests.training.trl_kit import (
@@ -126,11 +126,11 @@ def test_every_trained_token_is_in_one_sample_with_its_rollouts_advantage(policy
         for one in group.rollouts[2:]
     ]
     group = msgspec.structs.replace(group, rollouts=(lost, mixed, *rest))
-    samples, figures = samples_of(group)
+    samples, figures = make_samples(group)
     assert len(samples) == 15  # a sample for each segment of the three that are valid
     assert figures == {"rookery/missing": (1.0, 4.0), "rookery/missing/sandbox.lost_total": 1.0}
     assert {sample.model_version for sample in samples} == {2}  # the oldest of the group
-    gains = advantages([None, 1.0, 0.0, 1.0]).tolist()
+    gains = compute_advantages([None, 1.0, 0.0, 1.0]).tolist()
     assert [sample.advantage for sample in samples] == [gain for gain in gains[1:] for _ in range(5)]
     wanted = [segment for rollout in group.rollouts for segment in rollout.segments]
     for sample, segment in zip(samples, wanted, strict=True):
@@ -177,7 +177,7 @@ def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -
         Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=float(n), segments=[some])
         for n in range(2)
     )
-    samples, figures = samples_of(Group(index=0, task=Task(id="t"), rollouts=rollouts))
+    samples, figures = make_samples(Group(index=0, task=Task(id="t"), rollouts=rollouts))
     assert [sample.completion_mask.tolist() for sample in samples] == [[0, 0, 1]] * 2
     assert np.isfinite([sample.old_log_probs for sample in samples]).all()
     assert figures["rookery/tokens_without_logprob_total"] == 2.0
@@ -190,7 +190,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_missing_and_affects_no_other() -
         Rollout(id=f"0.{n}", group=0, member=n, task="t", outcome=Completed(), reward=reward, segments=[part])
         for n, (reward, part) in enumerate([(1.0, good), (math.inf, good), (0.0, shifted), (0.0, good)])
     )
-    samples, figures = samples_of(Group(index=0, task=Task(id="t"), rollouts=rollouts))
+    samples, figures = make_samples(Group(index=0, task=Task(id="t"), rollouts=rollouts))
     assert [sample.advantage for sample in samples] == [1.0, -1.0]
     assert figures["rookery/missing"] == (2.0, 4.0)
     assert figures["rookery/missing/bug.batch_total"] == 2.0
@@ -271,8 +271,8 @@ def test_weights_that_cannot_be_pushed_leave_the_worker_going_on_as_before(polic
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"k": 1}, "at least 2 members"), ({"queue_size": 0}, "at least 1"), ({"baseline": "none"}, "no baseline")],
+    [({"k": 1}, "at least 2"), ({"queue_size": 0}, "at least 1"), ({"baseline": "none"}, "baseline")],
 )
-def test_a_worker_that_cannot_be_right_is_refused(policy: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_worker_settings_are_rejected(policy: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], **options)

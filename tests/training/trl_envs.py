@@ -1,4 +1,4 @@
-"""Environments that a random model can play, improve at, and fail in as their tasks say."""
+"""Environments in which a random model can improve, and fail as its tasks say."""
 
 import asyncio
 import signal
@@ -7,8 +7,8 @@ from typing import Any
 
 from rookery import Context, Environment, Limits, Message
 from rookery.core import SandboxError
-from rookery.environments.schemas import CallLimit
-from rookery.environments.tools import python
+from rookery.environments.tool_environment import python
+from rookery.environments.tools import CallLimit
 
 LOW = frozenset(range(0x20, 0x40))
 """Bytes that are worth something: 32 of 272 ids."""

@@ -1,4 +1,4 @@
-"""A tiny Llama made on the spot, served by the embedded upstream and trained by TRL on a CPU."""
+"""A tiny Llama with random weights, served by the embedded upstream and trained by TRL on a CPU."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ CPU: dict[str, Any] = {
 
 
 def tiny(path: Path, seed: int = 3) -> Weights:
-    """Random weights that write ASCII: bytes that are no UTF-8 would not come back as the ids that they were."""
+    """Make random weights that sample ASCII only: invalid UTF-8 does not survive a round trip through text."""
     weights = Weights.random(SHAPE, seed=seed, scale=0.1)
     weights.tensors["model.embed_tokens.weight"][:, 0] = 1.0  # the same in every place, as a bias would be
     head = weights.tensors["lm_head.weight"]
@@ -74,7 +74,7 @@ def policy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def workers() -> Workers:
-    """The engines' threads that began in this test."""
+    """Return the engine threads that were started in this test."""
     before = set(threading.enumerate())
     return lambda: [one for one in threading.enumerate() if one.name.startswith("rookery") and one not in before]
 
@@ -95,7 +95,7 @@ def config(folder: Path, **settings: Any) -> Any:
 
 
 def logprobs(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
-    """Of each id after the first, by the model's plain forward."""
+    """Return the log probability of each token after the first, computed with the model's forward pass."""
     import torch
 
     with torch.no_grad():
@@ -144,7 +144,7 @@ def bare(k: int = 2) -> Any:
 
 
 class Watched:
-    """A rollout function that keeps what it answered, and how far its logprobs are from the trainer's model."""
+    """A rollout function that records its results and the error of their log probabilities."""
 
     def __init__(self, rollouts: Any) -> None:
         self.rollouts = rollouts
@@ -162,7 +162,7 @@ class Watched:
 
 
 def distance(model: Any, answer: dict[str, Any]) -> float:
-    """The largest difference between the logprobs that came along and the model's, over trained tokens."""
+    """Return the largest difference between recorded and recomputed log probabilities of trained tokens."""
     rows = zip(*(answer[name] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")), strict=True)
     found = [0.0]
     for prompt, completion, given, mask in rows:

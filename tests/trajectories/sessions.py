@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rookery.core import Message, Turn, ints
-from rookery.trajectories import Counts, Entry, Place, Recorder
+from rookery.trajectories import HistoryMatch, MessageInput, Recorder, TurnCounts
 from tests.trajectories.spelling import Said, spelled
 
 
@@ -40,7 +40,7 @@ class Reference:
         self.tops: dict[tuple[str, bytes], Spot] = {}
         self.tokens: dict[int, list[int]] = {}
         """Prompt and sampled ids of each turn that has any."""
-        self.counts = Counts()
+        self.counts = TurnCounts()
         self.spots: dict[int, Spot] = {}
 
     def find(self, role: str, scope: bytes, said: list[Said]) -> tuple[list[Spot], str, Spot]:
@@ -100,7 +100,7 @@ class Reference:
         elif exact:
             counts.extended += 1
         else:
-            counts.untold += 1
+            counts.without_tokens += 1
         same = [spot for spot in at.below if spot.said == response]
         if not same:
             at.below.append(Spot(response, at))
@@ -147,8 +147,8 @@ class Asked:
 
     said: list[Said]
     start: Spot
-    place: Place
-    shadow: Place | None
+    place: HistoryMatch
+    shadow: HistoryMatch | None
     prompt: list[int]
     added: list[int] | None
 
@@ -191,8 +191,8 @@ class World:
         ]
         return role, scope, [*said, *draw(st.lists(questions | results, min_size=0 if said else 1, max_size=2))]
 
-    def entries(self, said: list[Said]) -> list[Entry]:
-        found: list[Entry] = []
+    def entries(self, said: list[Said]) -> list[MessageInput]:
+        found: list[MessageInput] = []
         kind = self.draw(st.sampled_from(["messages", "raw", "raw", "bytes", "mixed"]))
         random = Random(self.draw(st.integers(0, 9)))  # few seeds, so that spellings come again
         for one in said:
@@ -209,19 +209,24 @@ class World:
         draw = self.draw
         role, scope, said = self.history()
         entries = self.entries(said)
-        place = self.recorder.find(role, entries, scope)
+        place = self.recorder.match_history(role, entries, scope)
         found, kind, start = self.reference.find(role, scope, said)
         depth = len(start.path)
-        assert (place.kind, place.role, len(place.new)) == (kind, role, len(said) - depth)
+        assert (place.kind, place.role, len(place.new_messages)) == (kind, role, len(said) - depth)
         assert (place.turn is None) == (not found)
         if place.turn is not None:
             assert place.turn.index in start.turns
         assert all(one.same(said_of(message)) for one, message in zip(said, place.messages(), strict=True))
-        assert [said_of(message).reasoning for message in place.new] == [one.reasoning for one in said[depth:]]
+        assert [said_of(message).reasoning for message in place.new_messages] == [
+            one.reasoning for one in said[depth:]
+        ]
         shadow = None
         if self.shadow is not None:
-            shadow = self.shadow.find(role, entries, scope)
-            assert (shadow.kind, shadow.new and shadow.new[-1].role) == (kind, place.new and place.new[-1].role)
+            shadow = self.shadow.match_history(role, entries, scope)
+            assert (shadow.kind, shadow.new_messages and shadow.new_messages[-1].role) == (
+                kind,
+                place.new_messages and place.new_messages[-1].role,
+            )
             assert (shadow.turn and shadow.turn.index) == (place.turn and place.turn.index)
             assert [said_of(message) for message in shadow.messages()] == [
                 said_of(message) for message in place.messages()
@@ -251,7 +256,7 @@ class World:
                 sampled = []
             ids: dict[str, Any] = {"prompt": ints(asked.prompt)}
             if asked.added is not None:
-                ids = {"added": ints(asked.added)}
+                ids = {"appended": ints(asked.added)}
             rest: dict[str, Any] = {"response": response.message(), "sampled": ints(sampled), "version": 3}
             rest["finish"] = draw(st.sampled_from(["stop", "length"]))
             turn = self.recorder.record(asked.place, **ids, **rest)

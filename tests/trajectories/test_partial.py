@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message, Turn, floats, ints
-from rookery.trajectories import Cut, Recorder, segments, transcript
+from rookery.trajectories import CutPoint, Recorder, build_segments, build_transcript
 
 QUESTION = Message("user", "q")
 
@@ -20,7 +20,7 @@ def prompt_of(messages: list[Message]) -> bytes:
 
 
 def partial(text: str, cuts: list[int]) -> dict[str, Any]:
-    places = [number for count in cuts for number in Cut(count, 0, 0, count)]
+    places = [number for count in cuts for number in CutPoint(count, 0, 0, count)]
     return {
         "response": Message("assistant", text[: cuts[-1]]),
         "sampled": letters(text),
@@ -47,31 +47,33 @@ def whole(text: str) -> dict[str, Any]:
     st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=5),
     st.booleans(),
 )
-def test_each_token_that_a_client_continued_from_trains_exactly_once(
+def test_each_token_that_a_client_continued_from_is_trained_exactly_once(
     cuts: list[int], reads: list[tuple[int, bool]], restarts: bool
 ) -> None:
     turns: list[Turn] = []
     recorder = Recorder("a", turns.append)
-    recorder.record(recorder.find("policy", [QUESTION]), prompt=prompt_of([QUESTION]), **partial("abcdef", cuts))
+    recorder.record(
+        recorder.match_history("policy", [QUESTION]), prompt=prompt_of([QUESTION]), **partial("abcdef", cuts)
+    )
     reached: set[int] = set()
     for number, (read, exact) in enumerate(reads):
         if restarts:
             recorder = Recorder.restore("a", turns, turns.append)
         said = [QUESTION, Message("assistant", "abcdef"[:read]), Message("user", f"more {number}")]
-        place = recorder.find("policy", said)
+        place = recorder.match_history("policy", said)
         prompt = prompt_of(said) if exact else letters("#") + prompt_of(said)
         turn = recorder.record(place, prompt=prompt, **whole(f"answer {number}"))
         continues = exact and read in cuts
         assert (turn.parent == 0 and turn.prefix > 0) == continues
-        assert [one.text for one in transcript(turns)] == [*(one.text for one in said), f"answer {number}"]
+        assert [one.text for one in build_transcript(turns)] == [*(one.text for one in said), f"answer {number}"]
         if continues:
             reached.add(read)
     again = Recorder.restore("a", turns, turns.append).counts
-    for name in ("turns", "roots", "extended", "drifted", "untold", "partial"):
+    for name in ("turns", "roots", "extended", "drifted", "without_tokens", "partial"):
         assert getattr(again, name) == getattr(recorder.counts, name)
     assert recorder.counts.partial == 1
     trained: list[int] = []
-    for segment in segments(turns):
+    for segment in build_segments(turns):
         tokens = memoryview(segment.tokens).cast("i").tolist()
         trained += [token for token, on in zip(tokens, segment.mask, strict=True) if on]
     expected = "abcdef"[: max(reached, default=0)]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Extra, Message, Segment, Span, Turn, floats, ints
-from rookery.trajectories import Recorder, segments
-from rookery.trajectories.strands import common
+from rookery.trajectories import Recorder, build_segments
+from rookery.trajectories.branches import common_prefix_length
 
 ANSWER = Message("assistant", "a")
 few = st.lists(st.integers(0, 1), max_size=3)
@@ -96,19 +96,19 @@ def fewest(calls: Sequence[tuple[Turn, list[int]]]) -> int:
 @settings(deadline=None, max_examples=120)
 @given(trees())
 def test_no_other_segments_have_fewer_tokens(calls: list[tuple[Turn, list[int]]]) -> None:
-    made = segments([turn for turn, _ in calls])
+    made = build_segments([turn for turn, _ in calls])
     assert sum(len(segment) for segment in made) == fewest(calls)
 
 
 @settings(deadline=None, max_examples=80)
 @given(trees(12), st.randoms(use_true_random=False))
-def test_every_array_describes_what_was_sampled_and_the_order_of_turns_changes_nothing(
+def test_arrays_match_sampled_tokens_and_turn_order_does_not_matter(
     calls: list[tuple[Turn, list[int]]], random: Random
 ) -> None:
     turns = [turn for turn, _ in calls]
-    made = segments(turns)
+    made = build_segments(turns)
     random.shuffle(turns)
-    assert segments(turns) == made
+    assert build_segments(turns) == made
     assert sorted(index for one in made for index in one.turns) == list(range(len(calls)))
     assert [one.turns[-1] for one in made] == sorted(one.turns[-1] for one in made)
     for one in made:
@@ -143,40 +143,40 @@ def check(segment: Segment, calls: list[tuple[Turn, list[int]]]) -> None:
     assert not logprobs[~trained].any()
 
 
-def test_extras_of_what_trains_elsewhere_are_known_in_the_context_too() -> None:
+def test_context_tokens_keep_the_extras_of_the_turn_that_sampled_them() -> None:
     rest: dict[str, Any] = {"attempt": "a", "response": ANSWER}
     turns = [
         Turn(index=0, prompt=ints([1]), sampled=ints([2, 3]), extras={"e": Extra("uint8", 1, b"\7\x08")}, **rest),
         Turn(index=1, parent=0, prefix=3, sampled=ints([4]), extras={"e": Extra("uint8", 1, b"\x09")}, **rest),
         Turn(index=2, parent=0, prefix=3, sampled=ints([5]), extras={"e": Extra("uint8", 1, b"\x0a")}, **rest),
     ]
-    one, two = segments(turns)
+    one, two = build_segments(turns)
     assert (one.turns, one.extras["e"].data) == ((0, 1), b"\0\7\x08\x09")
     assert (two.turns, two.extras["e"].data, two.mask) == ((2,), b"\0\7\x08\x0a", b"\0\0\0\1")
 
 
-def test_turns_share_a_segment_also_where_they_were_not_recorded_as_each_others() -> None:
+def test_turns_share_a_segment_without_being_recorded_as_parent_and_child() -> None:
     """Another scope, a template that drifted and came back: what counts is that the ids are the same."""
     turns: list[Turn] = []
     recorder = Recorder("a", turns.append)
     for scope, prompt, sampled in ((b"", [1], [2]), (b"tools", [1, 2, 3], [4]), (b"", [1, 2, 3, 4, 5], [6])):
-        place = recorder.find("policy", [Message("user", str(len(turns)))], scope)
+        place = recorder.match_history("policy", [Message("user", str(len(turns)))], scope)
         recorder.record(place, prompt=ints(prompt), response=ANSWER, sampled=ints(sampled))
     assert [turn.parent for turn in turns] == [None] * 3
-    (segment,) = segments(turns)
+    (segment,) = build_segments(turns)
     assert (segment.turns, segment.mask) == ((0, 1, 2), b"\0\1\0\1\0\1")
 
 
-def test_two_equal_turns_train_once_each() -> None:
+def test_two_equal_turns_are_trained_once_each() -> None:
     rest: dict[str, Any] = {"attempt": "a", "response": ANSWER, "prompt": ints([1]), "sampled": ints([2])}
     turns = [Turn(index=n, **rest) for n in range(3)]
     turns.append(Turn(attempt="a", index=3, response=ANSWER, parent=2, prefix=2, sampled=ints([3])))
-    assert [segment.turns for segment in segments(turns)] == [(1,), (2,), (0, 3)]
-    with pytest.raises(ValueError, match="two turns 3"):
-        segments([*turns, turns[3]])
+    assert [segment.turns for segment in build_segments(turns)] == [(1,), (2,), (0, 3)]
+    with pytest.raises(ValueError, match="index 3"):
+        build_segments([*turns, turns[3]])
 
 
-def test_a_chain_is_read_once_and_joined_once() -> None:
+def test_a_chain_copies_no_tokens_twice() -> None:
     """Each turn's bytes go into the tree as they are, so that a long conversation costs what it holds."""
     turns: list[Turn] = []
     length = 0
@@ -185,23 +185,25 @@ def test_a_chain_is_read_once_and_joined_once() -> None:
         ids = ints([index, 1, 2])
         turns.append(Turn(attempt="a", index=index, response=ANSWER, prompt=ids, sampled=ints([index]), **made))
         length += 4
-    (segment,) = segments(turns)
+    (segment,) = build_segments(turns)
     assert segment.tokens == b"".join(turn.prompt + turn.sampled for turn in turns)
     assert segment.trained == 2_000
 
 
 @given(st.binary(max_size=700), st.binary(max_size=3), st.integers(0, 3), st.integers(0, 700), st.booleans())
-def test_common_is_how_far_two_agree(data: bytes, before: bytes, more: int, at: int, changed: bool) -> None:
+def test_common_prefix_length_of_random_bytes(
+    data: bytes, before: bytes, more: int, at: int, changed: bool
+) -> None:
     own = bytearray(data)
     if changed and own:
         own[at % len(own)] ^= 1
     prompt = before + data + bytes(more)
     expected = next((n for n, (a, b) in enumerate(zip(data, own, strict=True)) if a != b), len(data))
-    assert common(prompt, len(before), own) == expected
-    assert common(prompt[: len(before) + at], len(before), own) == min(expected, at)
+    assert common_prefix_length(prompt, len(before), own) == expected
+    assert common_prefix_length(prompt[: len(before) + at], len(before), own) == min(expected, at)
 
 
-def test_segments_take_turns_as_they_come_from_disk() -> None:
+def test_segments_are_built_from_decoded_turns() -> None:
     turn = Turn(attempt="a", index=0, response=ANSWER, prompt=ints([1]), sampled=ints([2]), scope=b"s")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(turn), type=Turn)
-    assert segments([again]) == segments([turn])
+    assert build_segments([again]) == build_segments([turn])

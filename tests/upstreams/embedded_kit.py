@@ -13,7 +13,7 @@ import orjson
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream, Weights
 from rookery.upstreams.embedded.server import EmbeddedServer, listening
-from rookery.upstreams.embedded.upstream import Asked
+from rookery.upstreams.embedded.upstream import PreparedRequest
 from rookery.upstreams.protocol import ModelRequest
 from tests.upstreams.embedded_reference import SMALL
 
@@ -34,10 +34,10 @@ class Served:
         self.url = url
         self.root = url.removesuffix("/v1")
         self.http = http
-        self.asked: list[Asked] = []
+        self.asked: list[PreparedRequest] = []
         ask = self.upstream.ask
 
-        def noted(request: ModelRequest) -> Asked:
+        def noted(request: ModelRequest) -> PreparedRequest:
             self.asked.append(ask(request))
             return self.asked[-1]
 

@@ -8,10 +8,10 @@ import pytest
 
 from rookery.core import Message, UpstreamError
 from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig
+from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.openai import OpenAIUpstream
 from rookery.upstreams.protocol import Delta
 from rookery.upstreams.retry import Backoff
-from rookery.upstreams.served import HttpUpstream
 from rookery.upstreams.sglang import SglangUpstream
 from rookery.upstreams.vllm import VllmUpstream
 
@@ -43,7 +43,7 @@ async def of_kind(kind: str, *urls: str, **config: Any) -> AsyncIterator[Any]:
         await built.close()
 
 
-class News:
+class DeltaLog:
     """What was told."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """An engine in memory whose next token follows from those before it: what is sampled in parts must be the same.
 
 Every token is a letter. The oracle knows which version sampled each place of each sequence, which is the truth
-that spans are compared with. It can be frozen, aborted, held up at a token, and made to fail.
+that spans are compared with. It can be frozen, aborted, on_wait up at a token, and made to fail.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from rookery.core import Message, Truncation, UpstreamError, floats, ints
 from rookery.upstreams.protocol import (
     Delta,
-    Held,
     ModelReply,
     ModelRequest,
-    News,
+    OnDelta,
+    OnWait,
     PauseMode,
     UpstreamConfig,
     UpstreamInfo,
@@ -46,8 +46,8 @@ class Oracle:
         config: UpstreamConfig | None = None,
     ) -> None:
         self.name = "oracle"
-        self.raw_in = True
-        self.tokens_in = True
+        self.accepts_raw_json = True
+        self.accepts_tokens = True
         self.version = 1
         self.config = config or UpstreamConfig()
         self.requests: list[ModelRequest] = []
@@ -109,27 +109,32 @@ class Oracle:
         return event
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
         self.requests.append(request)
         if self._places.locked():
-            if held is not None:
-                held(True)
+            if on_wait is not None:
+                on_wait(True)
             try:
                 await self._places.acquire()
             finally:
-                if held is not None:
-                    held(False)
+                if on_wait is not None:
+                    on_wait(False)
         else:
             await self._places.acquire()
         self.under_way += 1
         try:
-            return await self._sample(request, news)
+            return await self._sample(request, on_delta)
         finally:
             self.under_way -= 1
             self._places.release()
 
-    async def _sample(self, request: ModelRequest, news: News | None) -> ModelReply:
+    async def _sample(self, request: ModelRequest, on_delta: OnDelta | None) -> ModelReply:
         sampling = request.sampling.over(self.config.sampling)
         data = request.tokens or ints(map(ord, str(request.messages)))
         prompt = list(memoryview(data).cast("i"))
@@ -159,11 +164,11 @@ class Oracle:
                 finish = "stop"
             elif len(text) == sampling.max_tokens or len(ids) >= self._context:
                 finish = "length"
-            if news is not None and (finish or len(ids) - told >= self._pieces(len(ids))):
-                await news(self._delta(ids, told))
+            if on_delta is not None and (finish or len(ids) - told >= self._pieces(len(ids))):
+                await on_delta(self._delta(ids, told))
                 told = len(ids)
-        if news is not None and told < len(ids):
-            await news(self._delta(ids, told))
+        if on_delta is not None and told < len(ids):
+            await on_delta(self._delta(ids, told))
         whole = self._delta(ids, len(prompt))
         return ModelReply(
             message=Message("assistant", whole.content),

@@ -1,4 +1,4 @@
-"""The `vllm` and `sglang` upstreams, and the valve, against strict stand-ins of their servers."""
+"""The `vllm` and `sglang` upstreams against the stand-in engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,11 +9,12 @@ import pytest
 
 from rookery.core import Message, Sampling, ToolSchema, Truncation, UpstreamError, ints
 from rookery.upstreams import ModelReply, ModelRequest
-from rookery.upstreams.served import HttpUpstream
-from rookery.upstreams.valve import Valve
-from tests.upstreams.helpers import News, of_kind
+from rookery.upstreams.http_upstream import HttpUpstream
+from rookery.upstreams.pause import PausableUpstream
+from rookery.upstreams.protocol import UNLIMITED, ToolSet
+from tests.engine_standins import standin
+from tests.upstreams.helpers import DeltaLog, of_kind
 
-standins = pytest.importorskip("tests.standins", reason="the stand-ins are not there yet")
 PROMPT = ints([1, 72, 105, 33, 40, 41])
 
 
@@ -30,13 +31,13 @@ def chat(**fields: Any) -> ModelRequest:
 
 @pytest.fixture(params=["vllm", "sglang"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    async with standins.standin(request.param) as server:
+    async with standin(request.param) as server:
         yield server
 
 
 @pytest.fixture
 async def up(server: Any) -> AsyncIterator[HttpUpstream]:
-    async with of_kind(server.speaks, server.url) as built:
+    async with of_kind(server.engine_name, server.url) as built:
         built.config = msgspec.structs.replace(built.config, model="")
         yield built
 
@@ -49,28 +50,28 @@ def data(reply: ModelReply) -> tuple[Any, ...]:
 async def test_tokens_in_streamed_or_not_are_the_same(up, top_logprobs):
     request = ask(top_logprobs=top_logprobs)
     whole = await up.complete(request, timeout=60)
-    news = News()
-    streamed = await up.complete(request, timeout=60, news=news)
-    news.begins(streamed)
+    on_delta = DeltaLog()
+    streamed = await up.complete(request, timeout=60, on_delta=on_delta)
+    on_delta.begins(streamed)
     assert data(streamed) == data(whole)
     assert len(whole.sampled) == len(whole.logprobs) == 4 * 60
     assert len(whole.tops) == (60 if top_logprobs else 0)
     assert all(len(tops) >= top_logprobs for tops in whole.tops)
-    assert len(news.deltas) > 1
+    assert len(on_delta.deltas) > 1
 
 
 @pytest.mark.parametrize("tools", [(), (ToolSchema("add", "adds", {"type": "object", "properties": {}}),)])
 async def test_a_chat_has_its_prompts_ids_and_streamed_is_the_same(up, tools):
-    request = chat(tools=tools)
+    request = chat(tools=ToolSet(tools))
     whole = await up.complete(request, timeout=60)
-    news = News()
-    streamed = await up.complete(request, timeout=60, news=news)
+    on_delta = DeltaLog()
+    streamed = await up.complete(request, timeout=60, on_delta=on_delta)
     assert data(streamed) == data(whole)
     assert whole.prompt
     assert whole.prompt_tokens == len(whole.prompt) // 4
     assert len(whole.sampled) == len(whole.logprobs) > 0
     assert streamed.message.text == whole.message.text
-    plain = await up.complete(msgspec.structs.replace(request, want_tokens=False), timeout=60, news=News())
+    plain = await up.complete(msgspec.structs.replace(request, want_tokens=False), timeout=60, on_delta=DeltaLog())
     assert plain.message.text == whole.message.text
     assert not plain.sampled
 
@@ -92,80 +93,82 @@ async def test_the_engine_says_how_much_it_takes(up, server):
     await up.check()
     await asyncio.gather(*up._tasks)
     said = (await server.get("/server_info"))[0] == 200
-    assert up.replicas[0].limit == (64 if said else 256)
+    assert up.replicas[0].limit == (64 if said else UNLIMITED)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_a_call_that_is_cancelled_ends_in_the_engine(up, server, streamed):
     with server.freezing(10):
         call = asyncio.create_task(
-            up.complete(ask(sampling={"max_tokens": 900}), timeout=60, news=News() if streamed else None)
+            up.complete(ask(sampling={"max_tokens": 900}), timeout=60, on_delta=DeltaLog() if streamed else None)
         )
         await server.frozen(10)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-    await server.post("/resume" if server.speaks == "vllm" else "/continue_generation", {})
+    await server.post("/resume" if server.engine_name == "vllm" else "/continue_generation", {})
     await server.until(0)
 
 
 async def test_a_server_that_dies_in_the_middle_is_no_complete_answer(up, server):
-    await server.fault(path="/generate" if server.speaks == "sglang" else "/inference/v1/generate", after_events=5)
-    news = News()
+    await server.fault(
+        path="/generate" if server.engine_name == "sglang" else "/inference/v1/generate", after_events=5
+    )
+    on_delta = DeltaLog()
     with pytest.raises(UpstreamError) as caught:
-        await up.complete(ask(), timeout=60, news=news)
+        await up.complete(ask(), timeout=60, on_delta=on_delta)
     assert caught.value.code == "upstream.cut"
-    assert 0 < len(news.sampled) < 240
+    assert 0 < len(on_delta.sampled) < 240
 
 
-# ---------------------------------------------------------------------------------------------------------- valve
+# ---- pauses
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_a_call_goes_on_after_a_pause(up, server, mode, streamed):
-    valve, news = Valve(up), News()
+    upstream, on_delta = PausableUpstream(up), DeltaLog()
     request = ask(sampling={"max_tokens": 120, "temperature": 0.0})
     alone = await up.complete(request, timeout=60)
     with server.freezing(30):
-        call = asyncio.create_task(valve.complete(request, timeout=60, news=news if streamed else None))
+        call = asyncio.create_task(upstream.complete(request, timeout=60, on_delta=on_delta if streamed else None))
         await server.frozen(30)
-        await valve.pause(mode, timeout=30)
-        assert (valve.under_way == 1) == (mode == "keep")
-    await valve.resume(5)
+        await upstream.pause(mode, timeout=30)
+        assert (upstream.in_flight == 1) == (mode == "keep")
+    await upstream.resume(5)
     reply = await call
     assert (reply.sampled, reply.finish) == (alone.sampled, alone.finish)
     assert len(reply.logprobs) == len(reply.sampled)
     if streamed:
-        news.begins(reply)
+        on_delta.begins(reply)
     elif mode == "keep":
-        assert (reply.version, reply.spans, valve.mixed) == (0, (), 1)
+        assert (reply.version, reply.spans, upstream.mixed_replies) == (0, (), 1)
         return
     old, new = reply.spans
     assert (old.version, new.version, new.end) == (0, 5, 120)
     # An event that holds several tokens may be of both: what came first after the change then counts as old.
-    assert old.end == 30 if not valve.mixed else old.end > 30
-    assert not valve.mixed or mode == "keep"
+    assert old.end == 30 if not upstream.mixed_replies else old.end > 30
+    assert not upstream.mixed_replies or mode == "keep"
 
 
 async def test_many_calls_through_many_syncs(up, server):
     """Weights do not change here, the temperature is 0: every answer is that of a call that nobody interrupted."""
-    valve = Valve(up)
+    upstream = PausableUpstream(up)
     requests = [
         ask(tokens=PROMPT + ints([48 + n]), sampling={"max_tokens": 80, "temperature": 0.0}) for n in range(8)
     ]
     alone = [await up.complete(request, timeout=60) for request in requests]
-    told = [News() for _ in requests]
+    told = [DeltaLog() for _ in requests]
     calls = [
-        asyncio.create_task(valve.complete(request, timeout=60, news=told[n] if n % 2 else None))
+        asyncio.create_task(upstream.complete(request, timeout=60, on_delta=told[n] if n % 2 else None))
         for n, request in enumerate(requests)
     ]
     for version, mode in enumerate(["abort", "keep", "abort", "drain"], 1):
-        async with valve.sync(version, None, mode=mode, timeout=30):
-            assert valve.paused
+        async with upstream.sync(version, None, mode=mode, timeout=30):
+            assert upstream.paused
     for n, (call, whole) in enumerate(zip(calls, alone, strict=True)):
         reply = await call
         assert (reply.sampled, reply.finish) == (whole.sampled, whole.finish)
         if n % 2:
             told[n].begins(reply)
-    assert valve.version == 4
+    assert upstream.version == 4

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.upstreams.choose import SLACK, choose, mark
 from rookery.upstreams.health import LONGEST, SHORTEST, STRIKES, Health
+from rookery.upstreams.replica_choice import SLACK, choose, stable_hash
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Server:
 
     @property
     def salt(self) -> int:
-        return mark(self.name)
+        return stable_hash(self.name)
 
 
 def servers(*loads: int) -> list[Server]:
@@ -98,7 +98,7 @@ def test_a_replica_that_is_gone_is_left_out_for_a_while_that_grows():
     assert health.why == "refused"
     assert health.answered()
     assert (health.well, health.why) == (True, "")
-    assert not health.answered(), "that is no news"
+    assert not health.answered(), "it was healthy already"
     assert health.failed("gone", "again", now=now)
     assert health.until == now + SHORTEST, "it starts over"
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.upstreams.embedded.batch import PROMPTS, Batch, Job
-from rookery.upstreams.embedded.cache import BLOCK, Past, Shelf, names
+from rookery.upstreams.embedded.batch import PROMPTS, Batch, SamplingJob
+from rookery.upstreams.embedded.kv_cache import BLOCK, CacheBucket, PrefixCache, hash_blocks
 from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.sampler import Choice, Draws, draw
+from rookery.upstreams.embedded.sampler import RandomStream, TokenChoice, draw
 from rookery.upstreams.embedded.weights import Weights
 from tests.upstreams.embedded_reference import SMALL
 
@@ -35,7 +35,7 @@ rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40)
 def test_a_token_is_drawn_only_from_what_the_cuts_leave(
     logits: list[float], temperature: float, top_p: float, top_k: int, number: float
 ) -> None:
-    [token], [logprob] = draw(np.float32([logits]), [Choice(temperature, top_p, top_k)], [number])
+    [token], [logprob] = draw(np.float32([logits]), [TokenChoice(temperature, top_p, top_k)], [number])
     wide = np.float64(np.float32(logits))
     chances = np.exp((wide - wide.max()) / temperature)
     chances /= chances.sum()
@@ -49,7 +49,7 @@ def test_a_token_is_drawn_only_from_what_the_cuts_leave(
 
 @given(rows)
 def test_temperature_zero_takes_the_likeliest(logits: list[float]) -> None:
-    [token], _ = draw(np.float32([logits]), [Choice(0.0)], [0.99])
+    [token], _ = draw(np.float32([logits]), [TokenChoice(0.0)], [0.99])
     assert np.float32(logits)[token] == np.float32(logits).max()
 
 
@@ -57,8 +57,8 @@ def test_tokens_come_as_often_as_the_model_says() -> None:
     chances = np.array([0.5, 0.25, 0.15, 0.1, 0.0])
     with np.errstate(divide="ignore"):
         logits = np.tile(np.log(chances).astype(np.float32), (20_000, 1))
-    draws = Draws(11)
-    tokens, _ = draw(logits, [Choice(1.0)] * len(logits), [draws.next() for _ in logits])
+    draws = RandomStream(11)
+    tokens, _ = draw(logits, [TokenChoice(1.0)] * len(logits), [draws.next() for _ in logits])
     counts = Counter(tokens)
     assert counts[4] == 0
     for token, chance in enumerate(chances[:4]):
@@ -67,15 +67,15 @@ def test_tokens_come_as_often_as_the_model_says() -> None:
 
 def test_a_number_next_to_one_still_draws_something_that_has_a_chance() -> None:
     logits = np.float32([[0.0, -1.0, -200.0]])
-    [token], _ = draw(logits, [Choice(1.0)], [1 - 2**-53])
+    [token], _ = draw(logits, [TokenChoice(1.0)], [1 - 2**-53])
     assert token in (0, 1)
 
 
 def test_a_token_that_is_never_drawn_is_never_drawn() -> None:
     logits = np.float32([[0.0, 30.0, -5.0]] * 200)
-    draws = Draws(0)
+    draws = RandomStream(0)
     for temperature in (0.0, 1.0):
-        choice = Choice(temperature, never=1)
+        choice = TokenChoice(temperature, never=1)
         tokens, logprobs = draw(logits, [choice] * 200, [draws.next() for _ in logits])
         assert set(tokens) <= {0, 2}
         assert logprobs[0] < -29, "the model's own logprob, before the ban"
@@ -83,9 +83,9 @@ def test_a_token_that_is_never_drawn_is_never_drawn() -> None:
 
 def test_draws_are_a_function_of_the_seed() -> None:
     """Fixed for all time: a recorded seed draws the same on every machine and in every version."""
-    draws = Draws(42)
+    draws = RandomStream(42)
     assert [draws.next() for _ in range(3)] == [0.7840573770891061, 0.02137538836057018, 0.6942791143578687]
-    again, other = Draws(42), Draws(43)
+    again, other = RandomStream(42), RandomStream(43)
     first = [again.next() for _ in range(100)]
     assert len(set(first)) == 100
     assert first != [other.next() for _ in range(100)]
@@ -96,7 +96,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
 
 
 def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
-    jobs = [Job(b"hello", most=60, seed=seed) for seed in (5, 5, 6)]
+    jobs = [SamplingJob(b"hello", most=60, seed=seed) for seed in (5, 5, 6)]
     batch = Batch(llama)
     for job in jobs:
         batch.add(job)
@@ -106,8 +106,8 @@ def test_same_seed_same_tokens_other_seed_others(llama: Llama) -> None:
 
 
 def test_a_sequence_ends_at_an_end_id_a_stop_text_its_limit_or_the_context(llama: Llama) -> None:
-    def ended(prompt: int = 5, **asked: object) -> Job:
-        job = Job(b"a" * prompt, **{"most": 999, "seed": 3, **asked})  # type: ignore[arg-type]
+    def ended(prompt: int = 5, **asked: object) -> SamplingJob:
+        job = SamplingJob(b"a" * prompt, **{"most": 999, "seed": 3, **asked})  # type: ignore[arg-type]
         batch = Batch(llama)
         batch.add(job)
         finished(batch)
@@ -131,7 +131,7 @@ def test_a_sequence_ends_at_an_end_id_a_stop_text_its_limit_or_the_context(llama
 
 def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
     batch = Batch(llama, places=3)
-    jobs = [Job(b"x" * (n + 1), most=4, seed=n) for n in range(9)]
+    jobs = [SamplingJob(b"x" * (n + 1), most=4, seed=n) for n in range(9)]
     for job in jobs:
         batch.add(job)
     ends: list[int] = []
@@ -143,11 +143,11 @@ def test_at_most_so_many_at_once_in_the_order_of_arrival(llama: Llama) -> None:
 
 def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: Llama) -> None:
     batch = Batch(llama)
-    early = Job(b"early", most=50, seed=0)
+    early = SamplingJob(b"early", most=50, seed=0)
     batch.add(early)
     batch.step()
     for n in range(20):
-        batch.add(Job([n] * 300, most=50, seed=n))
+        batch.add(SamplingJob([n] * 300, most=50, seed=n))
     before = len(batch.waiting)
     batch.step()
     assert len(early.tokens) == 2
@@ -156,7 +156,7 @@ def test_a_long_queue_of_prompts_does_not_stand_before_who_is_under_way(llama: L
 
 def test_what_is_taken_out_frees_its_place(llama: Llama) -> None:
     batch = Batch(llama, places=2)
-    jobs = [Job(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
+    jobs = [SamplingJob(b"x" * (n + 1), most=40, seed=n) for n in range(4)]
     for job in jobs:
         batch.add(job)
     batch.step()
@@ -173,7 +173,7 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
     batch = Batch(llama)
     for prompt in ([], [1] * 400, [272], [-1]):
         with pytest.raises(ValueError, match="a prompt"):
-            batch.add(Job(prompt, most=1, seed=0))
+            batch.add(SamplingJob(prompt, most=1, seed=0))
     assert batch.idle
 
 
@@ -182,11 +182,11 @@ def test_prompts_that_cannot_be_are_refused(llama: Llama) -> None:
 
 def test_a_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
     batch = Batch(llama)
-    first = Job([*range(100)], most=60, seed=1)
+    first = SamplingJob([*range(100)], most=60, seed=1)
     batch.add(first)
     finished(batch)
     further = [*first.prompt, *first.tokens, *range(30)]
-    second, alone = (Job(further, most=20, seed=2) for _ in range(2))
+    second, alone = (SamplingJob(further, most=20, seed=2) for _ in range(2))
     batch.add(second)
     finished(batch)
     fresh = Batch(llama, blocks=0)
@@ -200,15 +200,15 @@ def test_a_past_is_found_again_and_changes_nothing(llama: Llama) -> None:
 def test_memory_of_the_past_is_bounded(llama: Llama) -> None:
     batch = Batch(llama, blocks=10)
     for n in range(12):
-        batch.add(Job([n] * 100, most=30, seed=n))
+        batch.add(SamplingJob([n] * 100, most=30, seed=n))
     finished(batch)
     assert len(batch.past) <= 10
 
 
 @given(st.lists(st.integers(0, 271), max_size=80), st.lists(st.integers(0, 271), max_size=80))
 def test_a_block_is_named_by_everything_up_to_its_end(one: list[int], other: list[int]) -> None:
-    theirs = names(other, len(other) // BLOCK)
-    for number, name in enumerate(names(one, len(one) // BLOCK)):
+    theirs = hash_blocks(other, len(other) // BLOCK)
+    for number, name in enumerate(hash_blocks(one, len(one) // BLOCK)):
         same = len(theirs) > number and theirs[number] == name
         end = (number + 1) * BLOCK
         assert same == (len(other) >= end and one[:end] == other[:end])
@@ -218,7 +218,7 @@ def test_a_block_is_named_by_everything_up_to_its_end(one: list[int], other: lis
 @settings(max_examples=30, deadline=None)
 def test_the_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.DataObject) -> None:
     """Whatever is added, moved and taken out, every row still holds its own keys."""
-    shelves = [Shelf[int](llama, 128), Shelf[int](llama, 256)]
+    shelves = [CacheBucket[int](llama, 128), CacheBucket[int](llama, 256)]
     for number in range(data.draw(st.integers(1, 60))):
         shelf = shelves[data.draw(st.integers(0, 1))]
         doing = data.draw(st.sampled_from(["add", "add", "remove", "move"]))
@@ -239,8 +239,8 @@ def test_the_rows_of_a_shelf_are_in_use_without_a_gap(llama: Llama, data: st.Dat
 
 
 def test_a_past_of_no_blocks_keeps_nothing(llama: Llama) -> None:
-    past = Past(0)
-    shelf = Shelf[int](llama, 128)
+    past = PrefixCache(0)
+    shelf = CacheBucket[int](llama, 128)
     shelf.extend(shelf.add(1), 64)
     past.keep([1] * 64, shelf, 0)
     assert len(past) == 0

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.upstreams.embedded.batch import Batch, Job
+from rookery.upstreams.embedded.batch import Batch, SamplingJob
 from rookery.upstreams.embedded.llama import TILE, Llama
-from rookery.upstreams.embedded.sampler import Choice
+from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.upstream import builtin
 from rookery.upstreams.embedded.weights import Weights
 from tests.upstreams import embedded_reference as reference
@@ -16,7 +16,7 @@ CLOSE = 1e-4
 
 
 def played(
-    batch: Batch, jobs: list[Job], arrivals: list[int] | None = None
+    batch: Batch, jobs: list[SamplingJob], arrivals: list[int] | None = None
 ) -> list[tuple[list[int], list[float]]]:
     """Every job to its end; `arrivals`: how many steps each comes after the one before."""
     waits = list(arrivals or [0] * len(jobs))
@@ -42,7 +42,7 @@ def test_numpy_inference_agrees_with_a_float64_reference(weights: Weights, data:
     batch = Batch(llama)
     # Greedy and forced: what is recorded as a logprob is that of the token which was taken, so ask for each.
     for at in sorted({len(given_in_one), count}):
-        job = Job(tokens[:at], most=1, seed=0, choice=Choice(temperature=0.0))
+        job = SamplingJob(tokens[:at], most=1, seed=0, choice=TokenChoice(temperature=0.0))
         batch.add(job)
         batch.step()
         assert job.logprobs[0] == pytest.approx(expected[at - 1][job.tokens[0]], abs=CLOSE)
@@ -66,7 +66,7 @@ def all_logits(llama: Llama, tokens: list[int]) -> np.ndarray:
 
     llama.rows = spy  # type: ignore[method-assign]
     try:
-        batch.add(Job(tokens, most=1, seed=0))
+        batch.add(SamplingJob(tokens, most=1, seed=0))
         batch.step()
     finally:
         llama.rows = whole  # type: ignore[method-assign]
@@ -86,16 +86,18 @@ def test_batching_changes_nothing(data: st.DataObject) -> None:
             "prompt": [*data.draw(st.sampled_from(starts)), *data.draw(st.binary(max_size=30))],
             "most": data.draw(st.integers(1, 90)),
             "seed": data.draw(st.integers(0, 2**63 - 1)),
-            "choice": data.draw(st.sampled_from([Choice(), Choice(0.0), Choice(0.7, 0.9), Choice(1.3, 1.0, 5)])),
+            "choice": data.draw(
+                st.sampled_from([TokenChoice(), TokenChoice(0.0), TokenChoice(0.7, 0.9), TokenChoice(1.3, 1.0, 5)])
+            ),
             "ends": frozenset({7, 257}),
         }
         for _ in range(data.draw(st.integers(1, 20)))
     ]
-    alone = [played(Batch(llama, blocks=0), [Job(**one)])[0] for one in asked]  # type: ignore[arg-type]
+    alone = [played(Batch(llama, blocks=0), [SamplingJob(**one)])[0] for one in asked]  # type: ignore[arg-type]
     batch = Batch(llama, places=data.draw(st.integers(1, 24)), blocks=data.draw(st.sampled_from([0, 5, 500])))
     arrivals = data.draw(st.lists(st.integers(0, 9), min_size=len(asked), max_size=len(asked)))
-    assert played(batch, [Job(**one) for one in asked], arrivals) == alone  # type: ignore[arg-type]
-    again = [Job(**one) for one in asked]  # type: ignore[arg-type]
+    assert played(batch, [SamplingJob(**one) for one in asked], arrivals) == alone  # type: ignore[arg-type]
+    again = [SamplingJob(**one) for one in asked]  # type: ignore[arg-type]
     assert played(batch, again) == alone
 
 
@@ -104,14 +106,16 @@ def test_batching_changes_nothing_with_the_policy_that_comes_along() -> None:
     llama = Llama(builtin())
     rng = np.random.default_rng(5)
     asked = [(rng.integers(32, 127, 40 + 9 * n).tolist(), 100 + n) for n in range(70)]
-    alone = [played(Batch(llama, blocks=0), [Job(prompt, most=150, seed=seed)])[0] for prompt, seed in asked[:6]]
+    alone = [
+        played(Batch(llama, blocks=0), [SamplingJob(prompt, most=150, seed=seed)])[0] for prompt, seed in asked[:6]
+    ]
     batch = Batch(llama)
-    assert played(batch, [Job(prompt, most=150, seed=seed) for prompt, seed in asked])[:6] == alone
+    assert played(batch, [SamplingJob(prompt, most=150, seed=seed) for prompt, seed in asked])[:6] == alone
 
 
 def test_a_logprob_is_the_same_computed_as_a_prompt_or_one_by_one() -> None:
     llama = Llama(Weights.random(reference.SMALL, seed=3, scale=0.3))
-    job = Job(list(b"What is 7 + 5?"), most=300, seed=1)
+    job = SamplingJob(list(b"What is 7 + 5?"), most=300, seed=1)
     played(Batch(llama), [job])
     whole = [*job.prompt, *job.tokens]
     logits = all_logits(llama, whole[:-1])[len(job.prompt) - 1 :]
@@ -135,9 +139,11 @@ def test_where_a_tile_is_not_even_rows_are_computed_one_by_one(monkeypatch: pyte
     monkeypatch.setattr(np, "matmul", uneven)
     llama = Llama(Weights.random(reference.SMALL, seed=3))
     assert llama.tile == 1
-    jobs = [Job(list(range(1, 20 + n)), most=30, seed=n) for n in range(9)]
+    jobs = [SamplingJob(list(range(1, 20 + n)), most=30, seed=n) for n in range(9)]
     together = played(Batch(llama), jobs)
-    alone = [played(Batch(llama, blocks=0), [Job(job.prompt, most=30, seed=n)])[0] for n, job in enumerate(jobs)]
+    alone = [
+        played(Batch(llama, blocks=0), [SamplingJob(job.prompt, most=30, seed=n)])[0] for n, job in enumerate(jobs)
+    ]
     assert together == alone
 
 

@@ -14,6 +14,7 @@ from rookery.core.seeds import derive_seed
 from rookery.upstreams import ModelReply, ModelRequest, UpstreamConfig
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.openai import OpenAIUpstream
+from rookery.upstreams.protocol import ToolSet
 from tests.upstreams.embedded_kit import CONTEXT, HI, Served, random_weights, serving
 
 ASK = (Message("user", "What is 7 + 5?"),)
@@ -26,10 +27,10 @@ OPENAI_TOOLS: list[Any] = [
 ]
 REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {"messages": ASK},
-    "tools": {"messages": ASK, "tools": TOOLS},
-    "required": {"messages": ASK, "tools": TOOLS, "tool_choice": "required"},
-    "named": {"messages": ASK, "tools": TOOLS, "tool_choice": "python"},
-    "none": {"messages": ASK, "tools": TOOLS, "tool_choice": "none"},
+    "tools": {"messages": ASK, "tools": ToolSet(TOOLS)},
+    "required": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "required"},
+    "named": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "python"},
+    "none": {"messages": ASK, "tools": ToolSet(TOOLS), "tool_choice": "none"},
     "ids": {"tokens": ints(chat.prompt(ASK).ids)},
     "shaped": {"messages": ASK, "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 40}},
     "greedy": {"messages": ASK, "sampling": {"temperature": 0.0}},
@@ -40,7 +41,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
             Message("assistant", None, (chat._call('python{"code":"7+5"}', "call_9_0"),)),
             Message("tool", "12", tool_call_id="call_9_0"),
         ),
-        "tools": TOOLS,
+        "tools": ToolSet(TOOLS),
     },
 }
 

@@ -12,11 +12,11 @@ import pytest
 
 from rookery.core import UpstreamError
 from rookery.upstreams.embedded import LlamaShape, Weights
+from rookery.upstreams.embedded import http_server as serving_module
 from rookery.upstreams.embedded import server as server_module
-from rookery.upstreams.embedded import serving as serving_module
-from rookery.upstreams.embedded.batch import Job
-from rookery.upstreams.embedded.openai_answers import _deltas
-from rookery.upstreams.embedded.serving import is_here
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.http_server import is_here
+from rookery.upstreams.embedded.openai_responses import _deltas
 from rookery.upstreams.embedded.streaming import CallDelta
 from rookery.upstreams.embedded.streaming import Delta as StreamDelta
 from tests.upstreams.embedded_kit import HI, Served, gated, random_weights, serving
@@ -307,7 +307,7 @@ async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_ol
 
 async def test_a_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
     async with serving(weights) as served:
-        job = Job([999], most=1, seed=0)
+        job = SamplingJob([999], most=1, seed=0)
         with pytest.raises(UpstreamError, match="ids outside of 0 to 271"):
             await served.upstream.service.run(job)
         assert (await served.ask(max_tokens=1))["choices"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, ToolCall
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import Job
-from rookery.upstreams.embedded.streaming import Delta, Deltas, held, spelled
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.streaming import Delta, DeltaDecoder, held, spelled
 
 TEXTS = st.text(alphabet='ab{}" \u00e9\u20ac\U0001f426', max_size=12).map(lambda text: list(text.encode()))
 PIECES = st.one_of(
@@ -26,10 +26,10 @@ STOPS = st.lists(st.text(alphabet='ab{"\u20ac', min_size=1, max_size=4), max_siz
 )
 
 
-def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> Job:
+def drawn(tokens: Iterable[int], stop: tuple[bytes, ...]) -> SamplingJob:
     """A job that has drawn these, as far as it goes on."""
     given = list(tokens)
-    job = Job([0], most=len(given), seed=0, ends=chat.ENDS, stop=stop)
+    job = SamplingJob([0], most=len(given), seed=0, ends=chat.ENDS, stop=stop)
     for token in given:
         if job.take(token, -1.0):
             break
@@ -59,7 +59,7 @@ def test_the_deltas_joined_are_the_answer_that_is_not_streamed(
     job = drawn(tokens, stop)
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
     whole = chat.answer(job.tokens[: job.text], begun, at=5)
-    deltas = Deltas(begun=begun, at=5, stop=job.stop)
+    deltas = DeltaDecoder(begun=begun, at=5, stop=job.stop)
     told = [deltas.more(job.tokens, count) for count in looks]
     told.append(deltas.end(job.tokens, job.text))
     text, calls = joined(told)
@@ -73,7 +73,7 @@ def test_the_text_of_completions_is_the_same_streamed(
 ) -> None:
     job = drawn(tokens, stop)
     looks = data.draw(st.lists(st.integers(0, len(job.tokens)), max_size=10).map(sorted))
-    deltas = Deltas(stop=job.stop, plain=True)
+    deltas = DeltaDecoder(stop=job.stop, plain=True)
     text = "".join(deltas.more(job.tokens, count).text for count in looks)
     text += deltas.end(job.tokens, job.text).text
     assert text == spelled(job.tokens[: job.text])
@@ -93,13 +93,13 @@ def test_what_may_become_a_stop_text_is_held_back_and_nothing_else(
 
 def test_a_character_is_told_when_it_is_whole() -> None:
     tokens = list("a\u20acb".encode())
-    deltas = Deltas()
+    deltas = DeltaDecoder()
     assert [deltas.more(tokens, count).text for count in range(1, 6)] == ["a", "", "", "\u20ac", "b"]
 
 
 def test_a_call_is_told_by_its_name_first() -> None:
     tokens = [*b"so ", chat.CALL, *b'add{"a":1}', chat.CALL, *b"stop", chat.END]
-    deltas = Deltas(at=7)
+    deltas = DeltaDecoder(at=7)
     told = [deltas.more(tokens, count) for count in range(1, len(tokens) + 1)]
     told.append(deltas.end(tokens, len(tokens) - 1))
     pieces = [call for delta in told for call in delta.calls]

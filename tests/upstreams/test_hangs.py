@@ -9,13 +9,13 @@ import pytest
 
 from rookery.core import Message, UpstreamError
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
-from rookery.upstreams import hangs as module
-from rookery.upstreams.hangs import HangDetector, ReplicaReport, UpstreamEvidence, judge
-from rookery.upstreams.metrics_text import EngineLoad, engine_load
+from rookery.upstreams import hang_detector as module
+from rookery.upstreams.engine_metrics import EngineLoad, parse_engine_load
+from rookery.upstreams.hang_detector import HangDetector, ReplicaReport, UpstreamEvidence, judge
+from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.protocol import Delta
-from rookery.upstreams.served import HttpUpstream
+from tests.engine_standins import EngineName, standin
 from tests.servers import Answer, ModelServer, raw_server
-from tests.standins import Speaks, standin
 from tests.upstreams.engines import DONE, Engine, Play, event
 
 ASK = ModelRequest(model="m", messages=(Message("user", "Hello"),), affinity="a")
@@ -52,9 +52,9 @@ async def opened(*urls: str, kind: str = "openai") -> AsyncIterator[HttpUpstream
 
 @asynccontextmanager
 async def calling(upstream: HttpUpstream, *, streamed: bool = False) -> AsyncIterator["asyncio.Task[Any]"]:
-    async def news(delta: Delta) -> None: ...
+    async def on_delta(delta: Delta) -> None: ...
 
-    call = upstream.complete(ASK, timeout=120, news=news if streamed else None)
+    call = upstream.complete(ASK, timeout=120, on_delta=on_delta if streamed else None)
     task = asyncio.create_task(call)
     try:
         async with asyncio.timeout(60):
@@ -107,8 +107,8 @@ def test_metrics_are_summed_over_ranks() -> None:
         b'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
         b'vllm:num_requests_waiting{engine="0"} 4.0\nvllm:generation_tokens_total{engine="0"} 10.0\n'
     )
-    assert engine_load(text) == EngineLoad(3.0, 4.0, 10.0)
-    assert engine_load(b"<html>not metrics</html>\n\xff") is None
+    assert parse_engine_load(text) == EngineLoad(3.0, 4.0, 10.0)
+    assert parse_engine_load(b"<html>not metrics</html>\n\xff") is None
 
 
 def test_a_server_without_metrics_may_serve_one_request_at_a_time() -> None:
@@ -178,7 +178,7 @@ async def test_a_long_answer_of_a_server_that_gives_others_tokens_is_not_a_hang(
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-async def test_a_request_that_the_engine_no_longer_has_is_lost(patient: None, speaks: Speaks) -> None:
+async def test_a_request_that_the_engine_no_longer_has_is_lost(patient: None, speaks: EngineName) -> None:
     async with standin(speaks) as server, opened(server.url, kind=speaks) as upstream:
         await server.fault(after_bytes=0, then="stall")
         async with calling(upstream):
@@ -212,7 +212,7 @@ async def test_a_server_that_serves_one_request_at_a_time_is_not_hung_while_it_w
         async with calling(upstream):
             (call,) = replica.calls
             assert (await upstream.hangs.examine(call, patient=True)).reason == "answers_take_long"
-            replica.longest_answer = 600.0
+            replica.longest_call = 600.0
             assert (await evidence(upstream)).reason == "answers_take_long"
             assert not replica.hung
 

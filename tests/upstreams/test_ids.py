@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import ints
-from rookery.upstreams.ids import ids_bytes, ids_json, ids_of, without_prompt
+from rookery.upstreams.token_ids import encode_ids, extract_prompt_ids, pack_ids, parse_ids
 
 token = st.integers(0, 2**31 - 1) | st.integers(0, 200_000)
 few = st.lists(token, max_size=20)
@@ -16,9 +16,9 @@ many = st.builds(lambda some, times: some * times, st.lists(token, min_size=1, m
 
 @given(few | many, st.sampled_from([(",", ":"), (", ", ": "), (" ,  ", ":")]))
 def test_what_is_read_is_what_was_written(ids, separators):
-    assert ids_of(json.dumps(ids, separators=separators).encode()) == ints(ids)
-    assert json.loads(bytes(ids_json(ints(ids)))) == ids
-    assert ids_bytes(ids) == ints(ids)
+    assert parse_ids(json.dumps(ids, separators=separators).encode()) == ints(ids)
+    assert json.loads(bytes(encode_ids(ints(ids)))) == ids
+    assert pack_ids(ids) == ints(ids)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**31, 2**63, 10**30, 1.5, "1", None, [1], True])
@@ -26,7 +26,7 @@ def test_what_is_read_is_what_was_written(ids, separators):
 def test_an_id_that_is_none_is_refused(wrong, others):
     for listed in ([*([7] * others), wrong], [wrong, *([7] * others)]):
         with pytest.raises(ValueError, match="id"):
-            ids_of(json.dumps(listed).encode())
+            parse_ids(json.dumps(listed).encode())
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_an_id_that_is_none_is_refused(wrong, others):
 def test_what_is_no_list_of_ids_is_refused(text, others):
     for whole in (text, text.replace(b"1", b"7," * others + b"1")):
         with pytest.raises(ValueError, match=r"."):
-            assert ids_of(whole) == b"null"
+            assert parse_ids(whole) == b"null"
 
 
 def test_no_warning_comes_of_garbage(recwarn):
     for text in (b"[" + b"1 2," * 3_000 + b"3]", b"[" + b"1," * 3_000 + b"x]", b"[" + b"1 ,2," * 3_000 + b"3]"):
         try:
-            ids_of(text)
+            parse_ids(text)
         except ValueError:
             continue
     assert not recwarn.list
@@ -56,7 +56,7 @@ def test_a_long_answer_is_read_without_its_prompt_and_means_the_same(ids, said):
         "after": {"x": [1, 2]},
         "pad": "x" * 70_000,
     }
-    lean, found = without_prompt(json.dumps(answer, separators=(",", ":")).encode())
+    lean, found = extract_prompt_ids(json.dumps(answer, separators=(",", ":")).encode())
     assert found == ints(ids)
     assert json.loads(lean) == {**answer, "prompt_token_ids": None}
 
@@ -65,4 +65,4 @@ def test_a_long_answer_is_read_without_its_prompt_and_means_the_same(ids, said):
 def test_an_answer_that_only_talks_about_ids_is_left_alone(said):
     answer = {"said": said + '{"prompt_token_ids":[1,2]}' + "x" * 70_000}
     data = json.dumps(answer, separators=(",", ":")).encode()
-    assert without_prompt(data) == (data, b"")
+    assert extract_prompt_ids(data) == (data, b"")

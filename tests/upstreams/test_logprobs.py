@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookery.upstreams import logprobs
-from rookery.upstreams.format import WireError
-from rookery.upstreams.wire import decode_reply
+from rookery.upstreams.format import ReplyFormatError
+from rookery.upstreams.openai_format import decode_reply
 
 HARD = ['"logprobs":{"content":[', '"top_logprobs":[]}]', "}]", "[\t\n\t]", "\\", '\\"', "a", "é", ""]
 texts = st.lists(st.sampled_from(HARD), max_size=3).map("".join)
@@ -60,7 +60,7 @@ answers = st.fixed_dictionaries(
 def outcome(data: bytes, seen: bool, named: bool) -> Any:
     try:
         reply = decode_reply(data, seen=seen, named=named)
-    except WireError as error:
+    except ReplyFormatError as error:
         return str(error)
     content = reply.logprob_content
     plain = msgspec.structs.replace(reply, logprob_content=None)

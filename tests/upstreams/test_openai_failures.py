@@ -22,7 +22,7 @@ async def test_a_refused_connection_is_unreachable():
 
 async def test_an_unknown_host_is_unreachable():
     async with upstream("http://no-such-host.invalid:1", retries=0) as up:
-        with pytest.raises(UpstreamError, match="no-such-host") as caught:
+        with pytest.raises(UpstreamError) as caught:
             await up.complete(ASK, timeout=30)
         assert caught.value.code == "upstream.unreachable"
 

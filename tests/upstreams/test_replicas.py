@@ -137,16 +137,16 @@ async def test_a_replica_that_times_out_is_left_out_only_after_some(monkeypatch)
 async def test_a_larger_size_lets_those_in_who_wait():
     hold = asyncio.Event()
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
-        held: list[bool] = []
-        calls = [asyncio.create_task(up.complete(ASK, timeout=30, held=held.append)) for _ in range(3)]
+        waits: list[bool] = []
+        calls = [asyncio.create_task(up.complete(ASK, timeout=30, on_wait=waits.append)) for _ in range(3)]
         await server.requested(1)
-        assert up.replicas[0].places.waiting == 2
-        up.replicas[0].places.resize(3)
+        assert up.replicas[0].gate.waiting == 2
+        up.replicas[0].gate.resize(3)
         await server.requested(3)
-        assert held == [True, True, False, False]
+        assert waits == [True, True, False, False]
         hold.set()
         assert all(reply.queued >= 0 for reply in await asyncio.gather(*calls))
-        assert up.replicas[0].places.taken == 0
+        assert up.replicas[0].gate.taken == 0
 
 
 async def test_streams_go_elsewhere_too():
@@ -156,8 +156,8 @@ async def test_streams_go_elsewhere_too():
         for _ in range(4):
             told = []
 
-            async def news(delta, told=told):
+            async def on_delta(delta, told=told):
                 told.append(delta.content)
 
-            reply = await up.complete(ASK, timeout=30, news=news)
+            reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
             assert "".join(told) == reply.message.text == "héllo world"

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, Span, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
-from rookery.upstreams.format import About, Ask, WireError
+from rookery.upstreams.format import About, ReplyFormatError
+from rookery.upstreams.protocol import UNLIMITED
 from rookery.upstreams.sglang import Generate, SglangUpstream
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import ASK, News, of_kind, overdue
+from tests.upstreams.helpers import ASK, DeltaLog, of_kind, overdue
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
 TOKENS = ModelRequest(model="m", tokens=ints([1, 2, 3]))
@@ -126,14 +127,14 @@ def events(tokens, cuts, *, incremental, logprobs, tops=False, finish=STOP, vers
 
 
 def gathered(stream, *, tops=0, cut=None):
-    ask = Ask(request=msgspec.structs.replace(TOKENS, top_logprobs=tops), model="m", sampling=Sampling())
-    gather = Generate().gather(ask)
-    news = News()
+    ask = msgspec.structs.replace(TOKENS, top_logprobs=tops, model="m", sampling=Sampling())
+    gather = Generate().stream_parser(ask)
+    on_delta = DeltaLog()
     for one in stream:
         if (delta := gather.feed(one)) is not None:
-            news.deltas.append(delta)
+            on_delta.deltas.append(delta)
     assert not gather.ended()
-    return gather.reply(About(version=3)), news
+    return gather.reply(About(version=3)), on_delta
 
 
 @given(ids, st.lists(st.integers(1, 30)), st.booleans(), st.booleans(), st.booleans())
@@ -141,8 +142,8 @@ def test_a_stream_means_the_same_whether_it_says_everything_or_what_is_new(
     tokens, cuts, incremental, logprobs, tops
 ):
     stream = events(tokens, cuts, incremental=incremental, logprobs=logprobs, tops=tops)
-    reply, news = gathered(stream, tops=2 if tops else 0)
-    news.begins(reply)
+    reply, on_delta = gathered(stream, tops=2 if tops else 0)
+    on_delta.begins(reply)
     assert (reply.sampled, reply.finish, reply.version) == (ints(tokens), "stop", 3)
     assert reply.logprobs == (floats([-i / 8 for i in tokens]) if logprobs else b"")
     assert reply.message.text == "".join(chr(97 + i % 26) for i in tokens)
@@ -176,8 +177,8 @@ def test_an_abort_keeps_what_was_sampled_whatever_the_server_says_of_it(incremen
         finish={"type": "abort", "message": "Abort"},
         logged=[[-i / 8, i, None] for i in tokens],
     )
-    reply, news = gathered([*stream, event(last)])
-    news.begins(reply)
+    reply, on_delta = gathered([*stream, event(last)])
+    on_delta.begins(reply)
     assert (reply.finish, reply.sampled) == ("abort", ints(tokens))
     assert reply.logprobs == floats([-i / 8 for i in tokens])
 
@@ -187,8 +188,8 @@ def test_an_abort_of_what_was_running_is_an_event_like_any_other(incremental):
     stream = events(
         [3, 1, 4], [1, 2], incremental=incremental, logprobs=True, finish={"type": "abort", "message": "x"}
     )
-    reply, news = gathered(stream)
-    news.begins(reply)
+    reply, on_delta = gathered(stream)
+    on_delta.begins(reply)
     assert (reply.finish, reply.sampled) == ("abort", ints([3, 1, 4]))
 
 
@@ -206,7 +207,7 @@ def test_an_abort_of_what_was_running_is_an_event_like_any_other(incremental):
 )
 def test_an_event_that_is_not_understood_is_refused(bad):
     good = events([9], [], incremental=False, logprobs=True, finish=None)
-    with pytest.raises(WireError):
+    with pytest.raises(ReplyFormatError):
         gathered([*good, event(bad)])
 
 
@@ -230,9 +231,9 @@ async def test_the_cost_of_an_event_does_not_grow_with_what_was_told():
 async def test_a_stream_over_http():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, Play(events=[*events([5, 6, 7], [1, 2], incremental=False, logprobs=True), DONE]))
-        news = News()
-        reply = await up.complete(TOKENS, timeout=30, news=news)
-        news.begins(reply)
+        on_delta = DeltaLog()
+        reply = await up.complete(TOKENS, timeout=30, on_delta=on_delta)
+        on_delta.begins(reply)
         assert reply.sampled == ints([5, 6, 7])
 
 
@@ -248,7 +249,7 @@ async def test_a_complaint_inside_of_a_stream_is_one(last, cause):
     async with Engine() as engine, of_kind("sglang", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[event(last), DONE]))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(TOKENS, timeout=30, news=News())
+            await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == cause
 
 
@@ -275,10 +276,10 @@ async def test_a_chat_whose_tokens_are_wanted_is_not_streamed_and_told_in_one_pi
     whole = {"choices": [choice], "metadata": {"weight_version": "9"}, "usage": {"prompt_tokens": 2}}
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(whole))
-        news = News()
-        reply = await up.complete(ASK, timeout=30, news=news)
-        news.begins(reply)
-        assert len(news.deltas) == 1
+        on_delta = DeltaLog()
+        reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
+        on_delta.begins(reply)
+        assert len(on_delta.deltas) == 1
         assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), ints([7]), floats([-0.5]))
         assert (reply.version, reply.message) == (9, Message("assistant", "hi", reasoning="hm"))
         body = engine.requests[0].body
@@ -292,7 +293,7 @@ async def test_a_chat_whose_tokens_are_not_wanted_is_streamed():
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(CHAT, Play(events=[*map(event, pieces), event(last), DONE]))
         ask = ModelRequest(model="m", messages=ASK.messages, want_tokens=False)
-        reply = await up.complete(ask, timeout=30, news=News())
+        reply = await up.complete(ask, timeout=30, on_delta=DeltaLog())
         assert reply.message.text == "ab"
         body = engine.requests[0].body
         assert body["stream"] is True
@@ -303,20 +304,20 @@ async def test_a_chat_whose_tokens_are_not_wanted_is_streamed():
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("how", ["cancelled", "timeout", "news"])
+@pytest.mark.parametrize("how", ["cancelled", "timeout", "on_delta"])
 async def test_a_call_that_is_given_up_is_aborted_by_its_name(streamed, how):
-    async def news(_: object) -> None:
-        if how == "news":
+    async def on_delta(_: object) -> None:
+        if how == "on_delta":
             raise ValueError("no more")
 
     stream = events([5, 6, 7], [1, 2], incremental=False, logprobs=True)
     play = Play(events=stream, stall=asyncio.Event()) if streamed else Play(answer([5]), hold=asyncio.Event())
-    if how == "news" and not streamed:
+    if how == "on_delta" and not streamed:
         return
     async with Engine() as engine, of_kind("sglang", engine.url) as up:
         engine.on(GENERATE, play)
         engine.on("/abort_request", Play({}))
-        call = asyncio.create_task(up.complete(TOKENS, timeout=60, news=news if streamed else None))
+        call = asyncio.create_task(up.complete(TOKENS, timeout=60, on_delta=on_delta if streamed else None))
         await engine.until(lambda: engine.asked(GENERATE))
         if how == "cancelled":
             call.cancel()
@@ -371,9 +372,9 @@ async def test_freezing_and_thawing():
             {"max_running_requests": None, "internal_states": [{"effective_max_running_requests_per_dp": 24}] * 2},
             48,
         ),
-        ({"max_running_requests": None}, 256),
-        ({"max_running_requests": -5}, 256),
-        ([], 256),
+        ({"max_running_requests": None}, UNLIMITED),
+        ({"max_running_requests": -5}, UNLIMITED),
+        ([], UNLIMITED),
     ],
 )
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

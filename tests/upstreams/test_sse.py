@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.upstreams import sse
-from rookery.upstreams.sse import Events, TooLong
+from rookery.upstreams.sse import Events, EventTooLong
 
 data = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=12).map(str.encode)
 lines = st.one_of(
@@ -42,7 +42,7 @@ def test_an_event_is_the_same_wherever_its_bytes_were_split(draw, stream, ending
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         found += parser.feed(raw[begin:end])
     assert found == reference(stream)
-    assert not parser.half
+    assert not parser.incomplete
 
 
 @given(events, st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -58,9 +58,9 @@ def test_an_event_is_given_with_its_last_byte_and_not_before():
     assert [parser.feed(raw[n : n + 1]) for n in range(len(raw))][:-1] == [[]] * (len(raw) - 1)
     parser = Events()
     assert parser.feed(raw[:-1]) == []
-    assert parser.half
+    assert parser.incomplete
     assert parser.feed(raw[-1:]) == [b'{"a": 1}']
-    assert not parser.half
+    assert not parser.incomplete
 
 
 def test_a_carriage_return_ends_a_line_without_waiting_for_what_follows():
@@ -74,7 +74,7 @@ def test_an_event_that_does_not_end_is_refused(monkeypatch):
     parser = Events()
     for _ in range(10):
         assert parser.feed(b"x" * 100) == []
-    with pytest.raises(TooLong):
+    with pytest.raises(EventTooLong):
         parser.feed(b"x")
 
 
@@ -85,5 +85,5 @@ def test_a_long_event_in_many_pieces_costs_what_its_bytes_cost():
     found = []
     for at in range(0, len(raw), 100):
         found += parser.feed(raw[at : at + 100])
-        assert parser._seen == len(parser._kept)
+        assert parser._seen == len(parser._buffer)
     assert found == [b"x" * 100_000]

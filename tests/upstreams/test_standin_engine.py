@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
-from rookery.upstreams.embedded.batch import Batch, Job
+from rookery.upstreams.embedded.batch import Batch, SamplingJob
+from rookery.upstreams.embedded.inference_thread import PendingSequence, SequenceEvent, _told
 from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.sampler import Choice
-from rookery.upstreams.embedded.service import News, Ticket, _told
+from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
-from tests.standins import Speaks, StandinServer, small_weights, standin
+from tests.engine_standins import EngineName, StandinServer, small_weights, standin
 
 PROMPT = [256, 72, 105, 32, 116, 104, 101, 114, 101]
 BOTH = pytest.mark.parametrize("speaks", ["vllm", "sglang"])
 
 
-class Asked:
+class PreparedRequest:
     """One request in the engine's own token-in format, and its answer in common terms."""
 
     def __init__(self, server: StandinServer, name: str, *, most: int = 40) -> None:
         self.server = server
-        if server.speaks == "vllm":
+        if server.engine_name == "vllm":
             params = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "logprobs": 0}
             self.path, body = "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params}
             self.body: Any = body | {"request_id": name}
@@ -34,7 +34,7 @@ class Asked:
     async def _run(self) -> tuple[list[int], list[float], str]:
         status, said = await self.server.post(self.path, self.body)
         assert status == 200, said
-        if self.server.speaks == "vllm":
+        if self.server.engine_name == "vllm":
             choice = said["choices"][0]
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             return choice["token_ids"], logprobs, choice["finish_reason"]
@@ -49,7 +49,7 @@ class Asked:
 
 async def pause(server: StandinServer, mode: str) -> None:
     """vLLM's words: keep, keep without clearing (`kept`), abort, wait."""
-    if server.speaks == "vllm":
+    if server.engine_name == "vllm":
         clear = "false" if mode == "kept" else "true"
         path, body = f"/pause?mode={mode.replace('kept', 'keep')}&clear_cache={clear}", None
     else:
@@ -59,12 +59,12 @@ async def pause(server: StandinServer, mode: str) -> None:
 
 
 async def resume(server: StandinServer) -> None:
-    path = "/resume" if server.speaks == "vllm" else "/continue_generation"
+    path = "/resume" if server.engine_name == "vllm" else "/continue_generation"
     assert (await server.post(path, {}))[0] == 200
 
 
 async def update(server: StandinServer, path: str) -> None:
-    if server.speaks == "vllm":
+    if server.engine_name == "vllm":
         asked: tuple[str, Any] = ("/update_weights", {"update_info": {"path": path}})
     else:
         asked = ("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
@@ -76,23 +76,23 @@ def llama(seed: int) -> Llama:
     return Llama(Weights.load(small_weights(seed, seed)))
 
 
-def drawn(batch: Batch, job: Job) -> Job:
+def drawn(batch: Batch, job: SamplingJob) -> SamplingJob:
     batch.add(job)
     while not job.finish:
         batch.step()
     return job
 
 
-def greedy(prompt: list[int], most: int) -> Job:
-    return Job(prompt, most=most, seed=0, choice=Choice(temperature=0.0))
+def greedy(prompt: list[int], most: int) -> SamplingJob:
+    return SamplingJob(prompt, most=most, seed=0, choice=TokenChoice(temperature=0.0))
 
 
 @BOTH
 @pytest.mark.parametrize("mode", ["keep", "kept"])
-async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: Speaks, mode: str) -> None:
+async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: EngineName, mode: str) -> None:
     async with standin(speaks, weights=small_weights(1, 1)) as server:
         with server.freezing(10):
-            asked = Asked(server, "a")
+            asked = PreparedRequest(server, "a")
             await server.frozen(10)
         await pause(server, mode)
         await update(server, str(small_weights(2, 2)))
@@ -120,12 +120,12 @@ async def test_a_kept_sequence_goes_on_with_the_new_weights(speaks: Speaks, mode
 
 
 @BOTH
-async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(speaks: Speaks) -> None:
+async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(speaks: EngineName) -> None:
     async with standin(speaks) as server:
-        undisturbed = await Asked(server, "a").answer()
+        undisturbed = await PreparedRequest(server, "a").answer()
         for mode in ("keep", "kept"):
             with server.freezing(7):
-                asked = Asked(server, "a")
+                asked = PreparedRequest(server, "a")
                 await server.frozen(7)
             await pause(server, mode)
             await resume(server)
@@ -135,19 +135,19 @@ async def test_a_kept_sequence_without_new_weights_is_what_it_would_have_been(sp
 
 
 @BOTH
-async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: Speaks) -> None:
+async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: EngineName) -> None:
     async with standin(speaks, places=1) as server:
         with server.freezing(5):
-            running = Asked(server, "a")
+            running = PreparedRequest(server, "a")
             await server.frozen(5)
-            waiting = Asked(server, "b")
+            waiting = PreparedRequest(server, "b")
             await server.until(1, 1)
         await pause(server, "abort")
         tokens, _, finish = await running.answer()
         assert (len(tokens), finish) == (5, "abort")
         tokens, _, finish = await waiting.answer()
         assert (tokens, finish) == ([], "abort")
-        later = Asked(server, "c")
+        later = PreparedRequest(server, "c")
         await server.until(0, 1)
         await resume(server)
         assert (await later.answer())[2] == "length"
@@ -156,9 +156,9 @@ async def test_a_pause_that_aborts_ends_everything_with_what_it_has(speaks: Spea
 async def test_a_pause_that_waits_lets_what_is_under_way_end_and_nothing_begin() -> None:
     async with standin("vllm", places=1) as server:
         with server.freezing(5):
-            running = Asked(server, "a")
+            running = PreparedRequest(server, "a")
             await server.frozen(5)
-            waiting = Asked(server, "b")
+            waiting = PreparedRequest(server, "b")
             await server.until(1, 1)
         await pause(server, "wait")
         assert (await server.get("/is_paused"))[1] == {"is_paused": True}
@@ -170,10 +170,10 @@ async def test_a_pause_that_waits_lets_what_is_under_way_end_and_nothing_begin()
 
 
 @BOTH
-async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: Speaks) -> None:
+async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: EngineName) -> None:
     async with standin(speaks) as server:
         await pause(server, "kept")
-        first, second = Asked(server, "one"), Asked(server, "two")
+        first, second = PreparedRequest(server, "one"), PreparedRequest(server, "two")
         await server.until(0, 2)
         with server.freezing(5):
             await resume(server)
@@ -193,18 +193,18 @@ async def test_one_request_is_aborted_by_its_name_and_no_other(speaks: Speaks) -
 
 async def test_weights_of_another_shape_change_nothing() -> None:
     async with standin("vllm") as server:
-        before = await Asked(server, "a").answer()
+        before = await PreparedRequest(server, "a").answer()
         status, said = await server.post("/update_weights", {"update_info": {"path": "/nowhere"}})
         assert status == 500
         assert said["error"]["type"] == "Internal Server Error"
-        assert await Asked(server, "b").answer() == before
+        assert await PreparedRequest(server, "b").answer() == before
 
 
 async def test_sglang_without_a_pause_waits_for_what_is_under_way_before_it_takes_new_weights() -> None:
     async with standin("sglang", weights=small_weights(1, 1)) as server:
-        undisturbed = await Asked(server, "a").answer()
+        undisturbed = await PreparedRequest(server, "a").answer()
         with server.freezing(5):
-            running = Asked(server, "a")
+            running = PreparedRequest(server, "a")
             await server.frozen(5)
         swap = asyncio.create_task(update(server, str(small_weights(2, 2))))
         assert server.standin is not None
@@ -213,13 +213,13 @@ async def test_sglang_without_a_pause_waits_for_what_is_under_way_before_it_take
                 await asyncio.sleep(0.002)
         await swap
         assert await running.answer() == undisturbed
-        assert (await Asked(server, "b").answer())[0] != undisturbed[0]
+        assert (await PreparedRequest(server, "b").answer())[0] != undisturbed[0]
 
 
 async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
     async with standin("sglang") as server:
         with server.freezing(5):
-            running = Asked(server, "a")
+            running = PreparedRequest(server, "a")
             await server.frozen(5)
         await pause(server, "kept")
         assert (await server.post("/flush_cache"))[0] == 400
@@ -232,28 +232,28 @@ async def test_sglang_refuses_to_flush_a_cache_that_sequences_hold() -> None:
 
 
 async def test_a_sequence_has_ended_when_its_last_token_is_told_and_not_before() -> None:
-    """News of an earlier token may reach the loop when the thread has drawn the last: who waits must wait on."""
+    """Events of an earlier token may reach the loop after the thread sampled the last one."""
     seen: list[int] = []
     job = greedy(PROMPT, 2)
-    ticket = Ticket(job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.told))
+    ticket = PendingSequence(job, Batch(llama(1)), asyncio.get_running_loop(), lambda job: seen.append(job.told))
     job.take(97, -1.0)
     job.told = 1
     job.take(98, -1.0)
     assert job.finish
-    _told([News(ticket)])
+    _told([SequenceEvent(ticket)])
     assert not ticket.future.done()
     job.told = 2
-    _told([News(ticket, ended=True)])
+    _told([SequenceEvent(ticket, ended=True)])
     assert ticket.future.done()
     assert seen == [1, 2]
 
 
 @BOTH
-async def test_every_stream_ends_however_the_thread_and_the_loop_meet(speaks: Speaks) -> None:
+async def test_every_stream_ends_however_the_thread_and_the_loop_meet(speaks: EngineName) -> None:
     async with standin(speaks) as server:
         assert server.standin is not None
         for _ in range(5):
-            asked = Asked(server, "a", most=60)
+            asked = PreparedRequest(server, "a", most=60)
             await asked.answer()
             events = await server.events(asked.path, asked.body | {"stream": True})
             assert len(events) == 61

@@ -2,15 +2,13 @@
 
 import asyncio
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
-from tests.standins import SRC, StandinServer, standin, standin_process
+from tests.engine_standins import StandinServer, standin, standin_process
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1, "ignore_eos": True}
 PATH = "/v1/chat/completions"
@@ -152,21 +150,3 @@ async def test_a_client_that_leaves_ends_its_sampling() -> None:
                 await server.frozen(3)
                 assert await server.running() == (1, 0)
             await server.until(0)
-
-
-async def test_a_log_of_requests_needs_a_standin(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "rookery.cli",
-        "serve-embedded",
-        "--port",
-        "0",
-        "--log-requests",
-        str(tmp_path / "x"),
-    ]
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    process = await asyncio.create_subprocess_exec(*command, env=env, stderr=asyncio.subprocess.PIPE)
-    _, said = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 2
-    assert b"--speak" in said

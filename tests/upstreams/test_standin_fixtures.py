@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.standins import standin
+from tests.engine_standins import standin
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = sorted(FIXTURES.glob("*/*.json"))

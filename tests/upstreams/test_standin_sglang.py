@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rookery.upstreams.embedded.batch import Batch, Job
+from rookery.upstreams.embedded.batch import Batch, SamplingJob
 from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.sampler import Choice
+from rookery.upstreams.embedded.sampler import TokenChoice
 from rookery.upstreams.embedded.weights import Weights
-from tests.standins import small_weights, standin
+from tests.engine_standins import small_weights, standin
 
 CHAT = "/v1/chat/completions"
 PROMPT = [256, 72, 105]
@@ -57,7 +57,7 @@ async def test_logprobs_are_of_what_was_drawn_from_at_the_temperature(temperatur
     async with standin("sglang") as server:
         body = asked(6, top_logprobs_num=272, params={"temperature": temperature})
         _, said = await server.post("/generate", body)
-    job = Job(PROMPT, most=6, seed=1, choice=Choice(temperature=temperature))
+    job = SamplingJob(PROMPT, most=6, seed=1, choice=TokenChoice(temperature=temperature))
     job.keep = 272
     batch = Batch(Llama(Weights.load(small_weights())))
     batch.add(job)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.standins import standin
+from tests.engine_standins import standin
 
 CHAT = "/v1/chat/completions"
 HI: Any = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "ignore_eos": True, "max_tokens": 24}

@@ -11,7 +11,7 @@ from rookery.upstreams import ModelRequest
 from rookery.upstreams.http import Response
 from rookery.upstreams.protocol import Delta
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import ASK, KEY, News, of_kind, overdue
+from tests.upstreams.helpers import ASK, KEY, DeltaLog, of_kind, overdue
 from tests.upstreams.http_kit import until
 
 CHAT = "/v1/chat/completions"
@@ -37,14 +37,14 @@ SAMPLED, LOGPROBS = ints([5, 6, 7, 8]), floats([-5 / 8, -6 / 8, -7 / 8, -1.0])
 async def test_an_answer_is_told_piece_by_piece_and_comes_back_whole():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
-        news = News()
-        reply = await up.complete(ASK, timeout=30, news=news)
-        news.begins(reply)
+        on_delta = DeltaLog()
+        reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
+        on_delta.begins(reply)
         assert (reply.message, reply.finish) == (Message("assistant", "héllo world"), "stop")
         assert (reply.prompt, reply.sampled, reply.logprobs) == (ints([1, 2]), SAMPLED, LOGPROBS)
         assert (reply.prompt_tokens, reply.sampled_tokens) == (2, 4)
-        assert news.prompt == ints([1, 2])
-        assert news.deltas[0].prompt == ints([1, 2])
+        assert on_delta.prompt == ints([1, 2])
+        assert on_delta.deltas[0].prompt == ints([1, 2])
         body = engine.requests[0].body
         assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
 
@@ -54,7 +54,7 @@ async def test_the_first_piece_is_passed_on_before_the_second_is_there():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, between=permits))
         told: asyncio.Queue[Delta] = asyncio.Queue()
-        call = asyncio.create_task(up.complete(ASK, timeout=30, news=told.put))
+        call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=told.put))
         for expected in ("", "héllo", " wor", "ld"):
             permits.release()
             if expected == "héllo":
@@ -70,9 +70,9 @@ async def test_events_that_come_together_are_told_together(together):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         pieces = [b"".join(STREAM[at : at + together]) for at in range(0, len(STREAM), together)]
         engine.on(CHAT, Play(events=pieces))
-        news = News()
-        news.begins(await up.complete(ASK, timeout=30, news=news))
-        assert len(news.deltas) <= len(pieces)
+        on_delta = DeltaLog()
+        on_delta.begins(await up.complete(ASK, timeout=30, on_delta=on_delta))
+        assert len(on_delta.deltas) <= len(pieces)
 
 
 async def test_a_stream_cut_at_any_byte_is_an_error_or_whole_and_its_news_are_a_beginning():
@@ -83,39 +83,41 @@ async def test_a_stream_cut_at_any_byte_is_an_error_or_whole_and_its_news_are_a_
     async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
         for cut in range(1, len(raw) + 1):
             engine.on(CHAT, Play(events=STREAM, cut=cut))
-            news = News()
-            (reply,) = await asyncio.gather(up.complete(ASK, timeout=30, news=news), return_exceptions=True)
+            on_delta = DeltaLog()
+            (reply,) = await asyncio.gather(
+                up.complete(ASK, timeout=30, on_delta=on_delta), return_exceptions=True
+            )
             if isinstance(reply, UpstreamError):
                 assert KEY not in str(reply)
                 outcomes.add(reply.code)
-                assert "héllo world".startswith(news.content)
-                assert SAMPLED.startswith(news.sampled)
-                assert LOGPROBS.startswith(news.logprobs)
-                assert len(news.sampled) == len(news.logprobs)
+                assert "héllo world".startswith(on_delta.content)
+                assert SAMPLED.startswith(on_delta.sampled)
+                assert LOGPROBS.startswith(on_delta.logprobs)
+                assert len(on_delta.sampled) == len(on_delta.logprobs)
             else:
                 assert cut > finished, "a stream that ends without its finish is not an answer"
                 assert (reply.sampled, reply.message.text) == (SAMPLED, "héllo world")
-                news.begins(reply)
+                on_delta.begins(reply)
                 outcomes.add("whole")
         assert outcomes == {"upstream.cut", "upstream.unreachable", "whole"}
-        assert up.replicas[0].load == up.replicas[0].places.taken == 0
+        assert up.replicas[0].load == up.replicas[0].gate.taken == 0
 
 
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        ([FIRST, said("a", 1), DONE], "without the answer's finish"),
-        ([FIRST, said("a", 1)], "without the answer's finish"),
+        ([FIRST, said("a", 1), DONE], "without a finish reason"),
+        ([FIRST, said("a", 1)], "without a finish reason"),
         ([FIRST, said("a", 1), b'data: {"choi'], "in the middle of an event"),
-        ([], "without the answer's finish"),
-        ([b": nothing\n\n"], "without the answer's finish"),
+        ([], "without a finish reason"),
+        ([b": nothing\n\n"], "without a finish reason"),
     ],
 )
 async def test_a_stream_that_ends_without_its_finish_is_cut(stream, words):
     async with Engine() as engine, of_kind("openai", engine.url, retries=0) as up:
         engine.on(CHAT, Play(events=stream))
-        with pytest.raises(UpstreamError, match=words) as caught:
-            await up.complete(ASK, timeout=30, news=News())
+        with pytest.raises(UpstreamError) as caught:
+            await up.complete(ASK, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
 
 
@@ -132,27 +134,27 @@ async def test_a_stream_that_ends_without_its_finish_is_cut(stream, words):
 async def test_what_follows_the_finish_is_not_needed(stream):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=stream))
-        assert (await up.complete(ASK, timeout=30, news=News())).sampled == SAMPLED
+        assert (await up.complete(ASK, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
 
 
 async def test_a_server_that_never_says_farewell_is_left(monkeypatch):
     monkeypatch.setattr("rookery.upstreams.replica.FAREWELL_SECONDS", 0.05)
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
-        assert (await up.complete(ASK, timeout=30, news=News())).sampled == SAMPLED
+        assert (await up.complete(ASK, timeout=30, on_delta=DeltaLog())).sampled == SAMPLED
         await engine.until(lambda: engine.gone == 1)
 
 
 async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[FIRST, said("a", 1), said("b", 2)], stall=asyncio.Event()))
-        news = News()
-        call = asyncio.create_task(up.complete(ASK, timeout=60, news=news))
-        await until(lambda: news.content == "a")
+        on_delta = DeltaLog()
+        call = asyncio.create_task(up.complete(ASK, timeout=60, on_delta=on_delta))
+        await until(lambda: on_delta.content == "a")
         overdue(up)
         with pytest.raises(UpstreamError) as caught:
             await call
-        assert (caught.value.code, news.content) == ("upstream.timeout", "a")
+        assert (caught.value.code, on_delta.content) == ("upstream.timeout", "a")
         await engine.until(lambda: engine.gone == 1)
         assert len(engine.requests) == 1
 
@@ -176,7 +178,7 @@ async def test_a_stream_that_stalls_is_a_timeout_and_its_connection_is_closed():
 async def test_a_bad_event_in_the_middle_ends_the_call_and_is_not_tried_again(bad, cause, last):
     permits = asyncio.Semaphore(2)
 
-    class Letting(News):
+    class Letting(DeltaLog):
         async def __call__(self, delta: Delta) -> None:
             await super().__call__(delta)
             if delta.content:
@@ -186,12 +188,12 @@ async def test_a_bad_event_in_the_middle_ends_the_call_and_is_not_tried_again(ba
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         events = [FIRST, said("a", 1), bad, said("b", 2, finish="stop"), last or b":\n\n"]
         engine.on(CHAT, Play(events=events, between=permits))
-        news = Letting()
+        on_delta = Letting()
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(ASK, timeout=30, news=news)
+            await up.complete(ASK, timeout=30, on_delta=on_delta)
         assert caught.value.code == cause
         assert KEY not in str(caught.value)
-        assert (news.content, len(engine.requests)) == ("a", 1)
+        assert (on_delta.content, len(engine.requests)) == ("a", 1)
 
 
 async def test_a_full_context_said_inside_of_a_stream_truncates():
@@ -199,7 +201,7 @@ async def test_a_full_context_said_inside_of_a_stream_truncates():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[event({"error": {"message": words, "code": 400}}), DONE]))
         with pytest.raises(Truncation):
-            await up.complete(ASK, timeout=30, news=News())
+            await up.complete(ASK, timeout=30, on_delta=DeltaLog())
 
 
 # ---------------------------------------------------------------------------------------------- trying again
@@ -219,8 +221,8 @@ async def test_a_full_context_said_inside_of_a_stream_truncates():
 async def test_a_call_is_tried_again_when_nothing_was_told(first):
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, first, Play(events=STREAM))
-        news = News()
-        news.begins(await up.complete(ASK, timeout=30, news=news))
+        on_delta = DeltaLog()
+        on_delta.begins(await up.complete(ASK, timeout=30, on_delta=on_delta))
         assert len(engine.requests) == 2
 
 
@@ -229,7 +231,7 @@ async def test_a_call_is_never_tried_again_after_a_piece_was_told():
         for engine in (one, two):
             engine.on(CHAT, Play(events=[FIRST, said("a", 1)]))
         with pytest.raises(UpstreamError) as caught:
-            await up.complete(ASK, timeout=30, news=News())
+            await up.complete(ASK, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
         assert len(one.requests) + len(two.requests) == 1
 
@@ -238,35 +240,35 @@ async def test_a_server_that_does_not_know_how_to_stream_is_told_in_one_piece():
     whole = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop", "token_ids": [4]}]}
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(body=whole))
-        news = News()
-        news.begins(await up.complete(ASK, timeout=30, news=news))
-        assert len(news.deltas) == 1
+        on_delta = DeltaLog()
+        on_delta.begins(await up.complete(ASK, timeout=30, on_delta=on_delta))
+        assert len(on_delta.deltas) == 1
 
 
 async def test_stream_options_are_left_out_where_they_are_refused():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(status=400, body={"error": "Unknown: stream_options"}), Play(events=STREAM))
         for _ in range(2):
-            await up.complete(ASK, timeout=30, news=News())
+            await up.complete(ASK, timeout=30, on_delta=DeltaLog())
         assert ["stream_options" in request.body for request in engine.requests] == [True, False, False]
 
 
-# -------------------------------------------------------------------------------------------------- the news
+# -------------------------------------------------------------------------------------------------- the on_delta
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("the client went away"), TimeoutError(), ValueError("x")])
 async def test_what_news_raises_comes_out_as_it_stands(error):
-    async def news(_: Delta) -> None:
+    async def on_delta(_: Delta) -> None:
         raise error
 
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
         with pytest.raises(type(error)) as caught:
-            await up.complete(ASK, timeout=30, news=news)
+            await up.complete(ASK, timeout=30, on_delta=on_delta)
         assert caught.value is error
         await engine.until(lambda: engine.gone == 1)
         assert up.replicas[0].health.well
-        assert up.replicas[0].places.taken == 0
+        assert up.replicas[0].gate.taken == 0
 
 
 async def test_cancelling_a_stream_closes_its_connection():
@@ -274,10 +276,10 @@ async def test_cancelling_a_stream_closes_its_connection():
         engine.on(CHAT, Play(events=STREAM, stall=asyncio.Event()))
         begun = asyncio.Event()
 
-        async def news(_: Delta) -> None:
+        async def on_delta(_: Delta) -> None:
             begun.set()
 
-        call = asyncio.create_task(up.complete(ASK, timeout=30, news=news))
+        call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=on_delta))
         await begun.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -295,14 +297,14 @@ async def test_a_slow_reader_costs_no_memory():
     block = said("x" * 50_000, 1)
     slow, hold = asyncio.Event(), asyncio.Event()
 
-    async def news(_: Delta) -> None:
+    async def on_delta(_: Delta) -> None:
         slow.set()
         await hold.wait()
 
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=[*[block] * 400, said("", 2, finish="stop"), DONE]))
         before = open_responses()
-        call = asyncio.create_task(up.complete(ASK, timeout=30, news=news))
+        call = asyncio.create_task(up.complete(ASK, timeout=30, on_delta=on_delta))
         await slow.wait()
         for _ in range(50):
             await asyncio.sleep(0)
@@ -316,7 +318,7 @@ async def test_connections_of_streams_are_reused():
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=STREAM))
         for _ in range(5):
-            await up.complete(ASK, timeout=30, news=News())
+            await up.complete(ASK, timeout=30, on_delta=DeltaLog())
             await asyncio.gather(*up.replicas[0]._draining)
         assert (len(engine.requests), engine.connections) == (5, 1)
 
@@ -341,11 +343,11 @@ async def test_tool_calls_and_reasoning_come_in_pieces():
     ]
     async with Engine() as engine, of_kind("openai", engine.url) as up:
         engine.on(CHAT, Play(events=stream))
-        news = News()
-        reply = await up.complete(ASK, timeout=30, news=news)
+        on_delta = DeltaLog()
+        reply = await up.complete(ASK, timeout=30, on_delta=on_delta)
         assert reply.message.tool_calls == (ToolCall("c0", "add", '{"a": 1}'), ToolCall("call_1", "sub", "{}"))
         assert (reply.message.reasoning, reply.message.content) == ("let me", None)
-        assert news.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
+        assert on_delta.calls() == [("c0", "add", '{"a": 1}'), ("call_1", "sub", "")]
 
 
 async def test_the_callers_own_logprobs_come_as_they_were_written():
@@ -367,13 +369,13 @@ async def test_the_callers_own_logprobs_come_as_they_were_written():
         engine.on(
             CHAT, Play(events=stream), Play(body={"choices": [{**whole, "logprobs": {"content": [entry] * 3}}]})
         )
-        news = News()
-        streamed = await up.complete(ask, timeout=30, news=news)
+        on_delta = DeltaLog()
+        streamed = await up.complete(ask, timeout=30, on_delta=on_delta)
         at_once = await up.complete(ask, timeout=30)
         for reply in (streamed, at_once):
             assert reply.logprob_content is not None
             assert orjson.loads(bytes(reply.logprob_content)) == [entry] * 3
             assert reply.logprobs == floats([-0.5] * 3)
-        told = [one for delta in news.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
+        told = [one for delta in on_delta.deltas for one in orjson.loads(bytes(delta.logprob_content or b"[]"))]
         assert told == [entry] * 3
         assert engine.requests[0].body["top_logprobs"] == 1

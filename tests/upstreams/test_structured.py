@@ -9,8 +9,8 @@ import pytest
 from rookery.core import Message, Sampling, ToolSchema, UpstreamError, ints
 from rookery.upstreams import UpstreamConfig, llamacpp, openai, sglang, vllm
 from rookery.upstreams.embedded import EmbeddedUpstream, chat
-from rookery.upstreams.format import Ask
-from rookery.upstreams.protocol import ModelRequest
+from rookery.upstreams.format import WireOptions
+from rookery.upstreams.protocol import ModelRequest, ToolSet
 from tests.upstreams.embedded_kit import random_weights
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -26,8 +26,8 @@ FORMATS: dict[str, Any] = {
 
 def body(engine: str, **extra: Any) -> dict[str, Any]:
     request = ModelRequest(model="m", tokens=ints([1, 2]), sampling=Sampling(extra=extra))
-    ask = Ask(request=request, model="m", sampling=request.sampling, id="one")
-    found: dict[str, Any] = msgspec.json.decode(FORMATS[engine].encode(ask))
+    request = msgspec.structs.replace(request, model="m", id="one")
+    found: dict[str, Any] = msgspec.json.decode(FORMATS[engine].encode(request, WireOptions()))
     return found.get("sampling_params", found)
 
 
@@ -109,7 +109,7 @@ async def test_the_embedded_policy_calls_one_tool_at_most_where_that_is_asked_fo
     upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(f"embedded:{path}",)))
     tools = (ToolSchema("look", "", {}),)
     messages = (Message("user", "hi"),)
-    given: dict[str, Any] = {"messages": messages, "tools": tools, "tool_choice": choice}
+    given: dict[str, Any] = {"messages": messages, "tools": ToolSet(tools), "tool_choice": choice}
     if tokens:
         given = {"tokens": ints(chat.prompt(messages, tools, choice).ids)}
     try:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import UsageError
-from rookery.upstreams.openai import redact
-from rookery.upstreams.urls import Address
+from rookery.upstreams.urls import Address, redact
 
 
 @pytest.mark.parametrize(

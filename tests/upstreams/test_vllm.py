@@ -7,9 +7,10 @@ import pytest
 
 from rookery.core import Message, Sampling, Truncation, UpstreamError, floats, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from rookery.upstreams.protocol import UNLIMITED
 from rookery.upstreams.vllm import VllmUpstream
 from tests.upstreams.engines import DONE, Engine, Play, event
-from tests.upstreams.helpers import News, of_kind
+from tests.upstreams.helpers import DeltaLog, of_kind
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 TOKENS = ModelRequest(model="m", tokens=ints([1, 2, 3]))
@@ -88,9 +89,9 @@ async def test_a_stream_of_tokens_is_told_and_comes_back():
     stream = [event(answer(7, finish=None)), event(answer(8, 9, finish=None)), event(answer(4, finish="length"))]
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]))
-        news = News()
-        reply = await up.complete(TOKENS, timeout=30, news=news)
-        news.begins(reply)
+        on_delta = DeltaLog()
+        reply = await up.complete(TOKENS, timeout=30, on_delta=on_delta)
+        on_delta.begins(reply)
         assert (reply.sampled, reply.finish) == (ints([7, 8, 9, 4]), "length")
         assert engine.requests[0].body["stream"] is True
 
@@ -99,10 +100,10 @@ async def test_an_aborted_stream_ends_without_a_finish_and_is_no_complete_answer
     stream = [event(answer(7, finish=None)), event(answer(8, finish=None))]
     async with Engine() as engine, of_kind("vllm", engine.url, retries=0) as up:
         engine.on(GENERATE, Play(events=[*stream, DONE]), Play(events=stream))
-        reply = await up.complete(TOKENS, timeout=30, news=News())
+        reply = await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
         assert (reply.finish, reply.sampled) == ("abort", ints([7, 8]))
         with pytest.raises(UpstreamError) as caught:  # it did not even say that it ended
-            await up.complete(TOKENS, timeout=30, news=News())
+            await up.complete(TOKENS, timeout=30, on_delta=DeltaLog())
         assert caught.value.code == "upstream.cut"
 
 
@@ -130,9 +131,9 @@ async def test_completions_stream_as_well(status):
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on(GENERATE, Play({"detail": "no"}, status=status))
         engine.on(COMPLETIONS, Play(events=[piece([7]), piece([8, 9], "stop"), DONE]))
-        news = News()
-        reply = await up.complete(msgspec.structs.replace(TOKENS, top_logprobs=1), timeout=30, news=news)
-        news.begins(reply)
+        on_delta = DeltaLog()
+        reply = await up.complete(msgspec.structs.replace(TOKENS, top_logprobs=1), timeout=30, on_delta=on_delta)
+        on_delta.begins(reply)
         assert (reply.sampled, reply.message.text) == (ints([7, 8, 9]), "abab")
         assert reply.tops == (((4, -0.25),),) * 3
 
@@ -142,7 +143,7 @@ async def test_a_model_that_is_not_there_is_no_missing_endpoint_for_ever():
         gone = {"error": {"message": "The model `m` does not exist.", "code": 404}}
         engine.on(GENERATE, Play(gone, status=404))
         engine.on(COMPLETIONS, Play(gone, status=404))
-        with pytest.raises(UpstreamError, match="does not exist") as caught:
+        with pytest.raises(UpstreamError) as caught:
             await up.complete(TOKENS, timeout=30)
         assert caught.value.code == "upstream.rejected"
         engine.on(GENERATE, Play(answer(7)))
@@ -220,7 +221,7 @@ async def test_a_server_that_cannot_be_frozen_says_so_and_one_that_fails_raises(
         assert not await up.freeze("abort", timeout=5)
         await up.thaw(timeout=5)
         engine.on("/pause", Play({"error": "broken"}, status=500))
-        with pytest.raises(UpstreamError, match="broken"):
+        with pytest.raises(UpstreamError):
             await up.freeze("keep", timeout=5)
 
 
@@ -257,7 +258,7 @@ async def test_the_engine_says_how_much_it_takes():
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on("/server_info", Play(info))
         engine.on(GENERATE, Play(answer(7)))
-        assert up.replicas[0].limit == 256
+        assert up.replicas[0].limit == UNLIMITED
         await up.complete(TOKENS, timeout=30)
         await asyncio.gather(*up._tasks)
         assert up.replicas[0].limit == 96
@@ -278,10 +279,10 @@ async def test_a_size_that_is_configured_is_not_asked_for():
 @pytest.mark.parametrize(
     "play", [Play({}, status=404), Play({"vllm_config": "text"}), Play(b"?"), Play({}, cut=5)]
 )
-async def test_a_size_that_is_not_said_is_the_usual_one(play):
+async def test_without_a_reported_size_the_replica_is_not_limited(play):
     async with Engine() as engine, of_kind("vllm", engine.url) as up:
         engine.on("/server_info", play)
         engine.on(GENERATE, Play(answer(7)))
         await up.complete(TOKENS, timeout=30)
         await asyncio.gather(*up._tasks)
-        assert up.replicas[0].limit == 256
+        assert up.replicas[0].limit == UNLIMITED

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.core import Message, Sampling, ToolCall, ToolSchema, floats, ints
-from rookery.upstreams.complaints import Complaint, complaint, context_full, refused_field
-from rookery.upstreams.format import About, WireError
-from rookery.upstreams.protocol import ModelRequest
-from rookery.upstreams.wire import decode_reply, encode_request, understood
+from rookery.upstreams.error_replies import ServerError, find_refused_field, is_context_full, parse_error
+from rookery.upstreams.format import About, ReplyFormatError, WireOptions
+from rookery.upstreams.openai_format import decode_reply, encode_request, parse_message
+from rookery.upstreams.protocol import ModelRequest, ToolSet
 from tests.servers import Answer
 
 text = st.text(max_size=30)
@@ -29,7 +29,7 @@ messages = st.builds(
 
 
 def sent(request: ModelRequest, **more: object) -> dict:
-    return json.loads(encode_request(request, model="m", sampling=request.sampling, **more))
+    return json.loads(encode_request(msgspec.structs.replace(request, model="m"), WireOptions(**more)))
 
 
 def body(**fields: object) -> bytes:
@@ -38,7 +38,7 @@ def body(**fields: object) -> bytes:
 
 @given(messages)
 def test_a_message_is_written_in_the_servers_shape(message):
-    (written,) = sent(ModelRequest(model="m", messages=(message,)), reasoning=True)["messages"]
+    (written,) = sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"]
     assert written.pop("role") == message.role
     content = written.pop("content")
     expected = list(message.content) if isinstance(message.content, tuple) else message.content
@@ -55,7 +55,7 @@ def test_a_message_is_written_in_the_servers_shape(message):
 
 @given(messages)
 def test_a_message_means_the_same_when_it_comes_back(message):
-    (written,) = sent(ModelRequest(model="m", messages=(message,)), reasoning=True)["messages"]
+    (written,) = sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"]
     answer = {"choices": [{"message": written, "finish_reason": "stop"}]}
     back = decode_reply(json.dumps(answer).encode()).message
     assert back.tool_calls == message.tool_calls
@@ -67,7 +67,7 @@ def test_reasoning_is_not_resent_unless_configured():
     message = Message("assistant", "x", reasoning="hm")
     request = ModelRequest(model="m", messages=(message,))
     assert sent(request)["messages"] == [{"role": "assistant", "content": "x"}]
-    assert sent(request, reasoning=True)["messages"][0]["reasoning_content"] == "hm"
+    assert sent(request, resend_reasoning=True)["messages"][0]["reasoning_content"] == "hm"
 
 
 def test_only_what_is_said_is_sent():
@@ -81,7 +81,11 @@ def test_sampling_tools_and_extras_are_sent():
         temperature=0.5, top_p=0.9, top_k=5, max_tokens=7, stop=("x",), seed=3, extra={"min_p": 0.1}
     )
     request = ModelRequest(
-        model="m", messages=(Message("user", "hi"),), tools=(schema,), tool_choice="add", sampling=sampling
+        model="m",
+        messages=(Message("user", "hi"),),
+        tools=ToolSet((schema,)),
+        tool_choice="add",
+        sampling=sampling,
     )
     written = sent(request)
     written.pop("messages")
@@ -100,7 +104,7 @@ def test_sampling_tools_and_extras_are_sent():
         "logprobs": True,
         "return_token_ids": True,
     }
-    less = sent(request, without=frozenset({"logprobs", "return_token_ids", "max_tokens"}))
+    less = sent(request, omit=frozenset({"logprobs", "return_token_ids", "max_tokens"}))
     assert "logprobs" not in less
     assert "return_token_ids" not in less
     assert (less.get("max_tokens"), less["max_completion_tokens"]) == (None, 7)
@@ -120,7 +124,7 @@ def test_token_data_comes_back_exactly():
 
 @pytest.mark.parametrize(("ids", "logprobs"), [([1, 2], [-1.0]), ([1], [-1.0, -2.0]), ([1], []), ([], [-1.0])])
 def test_ids_and_logprobs_of_different_length_are_refused(ids, logprobs):
-    with pytest.raises(WireError, match="token ids but"):
+    with pytest.raises(ReplyFormatError):
         decode_reply(body(ids=ids, logprobs=logprobs))
 
 
@@ -182,7 +186,7 @@ def test_every_finish_reason_has_its_meaning(said, finish):
     ids=range(20),
 )
 def test_an_answer_that_is_not_understood_is_refused(data):
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(ReplyFormatError) as caught:
         decode_reply(data)
     assert len(str(caught.value)) < 1_000
 
@@ -215,8 +219,8 @@ def test_the_version_is_the_servers_where_it_says_one(extra, version):
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_refused(data):
-    complaint(data)
-    with pytest.raises(WireError):
+    parse_error(data)
+    with pytest.raises(ReplyFormatError):
         decode_reply(data)
 
 
@@ -236,12 +240,12 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_is_an_answer_or_refused(value):
     data = json.dumps(value).encode()
-    said = complaint(data)
+    said = parse_error(data)
     assert len(said.text) <= 500
-    context_full(said, 5)
+    is_context_full(said, 5)
     try:
         decode_reply(data)
-    except WireError:
+    except ReplyFormatError:
         return
 
 
@@ -258,7 +262,7 @@ def test_any_json_is_an_answer_or_refused(value):
     ],
 )
 def test_a_complaint_is_found_in_every_shape(data):
-    assert "no such thing" in complaint(data).text
+    assert "no such thing" in parse_error(data).text
 
 
 @pytest.mark.parametrize(
@@ -273,45 +277,45 @@ def test_a_complaint_is_found_in_every_shape(data):
     ],
 )
 def test_a_full_context_is_recognised(said):
-    assert context_full(Complaint(said), 100)
+    assert is_context_full(ServerError(said), 100)
 
 
 def test_a_full_context_is_recognised_by_its_code_alone():
-    assert context_full(Complaint("too much", "context_length_exceeded"), None)
-    assert not context_full(Complaint("bad temperature", "invalid"), None)
+    assert is_context_full(ServerError("too much", "context_length_exceeded"), None)
+    assert not is_context_full(ServerError("bad temperature", "invalid"), None)
 
 
 def test_max_tokens_as_large_as_the_context_is_a_setting_to_fix():
-    said = Complaint("'max_tokens' is too large: 5000. This model's maximum context length is 4096 tokens")
-    assert not context_full(said, 5000)
-    assert context_full(said, 500)
+    said = ServerError("'max_tokens' is too large: 5000. This model's maximum context length is 4096 tokens")
+    assert not is_context_full(said, 5000)
+    assert is_context_full(said, 500)
 
 
 def test_a_refused_field_is_found():
     data = b'{"error": {"message": "Extra inputs are not permitted: return_token_ids"}}'
     both = {"logprobs", "return_token_ids"}
-    assert refused_field(complaint(data), data, both) == "return_token_ids"
-    assert refused_field(complaint(data), data, {"logprobs"}) is None
+    assert find_refused_field(parse_error(data), data, both) == "return_token_ids"
+    assert find_refused_field(parse_error(data), data, {"logprobs"}) is None
     data = b"Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
-    assert refused_field(complaint(data), data, {"max_tokens"}) == "max_tokens"
+    assert find_refused_field(parse_error(data), data, {"max_tokens"}) == "max_tokens"
 
 
 @given(messages)
 def test_a_message_that_is_json_is_written_as_it_stands_and_understood(message):
     written = msgspec.json.encode(
-        sent(ModelRequest(model="m", messages=(message,)), reasoning=True)["messages"][0]
+        sent(ModelRequest(model="m", messages=(message,)), resend_reasoning=True)["messages"][0]
     )
     raw = msgspec.Raw(written)
-    body = encode_request(ModelRequest(model="m", messages=(raw,)), model="m", sampling=Sampling())
+    body = encode_request(ModelRequest(model="m", messages=(raw,)))
     assert written in body
-    back = understood(raw)
+    back = parse_message(raw)
     assert (back.role, back.tool_calls, back.text) == (message.role, message.tool_calls, message.text)
     assert (back.reasoning, back.tool_call_id, back.name) == (
         message.reasoning,
         message.tool_call_id,
         message.name,
     )
-    assert understood(message) is message
+    assert parse_message(message) is message
 
 
 @pytest.mark.parametrize(
@@ -319,4 +323,4 @@ def test_a_message_that_is_json_is_written_as_it_stands_and_understood(message):
 )
 def test_what_is_no_message_is_refused(raw):
     with pytest.raises(ValueError, match="not a message"):
-        understood(msgspec.Raw(raw))
+        parse_message(msgspec.Raw(raw))

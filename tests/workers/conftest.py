@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Home, Provider, Sandbox, open_provider
+from rookery.sandboxes import Provider, ProviderHome, Sandbox, open_provider
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.workers import Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import orphans_of, processes_of
@@ -38,11 +38,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProviderHome]:
     folder = tmp_path_factory.mktemp("workers")
     run = f"run-{os.getpid()}-{folder.name}"
     before = len(os.listdir("/proc/self/fd"))
-    yield Home(folder=folder, run=run)
+    yield ProviderHome(folder=folder, run=run)
     assert processes_of(run) == []
     assert orphans_of(folder) == []
     assert [path for path in folder.rglob("*") if path != folder / "leases"] == []
@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider(kind: str, home: Home, request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
+async def provider(kind: str, home: ProviderHome, request: pytest.FixtureRequest) -> AsyncIterator[Provider]:
     """One for all tests of a module: a keeper takes its time to start, an engine even more."""
     if kind == "docker":
         socket = request.getfixturevalue("engine").socket

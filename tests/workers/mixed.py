@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from rookery.sandboxes import Home, open_provider
+from rookery.sandboxes import ProviderHome, open_provider
 from rookery.workers import CellLimits, Worker, sandbox_for
 from tests.workers.conftest import LIMITS
 
@@ -83,7 +83,7 @@ class Mixed:
 
 async def main(provider_name: str, cells: int, seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="rookery-mixed-") as folder:
-        provider = open_provider(provider_name, Home(folder=Path(folder), run=f"mixed-{os.getpid()}"))
+        provider = open_provider(provider_name, ProviderHome(folder=Path(folder), run=f"mixed-{os.getpid()}"))
         try:
             sandbox = await provider.create(sandbox_for(LIMITS), attempt="mixed")
             async with await Worker.open(sandbox, limits=LIMITS) as worker:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.workers.inside.display import cut, shown
+from rookery.sandbox_runtime.worker.display import format_value, truncate
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.binary(max_size=20),
@@ -34,12 +34,12 @@ class Pair(NamedTuple):
 
 @given(PLAIN)
 def test_what_fits_is_shown_as_repr_shows_it(value: object) -> None:
-    assert shown(value, 100_000) == repr(value)
+    assert format_value(value, 100_000) == repr(value)
 
 
 @given(PLAIN, st.integers(16, 200))
 def test_what_does_not_fit_is_bounded(value: object, most: int) -> None:
-    text = shown([value] * 10_000, most)
+    text = format_value([value] * 10_000, most)
     assert len(text) < 2 * most + 400
     assert text.startswith("[")
 
@@ -65,36 +65,36 @@ def test_only_what_is_shown_is_looked_at() -> None:
         defaultdict(list, a=big),
     ):
         asked = 0
-        text = shown(value, 300)
+        text = format_value(value, 300)
         assert "more" in text
         assert asked < 500
         assert len(text) < 1000
 
 
 def test_a_container_keeps_its_name() -> None:
-    assert shown(Point([1] * 1000), 50).startswith("Point(x=[1, 1")
-    assert "hidden" not in shown(Point([1] * 1000), 50)
-    assert shown(Counter(range(1000)), 50).startswith("Counter({0: 1")
-    assert shown(OrderedDict.fromkeys(range(1000)), 50).startswith("OrderedDict({0: None")
-    assert shown(frozenset(range(1000)), 50).startswith("frozenset({")
-    assert shown(Counter("aab"), 100) == "Counter({'a': 2, 'b': 1})"
+    assert format_value(Point([1] * 1000), 50).startswith("Point(x=[1, 1")
+    assert "hidden" not in format_value(Point([1] * 1000), 50)
+    assert format_value(Counter(range(1000)), 50).startswith("Counter({0: 1")
+    assert format_value(OrderedDict.fromkeys(range(1000)), 50).startswith("OrderedDict({0: None")
+    assert format_value(frozenset(range(1000)), 50).startswith("frozenset({")
+    assert format_value(Counter("aab"), 100) == "Counter({'a': 2, 'b': 1})"
 
 
 def test_loops_depth_and_digits_end() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert shown(loop, 100) == "[[...]]"
+    assert format_value(loop, 100) == "[[...]]"
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep]
-    assert len(shown(deep, 100)) < 400
-    assert shown(2**10**6, 100) == "<an integer of about 301030 digits>"
-    assert shown([2**10**6], 100) == "[<an integer of about 301030 digits>]"
+    assert len(format_value(deep, 100)) < 400
+    assert format_value(2**10**6, 100) == "<an integer of about 301030 digits>"
+    assert format_value([2**10**6], 100) == "[<an integer of about 301030 digits>]"
 
 
 @given(st.text(max_size=300), st.integers(8, 100))
 def test_a_cut_has_head_and_tail(text: str, most: int) -> None:
-    found = cut(text, most)
+    found = truncate(text, most)
     if len(text) <= most:
         assert found == text
     else:

@@ -12,8 +12,8 @@ async def test_losses_are_counted_also_between_cells(worker: Worker) -> None:
     assert (await worker.savepoint()).made
     assert (await worker.run("import os; os._exit(1)")).recovered == "kept"
     assert await worker.ready() == 0, "going back to a savepoint loses nothing"
-    assert worker._link is not None
-    await worker._link.kill()
+    assert worker._process is not None
+    await worker._process.kill()
     assert await worker.ready() == 1
     cell = await worker.run("1 + 1")
     assert (cell.value, worker.losses) == ("2", 1)

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from rookery.core import SandboxError, SandboxSpec, UsageError, WorkerRecoveryError
-from rookery.sandboxes import Command, Home, Provider, Sandbox, procs
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command, Provider, ProviderHome, Sandbox
 from rookery.sandboxes.local.provider import LocalProvider
 from rookery.workers import CellLimits, Worker, WorkerLimits, sandbox_for
 from tests.sandboxes.conftest import processes_of
@@ -39,14 +40,14 @@ while True:
 """Takes every process that there is, and says how many it has; then again whenever it is told to."""
 
 
-async def killed(worker: Worker, home: Home) -> None:
+async def killed(worker: Worker, home: ProviderHome) -> None:
     """Ends the monitor, until that is known here."""
-    assert worker._link is not None
+    assert worker._process is not None
     os.kill(monitors_of(home)[0], signal.SIGKILL)
-    await asyncio.wait({worker._link.ended}, timeout=20)
+    await asyncio.wait({worker._process.ended}, timeout=20)
 
 
-def monitors_of(home: Home) -> list[int]:
+def monitors_of(home: ProviderHome) -> list[int]:
     """As the host counts them."""
     named = []
     for pid in processes_of(home.run):
@@ -54,7 +55,7 @@ def monitors_of(home: Home) -> list[int]:
             if Path(f"/proc/{pid}/comm").read_text() == "worker\n":
                 named.append(pid)
     # Its first child has its name for a moment.
-    return [pid for pid in named if (procs.stat_of(pid) or ("", 0))[1] not in named]
+    return [pid for pid in named if (processes.read_stat(pid) or ("", 0))[1] not in named]
 
 
 @pytest.mark.parametrize(
@@ -70,17 +71,17 @@ async def test_every_good_cell_is_right_and_every_bad_one_typed_in_any_order(
     assert worker.restarts_left == 16
 
 
-async def test_what_earlier_cells_left_running_goes_on_and_is_told(worker: Worker) -> None:
+async def test_what_earlier_cells_left_running_goes_on_and_is_reported(worker: Worker) -> None:
     cell = await worker.run("import subprocess\np = subprocess.Popen(['sleep', '1000'])\nq = p.pid\nq")
     pid = cell.value
     cell = await worker.run(f"subprocess.Popen(['sleep', '1000'])\n{SPIN}", limits=CellLimits(wall=2))
-    assert "1 process that the cell had started was ended with it." in cell.notice
-    assert "1 process of earlier cells goes on." in cell.notice
+    assert "1 process that the cell had started was killed with it." in cell.notice
+    assert "1 process of earlier cells continues." in cell.notice
     assert (await worker.run(f"open('/proc/{pid}/stat').read().rpartition(') ')[2][0]")).value in ("'S'", "'R'")
     assert (await worker.run(f"import os\nos.kill({pid}, 9)")).status == "ok"
 
 
-async def test_files_stay_and_a_twin_holds_no_pipe_of_the_users(worker: Worker) -> None:
+async def test_files_stay_and_a_savepoint_holds_no_pipe_of_the_users(worker: Worker) -> None:
     await worker.run(
         "import os, subprocess\nf = open('log', 'w')\np = subprocess.Popen(['cat'], stdin=-1, stdout=-1)\nr, w = os.pipe()"
     )
@@ -103,12 +104,12 @@ async def test_what_was_written_before_a_savepoint_is_written_once(worker: Worke
     assert cell.stdout == ".\n"
 
 
-async def test_threads_forbid_a_savepoint_and_the_reset_is_told(worker: Worker) -> None:
+async def test_threads_forbid_a_savepoint_and_the_reset_is_reported(worker: Worker) -> None:
     await worker.run(
         "import threading\nend = threading.Event()\nt = threading.Thread(target=end.wait)\nt.start()\nx = 1"
     )
     saved = await worker.savepoint()
-    assert (saved.made, saved.why) == (False, "it had 2 threads")
+    assert (saved.made, saved.reason) == (False, "it had 2 threads")
     cell = await worker.run("import os\nos._exit(1)")
     assert (cell.status, cell.recovered) == ("crash", "reset")
     assert "The state was reset" in cell.notice
@@ -129,7 +130,7 @@ async def test_an_async_cell_goes_on_after_going_back(worker: Worker) -> None:
     assert (await worker.run("await asyncio.sleep(0.01)\nawait f()")).value == "3"
 
 
-async def test_an_end_between_cells_is_told_by_the_next(worker: Worker, home: Home) -> None:
+async def test_an_end_between_cells_is_reported_by_the_next(worker: Worker, home: ProviderHome) -> None:
     await worker.run("import os, subprocess\nx = 5")
     assert (await worker.savepoint()).made
     pid = (
@@ -146,8 +147,8 @@ async def test_an_end_between_cells_is_told_by_the_next(worker: Worker, home: Ho
     assert cell.ok
     assert cell.value.startswith("(5, ")
     assert pid not in cell.value
-    assert cell.notice.startswith("Before this cell, the Python was lost")
-    assert "goes on from its state after the last cell" in cell.notice
+    assert cell.notice.startswith("Before this cell, the interpreter was lost")
+    assert "continues from its state after the last cell" in cell.notice
     assert (await worker.run("x")).notice == ""
 
 
@@ -182,13 +183,13 @@ async def test_too_large_for_the_sandbox_means_no_savepoint(opened: Opening, kin
         assert (await worker.run("x = b'x' * (80 << 20)")).ok
         saved = await worker.savepoint()
         if kind != "subprocess":
-            assert "too large" in saved.why
+            assert "too large" in saved.reason
         else:
             assert saved.made  # there, memory is each process's own
 
 
 async def test_a_monitor_that_is_killed_is_replaced_and_its_processes_are_gone(
-    worker: Worker, home: Home, kind: str
+    worker: Worker, home: ProviderHome, kind: str
 ) -> None:
     (monitor,) = monitors_of(home)
     pid = int(
@@ -209,14 +210,14 @@ async def test_a_monitor_that_is_killed_is_replaced_and_its_processes_are_gone(
     assert "Before this cell" in cell.notice
 
 
-async def test_restarts_are_budgeted(opened: Opening, home: Home) -> None:
+async def test_restarts_are_budgeted(opened: Opening, home: ProviderHome) -> None:
     async with opened(restarts=1) as worker:
         for left in (0, -1):
             await killed(worker, home)
             if left == 0:
                 assert (await worker.run("1")).ok
             else:
-                with pytest.raises(WorkerRecoveryError, match="more often than it may"):
+                with pytest.raises(WorkerRecoveryError):
                     await worker.run("1")
         with pytest.raises(WorkerRecoveryError):
             await worker.run("1")
@@ -248,7 +249,7 @@ async def test_a_dead_sandbox_is_a_recovery_error_and_others_are_unharmed(
 
 
 async def test_no_process_left_to_start_it_with_is_a_recovery_error(
-    opened: Opening, home: Home, kind: str
+    opened: Opening, home: ProviderHome, kind: str
 ) -> None:
     if kind == "subprocess":
         return  # there is no limit that refuses a process
@@ -268,7 +269,7 @@ async def test_no_process_left_to_start_it_with_is_a_recovery_error(
 
 async def test_a_worker_in_a_closed_sandbox_cannot_be_opened(sandbox: Sandbox) -> None:
     await sandbox.close()
-    with pytest.raises(SandboxError, match="a worker could not be started") as caught:
+    with pytest.raises(SandboxError) as caught:
         await Worker.open(sandbox, limits=LIMITS)
     assert not isinstance(caught.value, WorkerRecoveryError)
 
@@ -294,7 +295,7 @@ async def test_limits_that_cannot_be_are_named(sandbox: Sandbox, worker: Worker)
         await Worker.open(sandbox, functions={"not a name": print})
 
 
-async def test_closing_is_idempotent_and_leaves_no_process(opened: Opening, home: Home) -> None:
+async def test_closing_is_idempotent_and_leaves_no_process(opened: Opening, home: ProviderHome) -> None:
     async with opened() as worker:
         await worker.run("import subprocess\nfor _ in range(3): subprocess.Popen(['setsid', 'sleep', '1000'])")
         await worker.close()
@@ -313,7 +314,7 @@ async def test_a_dead_keeper_is_a_recovery_error_and_another_is_unharmed(
 ) -> None:
     if kind == "subprocess":
         return  # there is none
-    other = LocalProvider(Home(folder=tmp_path, run=f"keeperless-{os.getpid()}"))
+    other = LocalProvider(ProviderHome(folder=tmp_path, run=f"keeperless-{os.getpid()}"))
     try:
         box = await other.create(sandbox_for(LIMITS), attempt="keeperless")
         lost = await Worker.open(box, limits=LIMITS)
@@ -333,29 +334,29 @@ VENV = (
     "mkdir -p /tmp/v/bin && ln -s $(readlink -f $(command -v python3)) /tmp/v/bin/python3"
     " && echo home=$(dirname $(readlink -f $(command -v python3))) > /tmp/v/pyvenv.cfg"
 )
-ZYGOTES = "grep -l [s]elf/fd/ /proc/[0-9]*/cmdline | cut -d/ -f3"
+FORK_SERVERS = "grep -l [s]elf/fd/ /proc/[0-9]*/cmdline | cut -d/ -f3"
 
 
-async def zygotes(box: Sandbox) -> set[str]:
-    return set((await box.exec(Command(argv=("sh", "-c", ZYGOTES)))).stdout.decode().split())
+async def list_fork_servers(box: Sandbox) -> set[str]:
+    return set((await box.exec(Command(argv=("sh", "-c", FORK_SERVERS)))).stdout.decode().split())
 
 
-async def test_a_dead_zygote_is_done_without(kind: str, provider: Provider, home: Home) -> None:
+async def test_a_dead_fork_server_is_done_without(kind: str, provider: Provider, home: ProviderHome) -> None:
     if kind == "subprocess":
         return  # there is none
-    box = await provider.create(sandbox_for(LIMITS), attempt="zygote")
+    box = await provider.create(sandbox_for(LIMITS), attempt="fork-server")
     try:
         assert (await box.exec(Command(argv=("sh", "-c", VENV)))).ok
         env = {"PATH": f"/tmp/v/bin:{INTERPRETER}:/usr/bin:/bin"}
         warm = Command(argv=("python3", "-c", "pass"), env=env, warm=True)
         async with asyncio.timeout(60):
-            while not (old := await zygotes(box)):
+            while not (old := await list_fork_servers(box)):
                 assert (await box.exec(warm)).ok  # the first one only begins to warm it up
         async with await Worker.open(box, limits=LIMITS, env=env) as worker:
             assert (await worker.run("x = 1\nimport sys\nsys.prefix")).value == "'/tmp/v'"
             await box.exec(Command(argv=("sh", "-c", f"kill -9 {' '.join(old)}")))
             async with asyncio.timeout(60):
-                while old & await zygotes(box):
+                while old & await list_fork_servers(box):
                     pass
             assert (await worker.run(SPIN, limits=QUICK)).recovered == "kept"
             assert (await worker.run("x")).value == "1"
@@ -366,7 +367,7 @@ async def test_a_dead_zygote_is_done_without(kind: str, provider: Provider, home
         await box.close()
 
 
-async def test_a_full_disk_is_told_as_one_and_the_python_goes_on(opened: Opening) -> None:
+async def test_a_full_disk_is_reported_as_one_and_the_python_goes_on(opened: Opening) -> None:
     spec = msgspec.structs.replace(sandbox_for(LIMITS), disk=8 * MB)
     async with opened(spec=spec) as worker:
         await worker.run("x = 1")
@@ -389,10 +390,10 @@ async def test_a_worker_that_is_closed_ends_the_cell_that_runs(opened: Opening) 
 async def test_a_cell_cannot_say_more_than_it_may_by_speaking_in_the_workers_place(opened: Opening) -> None:
     forge = """
 import gc
-live = [o for o in gc.get_objects() if type(o).__name__ == "Live"][0]
+live = [o for o in gc.get_objects() if type(o).__name__ == "Interpreter"][0]
 text = b"x" * (1 << 20)
 size = len(text).to_bytes(4, "little")
-live.say(14, live.token + bytes([0]) + bytes(8), (size + text) * 2 + size * 0)
+live.connection.send(14, live.token + bytes([0]) + bytes(8), (size + text) * 2 + size * 0)
 import time; time.sleep(100)
 """
     async with opened() as worker:

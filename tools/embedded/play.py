@@ -16,7 +16,7 @@ from embedded.programs import observation
 from embedded.teacher import prompt_ids
 from rookery.core import Message, Task, derive_seed
 from rookery.environments.arithmetic import Arithmetic
-from rookery.environments.results import match_answer
+from rookery.environments.text import match_answer
 from rookery.upstreams.embedded import chat
 
 TOGETHER: Final = 256

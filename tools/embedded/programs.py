@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Final
 
 from rookery.environments.python_tool import python
-from rookery.environments.results import NOTHING, clip
-from rookery.environments.schemas import BadArguments
+from rookery.environments.text import NO_OUTPUT, clip
+from rookery.environments.tools import InvalidArguments
 
 FILE: Final = "program.py"
 MOST_BITS: Final = 4_096
@@ -45,7 +45,7 @@ def observation(name: str, arguments: str, most: int) -> str:
         return f"There is no tool named {clip(name, 100)!r}. The tools are: {python.name}."
     try:
         code = python.parse(arguments)["code"]
-    except BadArguments as problem:
+    except InvalidArguments as problem:
         return str(problem)
     return clip(run_program(code), most)
 
@@ -81,7 +81,7 @@ def run_program(code: str) -> str:
         shown = traceback.format_exception(type(error), error, trace and trace.tb_next)
         del linecache.cache[FILE]
         return _failure(output.getvalue(), shown)
-    return output.getvalue() or NOTHING
+    return output.getvalue() or NO_OUTPUT
 
 
 def _failure(before: str, lines: list[str]) -> str:

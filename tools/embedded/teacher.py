@@ -19,7 +19,7 @@ import msgspec
 from embedded.programs import observation
 from rookery.core import Message, Task, ToolCall, derive_seed
 from rookery.environments.arithmetic import LEVELS, Arithmetic
-from rookery.environments.arithmetic.problems import Problem, draw, split_of
+from rookery.environments.arithmetic.problems import Problem, draw, get_split
 from rookery.upstreams.embedded import chat
 
 SLIPS: Final = {1: 0.0, 2: 0.20, 3: 0.29, 4: 0.34, 5: 0.42}
@@ -64,7 +64,7 @@ class Teacher:
         for index in range(count):
             level = LEVELS[index % hardest]
             problem = draw(self.rng, level)
-            while split_of(problem.prompt) != "train":
+            while get_split(problem.prompt) != "train":
                 problem = draw(self.rng, level)
             yield self.dialogue(problem)
 

@@ -1,4 +1,4 @@
-"""The group of commands. Knows their names and one line about each; imports a command when it is called."""
+"""The command group `rookery`: names and summaries of the commands. A command is imported when it is called."""
 
 import os
 import sys
@@ -8,47 +8,48 @@ from typing import Any, Final
 import click
 
 import rookery
-from rookery.cli.errors import guarded
+from rookery.cli.errors import run_with_exit_code
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "demo": ("rookery.cli.demo:demo", "Run real rollouts here and now, offline."),
+    "demo": ("rookery.cli.demo:demo", "Run a short demonstration, offline."),
     "run": ("rookery.cli.run:run", "Run an environment over tasks."),
-    "resume": ("rookery.cli.resume:resume", "Go on with a run that was stopped."),
+    "resume": ("rookery.cli.resume:resume", "Continue a stopped run."),
     "ls": ("rookery.cli.ls:ls", "List the runs."),
     "show": ("rookery.cli.show:show", "Show a run, or one of its rollouts."),
     "export": ("rookery.cli.export:export", "Write a run as JSONL, CSV or Parquet."),
-    "init": ("rookery.cli.init:init", "Make a first environment that runs."),
+    "init": ("rookery.cli.init:init", "Create a first environment."),
     "tasks": ("rookery.cli.tasks:tasks", "List, show and convert tasks."),
-    "validate": ("rookery.cli.validate:validate", "Try whether tasks can be solved, and not be cheated."),
+    "validate": ("rookery.cli.validate:validate", "Check that tasks can be solved and cannot be cheated."),
     "exec": ("rookery.cli.exec:exec_", "Run one command in a sandbox."),
-    "images": ("rookery.cli.images:images", "List, fetch, import and prune images for sandboxes."),
-    "doctor": ("rookery.cli.doctor:doctor", "Say what this machine can isolate, and what is missing."),
-    "reap": ("rookery.cli.reap:reap", "End sandboxes whose owner is gone."),
-    "gateway": ("rookery.cli.gateway:gateway", "Serve a door that records model calls."),
-    "serve-code": ("rookery.cli.serve_code:serve_code", "Run programs for others, over HTTP."),
+    "images": ("rookery.cli.images:images", "List, pull, import and prune sandbox images."),
+    "doctor": ("rookery.cli.doctor:doctor", "Check which sandboxes work on this machine."),
+    "plugins": ("rookery.cli.plugins:plugins", "List the installed plug-ins."),
+    "reap": ("rookery.cli.reap:reap", "Remove sandboxes of dead processes."),
+    "gateway": ("rookery.cli.gateway:gateway", "Serve the gateway, which records model calls."),
+    "serve-code": ("rookery.cli.serve_code:serve_code", "Serve code execution over HTTP."),
     "serve-embedded": ("rookery.cli.serve_embedded:serve_embedded", "Serve the embedded policy over HTTP."),
 }
 
 COMPLETE: Final = "_ROOKERY_COMPLETE"
 
-HELP: Final = """Runs LLM agents through tasks, thousands of times, and keeps what happened.
+HELP: Final = """Run LLM agents through tasks in sandboxes and record token-exact, scored trajectories.
 
 \b
-  rookery demo                                             see it run, offline
-  rookery init mine                                        make an environment
+  rookery demo                                             run a demonstration, offline
+  rookery init mine                                        create an environment
   rookery run mine/mine.py --policy URL                    run it
-  rookery show latest                                      look at what it did
+  rookery show latest                                      show the results
 """
 
 EPILOG: Final = """\b
-Exit codes: 0 fine, 1 a bug of ours, 2 something was wrong before the start,
-3 some rollouts failed, 4 stopped under way (disk, breaker), 130 interrupted
-(143 by SIGTERM). Keys are read from ROOKERY_API_KEY or OPENAI_API_KEY.
+Exit codes: 0 success, 1 internal error, 2 usage error before the start,
+3 some rollouts failed, 4 stopped (disk full, circuit breaker), 130 interrupted
+(143 by SIGTERM). API keys are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 """
 
 
-class Lazy(click.Group):
-    """Imports the command that is asked for, and no other."""
+class LazyGroup(click.Group):
+    """A group that imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  (click's signature)
         return list(COMMANDS)
@@ -75,7 +76,7 @@ class Lazy(click.Group):
 
 
 @click.command(
-    cls=Lazy,
+    cls=LazyGroup,
     help=HELP,
     epilog=EPILOG,
     invoke_without_command=True,
@@ -84,22 +85,22 @@ class Lazy(click.Group):
 @click.version_option(rookery.__version__, prog_name="rookery", message="%(prog)s %(version)s")
 @click.pass_context
 def app(ctx: click.Context) -> None:
-    from rookery.cli.text import colours_wanted
+    from rookery.cli.terminal import color_setting
 
-    ctx.color = colours_wanted()
+    ctx.color = color_setting()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def run_app(args: list[str] | None = None) -> int:
-    """Runs the command line to its exit code."""
+    """Run the command line and return its exit code."""
 
     def call() -> int:
         if COMPLETE in os.environ:
             app.main(args, prog_name="rookery")
-        # Not `app.main`: it answers a closed pipe by itself, with an exit code that says a bug of ours.
+        # Not `app.main`: on a closed pipe it exits with 1, which is our code for an internal error.
         with app.make_context("rookery", sys.argv[1:] if args is None else list(args)) as ctx:
             code = app.invoke(ctx)
         return code if isinstance(code, int) else 0
 
-    return guarded(call)
+    return run_with_exit_code(call)

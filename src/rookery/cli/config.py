@@ -1,9 +1,9 @@
-"""Where a run's values come from: command line, environment variable, TOML, default, in this order.
+"""Values of a run from the command line, environment variables, a TOML file and defaults, in this order.
 
 Promises:
-- a key that nobody knows, or a value that cannot be, is an error that names the file and the key;
+- an unknown key or an invalid value is an error that names the file and the key;
 - every value knows its origin;
-- a key (secret) is no value of a run: only the name of the variable that holds it is ever shown.
+- an API key is never shown, only the name of the environment variable that holds it.
 """
 
 import os
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from rookery.engine import EngineConfig
     from rookery.upstreams import UpstreamConfig
 
-FILE: Final = "rookery.toml"
-RUNS: Final = "runs"
-_TABLES: Final = "rookery.tables"
-_SOURCE: Final = "rookery.toml"
+CONFIG_FILE: Final = "rookery.toml"
+DEFAULT_RUNS_FOLDER: Final = "runs"
+_TABLES_KEY: Final = "rookery.tables"
+_SOURCE_KEY: Final = "rookery.toml"
 _ALIASES: Final = {"n": "num_tasks", "k": "per_task", "c": "concurrency", "environment": "env"}
 _NOT_IN_FILE: Final = frozenset({"config", "json", "dry_run", "arg", "variable", "help"})
-_PARTS: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp", "variables")
+_TABLE_NAMES: Final = ("arguments", "limits", "sampling", "sandbox", "roles", "tool_config", "mcp", "variables")
 
 
 # ---- the file
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """A TOML file's `[run]` table; anything else in it is refused by name."""
+def read_run_table(path: Path) -> dict[str, Any]:
+    """Read the `[run]` table of a TOML file. Any other table is a `UsageError`."""
     import tomllib
 
     try:
@@ -48,39 +48,41 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not TOML: {error}") from None
     strange = sorted(set(found) - {"run"})
     if strange:
-        raise UsageError(f"{path}: unknown at its top: {', '.join(strange)}; everything belongs into [run]")
+        raise UsageError(f"{path}: unknown top-level keys {', '.join(strange)}: move them into [run]")
     table = found.get("run", {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: run must be a table, [run]")
     return table
 
 
-def from_file(ctx: click.Context, _: click.Parameter, value: str | None) -> str | None:
-    """Callback of the eager `--config`: what the file says becomes click's defaults."""
-    path = Path(value) if value is not None else Path(FILE)
+def load_config_file(ctx: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    """Callback of `--config`: use the values of the file as click's defaults."""
+    path = Path(value) if value is not None else Path(CONFIG_FILE)
     if value is None and not path.is_file():
         return None
-    table = read_file(path)
+    table = read_run_table(path)
     if "tool-config" in table:
         table["tool_config"] = table.pop("tool-config")
-    ctx.meta[_SOURCE] = path.name if value is None else str(path)
+    ctx.meta[_SOURCE_KEY] = path.name if value is None else str(path)
     # `sandbox = "local"` is the option, `[run.sandbox]` the table of all that a sandbox is.
     tables = [
-        part for part in _PARTS if part in table and not (part == "sandbox" and isinstance(table[part], str))
+        part for part in _TABLE_NAMES if part in table and not (part == "sandbox" and isinstance(table[part], str))
     ]
-    ctx.meta[_TABLES] = {part: table.pop(part) for part in tables}
-    ctx.default_map = {**(ctx.default_map or {}), **_defaults(ctx, table, path)}
+    ctx.meta[_TABLES_KEY] = {part: table.pop(part) for part in tables}
+    ctx.default_map = {**(ctx.default_map or {}), **_parse_defaults(ctx, table, path)}
     return str(path)
 
 
-def _defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str, Any]:
+def _parse_defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str, Any]:
     params = {param.name: param for param in ctx.command.params if param.name not in _NOT_IN_FILE}
     found: dict[str, Any] = {}
     for key, value in table.items():
         name = _ALIASES.get(key, key.replace("-", "_"))
         param = params.get(name)
         if param is None:
-            raise UsageError(f"{path}: [run] has no key {key!r}{_near(key, [*filter(None, params), *_PARTS])}")
+            raise UsageError(
+                f"{path}: [run] has no key {key!r}{_suggest_key(key, [*filter(None, params), *_TABLE_NAMES])}"
+            )
         many = bool(getattr(param, "multiple", False))
         given = [value] if many and not isinstance(value, list) else value
         flag = bool(getattr(param, "is_flag", False))
@@ -94,19 +96,19 @@ def _defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> dict[str
     return found
 
 
-def _near(key: str, names: list[str]) -> str:
+def _suggest_key(key: str, names: list[str]) -> str:
     return suggestion(key, names) or f"; its keys are {', '.join(sorted(names))}"
 
 
-def runs_folder(given: str | None) -> Path:
-    """Where runs lie, for the commands that only look: option, ROOKERY_OUT (by click), file, default."""
+def find_runs_folder(given: str | None) -> Path:
+    """Return the directory of runs: the option or ROOKERY_OUT, else `out` in rookery.toml, else `runs`."""
     if given is not None:
         return Path(given)
-    if Path(FILE).is_file():
-        out = read_file(Path(FILE)).get("out")
+    if Path(CONFIG_FILE).is_file():
+        out = read_run_table(Path(CONFIG_FILE)).get("out")
         if isinstance(out, str):
             return Path(out)
-    return Path(RUNS)
+    return Path(DEFAULT_RUNS_FOLDER)
 
 
 runs_option = click.option(
@@ -114,15 +116,15 @@ runs_option = click.option(
     "root",
     metavar="DIR",
     envvar="ROOKERY_OUT",
-    help="Where the runs lie.  [default: runs]",
+    help="Directory of runs.  [default: runs]",
 )
 
 
 # ---- values
 
 
-def origin(ctx: click.Context, name: str) -> str:
-    """Where a parameter's value came from, in words."""
+def describe_origin(ctx: click.Context, name: str) -> str:
+    """Describe where the value of a parameter came from."""
     from click.core import ParameterSource as Source
 
     source: ParameterSource | None = ctx.get_parameter_source(name)
@@ -132,41 +134,40 @@ def origin(ctx: click.Context, name: str) -> str:
         param = next(param for param in ctx.command.params if param.name == name)
         return f"${param.envvar}"
     if source is Source.DEFAULT_MAP:
-        return str(ctx.meta.get(_SOURCE, FILE))
+        return str(ctx.meta.get(_SOURCE_KEY, CONFIG_FILE))
     return "default"
 
 
-def part(ctx: click.Context, name: str) -> dict[str, Any]:
-    """A sub-table of the file, `[run.limits]` for example."""
-    found = ctx.meta.get(_TABLES, {}).get(name, {})
+def get_table(ctx: click.Context, name: str) -> dict[str, Any]:
+    """Return a sub-table of the file, for example `[run.limits]`."""
+    found = ctx.meta.get(_TABLES_KEY, {}).get(name, {})
     if not isinstance(found, dict):
-        raise UsageError(f"{ctx.meta[_SOURCE]}: [run] {name} must be a table, [run.{name}]")
+        raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run] {name} must be a table, [run.{name}]")
     return found
 
 
-_SIZES: Final = {"sandbox": ("memory", "disk", "output")}
-"""Keys of a table that hold bytes: a number (also `256e6`), or a text such as "1G"."""
+_SIZE_KEYS: Final = {"sandbox": ("memory", "disk", "output")}
+"""Keys that hold a size in bytes: a number (also `256e6`) or a string such as "1G"."""
 
 
-def _struct(ctx: click.Context, name: str, kind: Any) -> Any:
+def _convert_table(ctx: click.Context, name: str, kind: Any) -> Any:
     import msgspec
 
-    table = dict(part(ctx, name))
+    table = dict(get_table(ctx, name))
     for key in table:
         if key not in kind.__struct_fields__:
-            raise UsageError(
-                f"{ctx.meta[_SOURCE]}: [run.{name}] has no key {key!r}{_near(key, list(kind.__struct_fields__))}"
-            )
-    for key in _SIZES.get(name, ()):
+            hint = _suggest_key(key, list(kind.__struct_fields__))
+            raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run.{name}] has no key {key!r}{hint}")
+    for key in _SIZE_KEYS.get(name, ()):
         if isinstance(table.get(key), str | float):
-            table[key] = _size(table[key], f"{ctx.meta[_SOURCE]}: [run.{name}] {key}")
+            table[key] = _parse_size(table[key], f"{ctx.meta[_SOURCE_KEY]}: [run.{name}] {key}")
     try:
         return msgspec.convert(table, kind)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{ctx.meta[_SOURCE]}: [run.{name}] {error}") from None
+        raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run.{name}] {error}") from None
 
 
-def _size(text: str | float, where: str) -> int:
+def _parse_size(text: str | float, where: str) -> int:
     from rookery.cli.options import Size
 
     try:
@@ -175,11 +176,11 @@ def _size(text: str | float, where: str) -> int:
         raise UsageError(f"{where}: {error.message.rstrip('.')}") from None
 
 
-def arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:
-    """The environment's keyword arguments: `[run.arguments]` below `--arg KEY=VALUE`, VALUE as JSON or text."""
+def parse_arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the environment's keyword arguments. `--arg KEY=VALUE` overrides `[run.arguments]`."""
     import msgspec
 
-    found = dict(part(ctx, "arguments"))
+    found = dict(get_table(ctx, "arguments"))
     for pair in given:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -192,24 +193,24 @@ def arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """What `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]` say, for the environment."""
+def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments from `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]`."""
     found: dict[str, Any] = {}
     names = [name.strip() for given in values["tools"] for name in given.split(",")]
     if names:
         found["tools"] = names
-    table = _tool_table(part(ctx, "tool_config"), values["tool_config"])
+    table = _merge_tool_config(get_table(ctx, "tool_config"), values["tool_config"])
     if table:
         found["tool_config"] = table
-    servers = ctx.meta.get(_TABLES, {}).get("mcp")
+    servers = ctx.meta.get(_TABLES_KEY, {}).get("mcp")
     if servers is not None:
         if not isinstance(servers, list):
-            raise UsageError(f"{ctx.meta[_SOURCE]}: [run] mcp must be a list of tables, [[run.mcp]]")
+            raise UsageError(f"{ctx.meta[_SOURCE_KEY]}: [run] mcp must be a list of tables, [[run.mcp]]")
         found["mcp"] = servers
     return found
 
 
-def _tool_table(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
+def _merge_tool_config(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
     import tomllib
 
     import msgspec
@@ -228,7 +229,7 @@ def _tool_table(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]
                 old = made.get(name)
                 made[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
             continue
-        # The last dot parts a tool from its field: a function's own name may hold some.
+        # Split at the last dot: the name of a tool may contain dots.
         name, _, field = key.strip().rpartition(".")
         try:
             value = msgspec.json.decode(text)
@@ -239,13 +240,13 @@ def _tool_table(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]
         else:
             table = made.setdefault(name, {})
             if not isinstance(table, dict):
-                raise UsageError(f"--tool-config {pair!r:.80}: {name} is no table")
+                raise UsageError(f"--tool-config {pair!r:.80}: {name} is not a table")
             table[field] = value
     return made
 
 
-def _with_launcher(found: dict[str, Any], launcher: str | None) -> dict[str, Any]:
-    """Files by their absolute paths, so that a resume finds them from anywhere."""
+def _add_launcher(found: dict[str, Any], launcher: str | None) -> dict[str, Any]:
+    """Add the launcher, with absolute paths, so that `resume` works from any directory."""
     if launcher is not None:
         found["launcher"] = launcher
     for name in ("launcher", "script"):
@@ -255,8 +256,8 @@ def _with_launcher(found: dict[str, Any], launcher: str | None) -> dict[str, Any
     return found
 
 
-def absolute(spec: str) -> str:
-    """The environment's name with the path of a file made absolute, so that a resume finds it from anywhere."""
+def make_absolute(spec: str) -> str:
+    """Make the path in an environment reference absolute, so that `resume` works from any directory."""
     head, _, attr = spec.rpartition(":")
     path, name = (spec, "") if spec.endswith(".py") else (head, attr)
     if not path.endswith(".py"):
@@ -268,14 +269,14 @@ def absolute(spec: str) -> str:
     return f"{resolved}:{name}" if name else resolved
 
 
-def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
+def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
     import msgspec
 
     from rookery.upstreams import UpstreamConfig, settled
 
     found: dict[str, UpstreamConfig] = {}
-    for role, table in part(ctx, "roles").items():
-        where = f"{ctx.meta[_SOURCE]}: [run.roles.{role}]"
+    for role, table in get_table(ctx, "roles").items():
+        where = f"{ctx.meta[_SOURCE_KEY]}: [run.roles.{role}]"
         if not isinstance(table, dict):
             raise UsageError(f"{where} must be a table with url and model")
         plain = dict(table)
@@ -283,7 +284,7 @@ def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
             plain["urls"] = [settled(str(plain.pop("url")))]
         strange = sorted(set(plain) - set(UpstreamConfig.__struct_fields__))
         if strange or role == "policy":
-            said = "is given by `policy`, not here" if role == "policy" else f"has no key {strange[0]!r}"
+            said = "is not allowed: set `policy` in [run]" if role == "policy" else f"has no key {strange[0]!r}"
             raise UsageError(f"{where} {said}")
         try:
             found[role] = msgspec.convert(plain, UpstreamConfig)
@@ -292,24 +293,24 @@ def _roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
     return found
 
 
-def sandbox_of(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec, tuple[str, ...]]:
-    """The sandbox that was asked for, options over `[run.sandbox]`; and which of its fields were said."""
+def build_sandbox_spec(ctx: click.Context, values: dict[str, Any]) -> tuple[SandboxSpec, tuple[str, ...]]:
+    """Return the requested sandbox and the names of the fields that were set. Options override `[run.sandbox]`."""
     import msgspec
 
     given: dict[str, Any] = {"provider": values["sandbox"], "image": values["image"], "network": values["network"]}
     if values["allow"]:
         given |= {"allow": values["allow"], "network": values["network"] or "allow"}
     given = {name: value for name, value in given.items() if value is not None}
-    spec: SandboxSpec = _struct(ctx, "sandbox", SandboxSpec)
-    named = tuple(sorted({*part(ctx, "sandbox"), *given}))
+    spec: SandboxSpec = _convert_table(ctx, "sandbox", SandboxSpec)
+    named = tuple(sorted({*get_table(ctx, "sandbox"), *given}))
     return msgspec.structs.replace(spec, **given, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
 
 
 _RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer", "tool_prompt": "tool_prompt"}
 
 
-def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
-    """The run's configuration out of its parts; what cannot be is said before anything starts."""
+def build_engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
+    """Build the configuration of a run. Invalid values raise `UsageError` before anything starts."""
     import msgspec
 
     from rookery.engine import EngineConfig, RetryPolicy
@@ -317,26 +318,26 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
 
     if not values["env"]:
         raise UsageError("name an environment: rookery run ENV, with ENV a name, module:attr or file.py")
-    limits: Limits = _struct(ctx, "limits", Limits)
+    limits: Limits = _convert_table(ctx, "limits", Limits)
     limits = Limits(
         turns=values["limit_turns"], tokens=values["limit_tokens"], test_timeout=values["test_timeout"]
     ).over(limits)
     sampling: Sampling = Sampling(
         temperature=values["temperature"], top_p=values["top_p"], max_tokens=values["max_tokens"]
-    ).over(_struct(ctx, "sampling", Sampling))
+    ).over(_convert_table(ctx, "sampling", Sampling))
     policy = UpstreamConfig(urls=tuple(map(settled, values["policy"])), model=values["model"] or "")
     if values["upstream_kind"]:
         policy = msgspec.structs.replace(policy, kind=values["upstream_kind"])
     rendering = {name: values[option] for name, option in _RENDERING.items() if values[option]}
-    env = absolute(values["env"])
+    env = make_absolute(values["env"])
     stream: dict[str, Any] = {"k": values["per_task"], "tasks": values["tasks"] or ""}
     if values.get("num_tasks"):
         stream["num_tasks"] = values["num_tasks"]
     if values.get("task_data"):
         stream["task_data"] = values["task_data"]
     if ":" in env and ".py" not in env:
-        stream["path"] = str(Path.cwd())  # a module is found from here, and must be again by a resume
-    sandbox, named = sandbox_of(ctx, values)
+        stream["path"] = str(Path.cwd())  # `resume` must find the module too
+    sandbox, named = build_sandbox_spec(ctx, values)
     chosen = {name: values[name] for name in ("runners", "warm") if values[name] is not None}
     if values["tool_parser"]:
         chosen["tool_parser"] = values["tool_parser"]
@@ -350,10 +351,10 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
         chosen["gateway_listen"] = values["gateway_listen"]
     return EngineConfig(
         environment=env,
-        arguments=_with_launcher(
-            {**arguments(ctx, values["arg"]), **tool_arguments(ctx, values)}, values["launcher"]
+        arguments=_add_launcher(
+            {**parse_arguments(ctx, values["arg"]), **parse_tool_arguments(ctx, values)}, values["launcher"]
         ),
-        upstreams={"policy": policy, **_roles(ctx)},
+        upstreams={"policy": policy, **_build_roles(ctx)},
         sandbox=sandbox,
         sandbox_named=named,
         limits=limits,
@@ -370,8 +371,8 @@ def engine_config(ctx: click.Context, values: dict[str, Any]) -> "EngineConfig":
     )
 
 
-def key_origin(key_env: str = "ROOKERY_API_KEY") -> str:
-    """The variable that holds the key, never the key."""
+def describe_key_source(key_env: str = "ROOKERY_API_KEY") -> str:
+    """Name the variable that holds the API key. Never returns the key."""
     for name in (key_env, "OPENAI_API_KEY"):
         if os.environ.get(name):
             return f"from ${name}"

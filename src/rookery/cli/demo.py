@@ -1,9 +1,9 @@
-"""`rookery demo`: real rollouts here and now, offline, with nothing to set up.
+"""`rookery demo`: run rollouts with the embedded policy, offline and without setup.
 
 Promises:
-- it is a run like any other: the same engine, journal, progress, exit codes and way to go on after Ctrl-C;
-- it says first what will run and in which sandbox; where nothing isolates here, it says that plainly;
-- it ends with where the run lies and with commands that work when pasted.
+- it is an ordinary run: the same engine, journal, progress, exit codes and `resume` after Ctrl-C;
+- it first says what will run and in which sandbox, and warns if no sandbox on this machine isolates;
+- it ends with the directory of the run and commands that can be pasted.
 """
 
 import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rookery.cli.progress import JsonLines
     from rookery.cli.summary import Summary
     from rookery.engine import EngineConfig
-    from rookery.sandboxes import Best
+    from rookery.sandboxes import ProviderChoice
 
 ENVIRONMENT: Final = "arithmetic"
 SPLIT: Final = "held-out"
@@ -28,14 +28,15 @@ TASKS: Final = 30
 PER_TASK: Final = 4
 MOST_TASKS: Final = 10_000
 MOST_RUNNERS: Final = 4
-"""Each runner costs a start of its own; a demo is over before more of them would pay."""
+"""A demo is too short to make up for the start of more runners."""
 
-_HELP = """Runs real rollouts here and now: arithmetic problems, attempted with a python tool by the small policy
-that comes along. It needs no network, no GPU and no key.
+_HELP = """Run rollouts of arithmetic problems with the embedded policy and a Python tool.
+
+It needs no network, no GPU and no API key.
 """
 
 
-@click.command(help=_HELP, short_help="Run real rollouts here and now, offline.")
+@click.command(help=_HELP, short_help="Run a short demonstration, offline.")
 @click.option(
     "-n",
     "--num-tasks",
@@ -43,7 +44,7 @@ that comes along. It needs no network, no GPU and no key.
     type=Number(int, 1, MOST_TASKS),
     default=TASKS,
     show_default=True,
-    help="How many tasks; their levels take turns.",
+    help="Number of tasks, evenly over the levels.",
 )
 @click.option(
     "-k",
@@ -52,61 +53,59 @@ that comes along. It needs no network, no GPU and no key.
     type=Number(int, 1),
     default=PER_TASK,
     show_default=True,
-    help="Rollouts of each task: a group.",
+    help="Rollouts per task (group size).",
 )
-@click.option(
-    "-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Where the run's folder goes.  [default: runs]"
-)
+@click.option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
 @click.option(
     "--seed",
     metavar="S",
     type=Number(int, -(2**63), 2**63 - 1),
     default=0,
     show_default=True,
-    help="Root of all seeds.",
+    help="Root seed.",
 )
-@click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout.")
+@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 def demo(num_tasks: int, per_task: int, out: str | None, seed: int, json: bool) -> int:
     from rookery.cli.progress import JsonLines
 
     events = JsonLines() if json else None
     try:
-        return _demo({"num_tasks": num_tasks, "per_task": per_task, "out": out, "seed": seed}, events)
+        return _run_demo({"num_tasks": num_tasks, "per_task": per_task, "out": out, "seed": seed}, events)
     except RookeryError as error:
         if events is not None:
             events.write("error", detail=str(error), exit_code=2)
         raise
 
 
-def _demo(values: dict[str, Any], events: "JsonLines | None") -> int:
+def _run_demo(values: dict[str, Any], events: "JsonLines | None") -> int:
     if events is None:
-        from rookery.cli.text import tell
+        from rookery.cli.terminal import write_line
 
-        # Before the slow part: a first start compiles the imports below and probes the machine.
-        tell("\n".join(_plan(values["num_tasks"], values["per_task"])))
-    from rookery.cli.config import runs_folder
-    from rookery.cli.drive import finish
+        # Printed before the slow part: the first start compiles modules and probes the machine.
+        write_line("\n".join(_describe_plan(values["num_tasks"], values["per_task"])))
+    from rookery.cli.config import find_runs_folder
+    from rookery.cli.foreground_run import report_run
     from rookery.cli.progress import open_progress
-    from rookery.cli.run import chosen_tasks, driven, pin_blas_threads
+    from rookery.cli.run import pin_blas_threads, run_tasks, select_tasks
     from rookery.engine import Engine
     from rookery.sandboxes import best_provider
 
     best = best_provider()
     if events is None:
-        tell("\n".join(_sandbox(best)))
+        write_line("\n".join(_describe_sandbox(best)))
     else:
         events.write(
             "demo", policy=POLICY, tasks=ENVIRONMENT, split=SPLIT, sandbox=best.name, isolated=best.isolated
         )
-    config = _config(best, values)
+    config = _build_config(best, values)
     pin_blas_threads(config.runners)
-    engine = Engine(config.environment, config=config, out=runs_folder(values["out"]))
-    tasks = chosen_tasks(engine.environment, {"tasks": None, "num_tasks": values["num_tasks"]})
-    progress = open_progress(events, told=frozenset({"sandbox.not_isolated"}))
-    return finish(driven(engine, tasks, values["per_task"], progress), events, ending=_after)
+    engine = Engine(config.environment, config=config, out=find_runs_folder(values["out"]))
+    tasks = select_tasks(engine.environment, {"tasks": None, "num_tasks": values["num_tasks"]})
+    progress = open_progress(events, muted=frozenset({"sandbox.not_isolated"}))
+    return report_run(run_tasks(engine, tasks, values["per_task"], progress), events, ending=_suggest_next_steps)
 
 
-def _config(best: "Best", values: dict[str, Any]) -> "EngineConfig":
+def _build_config(best: "ProviderChoice", values: dict[str, Any]) -> "EngineConfig":
     from rookery.core import SandboxSpec
     from rookery.engine import EngineConfig
     from rookery.upstreams import UpstreamConfig
@@ -115,7 +114,7 @@ def _config(best: "Best", values: dict[str, Any]) -> "EngineConfig":
         environment=ENVIRONMENT,
         arguments={"split": SPLIT, "size": values["num_tasks"]},
         upstreams={"policy": UpstreamConfig(urls=(POLICY,))},
-        # The user is told before anything starts, and the policy is the one that comes along.
+        # The user has been warned, and the policy is the embedded one.
         sandbox=SandboxSpec(provider=best.name, untrusted_ok=not best.isolated),
         runners=min(len(os.sched_getaffinity(0)), MOST_RUNNERS),
         seed=values["seed"],
@@ -123,29 +122,32 @@ def _config(best: "Best", values: dict[str, Any]) -> "EngineConfig":
     )
 
 
-def _plan(tasks: int, k: int) -> list[str]:
+def _describe_plan(tasks: int, k: int) -> list[str]:
     """Describe the policy and the tasks."""
-    from rookery.cli.text import bold, plural
+    from rookery.cli.terminal import bold, plural
 
     what = f"{plural(tasks, 'unseen arithmetic problem')} x {plural(k, 'rollout')}"
     return [
-        f"{bold('policy')}   {POLICY}: a small model that comes along and runs on this CPU, offline",
+        f"{bold('policy')}   {POLICY}: a small model that runs on this CPU, offline",
         f"{bold('tasks')}    {what}, with a python tool",
     ]
 
 
-def _sandbox(best: "Best") -> list[str]:
+def _describe_sandbox(best: "ProviderChoice") -> list[str]:
     """Describe where the policy's programs will run, and say what takes the next seconds."""
-    from rookery.cli.text import bold, columns, line
+    from rookery.cli.terminal import bold, one_line, terminal_width
 
     if best.isolated:
-        lines = [f"{bold('sandbox')}  {best.name}: what the policy writes runs isolated from you"]
+        lines = [f"{bold('sandbox')}  {best.name}: programs of the policy run isolated"]
     else:
-        plain = click.style("not isolated: the policy's programs run as you", fg="yellow")
-        width = columns() - 9
+        plain = click.style("not isolated: programs of the policy run as your user", fg="yellow")
+        width = terminal_width() - 9
         lines = [
             f"{bold('sandbox')}  {best.name}, {plain}",
-            *(f"         {line(f'{name} cannot be used: {why}', width)}" for name, why in best.refused.items()),
+            *(
+                f"         {one_line(f'{name} cannot be used: {why}', width)}"
+                for name, why in best.refused.items()
+            ),
         ]
     return [*lines, "", "loading the policy and starting the runner processes"]
 
@@ -153,33 +155,33 @@ def _sandbox(best: "Best") -> list[str]:
 # ---- what to try next
 
 
-def _after(summary: "Summary") -> list[str]:
-    from rookery.cli.summary import commands, next_lines
-    from rookery.cli.text import program, quoted
+def _suggest_next_steps(summary: "Summary") -> list[str]:
+    from rookery.cli.summary import format_commands, format_next_steps
+    from rookery.cli.terminal import program_name, shell_quote
 
-    run, rookery = quoted(summary.path), program()
+    run, rookery = shell_quote(summary.path), program_name()
     if summary.left or not summary.stats.valid:
-        return next_lines(summary)
-    wrong, right = _worth_seeing(summary)
+        return format_next_steps(summary)
+    wrong, right = _pick_examples(summary)
     rows = [(f"{rookery} show {run}", "every rollout, with its transcript, tokens and timings")]
     if wrong is not None:
-        rows.append((f"{rookery} show {run} {wrong.id}", f"a wrong answer{_level(wrong)}"))
+        rows.append((f"{rookery} show {run} {wrong.id}", f"a wrong answer{_describe_level(wrong)}"))
     if right is not None:
-        rows.append((f"{rookery} show {run} {right.id}", f"a right answer{_level(right)}"))
+        rows.append((f"{rookery} show {run} {right.id}", f"a right answer{_describe_level(right)}"))
     rows += [
-        (f"{rookery} init mine", "an environment of your own, to begin with"),
-        (f"{rookery} run mine/mine.py --policy {POLICY} -k 4", "and to run"),
+        (f"{rookery} init mine", "create your own environment"),
+        (f"{rookery} run mine/mine.py --policy {POLICY} -k 4", "run it"),
         (
             f"{rookery} run {ENVIRONMENT} --policy http://localhost:8000/v1 -n {TASKS} -k 8",
-            "such tasks with a model of your own, on any OpenAI-compatible server",
+            "run with your own model, on any OpenAI-compatible server",
         ),
     ]
-    failures = next_lines(summary)[:3] if summary.stats.failed else []
-    return ["", f"the run lies in {run}", *failures, "", *commands(rows)]
+    failures = format_next_steps(summary)[:3] if summary.stats.failed else []
+    return ["", f"run directory: {run}", *failures, "", *format_commands(rows)]
 
 
-def _worth_seeing(summary: "Summary") -> tuple[Rollout | None, Rollout | None]:
-    """A wrong answer to what others of its group solved, and a right one of the hardest level there is."""
+def _pick_examples(summary: "Summary") -> tuple[Rollout | None, Rollout | None]:
+    """Pick a wrong answer from a group that others solved, and a right answer of the hardest level."""
     from rookery.journal import RunReader
 
     wrong: tuple[tuple[bool, bool], Rollout] | None = None
@@ -195,13 +197,13 @@ def _worth_seeing(summary: "Summary") -> tuple[Rollout | None, Rollout | None]:
                         hard = (record.metrics.get("level", 0.0), tools)
                         right = max(right or (hard, record), (hard, record), key=lambda pair: pair[0])
                     elif record.reward == 0.0:
-                        telling = (tools, solved)
-                        wrong = max(wrong or (telling, record), (telling, record), key=lambda pair: pair[0])
+                        interest = (tools, solved)
+                        wrong = max(wrong or (interest, record), (interest, record), key=lambda pair: pair[0])
     except JournalError:
-        return None, None  # the table is out already; what to look at is only an offer
+        return None, None  # the summary is printed already; examples are optional
     return wrong and wrong[1], right and right[1]
 
 
-def _level(record: Rollout) -> str:
+def _describe_level(record: Rollout) -> str:
     level = record.metrics.get("level")
     return f", level {level:g}" if level is not None else ""

@@ -1,10 +1,10 @@
-"""`rookery doctor`: what this machine can isolate and how, what is missing, and what would add it.
+"""`rookery doctor`: check which sandboxes work on this machine and how to fix what is missing.
 
 Promises:
-- it does not guess: it makes a sandbox of the provider that would be used, runs a command in it and closes it;
-- everything that is not fine comes with the command or setting that would make it so;
-- it changes nothing and leaves nothing;
-- exit code 0 where a provider that isolates works, 3 where none does.
+- it creates a sandbox with the provider that a run would use, runs a command in it and closes it;
+- every problem is printed with the command or setting that fixes it;
+- it changes nothing on this machine;
+- the exit code is 0 if a provider that isolates works, else 3.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -14,55 +14,61 @@ import click
 from rookery.cli.errors import Exit
 
 if TYPE_CHECKING:
-    from rookery.sandboxes import Best
-    from rookery.sandboxes.local.machine import Check
-    from rookery.sandboxes.local.probe import Proof
+    from collections.abc import Sequence
+
+    from rookery.sandboxes import ProviderChoice
+    from rookery.sandboxes.probe import ProviderProof
+    from rookery.sandboxes.protocol import MachineCheck
 
 _SIGNS: Final = {"ok": ("ok", "green"), "weaker": ("weaker", "yellow"), "missing": ("missing", "red")}
-_HELP = """Says what this machine can isolate and how, what is missing, and the command that would add it.
+_HELP = """Check which sandbox providers work on this machine, what is missing, and how to fix it.
 
-It makes a sandbox, runs a command in it and closes it again. Exit code 0: programs can be isolated here. 3: they
+Creates a sandbox, runs a command in it and removes it. Exit code 0: programs can be isolated here. 3: they
 cannot.
 """
 
 
-@click.command(help=_HELP, short_help="Say what this machine can isolate, and what is missing.")
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
+@click.command(help=_HELP, short_help="Check which sandboxes work on this machine.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def doctor(json: bool) -> int:
-    from rookery.sandboxes import best_provider, open_provider
-    from rookery.sandboxes.docker import probe as docker
-    from rookery.sandboxes.local import machine, probe
+    from rookery.sandboxes import best_provider, diagnose_providers
+    from rookery.sandboxes.probe import probe_provider
 
-    local = probe.local_proof()
-    engine = docker.check()
-    checks = [*machine.checks(local), engine]
-    best = _about_docker(best_provider(), engine)
-    proof = local if best.name == "local" else probe.prove(lambda home: open_provider(best.name, home))
+    diagnoses = diagnose_providers()
+    checks = [check for found in diagnoses.values() for check in found]
+    best = _replace_refusals(best_provider(), diagnoses)
+    proof = probe_provider(best.name)
     code = Exit.OK if best.isolated and not proof.error else Exit.FAILED
     if json:
-        click.echo(_plain(checks, best, proof, code))
+        click.echo(_to_json(checks, best, proof, code))
     else:
-        click.echo("\n".join(_lines(checks, best, proof, code)))
+        click.echo("\n".join(_format_report(checks, best, proof, code)))
     return code
 
 
-def _about_docker(best: "Best", engine: "Check") -> "Best":
-    """What stands in its way is the engine alone: the image is whoever's who runs something."""
+def _replace_refusals(best: "ProviderChoice", diagnoses: "dict[str, Sequence[MachineCheck]]") -> "ProviderChoice":
+    """Use a provider's own summary as the reason why it cannot be used.
+
+    `best_provider` checks an empty spec, so it also refuses providers that only lack an image.
+    """
     from msgspec.structs import replace
 
-    refused = {name: why for name, why in best.refused.items() if name != engine.name}
-    if engine.status == "info":
-        refused[engine.name] = engine.found
+    refused = dict(best.refused)
+    for name, checks in diagnoses.items():
+        for summary in (check for check in checks if check.name == name):
+            refused.pop(name, None)
+            if summary.status in ("info", "missing"):
+                refused[name] = summary.found
     return replace(best, refused=refused)
 
 
-def _plain(checks: "list[Check]", best: "Best", proof: "Proof", code: int) -> bytes:
+def _to_json(checks: "list[MachineCheck]", best: "ProviderChoice", proof: "ProviderProof", code: int) -> bytes:
     import msgspec
 
     plain: dict[str, Any] = {
         "isolated": code == Exit.OK,
         "provider": best.name,
-        "providers": _providers(best),
+        "providers": _list_providers(best),
         "checks": checks,
         "proof": {name: value for name, value in msgspec.to_builtins(proof).items() if name != "about"},
         "exit_code": int(code),
@@ -70,8 +76,8 @@ def _plain(checks: "list[Check]", best: "Best", proof: "Proof", code: int) -> by
     return msgspec.json.encode(plain)
 
 
-def _providers(best: "Best") -> list[dict[str, Any]]:
-    """All that are installed: the one that would be used first, then the others."""
+def _list_providers(best: "ProviderChoice") -> list[dict[str, Any]]:
+    """List the installed providers, starting with the one that a run would use."""
     from rookery.core.errors import describe
     from rookery.sandboxes import is_isolated, provider_names
 
@@ -86,36 +92,46 @@ def _providers(best: "Best") -> list[dict[str, Any]]:
     return found
 
 
-def _lines(checks: "list[Check]", best: "Best", proof: "Proof", code: int) -> list[str]:
-    from rookery.cli.text import bold, clean, columns, dim, line, table
+def _format_report(
+    checks: "list[MachineCheck]", best: "ProviderChoice", proof: "ProviderProof", code: int
+) -> list[str]:
+    from rookery.cli.terminal import bold, dim, escape_controls, format_table, one_line, terminal_width
 
     rows = []
     for check in checks:
         word, colour = _SIGNS.get(check.status, ("", None))
-        rows.append([click.style(word, fg=colour) if word else "", check.name, line(check.found, columns() - 30)])
-    lines = table(rows)
+        rows.append(
+            [
+                click.style(word, fg=colour) if word else "",
+                check.name,
+                one_line(check.found, terminal_width() - 30),
+            ]
+        )
+    lines = format_table(rows)
     fixes = [check for check in checks if check.fix]
     if fixes:
-        lines += ["", bold("what would help")]
-        lines += table([[check.name, clean(check.fix)] for check in fixes], indent="  ")
-    lines += ["", f"{bold('proof')}     {_proven(best, proof)}"]
+        lines += ["", bold("fixes")]
+        lines += format_table([[check.name, escape_controls(check.fix)] for check in fixes], indent="  ")
+    lines += ["", f"{bold('proof')}     {_describe_proof(best, proof)}"]
     if code == Exit.OK:
-        lines.append(f"{bold('sandbox')}   {best.name}: programs run isolated from you")
+        lines.append(f"{bold('sandbox')}   {best.name}: programs run isolated")
     else:
-        said = click.style("not isolated: programs run as you, on your files and network", fg="yellow")
-        lines.append(f"{bold('sandbox')}   {best.name}, {said}; it is used only by name or with --unsafe")
-    for one in _providers(best)[1:]:
-        said = "" if one["isolated"] or not one["works"] else ", not isolated: it is used only by name"
-        lines.append(dim(f"others    {one['name']}{said}{': ' if one['why'] else ''}{clean(one['why'])}"))
+        said = click.style("not isolated: programs run as your user, with your files and network", fg="yellow")
+        lines.append(f"{bold('sandbox')}   {best.name}, {said}; used only if named, or with --unsafe")
+    for one in _list_providers(best)[1:]:
+        said = "" if one["isolated"] or not one["works"] else ", not isolated: used only if named"
+        lines.append(
+            dim(f"others    {one['name']}{said}{': ' if one['why'] else ''}{escape_controls(one['why'])}")
+        )
     return lines
 
 
-def _proven(best: "Best", proof: "Proof") -> str:
-    from rookery.cli.text import clean
+def _describe_proof(best: "ProviderChoice", proof: "ProviderProof") -> str:
+    from rookery.cli.terminal import escape_controls
 
     if proof.error:
-        return click.style(f"no {best.name} sandbox could be made: {clean(proof.error)}", fg="red")
+        return click.style(f"no {best.name} sandbox could be created: {escape_controls(proof.error)}", fg="red")
     return (
-        f"a {best.name} sandbox was made in {proof.create_ms:.0f} ms, a second one in {proof.again_ms:.1f} ms; "
-        f"a command ran in {proof.exec_ms:.1f} ms; all of it was gone after {proof.close_ms:.0f} ms"
+        f"a {best.name} sandbox was created in {proof.create_ms:.0f} ms, a second one in {proof.again_ms:.1f} ms; "
+        f"a command ran in {proof.exec_ms:.1f} ms; everything was removed after {proof.close_ms:.0f} ms"
     )

@@ -1,10 +1,10 @@
-"""How a command ends: exit codes, and one sentence for what went wrong.
+"""Exit codes and error messages of the commands.
 
 Promises:
-- what is wrong with the usage is one sentence on stderr and exit code 2, never a traceback;
-- a fault in the user's own file is named with its file and line;
-- our own bug shows its traceback, asks to be reported, and exits with 1;
-- a reader that went away (`rookery show | head`) is not an error worth words.
+- a usage error is one sentence on stderr and exit code 2, never a traceback;
+- an exception in the user's file is reported with file and line;
+- an internal error prints its traceback, asks for a report, and exits with 1;
+- a closed pipe (`rookery show | head`) prints no error.
 """
 
 import os
@@ -19,11 +19,11 @@ from typing import TextIO
 import click
 
 DEBUG = "ROOKERY_DEBUG"
-"""Set to anything: tracebacks of usage errors too, for those who write environments."""
+"""If set, usage errors print tracebacks too. For authors of environments."""
 
 
 class Exit(IntEnum):
-    """What a command's exit code says."""
+    """Exit codes of the commands."""
 
     OK = 0
     BUG = 1
@@ -35,8 +35,8 @@ class Exit(IntEnum):
     CLOSED_PIPE = 128 + signal.SIGPIPE
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. Whatever it raises becomes a message and the right code."""
+def run_with_exit_code(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code. An exception becomes a message and an exit code."""
     try:
         return _exit_code(command)
     finally:
@@ -50,43 +50,43 @@ def _exit_code(command: Callable[[], int]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        say_error(usage_text(error))
+        print_error(format_usage_error(error))
         return Exit.USAGE
     except click.ClickException as error:
-        say_error(error.format_message())
+        print_error(error.format_message())
         return Exit.USAGE
     except (click.Abort, KeyboardInterrupt):
-        say_error("interrupted")
+        print_error("interrupted")
         return Exit.INTERRUPTED
     except BrokenPipeError:
         return Exit.CLOSED_PIPE
-    except Exception as error:  # noqa: BLE001  (the last seam: words for the user, or our own bug)
-        return _ended_by(error)
+    except Exception as error:  # noqa: BLE001  (last boundary: a message for the user, or an internal error)
+        return _report_exception(error)
 
 
-def _ended_by(error: Exception) -> int:
+def _report_exception(error: Exception) -> int:
     from rookery.core import RookeryError
 
     if isinstance(error, RookeryError):
-        say_error(in_words(error))
+        print_error(describe_error(error))
         return Exit.USAGE
     traceback.print_exception(error)
-    say_error("this is a bug in Rookery: please report it, with the lines above and what you ran")
+    print_error("this is a bug in Rookery: please report it, with the lines above and what you ran")
     return Exit.BUG
 
 
-def in_words(error: BaseException) -> str:
-    """The error's own sentence, with the place in the user's file where one raised."""
+def describe_error(error: BaseException) -> str:
+    """Return the message of an error, with the line of the user's file that raised it."""
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     text = str(error)
-    place = _place(error.__cause__)
+    place = _find_user_frame(error.__cause__)
     return f"{text} ({place})" if place and place not in text else text
 
 
-def _place(error: BaseException | None) -> str:
-    """The last line of the user's own files that an exception passed through."""
-    if error is None or isinstance(error, SyntaxError):  # a syntax error names its line itself
+def _find_user_frame(error: BaseException | None) -> str:
+    """Return the innermost line of the user's files in a traceback."""
+    if error is None or isinstance(error, SyntaxError):  # a syntax error contains its line
         return ""
     skipped = ("<", str(Path(__file__).resolve().parent.parent), str(Path(os.__file__).parent))
     found = ""
@@ -96,9 +96,9 @@ def _place(error: BaseException | None) -> str:
     return found
 
 
-def usage_text(error: click.UsageError) -> str:
+def format_usage_error(error: click.UsageError) -> str:
     text = error.format_message().rstrip(".")
-    if isinstance(error, click.BadParameter) and (name := _variable(error)):
+    if isinstance(error, click.BadParameter) and (name := _find_variable(error)):
         text = f"${name}: {error.message.rstrip('.')}"
     command = error.ctx.command_path if error.ctx is not None else "rookery"
     joint = "" if text.endswith("?") else ";"
@@ -106,8 +106,8 @@ def usage_text(error: click.UsageError) -> str:
     return f"{text}{joint} see `{command} --help`"
 
 
-def _variable(error: click.BadParameter) -> str:
-    """The environment variable that a bad value came from."""
+def _find_variable(error: click.BadParameter) -> str:
+    """Return the environment variable that an invalid value came from."""
     from click.core import ParameterSource
 
     param, ctx = error.param, error.ctx
@@ -116,17 +116,17 @@ def _variable(error: click.BadParameter) -> str:
     return str(param.envvar) if ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT else ""
 
 
-def say_error(text: str) -> None:
-    from rookery.cli.text import clean
+def print_error(text: str) -> None:
+    from rookery.cli.terminal import escape_controls
 
     try:
-        click.echo(click.style("error: ", fg="red", bold=True) + clean(text), err=True)
+        click.echo(click.style("error: ", fg="red", bold=True) + escape_controls(text), err=True)
     except OSError:
-        return  # nobody reads our errors either; the exit code still says it
+        return  # stderr is closed; the exit code still reports the failure
 
 
 def discard_if_closed(stream: TextIO | None) -> None:
-    """Redirect a stream to /dev/null if nobody reads it any more. A stream that was closed at the start is None.
+    """Redirect a stream to /dev/null if its reader is gone. A stream that was closed at the start is None.
 
     The interpreter flushes stdout and stderr when it exits. If that fails, the exit code becomes 120.
     """

@@ -1,4 +1,4 @@
-"""`rookery export`: a run for other programs."""
+"""`rookery export`: write the rollouts of a run as JSONL, CSV or Parquet."""
 
 import sys
 from pathlib import Path
@@ -6,43 +6,45 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.config import find_runs_folder, runs_option
 from rookery.core import UsageError
 
 if TYPE_CHECKING:
     from rookery.journal.export import Kind
 
-_HELP = """Writes RUN's rollouts as JSONL, CSV or Parquet, one row each, with transcripts, task data and settings.
+_HELP = """Write the rollouts of RUN as JSONL, CSV or Parquet, one row per rollout.
 
-Without -o JSONL goes to stdout. A file appears under its name when it is complete.
+Without -o, JSONL is written to stdout. A file appears under its name only when it is complete.
 """
 
 
 @click.command(help=_HELP, short_help="Write a run as JSONL, CSV or Parquet.")
 @click.argument("name", metavar="RUN")
-@click.option("-o", "--out", metavar="FILE", help="The file to write.  [default: stdout]")
+@click.option("-o", "--out", metavar="FILE", help="Output file.  [default: stdout]")
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="[default: what the file's name says, or jsonl]",
+    help="Format.  [default: by the file name, else jsonl]",
 )
-@click.option("--tokens", is_flag=True, help="With segments: token ids, mask, logprobs, versions.")
+@click.option(
+    "--tokens", is_flag=True, help="Include segments: token IDs, loss mask, log probabilities, policy versions."
+)
 @runs_option
 def export(name: str, out: str | None, kind: "Kind | None", tokens: bool, root: str | None) -> int:
     from rookery.cli.summary import BIASED, read_summary
-    from rookery.cli.text import plural
+    from rookery.cli.terminal import plural
     from rookery.journal import RunReader, find_run
     from rookery.journal.export import export as write
-    from rookery.journal.export import export_csv, export_jsonl, kind_of
+    from rookery.journal.export import export_csv, export_jsonl, format_from_path
 
     if out in (None, "-"):
         if kind == "parquet":
-            raise UsageError("Parquet does not go to stdout: name a file with -o FILE.parquet")
+            raise UsageError("Parquet cannot be written to stdout: name a file with -o FILE.parquet")
         out = None
     else:
-        kind = kind or kind_of(Path(out))  # a wrong name is an error before anything is read
-    with RunReader(find_run(name, runs_folder(root))) as reader:
+        kind = kind or format_from_path(Path(out))  # report a wrong file name before reading
+    with RunReader(find_run(name, find_runs_folder(root))) as reader:
         if out is None:
             done = (export_csv if kind == "csv" else export_jsonl)(reader, sys.stdout, tokens=tokens)
             sys.stdout.flush()

@@ -1,17 +1,17 @@
-"""`rookery gateway`: the door for model calls, for people who bring their own loop.
+"""`rookery gateway`: serve the gateway for programs that bring their own agent loop.
 
 Promises:
-- what cannot be served (a port in use, an upstream that cannot be) is one sentence and exit code 2;
-- the line that says where it serves comes when every shard does;
-- an admin key that was not given is made up and told once; it is in no argument and no log;
-- Ctrl-C and SIGTERM end it within seconds, calls under way or not, with exit code 0.
+- a port in use or an invalid upstream is one sentence and exit code 2;
+- the URL is printed when every shard serves;
+- without an admin key in the environment, one is generated and printed once; it is in no argument and no log;
+- Ctrl-C and SIGTERM stop it within seconds, even during calls, with exit code 0.
 """
 
 from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number
+from rookery.cli.options import ALLOW_NO_TOOLS, TOOL_PROMPT, Number, PluginName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,70 +21,79 @@ if TYPE_CHECKING:
 
 KEY_ENV = "ROOKERY_GATEWAY_KEY"
 
-_HELP = f"""Serves one door for model calls, that records every token which passes it.
+_HELP = f"""Serve model calls over HTTP and record every token.
 
-Register a session with POST /rollouts, give its base URL and secret to any OpenAI client, and read what it did
-from GET /rollouts/ID/trajectory. The admin key is read from {KEY_ENV}; without it one is made up. Keys of
+Create a session with POST /rollouts, pass its base URL and key to any OpenAI client, and read the trajectory
+from GET /rollouts/ID/trajectory. The admin key is read from {KEY_ENV}, else generated. Keys of
 upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 """
 
 
-@click.command("gateway", help=_HELP, short_help="Serve a door that records model calls.")
+@click.command("gateway", help=_HELP, short_help="Serve the gateway, which records model calls.")
 @click.option(
     "--upstream",
     "upstreams",
     metavar="URL",
     multiple=True,
     required=True,
-    help="A model server; repeat for its replicas. Or `embedded`.",
+    help="URL of a model server, or `embedded`. Repeat for replicas.",
 )
 @click.option(
     "--kind",
-    type=click.Choice(("vllm", "sglang", "openai", "embedded")),
+    type=PluginName("upstreams"),
     default="openai",
     show_default=True,
-    help="What the servers are.",
+    help="Kind of the model servers.",
 )
-@click.option("--model", metavar="M", default="", help="The model's name.  [default: the session's]")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="The address to serve at.")
+@click.option("--model", metavar="M", default="", help="Model name.  [default: the session's]")
+@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
     metavar="PORT",
     type=Number(int, 0, 65535),
     default=8500,
     show_default=True,
-    help="The port; 0 picks one that is free.",
+    help="Port; 0 picks a free one.",
 )
 @click.option(
-    "--shards", metavar="N", type=Number(int, 1, 256), default=1, show_default=True, help="Processes that serve."
+    "--shards",
+    metavar="N",
+    type=Number(int, 1, 256),
+    default=1,
+    show_default=True,
+    help="Number of server processes.",
 )
 @click.option(
     "--record",
     type=click.Choice(("tokens", "messages", "plain")),
     default="messages",
     show_default=True,
-    help="We render and sample ids; the server renders and tells them; no ids at all.",
+    help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no token IDs.",
 )
-@click.option("--tokenizer", metavar="PATH", help="For --record tokens: the tokenizer, a folder or a hub name.")
-@click.option("--renderer", metavar="NAME", help="For --record tokens: the chat format.  [default: auto]")
+@click.option("--tokenizer", metavar="PATH", help="For --record tokens: directory or hub name of the tokenizer.")
+@click.option("--renderer", metavar="NAME", help="For --record tokens: chat renderer.  [default: auto]")
 @click.option(
-    "--tool-parser", metavar="NAME", help="How the model writes tool calls, where the format leaves it open."
+    "--tool-parser", metavar="NAME", help="Parser for tool calls, if the chat format does not define it."
 )
 @click.option("--tool-prompt", metavar="FILE", help=TOOL_PROMPT)
 @click.option("--allow-no-tools", is_flag=True, help=ALLOW_NO_TOOLS)
-@click.option("--reasoning-parser", metavar="NAME", help="How it writes its reasoning, likewise.")
 @click.option(
-    "--role", "roles", metavar="NAME=URL", multiple=True, help="Another model, by role, such as judge=http://…"
+    "--reasoning-parser", metavar="NAME", help="Parser for reasoning, if the chat format does not define it."
+)
+@click.option(
+    "--role", "roles", metavar="NAME=URL", multiple=True, help="Model of another role, for example judge=http://…"
 )
 @click.option(
     "--concurrency",
     metavar="N",
     type=Number(int, 1),
-    help="Calls under way at once, for each replica and shard.  [default: what the engine reports]",
+    help="Concurrent calls per replica and shard.  [default: what the engine reports]",
 )
-@click.option("--folder", metavar="DIR", help="Keep sessions and turns here, over restarts too.  [default: none]")
 @click.option(
-    "--public-url", metavar="URL", default="", help="What sessions are told to call.  [default: as called]"
+    "--folder", metavar="DIR", help="Directory in which sessions and turns survive restarts.  [default: none]"
+)
+@click.option(
+    "--public-url", metavar="URL", default="", help="Base URL in the sessions.  [default: the URL of the request]"
 )
 def gateway(
     upstreams: tuple[str, ...],
@@ -134,7 +143,7 @@ def gateway(
     for role in roles:
         name, mark, url = role.partition("=")
         if not mark or not name or not url or name in configs:
-            raise UsageError(f"--role {role!r} is not NAME=URL with a name of its own")
+            raise UsageError(f"--role {role!r} must be NAME=URL with a name that is used once")
         configs[name] = UpstreamConfig(urls=(settled(url),))
     config = GatewayConfig(
         upstreams=configs,
@@ -150,15 +159,15 @@ def gateway(
 
 
 async def _check(role: str, upstream: "Upstream") -> None:
-    """Raise if a model server does not answer, before clients call it. Which models it serves is not checked."""
+    """Raise if a model server cannot be reached, before clients call it. Which models it serves is not checked."""
     from rookery.core import UpstreamError
-    from rookery.engine.checks import not_usable
+    from rookery.engine.preflight import build_start_error
 
     try:
         await upstream.check()
     except UpstreamError as error:
         if error.fault == "infra":
-            raise not_usable(role, error) from error
+            raise build_start_error(role, error) from error
     finally:
         await upstream.close()
 
@@ -169,12 +178,12 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     import os
     import signal
 
-    from rookery.cli.text import tell
+    from rookery.cli.terminal import write_line
     from rookery.gateway.shards import Gateway
     from rookery.upstreams import open_upstream
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    for upstream in config.upstreams.values():  # what is wrong with it is said here, and not by every shard
+    for upstream in config.upstreams.values():  # report errors once, not from every shard
         await open_upstream(upstream).close()
     key = os.environ.get(KEY_ENV, "").strip()
     loop = asyncio.get_running_loop()
@@ -185,9 +194,9 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
         for role, upstream in config.upstreams.items():
             await _check(role, open_upstream(upstream))
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
-        tell(f"serving at {served.url}{plural}, recording {config.record}", err=False)
+        write_line(f"serving at {served.url}{plural}, recording {config.record}", err=False)
         if served.no_tools:
-            tell(f"warning: {served.no_tools}")
+            write_line(f"warning: {served.no_tools}")
         if not key:
-            tell(f"admin key: {served.key} (give one in {KEY_ENV} to choose it)", err=False)
+            write_line(f"admin key: {served.key} (set {KEY_ENV} to choose it)", err=False)
         await stop.wait()

@@ -1,8 +1,8 @@
-"""`rookery init`: a first environment that runs.
+"""`rookery init`: create a first environment.
 
 Promises:
-- what it makes runs as it stands, against any OpenAI-compatible server;
-- a file that is already there is never touched.
+- the created environment runs without changes against any OpenAI-compatible server;
+- an existing file is never changed.
 """
 
 import keyword
@@ -11,16 +11,17 @@ from pathlib import Path
 
 import click
 
-from rookery.cli.text import bold, dim, program, quoted
+from rookery.cli.terminal import bold, dim, program_name, shell_quote
 from rookery.core import UsageError
 
 _ENVIRONMENT = '''\
-"""{title}: sums in words, with python and a tool of its own. Change it into your own."""
+"""{title}: arithmetic word problems with a Python tool and a tool of its own. A starting point."""
 
 from pathlib import Path
 
 from rookery import Context, Taskset, ToolEnvironment, tool
-from rookery.environments.tools import match_answer, python
+from rookery.environments.python_tool import python
+from rookery.environments.text import match_answer
 from rookery.tasks import load_tasks
 
 
@@ -56,11 +57,11 @@ _TASKS = """\
 """
 
 
-@click.command(short_help="Make a first environment that runs.")
+@click.command(short_help="Create a first environment.")
 @click.argument("name", metavar="NAME")
 @click.argument("folder", metavar="[DIR]", required=False)
 def init(name: str, folder: str | None) -> int:
-    """Makes NAME.py and tasks.jsonl in DIR (by default a new folder NAME): a small environment that runs."""
+    """Create NAME.py and tasks.jsonl, a small working environment, in DIR (by default a new directory NAME)."""
     module = re.sub(r"[^0-9a-zA-Z]+", "_", name.removesuffix(".py")).strip("_").lower()
     if not module or not module.isidentifier() or keyword.iskeyword(module):
         raise UsageError(
@@ -74,7 +75,7 @@ def init(name: str, folder: str | None) -> int:
     }
     there = [path for path in files if path.exists() or path.is_symlink()]
     if there:
-        raise UsageError(f"{there[0]} is already there and is not overwritten: choose another name or folder")
+        raise UsageError(f"{there[0]} exists and is not overwritten: choose another name or directory")
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -82,14 +83,14 @@ def init(name: str, folder: str | None) -> int:
                 file.write(text)
     except OSError as error:
         raise UsageError(f"cannot write into {target}: {error.strerror}") from error
-    made = quoted(target / f"{module}.py")
+    made = shell_quote(target / f"{module}.py")
     rows = [
-        f"made {', '.join(quoted(path) for path in files)}",
+        f"created {', '.join(shell_quote(path) for path in files)}",
         "",
-        f"  {dim('# run it with the small policy that comes along; --dry-run shows first what would run')}",
-        f"  {bold(f'{program()} run {made} --policy embedded -k 4')}",
-        f"  {dim('# or with a model of your own')}",
-        f"  {bold(f'{program()} run {made} --policy http://localhost:8000/v1 -k 4')}",
+        f"  {dim('# run it with the embedded policy; add --dry-run to see what would run')}",
+        f"  {bold(f'{program_name()} run {made} --policy embedded -k 4')}",
+        f"  {dim('# or with your own model')}",
+        f"  {bold(f'{program_name()} run {made} --policy http://localhost:8000/v1 -k 4')}",
     ]
     click.echo("\n".join(rows))
     return 0

@@ -1,6 +1,6 @@
 """`rookery ls`: list the runs, newest first.
 
-One unreadable run does not hide the others. The settings that are shown are those in which the listed runs differ.
+An unreadable run does not hide the others. Only settings in which the listed runs differ are shown.
 """
 
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.options import Number
 
 if TYPE_CHECKING:
@@ -17,19 +17,30 @@ if TYPE_CHECKING:
 
 @click.command(short_help="List the runs.")
 @runs_option
-@click.option("-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="The newest N.")
-@click.option("--all", "everything", is_flag=True, help="All of them.")
-@click.option("--json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Number of runs."
+)
+@click.option("--all", "everything", is_flag=True, help="List all runs.")
+@click.option("--json", is_flag=True, help="Print one JSON object per line.")
 def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
-    """Lists the runs, newest first."""
+    """List the runs, newest first."""
     import msgspec
 
-    from rookery.cli.settings import differing, flat_settings
     from rookery.cli.stats import is_failure
-    from rookery.cli.text import age, bold, columns, dim, line, shown_path, status_word, table
+    from rookery.cli.summary import find_differing_settings, flatten_settings
+    from rookery.cli.terminal import (
+        bold,
+        dim,
+        format_age,
+        format_table,
+        one_line,
+        relative_path,
+        style_status,
+        terminal_width,
+    )
     from rookery.journal import list_runs, run_names
 
-    folder = runs_folder(root)
+    folder = find_runs_folder(root)
     names = run_names(folder)
     runs = list_runs(folder, limit=None if everything else count)
     if json:
@@ -37,35 +48,37 @@ def ls(root: str | None, count: int, everything: bool, json: bool) -> int:
             click.echo(msgspec.json.encode({**msgspec.structs.asdict(run), "path": str(run.path.resolve())}))
         return 0
     if not runs:
-        click.echo(f"no runs in {shown_path(folder)} yet: start one with `rookery run`", err=True)
+        click.echo(f"no runs in {relative_path(folder)} yet: start one with `rookery run`", err=True)
         return 0
     rows = [[dim(word) for word in ("run", "status", "rollouts", "failed", "reward", "started", "settings")]]
-    settings = [flat_settings(run.settings) for run in runs]
-    shown = differing([one for one, run in zip(settings, runs, strict=True) if run.status != "unreadable"])
+    settings = [flatten_settings(run.settings) for run in runs]
+    shown = find_differing_settings(
+        [one for one, run in zip(settings, runs, strict=True) if run.status != "unreadable"]
+    )
     for run, own in zip(runs, settings, strict=True):
         failed = sum(count for label, count in run.labels.items() if is_failure(label))
         rows.append(
             [
                 bold(run.name),
-                status_word(run.status),
+                style_status(run.status),
                 f"{run.rollouts:,}" if run.status != "unreadable" else "",
                 click.style(f"{failed:,}", fg="red") if failed else "",
                 _reward(run),
-                age(run.created) if run.status != "unreadable" else "",
-                line(run.detail or "  ".join(f"{name}={own[name]}" for name in shown if name in own), 400),
+                format_age(run.created) if run.status != "unreadable" else "",
+                one_line(run.detail or "  ".join(f"{name}={own[name]}" for name in shown if name in own), 400),
             ]
         )
-    wide = max(len(click.unstyle(text)) for text in table(rows))
-    if sys.stdout.isatty() and wide > columns():  # a cut could hide the very difference
-        lines = table([row[:6] for row in rows], right=frozenset({2, 3, 4}))
+    wide = max(len(click.unstyle(text)) for text in format_table(rows))
+    if sys.stdout.isatty() and wide > terminal_width():  # truncated settings could hide the difference
+        lines = format_table([row[:6] for row in rows], right=frozenset({2, 3, 4}))
         below = [
             text for row, text in zip(rows, lines, strict=True) for text in (text, f"  {row[6]}") if text.strip()
         ]
         click.echo("\n".join(below))
     else:
-        click.echo("\n".join(table(rows, right=frozenset({2, 3, 4}))))
+        click.echo("\n".join(format_table(rows, right=frozenset({2, 3, 4}))))
     if len(names) > len(runs):
-        click.echo(dim(f"and {len(names) - len(runs):,} older ones: --all shows them"), err=True)
+        click.echo(dim(f"and {len(names) - len(runs):,} older runs: --all lists them"), err=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The options of `rookery run`: each with its environment variable and its place in `rookery.toml`."""
+"""Options and option types. Options of `rookery run` can also be set by a variable or in `rookery.toml`."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import click
 
-from rookery.cli.config import RUNS, from_file
+from rookery.cli.config import DEFAULT_RUNS_FOLDER, load_config_file
 from rookery.core import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,7 +20,7 @@ else:
 
 
 class Number(_Type):
-    """A number within bounds; click's own ranges write their bounds into every line of the help."""
+    """A number within bounds. Unlike click's ranges, the bounds are not part of the help."""
 
     def __init__(
         self, kind: type[int] | type[float], low: float, high: float = inf, *, above: bool = False
@@ -29,7 +29,7 @@ class Number(_Type):
         self.low = low
         self.high = high
         self.above = above
-        """Whether `low` itself is too low."""
+        """Whether the lower bound is excluded."""
         self.name = "integer" if kind is int else "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
@@ -46,7 +46,7 @@ class Number(_Type):
         return number
 
 
-class Rate(_Type):
+class FailureRate(_Type):
     """A rate above 0 and at most 1, or `off`."""
 
     name = "rate"
@@ -64,7 +64,7 @@ class Rate(_Type):
 
 
 class Size(_Type):
-    """Bytes: a number, with K, M, G or T for powers of 1024."""
+    """A size in bytes: a number with an optional unit K, M, G or T (powers of 1024)."""
 
     name = "size"
     _UNITS: ClassVar = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -80,36 +80,63 @@ class Size(_Type):
             )
         size = int(float(found[1]) * (1 << self._UNITS[found[2].upper()]))
         if not self.low <= size < 1 << 60:
-            self.fail(f"it must be at least {shown_size(self.low)} and less than 1048576T", param, ctx)
+            self.fail(f"it must be at least {format_size(self.low)} and less than 1048576T", param, ctx)
         return size
 
 
-def shown_size(size: int) -> str:
-    """As one would write it: the largest unit that it is a whole number of."""
+class PluginName(_Type):
+    """Name of an installed plug-in. Entry points are read only for the help text and to check a value."""
+
+    name = "name"
+
+    def __init__(self, group: str, *more: str) -> None:
+        """`more`: accepted values that are not plug-ins."""
+        self.group = group
+        self.more = more
+
+    def list_names(self) -> list[str]:
+        from importlib.metadata import entry_points
+
+        return sorted({*self.more, *(point.name for point in entry_points(group=f"rookery.{self.group}"))})
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002
+        return f"[{'|'.join(self.list_names())}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        names = self.list_names()
+        if value not in names:
+            self.fail(f"{value!r:.80} is not installed: choose one of {', '.join(names)}", param, ctx)
+        return str(value)
+
+
+def format_size(size: int) -> str:
+    """Format a size with the largest unit that divides it."""
     for unit, shift in (("T", 40), ("G", 30), ("M", 20), ("K", 10)):
         if size and size % (1 << shift) == 0:
             return f"{size >> shift}{unit}"
     return str(size)
 
 
-def task_variables(given: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What `--variable NAME=VALUE` says, over a file's `[run.variables]`; a value is a text."""
+def parse_variables(given: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the variables for tasks. `--variable NAME=VALUE` overrides `[run.variables]`."""
     found: dict[str, str] = {}
     for name, value in (below or {}).items():
         if not _NAME.fullmatch(name) or isinstance(value, dict | list):
-            raise UsageError(f'[run.variables] {name!r:.80} must be a name with a text, such as PORT = "8080"')
+            raise UsageError(
+                f'[run.variables] {name!r:.80} must be a name with a string value, such as PORT = "8080"'
+            )
         found[name] = str(value).lower() if isinstance(value, bool) else str(value)
     for pair in given:
         name, equals, value = pair.partition("=")
         if not equals or not _NAME.fullmatch(name):
-            shown = f" {name!r:.80}" if equals else ""  # without a name it is all value, and maybe a key
+            shown = f" {name!r:.80}" if equals else ""  # do not print a value that may be a secret
             raise UsageError(f"--variable{shown} is not NAME=VALUE; write for example --variable PORT=8080")
         found[name] = value
     return found
 
 
 NETWORKS: Final = ("none", "model", "allow", "all")
-UNSAFE: Final = "Where nothing isolates here, run programs without isolation: as you, on your files and network."
+UNSAFE: Final = "Allow running programs without isolation, as your user, if no provider isolates."
 
 
 def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
@@ -118,12 +145,12 @@ def _option(*names: str, env: str = "", **settings: Any) -> Callable[[F], F]:
     return click.option(*names, **settings)
 
 
-_TASK_DATA: Final = "Where the folders lie that rows of tasks name by their task_id.  [default: beside the rows]"
-_VARIABLE: Final = "What ${NAME} means in tasks; repeat it. It is journaled: no secrets."
+_TASK_DATA: Final = "Directory of the task folders that rows name by task_id.  [default: beside the rows]"
+_VARIABLE: Final = "Value of ${NAME} in tasks. Repeatable. Stored in the journal, so no secrets."
 
 
 def source_options(command: F) -> F:
-    """Those that belong to a source of tasks, for commands that read one and have no file of values."""
+    """Add the options of a task source, for commands that do not read rookery.toml."""
     for option in (
         click.option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
         click.option("--task-data", metavar="SRC", envvar="ROOKERY_TASK_DATA", help=_TASK_DATA),
@@ -133,9 +160,9 @@ def source_options(command: F) -> F:
 
 
 TOOL_PROMPT: Final = (
-    "For chat templates without tools: a text that describes them, with {tools} in it; or `default`."
+    "For chat templates without tools: file with a tool prompt that contains {tools}, or `default`."
 )
-ALLOW_NO_TOOLS: Final = "Go on without tools where the chat template has no place for them."
+ALLOW_NO_TOOLS: Final = "Continue without tools if the chat template does not support them."
 
 _OPTIONS = (
     click.argument("env", metavar="ENV", required=False, envvar="ROOKERY_ENV"),
@@ -143,7 +170,7 @@ _OPTIONS = (
         "--tasks",
         metavar="SRC",
         env="TASKS",
-        help="A file of tasks (.jsonl, .json), task folders, an archive of them, or hf:….  [default: its own]",
+        help="Tasks: .jsonl or .json file, task directories, archive, or hf:….  [default: the environment's]",
     ),
     _option("--task-data", metavar="SRC", env="TASK_DATA", help=_TASK_DATA),
     _option("--variable", metavar="NAME=VALUE", multiple=True, help=_VARIABLE),
@@ -152,40 +179,42 @@ _OPTIONS = (
         metavar="URL",
         multiple=True,
         env="POLICY",
-        help="The model server; repeat for its replicas. Or `embedded`, the small policy that comes along.",
+        help="URL of the model server, or `embedded` for the built-in policy. Repeat for replicas.",
     ),
     _option(
         "--upstream-kind",
-        type=click.Choice(("vllm", "sglang", "openai", "embedded")),
+        type=PluginName("upstreams"),
         env="UPSTREAM_KIND",
-        help="What the model servers are.  [default: openai, or what the address says]",
+        help="Kind of the model servers.  [default: openai, or the prefix of the URL]",
     ),
-    _option("--model", metavar="M", env="MODEL", help="The model's name.  [default: the server's only one]"),
+    _option("--model", metavar="M", env="MODEL", help="Model name.  [default: the server's only model]"),
     _option(
         "--record",
         type=click.Choice(("tokens", "messages", "plain")),
         env="RECORD",
-        help="We render prompts and sample ids; the server renders and tells the ids; no ids.  "
-        "[default: tokens with --tokenizer, messages else]",
+        help="tokens: Rookery renders prompts; messages: the server does and returns token IDs; plain: no IDs.  "
+        "[default: tokens with --tokenizer, else messages]",
     ),
     _option(
-        "--tokenizer", metavar="PATH", env="TOKENIZER", help="The policy's tokenizer, a folder or a hub name."
+        "--tokenizer", metavar="PATH", env="TOKENIZER", help="Tokenizer of the policy: a directory or a hub name."
     ),
-    _option("--renderer", metavar="NAME", env="RENDERER", help="Its chat format, such as qwen3.  [default: auto]"),
+    _option(
+        "--renderer", metavar="NAME", env="RENDERER", help="Chat renderer, for example qwen3.  [default: auto]"
+    ),
     _option("--tool-prompt", metavar="FILE", env="TOOL_PROMPT", help=TOOL_PROMPT),
     _option("--allow-no-tools", is_flag=True, env="ALLOW_NO_TOOLS", help=ALLOW_NO_TOOLS),
     _option(
         "--tool-parser",
         metavar="NAME",
         env="TOOL_PARSER",
-        help="With --tokenizer: how the model writes tool calls, where its chat format leaves that open.",
+        help="With --tokenizer: parser for tool calls, if the chat format does not define it.",
     ),
     _option(
         "--replica-concurrency",
         metavar="N",
         type=Number(int, 1),
         env="REPLICA_CONCURRENCY",
-        help="Model calls under way at once at each replica of the policy.  [default: what it reports, or 256]",
+        help="Concurrent model calls per replica of the policy.  [default: what it reports, or 256]",
     ),
     _option(
         "--wait-for-upstream",
@@ -193,7 +222,7 @@ _OPTIONS = (
         type=Number(float, 0),
         default=0.0,
         env="WAIT_FOR_UPSTREAM",
-        help="Wait so long for a model server that is gone before the run stops.  [default: 0, no wait]",
+        help="Seconds to wait for an unreachable model server before the run stops.  [default: 0]",
     ),
     _option(
         "-n",
@@ -201,7 +230,7 @@ _OPTIONS = (
         metavar="TASKS",
         type=Number(int, 1),
         env="NUM_TASKS",
-        help="Only the first so many tasks.",
+        help="Run only the first TASKS tasks.",
     ),
     _option(
         "-k",
@@ -211,7 +240,7 @@ _OPTIONS = (
         default=1,
         show_default=True,
         env="PER_TASK",
-        help="Rollouts of each task: a group.",
+        help="Rollouts per task (group size).",
     ),
     _option(
         "-c",
@@ -221,7 +250,7 @@ _OPTIONS = (
         default=64,
         show_default=True,
         env="CONCURRENCY",
-        help="Rollouts under way at once.",
+        help="Concurrent rollouts.",
     ),
     _option(
         "--runners",
@@ -234,75 +263,78 @@ _OPTIONS = (
         "-o",
         "--out",
         metavar="DIR",
-        default=RUNS,
+        default=DEFAULT_RUNS_FOLDER,
         show_default=True,
         env="OUT",
-        help="Where the run's folder goes.",
+        help="Directory of runs.",
     ),
     _option(
         "--seed",
         metavar="S",
         type=Number(int, -(2**63), 2**63 - 1),
         env="SEED",
-        help="Root of all seeds; if given, also sent to model servers, as one for each call. [default: 0]",
+        help="Root seed. If set, every model call gets a seed derived from it.  [default: 0]",
     ),
     _option(
         "--launcher",
         metavar="NAME",
         env="LAUNCHER",
-        help="For the environment agent: which agent, by name or as FILE.toml.",
+        help="For the environment `agent`: name of the launcher, or FILE.toml.",
     ),
     _option(
-        "--arg", metavar="KEY=VALUE", multiple=True, help="An argument for the environment; VALUE is JSON or text."
+        "--arg",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Argument of the environment; VALUE is JSON or text. Repeatable.",
     ),
     _option(
         "--tools",
         metavar="NAMES",
         multiple=True,
         env="TOOLS",
-        help="The environment's tools: names, or functions as module:function, with commas.",
+        help="Tools of the environment: names or module:function, separated by commas.",
     ),
     _option(
         "--tool-config",
         metavar="KEY=VALUE",
         multiple=True,
-        help="Of its tools: preset=…, bash.output=8192, …; or a TOML file. VALUE is JSON or text.",
+        help="Tool settings, for example bash.output=8192, or a TOML file. Repeatable.",
     ),
     _option(
         "--limit-turns",
         metavar="N",
         type=Number(int, 1),
         env="LIMIT_TURNS",
-        help="Model calls a rollout may make.",
+        help="Maximum model calls of a rollout.",
     ),
     _option(
         "--limit-tokens",
         metavar="N",
         type=Number(int, 1),
         env="LIMIT_TOKENS",
-        help="Tokens a rollout may sample.",
+        help="Maximum sampled tokens of a rollout.",
     ),
     _option(
         "--test-timeout",
         metavar="SECONDS",
         type=Number(float, 0, above=True),
         env="TEST_TIMEOUT",
-        help="One run of a task's tests; wins over what tasks say.",
+        help="Time limit of a task's tests; overrides the tasks.",
     ),
     _option(
         "--max-tokens",
         metavar="N",
         type=Number(int, 1),
         env="MAX_TOKENS",
-        help="Tokens of one answer.",
+        help="Maximum tokens of one reply.",
     ),
-    _option("--temperature", metavar="T", type=Number(float, 0), env="TEMPERATURE", help="Of the sampling."),
+    _option("--temperature", metavar="T", type=Number(float, 0), env="TEMPERATURE", help="Sampling temperature."),
     _option(
         "--top-p",
         metavar="P",
         type=Number(float, 0, 1, above=True),
         env="TOP_P",
-        help="Of the sampling.",
+        help="Nucleus sampling probability.",
     ),
     _option(
         "--attempts",
@@ -311,71 +343,69 @@ _OPTIONS = (
         default=3,
         show_default=True,
         env="ATTEMPTS",
-        help="Attempts at a rollout that infrastructure fails.",
+        help="Attempts at a rollout after infrastructure failures.",
     ),
     _option(
         "--breaker",
         metavar="RATE",
-        type=Rate(),
+        type=FailureRate(),
         default="0.5",
         show_default=True,
         env="BREAKER",
-        help="Stop when more attempts than this fail; off: never.",
+        help="Stop if a larger share of attempts fails; `off` never stops.",
     ),
     _option(
         "--sandbox",
         metavar="PROVIDER",
         env="SANDBOX",
-        help="Where programs run; rookery doctor lists the providers.  [default: the best that isolates here]",
+        help="Sandbox provider; see `rookery doctor`.  [default: the best that isolates]",
     ),
-    _option(
-        "--image", metavar="I", env="IMAGE", help="What a sandbox's files are made from.  [default: this system]"
-    ),
+    _option("--image", metavar="I", env="IMAGE", help="Image of the sandboxes.  [default: this system's files]"),
     _option(
         "--network",
         metavar="N",
         type=click.Choice(NETWORKS),
         env="NETWORK",
-        help="What a sandbox reaches: none, model, allow or all.  [default: the environment's, else none]",
+        help="Network access of sandboxes.  [default: the environment's, else none]",
     ),
     _option(
         "--warm",
         metavar="N",
         type=Number(int, 0),
         env="WARM",
-        help="Sandboxes to make ahead of need where that takes long (docker).  [default: as many as -c, up to 32]",
+        help="Sandboxes to prewarm if the provider is slow.  [default: as many as -c, up to 32]",
     ),
     _option(
         "--public-url",
         metavar="URL",
         env="PUBLIC_URL",
-        help="Where agents on other machines call models: a URL that leads here, or ssh:USER@HOST.",
+        help="URL at which agents on other machines reach the gateway, or ssh:USER@HOST.",
     ),
     _option(
         "--gateway-listen",
         metavar="HOST:PORT",
         env="GATEWAY_LISTEN",
-        help="Where the run's gateway listens, for a --public-url that leads to it.",
+        help="Address on which the gateway listens, for --public-url.",
     ),
-    _option("--allow", metavar="HOST", multiple=True, help="A host that a sandbox may reach; repeat it."),
+    _option("--allow", metavar="HOST", multiple=True, help="Host that sandboxes may reach. Repeatable."),
     _option("--unsafe", is_flag=True, env="UNSAFE", help=UNSAFE),
     _option(
         "--config",
         metavar="FILE",
         is_eager=True,
-        callback=from_file,
+        callback=load_config_file,
         env="CONFIG",
-        help="A TOML file with a [run] table.  [default: rookery.toml, if there is one]",
+        help="TOML file with a [run] table.  [default: rookery.toml, if it exists]",
     ),
-    click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout."),
+    click.option("--json", is_flag=True, help="Write events to stdout as JSON lines."),
     click.option(
-        "--dry-run", is_flag=True, help="Show what would run, and where each value is from; start nothing."
+        "--dry-run", is_flag=True, help="Show what would run and the origin of each value; start nothing."
     ),
 )
 
 
 def run_options(command: F) -> F:
-    """Adds them all, in the order of the help."""
+    """Add all options of `rookery run`, in the order of the help."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

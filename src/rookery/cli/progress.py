@@ -1,11 +1,10 @@
-"""What a person or a program sees of a run under way.
+"""Progress of a running command: JSON events, plain lines, or the live display.
 
 Promises:
-- on a terminal a live picture on stderr; elsewhere plain lines, at most one every few seconds, failures named as
-  they come;
-- with `--json` stdout holds one JSON object a line and nothing else, whatever the environment's code prints;
-- one cause that fails a thousand times is named a few times, then only counted;
-- a reader of the events that goes away does not stop the run.
+- on a terminal a live display on stderr; elsewhere plain lines every few seconds, and failures as they happen;
+- with `--json` stdout holds one JSON object per line and nothing else, even if the environment prints something;
+- a repeated cause is printed a few times, then only counted;
+- a closed reader of the events does not stop the run.
 """
 
 import os
@@ -19,14 +18,14 @@ from typing import Any, Final, Protocol
 import click
 import msgspec
 
-from rookery.cli.stats import Stats, facts
-from rookery.cli.text import duration, line, plural, quoted, rate, tell
+from rookery.cli.stats import Stats, summarize_rollout
+from rookery.cli.terminal import format_duration, format_rate, one_line, plural, shell_quote, write_line
 from rookery.core import Failed, Group, Rollout
 
-NAMED: Final = 5
-"""How often one cause, or one kind of event, is named before it is only counted."""
-FETCHED: Final = 2
-"""How many images that are being fetched are named."""
+MAX_REPEATS: Final = 5
+"""How often one cause or kind of event is printed."""
+MAX_IMAGES_SHOWN: Final = 2
+"""Number of image pulls in the progress line."""
 _WARNINGS: Final = frozenset(
     (
         "runner.died",
@@ -46,8 +45,8 @@ _WARNINGS: Final = frozenset(
 )
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run sets out to do."""
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is about to do."""
 
     run: Path
     environment: str
@@ -58,7 +57,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     runners: int
     done: int = 0
-    """Rollouts that an earlier process finished."""
+    """Rollouts finished by an earlier process."""
     resumed: bool = False
 
     @property
@@ -67,9 +66,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(Protocol):
-    """Something that shows a run."""
+    """Interface of the progress displays."""
 
-    def started(self, start: Start) -> None: ...
+    def started(self, start: RunStart) -> None: ...
 
     def rollout(self, record: Rollout) -> None: ...
 
@@ -78,20 +77,20 @@ class Progress(Protocol):
     def event(self, kind: str, payload: dict[str, Any]) -> None: ...
 
     def note(self, text: str) -> None:
-        """A sentence of ours."""
+        """Print a message."""
         ...
 
     def tick(self, status: dict[str, Any]) -> None:
-        """Now and then, with the engine's status."""
+        """Update the display with the engine's status. Called periodically."""
         ...
 
     def close(self) -> None:
-        """Leaves the terminal as it was; may be called twice."""
+        """Restore the terminal. Can be called twice."""
         ...
 
 
 class JsonLines:
-    """The event stream. While it is open, what others write to stdout goes to stderr."""
+    """Event stream on stdout. Other writes to stdout are redirected to stderr."""
 
     def __init__(self) -> None:
         sys.stdout.flush()
@@ -103,16 +102,16 @@ class JsonLines:
         if self._gone:
             return
         data = memoryview(
-            msgspec.json.encode({"event": event, "ts": time.time(), **fields}, enc_hook=_plain) + b"\n"
+            msgspec.json.encode({"event": event, "ts": time.time(), **fields}, enc_hook=_encode_unknown) + b"\n"
         )
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except BrokenPipeError:
             self._gone = True
-            tell("the reader of the events went away; the run goes on")
+            write_line("the reader of the events closed its pipe; the run continues")
 
-    def started(self, start: Start) -> None:
+    def started(self, start: RunStart) -> None:
         self.write(
             "started",
             run=str(start.run.resolve()),
@@ -129,7 +128,7 @@ class JsonLines:
         )
 
     def rollout(self, record: Rollout) -> None:
-        self.write("rollout", **facts(record))
+        self.write("rollout", **summarize_rollout(record))
 
     def group(self, group: Group) -> None:
         self.write("group", index=group.index, task=group.task.id, valid=len(group.valid), rewards=group.rewards)
@@ -144,46 +143,46 @@ class JsonLines:
         self.write("note", text=text)
 
     def tick(self, status: dict[str, Any]) -> None:
-        """The stream is made of what happened, not of the time."""
+        """Do nothing: the stream has no periodic events."""
 
     def close(self) -> None:
-        """Stdout stays the events' own: the interpreter's end must not print into it either."""
+        """Do nothing: stdout stays redirected until the process ends."""
 
 
-def _plain(value: Any) -> str:
+def _encode_unknown(value: Any) -> str:
     return repr(value)[:1000]
 
 
-class Lines:
-    """What plain and live progress share: sentences about failures and events, with a bound on repetition."""
+class TextProgress:
+    """Base of the plain and the live display: messages about failures and events, with a limit on repetition."""
 
-    def __init__(self, told: frozenset[str] = frozenset()) -> None:
-        """`told`: kinds of event that the user has heard of already."""
-        self.told = told
+    def __init__(self, muted: frozenset[str] = frozenset()) -> None:
+        """`muted`: kinds of event that are not printed, because the user has been informed."""
+        self.muted = muted
         self.stats = Stats()
         self.begun = time.monotonic()
-        self.start: Start | None = None
+        self.start: RunStart | None = None
         self._named: Counter[str] = Counter()
 
     def say(self, text: str) -> None:
-        tell(text)
+        write_line(text)
 
-    def head(self, start: Start) -> str:
+    def head(self, start: RunStart) -> str:
         where = f"{plural(start.runners, 'runner')}" if start.runners else "in this process"
         what = f"{plural(start.tasks, 'task')} x {start.k}" if start.k > 1 else plural(start.tasks, "task")
         again = f", {start.done:,} of {start.total:,} done before" if start.resumed else ""
         return (
-            f"{line(start.environment, 40)} with {line(start.model, 60)}: {what}{again}, "
+            f"{one_line(start.environment, 40)} with {one_line(start.model, 60)}: {what}{again}, "
             f"{start.concurrency} at once, {where}"
         )
 
-    def started(self, start: Start) -> None:
+    def started(self, start: RunStart) -> None:
         self.start = start
         self.begun = time.monotonic()
         self.say(self.head(start))
-        self.say(f"run {quoted(start.run)}")
+        self.say(f"run {shell_quote(start.run)}")
         if start.invalid:
-            rows = "row is no valid task" if start.invalid == 1 else "rows are no valid tasks"
+            rows = "row is not a valid task" if start.invalid == 1 else "rows are not valid tasks"
             self.say(click.style(f"{start.invalid:,} {rows}: quarantined, the others run", fg="yellow"))
 
     def rollout(self, record: Rollout) -> None:
@@ -192,31 +191,33 @@ class Lines:
         if isinstance(outcome, Failed) and self._may(outcome.cause):
             self.say(
                 f"{click.style('failed', fg='red')} {record.id}  {click.style(outcome.cause, bold=True)}  "
-                f"{line(outcome.detail, 200)}"
+                f"{one_line(outcome.detail, 200)}"
             )
-            self._last(outcome.cause, f"further {outcome.cause} failures are counted, not named")
+            self._last(outcome.cause, f"further {outcome.cause} failures are counted but not printed")
 
     def group(self, group: Group) -> None:
-        """Rollouts say it all."""
+        """Do nothing: rollouts are printed one by one."""
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
-        if kind in _WARNINGS and kind != "task.quarantined" and kind not in self.told and self._may(kind):
+        if kind in _WARNINGS and kind != "task.quarantined" and kind not in self.muted and self._may(kind):
             text = payload.get("message") or payload.get("detail") or payload.get("stack") or ""
             who = payload.get("attempt") or payload.get("runner") or ""
             text = str(text).strip().splitlines()
             said = text[-1] if kind == "loop.blocked" and text else " ".join(text)
-            self.say(f"{click.style('warning', fg='yellow')} {kind}  {line(str(who), 40)}  {line(said, 200)}")
-            self._last(kind, f"further {kind} warnings are in the run, not shown")
+            self.say(
+                f"{click.style('warning', fg='yellow')} {kind}  {one_line(str(who), 40)}  {one_line(said, 200)}"
+            )
+            self._last(kind, f"further {kind} warnings are recorded but not printed")
 
     def note(self, text: str) -> None:
         self.say(text)
 
     def _may(self, kind: str) -> bool:
         self._named[kind] += 1
-        return self._named[kind] <= NAMED
+        return self._named[kind] <= MAX_REPEATS
 
     def _last(self, kind: str, text: str) -> None:
-        if self._named[kind] == NAMED:
+        if self._named[kind] == MAX_REPEATS:
             self.say(click.style(text, dim=True))
 
     @property
@@ -224,7 +225,7 @@ class Lines:
         return self.stats.rollouts + (self.start.done if self.start is not None else 0)
 
     def state(self, status: dict[str, Any]) -> list[str]:
-        """The parts of a line of progress."""
+        """Return the parts of a progress line."""
         stats, seconds = self.stats, time.monotonic() - self.begun
         parts = [f"{stats.short} so far"] if stats.valid else []
         if stats.failed:
@@ -233,43 +234,43 @@ class Lines:
             parts.append(f"{stats.truncated.total():,} truncated")
         if status.get("retries"):
             parts.append(f"{status['retries']:,} retried")
-        parts.append(f"{status.get('in_flight', 0)} under way")
+        parts.append(f"{status.get('in_flight', 0)} running")
         if (waited := status.get("waiting_for_upstream")) is not None:
-            parts.append(click.style(f"waiting for the model server for {duration(waited)}", fg="yellow"))
-        parts += fetching(status.get("images", ()))
+            parts.append(click.style(f"waiting for the model server for {format_duration(waited)}", fg="yellow"))
+        parts += describe_image_pulls(status.get("images", ()))
         if stats.rollouts:
-            parts.append(f"{rate(stats.rollouts, seconds)} rollouts/s")
+            parts.append(f"{format_rate(stats.rollouts, seconds)} rollouts/s")
         if stats.sampled_tokens:
-            parts.append(f"{rate(stats.sampled_tokens, seconds)} tokens/s")
+            parts.append(f"{format_rate(stats.sampled_tokens, seconds)} tokens/s")
         return parts
 
 
-def fetching(images: Iterable[dict[str, Any]]) -> list[str]:
-    """What images are being fetched, the same one once, and how far that is."""
+def describe_image_pulls(images: Iterable[dict[str, Any]]) -> list[str]:
+    """Describe the images that are being pulled, each once, with the progress."""
     found: dict[str, dict[str, Any]] = {}
     for one in images:
         if one["image"] not in found or one["done"] > found[one["image"]]["done"]:
             found[one["image"]] = one
     said = []
-    for name, one in list(found.items())[:FETCHED]:
+    for name, one in list(found.items())[:MAX_IMAGES_SHOWN]:
         share = f" {min(1.0, one['done'] / one['total']):.0%}" if one["total"] else ""
-        said.append(f"{one['step']} {line(name, 40)}{share}")
-    if len(found) > FETCHED:
-        said.append(f"{len(found) - FETCHED} more images")
+        said.append(f"{one['step']} {one_line(name, 40)}{share}")
+    if len(found) > MAX_IMAGES_SHOWN:
+        said.append(f"{len(found) - MAX_IMAGES_SHOWN} more images")
     return said
 
 
-class PlainProgress(Lines):
-    """Lines for logs and pipes."""
+class PlainProgress(TextProgress):
+    """Plain lines, for logs and pipes."""
 
-    def __init__(self, told: frozenset[str] = frozenset()) -> None:
-        super().__init__(told)
+    def __init__(self, muted: frozenset[str] = frozenset()) -> None:
+        super().__init__(muted)
         self._next = 0.0
         self._said = -1
 
-    def started(self, start: Start) -> None:
+    def started(self, start: RunStart) -> None:
         super().started(start)
-        self._next = self.begun + 1.0  # the first line comes early: a new user looks at an empty screen
+        self._next = self.begun + 1.0  # print the first line early
 
     def tick(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -280,18 +281,18 @@ class PlainProgress(Lines):
         self._said = self.done
         share = self.done / self.start.total if self.start.total else 1.0
         parts = "  ".join(self.state(status))
-        self.say(f"{self.done:,}/{self.start.total:,} ({share:.0%}) after {duration(elapsed)}  {parts}")
+        self.say(f"{self.done:,}/{self.start.total:,} ({share:.0%}) after {format_duration(elapsed)}  {parts}")
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Do nothing: plain lines change no terminal state."""
 
 
-def open_progress(events: JsonLines | None, told: frozenset[str] = frozenset()) -> Progress:
-    """What fits: the event stream, a live picture on a terminal, or lines."""
+def open_progress(events: JsonLines | None, muted: frozenset[str] = frozenset()) -> Progress:
+    """Return the event stream if there is one, a live display on a terminal, else plain lines."""
     if events is not None:
         return events
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        from rookery.cli.live import LiveProgress
+        from rookery.cli.live_progress import LiveProgress
 
-        return LiveProgress(told)
-    return PlainProgress(told)
+        return LiveProgress(muted)
+    return PlainProgress(muted)

@@ -1,11 +1,11 @@
-"""`rookery reap`: ends every sandbox whose owner is gone.
+"""`rookery reap`: remove sandboxes of dead processes.
 
 Promises:
-- a sandbox that a live process holds within its deadline is never touched, whoever's run it is; a live run, and
-  one of another machine, is left alone altogether;
+- a sandbox of a live process is not touched before its deadline; running runs and runs of other machines are
+  skipped;
 - containers of dead owners are ended whatever became of their run's folder, where an engine answers;
-- what it ended is said, run by run; exit code 0, whether there was anything or not;
-- one run that cannot be looked at does not keep the others from being cleaned.
+- removed sandboxes are printed by run; the exit code is 0, also if there were none;
+- an unreadable run does not prevent the cleanup of others.
 """
 
 import os
@@ -17,32 +17,32 @@ from typing import Any
 
 import click
 
-from rookery.cli.config import runs_folder
-from rookery.cli.text import line
+from rookery.cli.config import find_runs_folder
+from rookery.cli.terminal import one_line
 from rookery.core import RookeryError, UsageError
 
-SANDBOXES = "sandboxes"
-_HELP = """Ends every sandbox whose owner is gone, with all that it left: processes, control groups, folders.
+SANDBOX_FOLDER = "sandboxes"
+_HELP = """Remove sandboxes whose owner process is dead, with their processes, cgroups and directories.
 
-DIR is a folder of runs, or one run.  [default: ROOKERY_OUT, the file's `out`, or runs]
+DIR is a directory of runs, or one run.  [default: ROOKERY_OUT, `out` in rookery.toml, or runs]
 
-Sandboxes of live runs stay. What a killed `rookery exec` left goes too.
+Sandboxes of running runs stay. Leftovers of a killed `rookery exec` are removed too.
 """
 
 
-@click.command(help=_HELP, short_help="End sandboxes whose owner is gone.")
+@click.command(help=_HELP, short_help="Remove sandboxes of dead processes.")
 @click.argument("folder", metavar="[DIR]", required=False)
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def reap(folder: str | None, json: bool) -> int:
-    from rookery.cli.text import plural, shown_path
-    from rookery.sandboxes.reaper import reap_scratch
+    from rookery.cli.terminal import plural, relative_path
+    from rookery.sandboxes.reaper import reap_machine, reap_scratch
 
-    root = runs_folder(folder or os.environ.get("ROOKERY_OUT") or None)
+    root = find_runs_folder(folder or os.environ.get("ROOKERY_OUT") or None)
     if folder is not None and not root.is_dir():
-        raise UsageError(f"there is no folder {folder}: name one that holds runs, or a run")
-    done = [_reaped(place) for place in _places(root)]
+        raise UsageError(f"no directory {folder}: name a directory of runs or a run")
+    done = [_reap_run(place) for place in _find_sandbox_folders(root)]
     commands = reap_scratch(now=time.time())
-    containers = _containers()
+    containers = reap_machine()
     if json:
         import msgspec
 
@@ -56,45 +56,34 @@ def reap(folder: str | None, json: bool) -> int:
         return 0
     said = False
     for one in done:
-        parts = [f"ended {_count(len(one['ended']))}"] if one["ended"] else []
+        parts = [f"ended {_count_sandboxes(len(one['ended']))}"] if one["ended"] else []
         parts += [f"ended {plural(len(one['keepers']), 'keeper')}"] if one["keepers"] else []
-        parts += [f"left {_count(one['live'])} of live owners alone"] if one["live"] else []
+        parts += [f"left {_count_sandboxes(one['live'])} of live processes"] if one["live"] else []
         parts += [one["error"]] if one["error"] else []
         if parts:
             said = True
-            click.echo(f"{shown_path(Path(one['run']))}: {', '.join(parts)}")
+            click.echo(f"{relative_path(Path(one['run']))}: {', '.join(parts)}")
     if commands:
-        click.echo(f"single commands: ended {_count(len(commands))}")
+        click.echo(f"single commands: ended {_count_sandboxes(len(commands))}")
     if containers:
-        click.echo(f"containers of dead owners: ended {_count(len(containers))}")
+        click.echo(f"containers of dead owners: ended {_count_sandboxes(len(containers))}")
     if not said and not commands and not containers:
-        click.echo(f"nothing to end in {shown_path(root)}")
+        click.echo(f"nothing to remove in {relative_path(root)}")
     return 0
 
 
-def _containers() -> list[str]:
-    """Those whose runs are no longer here, by what their labels say. Where no engine answers there are none."""
-    from rookery.core import SandboxError
-    from rookery.sandboxes.docker import asking, orphans
-
-    try:
-        return orphans.reap(asking.socket_path())
-    except (SandboxError, UsageError):
-        return []
-
-
-def _count(number: int) -> str:
+def _count_sandboxes(number: int) -> str:
     return f"{number:,} {'sandbox' if number == 1 else 'sandboxes'}"
 
 
-def _places(root: Path) -> list[Path]:
-    """The folders of sandboxes: of a run, or of each run below."""
-    if (root / SANDBOXES).is_dir():
-        return [root / SANDBOXES]
-    return sorted(place for place in root.glob(f"*/{SANDBOXES}") if place.is_dir() and not place.is_symlink())
+def _find_sandbox_folders(root: Path) -> list[Path]:
+    """Find the sandbox directories of a run, or of all runs in a directory."""
+    if (root / SANDBOX_FOLDER).is_dir():
+        return [root / SANDBOX_FOLDER]
+    return sorted(place for place in root.glob(f"*/{SANDBOX_FOLDER}") if place.is_dir() and not place.is_symlink())
 
 
-def _reaped(place: Path) -> dict[str, Any]:
+def _reap_run(place: Path) -> dict[str, Any]:
     from rookery.journal import open_lock
     from rookery.journal.schema import LOCK
     from rookery.sandboxes import leases
@@ -102,20 +91,22 @@ def _reaped(place: Path) -> dict[str, Any]:
     run = place.parent
     one: dict[str, Any] = {"run": str(run), "ended": [], "keepers": [], "live": 0, "error": ""}
     try:
-        if not (run / LOCK).exists():  # no run of the engine's: its leases speak for themselves
-            _end(place, one)
+        if not (run / LOCK).exists():  # not a run of the engine: only its leases count
+            _end_sandboxes(place, one)
             return one
-        if host := _elsewhere((run / LOCK).read_text(errors="replace")):
-            one["error"] = f"left alone: it ran on {line(host, 80)}, whose processes cannot be seen from here"
+        if host := _find_other_host((run / LOCK).read_text(errors="replace")):
+            one["error"] = (
+                f"skipped: it ran on {one_line(host, 80)}, and processes of other machines are not visible"
+            )
             return one
         try:
             lock = open_lock(run, patience=0.0)
-        except UsageError:  # it is live: what it holds is its own affair
-            one["live"] = len(leases.read_all(place))
+        except UsageError:  # the run is running
+            one["live"] = len(leases.read_leases(place))
             return one
         try:
-            _end(place, one)
-            _forget(place)
+            _end_sandboxes(place, one)
+            _remove_empty_folders(place)
         finally:
             lock.close()
     except (OSError, RookeryError) as error:
@@ -123,24 +114,24 @@ def _reaped(place: Path) -> dict[str, Any]:
     return one
 
 
-def _elsewhere(holder: str) -> str:
-    """The machine that last wrote the run, where that is another: pids say nothing about it here."""
+def _find_other_host(holder: str) -> str:
+    """Return the host that last wrote the run if it is another one; its process IDs mean nothing here."""
     found = re.search(r" on (\S+)", holder)
     return found[1] if found and found[1] != socket.gethostname() else ""
 
 
-def _end(place: Path, one: dict[str, Any]) -> None:
+def _end_sandboxes(place: Path, one: dict[str, Any]) -> None:
     from rookery.sandboxes import leases
     from rookery.sandboxes.reaper import reap as reaped
-    from rookery.sandboxes.reaper import reap_keepers
+    from rookery.sandboxes.reaper import reap_homes
 
-    one["keepers"] = reap_keepers(place)
+    one["keepers"] = reap_homes(place)
     one["ended"] = reaped(place, now=time.time())
-    one["live"] = len(leases.read_all(place))
+    one["live"] = len(leases.read_leases(place))
 
 
-def _forget(place: Path) -> None:
-    """The empty folder of a run that we hold the lock of."""
+def _remove_empty_folders(place: Path) -> None:
+    """Remove the empty sandbox directory of a locked run."""
     for half in (place / "leases").glob("*.half"):
         half.unlink(missing_ok=True)
     for folder in (place / "leases", place):

@@ -1,9 +1,9 @@
-"""`rookery resume`: goes on with a run.
+"""`rookery resume`: continue a run.
 
 Promises:
 - finished rollouts are kept, unfinished ones run again, nothing counts twice;
-- a run that another process is writing is refused at once; so is one of a newer format;
-- a run with nothing left to do says so, and how to run failed rollouts again; its records decide the exit code;
+- a run that another process is writing, or that has a newer format, is refused at once;
+- a finished run prints how to run failed rollouts again; its records decide the exit code;
 - `--failed` runs failed rollouts again: each counts once, with its newest record, and the earlier ones are kept.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.errors import Exit
 from rookery.cli.options import Number
 from rookery.core import RookeryError, UsageError
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from rookery.cli.summary import Summary
     from rookery.journal import RunReader
 
-_HELP = """Goes on with RUN: finished rollouts are kept, the others run.
+_HELP = """Continue RUN: finished rollouts are kept, the others run.
 
-RUN is a folder, its name, a beginning or an end of its name, or `latest`. The run's own settings apply; the
-options here change them for the rest of it.
+RUN is a directory, its name, the start or end of its name, or `latest`. The settings of the run apply unless
+options here change them.
 
 With --failed, rollouts that failed run again too, in fresh attempts. Each rollout counts once, with its newest
 record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
 """
 
 
-@click.command(help=_HELP, short_help="Go on with a run that was stopped.")
+@click.command(help=_HELP, short_help="Continue a stopped run.")
 @click.argument("name", metavar="RUN")
 @click.option("--failed", is_flag=True, help="Also run failed rollouts again.")
 @click.option(
@@ -44,10 +44,10 @@ record; earlier records stay in the journal (`rookery show RUN ROLLOUT`).
     multiple=True,
     help="With --failed: only those with this cause, or with causes that begin with it (upstream). Repeatable.",
 )
-@click.option("--policy", metavar="URL", multiple=True, help="The model server, if it has moved.")
-@click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Rollouts under way at once.")
+@click.option("--policy", metavar="URL", multiple=True, help="New URL of the model server.")
+@click.option("-c", "--concurrency", metavar="N", type=Number(int, 1), help="Concurrent rollouts.")
 @click.option("--runners", metavar="N", type=Number(int, 0), help="Runner processes; 0: in this process.")
-@click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout.")
+@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines.")
 @runs_option
 def resume(
     name: str,
@@ -64,7 +64,7 @@ def resume(
     events = JsonLines() if json else None
     try:
         if causes and not failed:
-            raise UsageError("--cause says which failed rollouts run again: use it with --failed")
+            raise UsageError("--cause selects failed rollouts: use it with --failed")
         given = {"concurrency": concurrency, "runners": runners}
         changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if failed:
@@ -81,39 +81,39 @@ def _resume(
 ) -> int:
     import msgspec
 
-    from rookery.cli.drive import Drive, finish
-    from rookery.cli.progress import Start, open_progress
+    from rookery.cli.foreground_run import ForegroundRun, report_run
+    from rookery.cli.progress import RunStart, open_progress
     from rookery.cli.run import pin_blas_threads
     from rookery.cli.summary import read_summary
     from rookery.engine import Engine, EngineConfig
-    from rookery.engine.streams import left_to_run
+    from rookery.engine.task_source import find_remaining
     from rookery.journal import RunReader, find_run, open_lock
     from rookery.upstreams import settled
 
-    folder = find_run(name, runs_folder(root))
+    folder = find_run(name, find_runs_folder(root))
     with RunReader(folder) as reader:  # refuses a newer format before anything is touched
-        open_lock(folder).close()  # a run that is being written is refused before anything else is asked
+        open_lock(folder).close()  # refuse a run that is being written before anything else
         summary = read_summary(reader)
         try:
             config = msgspec.convert(reader.config(), EngineConfig)
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration in {folder.name} cannot be read: {error}") from error
         causes = changes.get("causes", ())
-        todo = left_to_run(reader, failed="failed" in changes, causes=causes)
-        if causes and not todo.again and not todo.unfinished.lost:
-            raise UsageError(_no_such_cause(reader, causes))
-        again = len(reader.failed())
+        todo = find_remaining(reader, failed="failed" in changes, causes=causes)
+        if causes and not todo.failed and not todo.unfinished.lost:
+            raise UsageError(_describe_unknown_cause(reader, causes))
+        again = len(reader.failed_rollouts())
         left = bool(todo.unfinished.groups) or summary.left > 0
         if left:
-            from rookery.cli.tasks_cache import hold_tasks
+            from rookery.cli.tasks_cache import lock_cached_tasks
 
-            hold_tasks(reader.tasks(), config.stream)
+            lock_cached_tasks(reader.tasks(), config.stream)
     if not summary.tasks:
         raise UsageError(
             f"{folder.name} was stopped before its tasks were known: start it again with `rookery run`"
         )
     if not left:
-        return _nothing_left(summary, events, again)
+        return _report_finished(summary, events, again)
     path = config.stream.get("path")
     if isinstance(path, str) and path not in sys.path:
         sys.path.append(path)
@@ -125,8 +125,8 @@ def _resume(
     pin_blas_threads(changes.get("runners", config.runners))
     engine = Engine.resume(folder, **changes)
 
-    def about(engine: Engine) -> Start:
-        return Start(
+    def about(engine: Engine) -> RunStart:
+        return RunStart(
             run=folder,
             environment=engine.environment.title,
             model=engine.config.upstreams["policy"].model,
@@ -135,28 +135,28 @@ def _resume(
             k=int(engine.config.stream.get("k", 1)),
             concurrency=engine.config.concurrency,
             runners=engine.config.runners,
-            done=summary.stats.rollouts - len(todo.again) - len(todo.unfinished.lost),
+            done=summary.stats.rollouts - len(todo.failed) - len(todo.unfinished.lost),
             resumed=True,
         )
 
     k = int(config.stream.get("k", 1))
-    drive = Drive(engine, open_progress(events), tasks=None, k=k, about=about)
+    drive = ForegroundRun(engine, open_progress(events), tasks=None, k=k, about=about)
     drive.run()
-    return finish(drive, events)
+    return report_run(drive, events)
 
 
-def _no_such_cause(reader: "RunReader", causes: tuple[str, ...]) -> str:
-    known = Counter(one.cause for one in reader.failed())
+def _describe_unknown_cause(reader: "RunReader", causes: tuple[str, ...]) -> str:
+    known = Counter(one.cause for one in reader.failed_rollouts())
     found = ", ".join(f"{cause} ({count})" for cause, count in known.most_common())
     return f"no rollout of {reader.folder.name} that can run again failed with {' or '.join(causes)}; " + (
         f"its causes are {found}" if found else "none failed"
     )
 
 
-def _nothing_left(summary: "Summary", events: "JsonLines | None", again: int) -> int:
+def _report_finished(summary: "Summary", events: "JsonLines | None", again: int) -> int:
     """Say that the run is finished. `again`: failed rollouts that `--failed` would run again."""
     from rookery.cli.summary import print_summary
-    from rookery.cli.text import plural
+    from rookery.cli.terminal import plural
 
     code = Exit.FAILED if summary.stats.failed else Exit.OK
     if events is not None:
@@ -167,7 +167,7 @@ def _nothing_left(summary: "Summary", events: "JsonLines | None", again: int) ->
     if again:
         said += f", but {plural(again, 'rollout')} failed: `rookery resume {name} --failed` runs failed ones again"
     elif stats.failed:
-        said += f"; {plural(stats.failed, 'rollout')} failed on rows that are no valid task, and would fail again"
+        said += f"; {plural(stats.failed, 'rollout')} failed on rows that are not valid tasks and would fail again"
     click.echo(f"{said}\n", err=True)
     print_summary(summary)
     return code

@@ -1,10 +1,10 @@
-"""`rookery run`: an environment over tasks.
+"""`rookery run`: run an environment over tasks.
 
 Promises:
-- every problem with the environment, the tasks, the policy, the sandbox or the output folder is found before the
-  first rollout is admitted, said in one sentence, exit code 2;
-- a row that is no valid task is quarantined and the others run, exit code 3;
-- all tasks are in the journal before the first one runs, so that a resume knows those not begun.
+- problems with the environment, tasks, policy, sandbox or output directory are reported before the first rollout,
+  in one sentence and with exit code 2;
+- an invalid row is quarantined and the others run; the exit code is 3;
+- all tasks are in the journal before the first one runs, so `resume` knows those that did not start.
 """
 
 import os
@@ -12,35 +12,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rookery.cli.config import part
-from rookery.cli.options import run_options, task_variables
+from rookery.cli.config import get_table
+from rookery.cli.options import parse_variables, run_options
+from rookery.cli.plugins import CommandWithPlugins
 from rookery.core import RookeryError, Taskset, UsageError
 from rookery.core.blas_threads import one_blas_thread
 
 if TYPE_CHECKING:
-    from rookery.cli.drive import Drive
+    from collections.abc import Callable
+
+    from rookery.cli.foreground_run import ForegroundRun
     from rookery.cli.progress import JsonLines, Progress
     from rookery.engine import Engine
     from rookery.environments import Environment
 
-_HELP = """Runs ENV over tasks, -k times each, and journals every rollout.
+_HELP = """Run ENV over tasks, -k times each, and record every rollout in a journal.
 
-ENV is the name of an installed environment, `module:attr`, or `file.py` (`file.py:attr` where it holds several).
+ENV is an installed environment, `module:attr`, or `file.py` (`file.py:attr` if the file defines several).
 
-Each option can also stand in an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
-table of rookery.toml; the command line goes over the variable, that over the file. --dry-run shows which one won.
+Every option can also be set by an environment variable (ROOKERY_POLICY, ROOKERY_CONCURRENCY, …) or in the [run]
+table of rookery.toml. The command line overrides variables, which override the file; see --dry-run.
 """
 
 
-@click.command(help=_HELP, short_help="Run an environment over tasks.")
+@click.command(cls=CommandWithPlugins, help=_HELP, short_help="Run an environment over tasks.")
 @run_options
 @click.pass_context
 def run(ctx: click.Context, /, **values: Any) -> int:
     from rookery.cli.progress import JsonLines
 
-    events = JsonLines() if values["json"] else None  # first: the environment's import may print
+    events = JsonLines() if values["json"] else None  # before the import of the environment, which may print
     try:
-        values["variables"] = task_variables(values["variable"], part(ctx, "variables"))
+        values["variables"] = parse_variables(values["variable"], get_table(ctx, "variables"))
         if values["dry_run"]:
             from rookery.cli.dry_run import dry_run
 
@@ -53,17 +56,17 @@ def run(ctx: click.Context, /, **values: Any) -> int:
 
 
 def _run(ctx: click.Context, values: dict[str, Any], events: "JsonLines | None") -> int:
-    from rookery.cli.config import engine_config
-    from rookery.cli.drive import finish
+    from rookery.cli.config import build_engine_config
+    from rookery.cli.foreground_run import report_run
     from rookery.cli.progress import open_progress
     from rookery.engine import Engine
 
-    config = engine_config(ctx, values)
+    config = build_engine_config(ctx, values)
     pin_blas_threads(config.runners)
     engine = Engine(config.environment, config=config, out=values["out"])
-    tasks = chosen_tasks(engine.environment, values)
-    _ready(engine, events)
-    return finish(driven(engine, tasks, values["per_task"], open_progress(events)), events)
+    tasks = select_tasks(engine.environment, values)
+    engine.on_preparation = _preparation_reporter(events)
+    return report_run(run_tasks(engine, tasks, values["per_task"], open_progress(events)), events)
 
 
 def pin_blas_threads(runners: int) -> None:
@@ -72,33 +75,26 @@ def pin_blas_threads(runners: int) -> None:
         os.environ.update(one_blas_thread(os.environ))
 
 
-def _ready(engine: "Engine", events: "JsonLines | None") -> None:
-    """An agent that is not there yet is installed before the run's clock starts, for boxes without an image."""
-    from rookery.environments.agent import AgentEnvironment
+def _preparation_reporter(events: "JsonLines | None") -> "Callable[[str], None]":
+    """Return a callback that shows what the environment prepares before the first rollout."""
 
-    env = engine.environment
-    if not isinstance(env, AgentEnvironment) or engine.sandbox.image is not None:
-        return
-    import asyncio
-
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if events is not None:
             events.write("agent", detail=text)
         else:
             click.echo(text, err=True)
 
-    engine.check_sandbox()
-    asyncio.run(env.ready(say))
+    return report
 
 
-def driven(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "Drive":
-    """A new run of these tasks, to its end."""
-    from rookery.cli.drive import Drive
-    from rookery.cli.progress import Start
+def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "ForegroundRun":
+    """Start a run of these tasks and wait for its end."""
+    from rookery.cli.foreground_run import ForegroundRun
+    from rookery.cli.progress import RunStart
 
-    def about(engine: "Engine") -> Start:
+    def about(engine: "Engine") -> RunStart:
         assert engine.folder is not None
-        return Start(
+        return RunStart(
             run=engine.folder,
             environment=engine.environment.title,
             model=engine.config.upstreams["policy"].model,
@@ -109,13 +105,13 @@ def driven(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") -> "D
             runners=engine.config.runners,
         )
 
-    drive = Drive(engine, progress, tasks=tasks, k=k, about=about)
+    drive = ForegroundRun(engine, progress, tasks=tasks, k=k, about=about)
     drive.run()
     return drive
 
 
-def chosen_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
-    """The tasks of the file, or the environment's own; the first -n of them."""
+def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
+    """Return the first -n tasks of --tasks or of the environment."""
     from rookery.core.errors import describe
     from rookery.tasks import load_tasks, tasks_from
 
@@ -130,11 +126,11 @@ def chosen_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:
         )
     if task_data or variables:
         what = "--task-data" if task_data else "--variable"
-        raise UsageError(f"{what} says something about the tasks of --tasks, and there is no --tasks")
+        raise UsageError(f"{what} needs --tasks")
     try:
         own = environment.tasks()
         return tasks_from(own, environment.title, limit=values["num_tasks"], own_limits=environment.own_limits)
     except RookeryError:
         raise
-    except Exception as error:  # whatever the user's own code raises
-        raise UsageError(f"the tasks of {environment.title} cannot be made: {describe(error)}") from error
+    except Exception as error:  # user code can raise anything
+        raise UsageError(f"the tasks of {environment.title} could not be created: {describe(error)}") from error

@@ -6,7 +6,6 @@ Promises:
 - Ctrl-C and SIGTERM end it within seconds, answers under way or not, with exit code 0.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,16 +14,12 @@ from rookery.cli.options import Number
 
 if TYPE_CHECKING:
     from rookery.upstreams.embedded.server import EmbeddedServer
-    from rookery.upstreams.embedded.standins import Standin
 
 _HELP = """Serves the embedded policy as OpenAI-compatible chat completions and completions, streaming too.
 
 Any OpenAI client can be tried against it. A request may ask for token ids (`return_token_ids`) and logprobs; every
 answer carries the version of the weights that drew it. There is no key and no encryption: it is meant for this
 machine.
-
-With `--speak vllm` or `--speak sglang` it stands in for one of these: their endpoints, answers and refusals, for
-tests without a GPU.
 """
 
 
@@ -57,19 +52,6 @@ tests without a GPU.
     help="Let other machines POST /update_weights too: without a key, whoever reaches the port can then swap the "
     "weights and have files of this machine read as weights.",
 )
-@click.option(
-    "--speak",
-    type=click.Choice(["openai", "vllm", "sglang"]),
-    default="openai",
-    show_default=True,
-    help="Whose wire format to speak. Whoever reaches the port can pause, swap and break a stand-in.",
-)
-@click.option(
-    "--log-requests",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
-    help="Append every request of a stand-in to this file, as JSON lines.",
-)
 @click.option("--verbose", is_flag=True, help="A line on stderr for every request.")
 def serve_embedded(
     host: str,
@@ -77,14 +59,11 @@ def serve_embedded(
     weights: str | None,
     places: int,
     allow_updates: bool,
-    speak: str,
-    log_requests: str | None,
     verbose: bool,
 ) -> int:
     import asyncio
     import os
 
-    from rookery.core import UsageError
     from rookery.core.blas_threads import one_blas_thread
 
     os.environ.update(one_blas_thread(os.environ))  # its clients run beside it; small products gain nothing
@@ -94,20 +73,11 @@ def serve_embedded(
     from rookery.upstreams.embedded.server import EmbeddedServer
 
     where = f"embedded:{weights}" if weights else "embedded"
-    if log_requests is not None and speak == "openai":
-        raise UsageError("--log-requests is for the stand-ins: add --speak vllm or --speak sglang")
 
     async def main() -> None:
         upstream = EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=(where,), concurrency=places))
         try:
-            server: EmbeddedServer | Standin
-            if speak == "openai":
-                server = EmbeddedServer(upstream, allow_updates=allow_updates)
-            else:
-                from rookery.upstreams.embedded.standins import SPEAKS
-
-                log = Path(log_requests) if log_requests is not None else None
-                server = SPEAKS[speak](upstream, log_requests=log, mortal=True)
+            server = EmbeddedServer(upstream, allow_updates=allow_updates)
             await _serve(server, host, port, verbose)
         finally:
             await upstream.close()
@@ -117,14 +87,14 @@ def serve_embedded(
     return 0
 
 
-async def _serve(server: "EmbeddedServer | Standin", host: str, port: int, verbose: bool) -> None:
+async def _serve(server: "EmbeddedServer", host: str, port: int, verbose: bool) -> None:
     import asyncio
     import logging
     import signal
 
-    from rookery.cli.text import tell
-    from rookery.upstreams.embedded.serving import listening
-    from rookery.upstreams.listening import is_loopback
+    from rookery.cli.terminal import write_line
+    from rookery.upstreams.embedded.http_server import listening
+    from rookery.upstreams.listeners import is_loopback
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     access = logging.getLogger("rookery.access") if verbose else None
@@ -143,7 +113,7 @@ async def _serve(server: "EmbeddedServer | Standin", host: str, port: int, verbo
     async with listening(server, host, port, access_log=access, refuse_foreign_pages=is_loopback(host)) as url:
         llama = server.upstream.service.llama
         size = f"{llama.shape.parameters / 1e6:.2f} M parameters, context {llama.context}"
-        tell(f"serving {server.upstream.model} ({size}) at {url}", err=False)
+        write_line(f"serving {server.upstream.model} ({size}) at {url}", err=False)
         near = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-        tell(f"try: rookery run arithmetic --policy {near} -n 20 -k 4", err=False)
+        write_line(f"try: rookery run arithmetic --policy {near} -n 20 -k 4", err=False)
         await stop.wait()

@@ -1,9 +1,9 @@
-"""`rookery show`: a run, a page of its rollouts, or one rollout with all there is to know about it.
+"""`rookery show`: show a run, a page of its rollouts, or one rollout in detail.
 
 Promises:
-- it only reads, also while the run is live; `--follow` sees every rollout once, until the run is over;
-- what a model or a sandbox wrote cannot touch the terminal: control characters are written out;
-- memory is bounded by a page, whatever the size of the run.
+- it only reads, also while the run is running; `--follow` prints every rollout once until the run ends;
+- control characters in recorded text are escaped, so it cannot control the terminal;
+- memory is bounded by the page size, not by the size of the run.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.options import Number
 from rookery.core import UsageError
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from rookery.core import Rollout
     from rookery.journal import RunReader
 
-_HELP = """Shows RUN: what it came to, and a page of its rollouts. With ROLLOUT (its id, like 12.3) its transcript,
-tokens, timings, attempts and failure; with the number of a group (12) that group's rollouts.
+_HELP = """Show the summary of RUN and a page of its rollouts.
 
-RUN is a folder, its name, a beginning or an end of its name, or `latest`.
+With ROLLOUT (an ID such as 12.3): its transcript, tokens,
+timings, attempts and failure. With the number of a group (12): the rollouts of that group.
+
+RUN is a directory, its name, the start or end of its name, or `latest`.
 """
 
 
@@ -33,63 +35,64 @@ RUN is a folder, its name, a beginning or an end of its name, or `latest`.
 @click.argument("rollout", metavar="[ROLLOUT]", required=False)
 @click.option("--failed", is_flag=True, help="Only rollouts that failed.")
 @click.option(
-    "--label", metavar="L", help="Only rollouts that ended so: completed, truncated.time, sandbox.lost, …"
+    "--label", metavar="L", help="Only rollouts with this outcome: completed, truncated.time, sandbox.lost, …"
 )
 @click.option("--task", metavar="ID", help="Only rollouts of this task.")
 @click.option(
-    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Rollouts a page."
+    "-n", "count", metavar="N", type=Number(int, 1), default=20, show_default=True, help="Rollouts per page."
 )
-@click.option("--page", metavar="P", type=Number(int, 1), default=1, show_default=True, help="Which page.")
-@click.option("--tokens", is_flag=True, help="Of a rollout: token ids and logprobs.")
-@click.option("--full", is_flag=True, help="Of a rollout: long texts in full.")
-@click.option("--follow", is_flag=True, help="Rollouts of a live run as they end, until it is over.")
-@click.option("--json", is_flag=True, help="As JSON.")
+@click.option("--page", metavar="P", type=Number(int, 1), default=1, show_default=True, help="Page number.")
+@click.option("--tokens", is_flag=True, help="With ROLLOUT: token IDs and log probabilities.")
+@click.option("--full", is_flag=True, help="With ROLLOUT: do not shorten long texts.")
+@click.option("--follow", is_flag=True, help="Print rollouts as they end, until the run ends.")
+@click.option("--json", is_flag=True, help="Print JSON.")
 @runs_option
 def show(name: str, rollout: str | None, root: str | None, json: bool, **values: Any) -> int:
     from rookery.journal import RunReader, find_run
 
     if rollout is not None and values["follow"]:
         raise UsageError("--follow is for a run, not for one rollout")
-    with RunReader(find_run(name, runs_folder(root))) as reader:
+    with RunReader(find_run(name, find_runs_folder(root))) as reader:
         if values["follow"]:
-            return _follow(reader, json)
+            return _follow_run(reader, json)
         if rollout is not None and not rollout.isdecimal():
-            return _one(reader, rollout, json, tokens=values["tokens"], full=values["full"])
-        return _page(reader, rollout, json, values)
+            return _show_rollout(reader, rollout, json, tokens=values["tokens"], full=values["full"])
+        return _show_page(reader, rollout, json, values)
 
 
 # ---- a run
 
 
-def _page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
-    from rookery.cli.stats import facts
-    from rookery.cli.summary import next_lines, read_summary, settings_lines, summary_lines
-    from rookery.cli.text import bold, dim, program, quoted
+def _show_page(reader: "RunReader", group: str | None, json: bool, values: dict[str, Any]) -> int:
+    from rookery.cli.stats import summarize_rollout
+    from rookery.cli.summary import format_next_steps, format_settings, format_summary, read_summary
+    from rookery.cli.terminal import bold, dim, program_name, shell_quote
 
     if values["label"]:
         _check_label(reader, values["label"])
-    chosen = _chosen(reader, group, values)
+    chosen = _filter_rollouts(reader, group, values)
     start = (values["page"] - 1) * values["count"]
     found = list(islice(chosen, start, start + values["count"] + 1))
     page, more = found[: values["count"]], len(found) > values["count"]
     filtered = group is not None or any(values[name] for name in ("failed", "label", "task"))
     summary = read_summary(reader)
     if not page and (filtered or start):
-        raise _nothing_there(reader, group, values)
+        raise _explain_empty_page(reader, group, values)
     if json:
-        rollouts = [facts(record) for record in page]
+        rollouts = [summarize_rollout(record) for record in page]
         click.echo(msgspec.json.encode({**summary.plain(), "page": values["page"], "rollouts_shown": rollouts}))
         return 0
-    lines = [] if filtered else [*summary_lines(summary), *settings_lines(summary), ""]
-    lines += _listed(page) if page else ["no rollouts yet"]
+    lines = [] if filtered else [*format_summary(summary), *format_settings(summary), ""]
+    lines += _format_rollouts(page) if page else ["no rollouts yet"]
     click.echo("\n".join(lines))
     if more:
         click.echo(dim(f"more with --page {values['page'] + 1}"), err=True)
     if not filtered and summary.left and summary.status not in ("running", "finished"):
-        click.echo("\n".join(next_lines(summary)[:3]), err=True)
+        click.echo("\n".join(format_next_steps(summary)[:3]), err=True)
     elif page:
         click.echo(
-            f"\n{dim('one of them:')} {bold(f'{program()} show {quoted(reader.folder)} {page[0].id}')}", err=True
+            f"\n{dim('one of them:')} {bold(f'{program_name()} show {shell_quote(reader.folder)} {page[0].id}')}",
+            err=True,
         )
     return 0
 
@@ -104,14 +107,14 @@ def _check_label(reader: "RunReader", label: str) -> None:
         raise UsageError(f"no rollout of {reader.folder.name} has the label {label!r}{near or f'; {known}'}")
 
 
-def _nothing_there(reader: "RunReader", group: str | None, values: dict[str, Any]) -> UsageError:
+def _explain_empty_page(reader: "RunReader", group: str | None, values: dict[str, Any]) -> UsageError:
     """Say why a page is empty: it is beyond the last one, or no rollout matches."""
     run = reader.folder.name
-    matching = sum(1 for _ in _chosen(reader, group, values))
+    matching = sum(1 for _ in _filter_rollouts(reader, group, values))
     if matching:
         pages = -(-matching // values["count"])
         what = f"{matching:,} rollout{'s' if matching > 1 else ''} on {pages:,} page{'s' if pages > 1 else ''}"
-        return UsageError(f"there is no page {values['page']:,} of {run}: it has {what} of {values['count']}")
+        return UsageError(f"no page {values['page']:,} of {run}: it has {what} of {values['count']}")
     wanted = [f"of group {group}"] if group is not None else []
     wanted += [f"of task {values['task']!r}"] if values["task"] else []
     wanted += [f"with the label {values['label']!r}"] if values["label"] else []
@@ -119,7 +122,7 @@ def _nothing_there(reader: "RunReader", group: str | None, values: dict[str, Any
     return UsageError(f"{run} has no rollouts {' and '.join(wanted) or 'yet'}")
 
 
-def _chosen(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "Iterator[Rollout]":
+def _filter_rollouts(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "Iterator[Rollout]":
     from rookery.core import Failed, label
 
     for record in reader.each():
@@ -136,15 +139,15 @@ def _chosen(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "
         yield record
 
 
-def _listed(records: "list[Rollout]") -> list[str]:
-    from rookery.cli.text import dim, table
+def _format_rollouts(records: "list[Rollout]") -> list[str]:
+    from rookery.cli.terminal import dim, format_table
 
     head = [dim(word) for word in ("rollout", "task", "ended", "reward", "turns", "tokens", "seconds", "")]
-    return table([head, *(_cells(record) for record in records)], right=frozenset({3, 4, 5, 6}))
+    return format_table([head, *(_format_row(record) for record in records)], right=frozenset({3, 4, 5, 6}))
 
 
-def _cells(record: "Rollout") -> list[str]:
-    from rookery.cli.text import bold, line
+def _format_row(record: "Rollout") -> list[str]:
+    from rookery.cli.terminal import bold, one_line
     from rookery.core import Failed, label
 
     outcome, usage, timing = record.outcome, record.usage, record.timing
@@ -152,43 +155,43 @@ def _cells(record: "Rollout") -> list[str]:
     more = f"{len(record.attempts)} attempts  " if len(record.attempts) > 1 else ""
     return [
         bold(record.id),
-        line(record.task, 32),
-        click.style(line(label(outcome), 32), fg="red" if failed else None),
+        one_line(record.task, 32),
+        click.style(one_line(label(outcome), 32), fg="red" if failed else None),
         f"{record.reward:.4g}" if record.reward is not None else "-",
         f"{usage.turns}",
         f"{usage.sampled_tokens:,}",
         f"{timing.setup + timing.run + timing.score:.2f}",
-        more + (line(outcome.detail, 80) if isinstance(outcome, Failed) else ""),
+        more + (one_line(outcome.detail, 80) if isinstance(outcome, Failed) else ""),
     ]
 
 
-def _follow(reader: "RunReader", json: bool) -> int:
-    from rookery.cli.rollout import event_words
-    from rookery.cli.stats import facts
-    from rookery.cli.text import dim, line
+def _follow_run(reader: "RunReader", json: bool) -> int:
+    from rookery.cli.stats import summarize_rollout
+    from rookery.cli.terminal import dim, one_line
+    from rookery.cli.transcript import format_event
     from rookery.core import Rollout
 
     for item in reader.follow():
         if isinstance(item, Rollout):
             if json:
-                click.echo(msgspec.json.encode({"event": "rollout", **facts(item)}))
+                click.echo(msgspec.json.encode({"event": "rollout", **summarize_rollout(item)}))
             else:
-                click.echo("  ".join(cell for cell in _cells(item) if cell))
+                click.echo("  ".join(cell for cell in _format_row(item) if cell))
         elif json:
             click.echo(
                 msgspec.json.encode({"event": "event", "ts": item.ts, "kind": item.kind, "data": item.payload})
             )
         else:
-            who = line(str(item.payload.get("attempt", "")), 40)
-            click.echo(dim("  ".join(part for part in (item.kind, who, event_words(item, 160)) if part)))
+            who = one_line(str(item.payload.get("attempt", "")), 40)
+            click.echo(dim("  ".join(part for part in (item.kind, who, format_event(item, 160)) if part)))
     return 0
 
 
 # ---- a rollout
 
 
-def _one(reader: "RunReader", rollout: str, json: bool, *, tokens: bool, full: bool) -> int:
-    from rookery.cli.rollout import print_rollout
+def _show_rollout(reader: "RunReader", rollout: str, json: bool, *, tokens: bool, full: bool) -> int:
+    from rookery.cli.transcript import print_rollout
 
     record = reader.rollout(rollout)
     if record is None:

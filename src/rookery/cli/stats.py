@@ -1,9 +1,9 @@
-"""Numbers about rollouts, added up one record at a time.
+"""Statistics over rollouts, updated one record at a time.
 
 - Only valid rollouts are in a denominator. Failed ones are counted by cause.
 - Every rollout has exactly one outcome, so the counts of outcomes add up to the number of rollouts.
 - Standard errors and intervals are clustered by task.
-- The duration of a run is the time during which something was under way, without the gaps before a resume.
+- The duration of a run is the time in which at least one attempt ran, without the gaps before a resume.
 - Memory grows with the number of tasks, not with the number of rollouts.
 """
 
@@ -15,14 +15,14 @@ from rookery.core import Cancelled, Failed, Rollout, Truncated, label
 from rookery.core.estimates import RewardEstimate, TaskMean
 
 LEVEL: Final = "level"
-"""The metric by which rewards are also added up apart."""
+"""Metric by which rewards are also grouped."""
 MAX_LEVELS: Final = 12
-"""A metric with more values than this is no level."""
+"""Rewards are not grouped by a metric with more values."""
 MAX_SPANS: Final = 64
 
 
-class Failure:
-    """Failures of one cause: how many, and the first as an example."""
+class FailureCount:
+    """Number of failures of one cause, and the first as an example."""
 
     __slots__ = ("count", "detail", "fault", "first")
 
@@ -33,8 +33,8 @@ class Failure:
         self.detail = outcome.detail
 
 
-class Busy:
-    """Seconds in which at least one attempt was under way, whatever the order they are told in."""
+class BusyTime:
+    """Total time in which at least one attempt ran. Attempts can be added in any order."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -44,7 +44,7 @@ class Busy:
         if not 0 < start <= end:
             return
         low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
-        if low < high:  # spans that it touches become one with it
+        if low < high:  # merge overlapping spans
             start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
         self._starts[low:high] = [start]
         self._ends[low:high] = [end]
@@ -58,7 +58,7 @@ class Busy:
         return sum(self._ends) - sum(self._starts)
 
 
-class Level:
+class LevelMean:
     """The valid rollouts of one level."""
 
     __slots__ = ("mean", "valid")
@@ -73,7 +73,7 @@ class Level:
 
 
 class Stats:
-    """Sums over records."""
+    """Statistics over rollouts."""
 
     def __init__(self) -> None:
         self.rollouts = 0
@@ -82,10 +82,10 @@ class Stats:
         self.tasks: set[str] = set()
         self.estimate = RewardEstimate()
         self.labels: Counter[str] = Counter()
-        """How many ended how; adds up to `rollouts`."""
+        """Rollouts by outcome; the counts add up to `rollouts`."""
         self.truncated: Counter[str] = Counter()
         self.cancelled = 0
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, FailureCount] = {}
         self.failed = 0
         self.prompt_tokens = 0
         self.sampled_tokens = 0
@@ -93,8 +93,8 @@ class Stats:
         self.drifted = 0
         self.without_tokens = 0
         self.attempts = 0
-        self.busy = Busy()
-        self._levels: dict[float, Level] | None = {}
+        self.busy = BusyTime()
+        self._levels: dict[float, LevelMean] | None = {}
 
     def add(self, record: Rollout) -> None:
         outcome = record.outcome
@@ -112,7 +112,7 @@ class Stats:
         self.without_tokens += record.usage.without_tokens
         if isinstance(outcome, Failed):
             self.failed += 1
-            self.failures.setdefault(outcome.cause, Failure(record, outcome)).count += 1
+            self.failures.setdefault(outcome.cause, FailureCount(record, outcome)).count += 1
         elif isinstance(outcome, Truncated):
             self.truncated[outcome.reason] += 1
         elif isinstance(outcome, Cancelled):
@@ -124,13 +124,13 @@ class Stats:
     def _add_level(self, level: float | None, reward: float) -> None:
         if level is None or self._levels is None:
             return
-        self._levels.setdefault(level, Level()).add(reward)
+        self._levels.setdefault(level, LevelMean()).add(reward)
         if len(self._levels) > MAX_LEVELS:
             self._levels = None
 
     @property
-    def levels(self) -> list[tuple[float, Level]]:
-        """By level, the lowest first; empty where the environment tells none, or too many to be levels."""
+    def levels(self) -> list[tuple[float, LevelMean]]:
+        """Mean rewards by level, lowest first. Empty without levels, or with too many values."""
         return sorted((self._levels or {}).items())
 
     @property
@@ -155,7 +155,7 @@ class Stats:
 
     @property
     def short(self) -> str:
-        """`pass 43.1%` or `reward 0.431`, for a line of progress."""
+        """`pass 43.1%` or `reward 0.431`, for the progress line."""
         if not self.valid:
             return ""
         return f"pass {self.mean:.1%}" if self.binary else f"reward {self.mean:.3g}"
@@ -191,13 +191,13 @@ class Stats:
             }
         return found
 
-    def causes(self) -> list[tuple[str, Failure]]:
-        """The most frequent first."""
+    def causes(self) -> list[tuple[str, FailureCount]]:
+        """Return the causes of failures, most frequent first."""
         return sorted(self.failures.items(), key=lambda pair: (-pair[1].count, pair[0]))
 
 
-def facts(record: Rollout) -> dict[str, Any]:
-    """One record as an event: what happened, without its content."""
+def summarize_rollout(record: Rollout) -> dict[str, Any]:
+    """Return a record as an event, without messages and tokens."""
     outcome = record.outcome
     found: dict[str, Any] = {
         "id": record.id,
@@ -220,5 +220,5 @@ def facts(record: Rollout) -> dict[str, Any]:
 
 
 def is_failure(name: str) -> bool:
-    """Whether a label is a cause of failure, not a way to end."""
+    """Return whether a label is a cause of failure."""
     return name != "completed" and not name.startswith(("truncated.", "cancelled."))

@@ -1,24 +1,36 @@
 """The summary of a run, read from its journal.
 
 - The numbers come from the journal and not from the memory of this process, so `run`, `resume` and `show` agree.
-- A rate has its interval, clustered by task, and says what it is over: valid rollouts only.
+- A rate has its confidence interval, clustered by task, and counts valid rollouts only.
 - An unfinished run says that its finished part is a biased sample.
 - The counts of outcomes add up to the number of rollouts, and each failure is named by its cause.
-- It ends with what to do next.
+- It ends with suggested commands.
 """
 
 import textwrap
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
-from rookery.cli.settings import flat_settings
 from rookery.cli.stats import Stats
-from rookery.cli.text import bold, columns, dim, duration, line, plural, program, quoted, rate, status_word, table
-from rookery.core import cause_of
+from rookery.cli.terminal import (
+    bold,
+    dim,
+    format_duration,
+    format_rate,
+    format_table,
+    one_line,
+    plural,
+    program_name,
+    shell_quote,
+    style_status,
+    terminal_width,
+)
+from rookery.core import get_cause
 
 if TYPE_CHECKING:
     from rookery.journal import RunReader
@@ -29,8 +41,8 @@ LEVELS_A_LINE = 6
 MAX_SETTINGS = 2_000
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """What this process added: its speed is its own, not that of the whole run."""
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts and tokens of one process or of all processes of a run, for rates."""
 
     seconds: float
     rollouts: int
@@ -38,7 +50,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """A run as it stands."""
+    """Summary of a run, read from its journal."""
 
     path: Path
     status: str
@@ -48,7 +60,7 @@ class Summary(msgspec.Struct, kw_only=True):
     tasks: int
     quarantined: int
     planned: int
-    """Rollouts that the run wants in all, as far as its journal knows."""
+    """Number of rollouts that the run will have, according to its journal."""
     stats: Stats
     groups: int = 0
     solved: int = 0
@@ -61,13 +73,13 @@ class Summary(msgspec.Struct, kw_only=True):
         return max(0, self.planned - self.stats.rollouts)
 
     @property
-    def whole(self) -> Session:
-        """All processes that worked on it, as one: what a reader of the journal knows about its speed."""
+    def total_throughput(self) -> Throughput:
+        """Throughput over all processes that ran it."""
         stats = self.stats
-        return Session(seconds=stats.busy.seconds, rollouts=stats.rollouts, sampled_tokens=stats.sampled_tokens)
+        return Throughput(seconds=stats.busy.seconds, rollouts=stats.rollouts, sampled_tokens=stats.sampled_tokens)
 
-    def plain(self, session: Session | None = None) -> dict[str, Any]:
-        """As data, for `--json`."""
+    def plain(self, session: Throughput | None = None) -> dict[str, Any]:
+        """Return the summary as plain data, for `--json`."""
         stats = self.stats
         found: dict[str, Any] = {
             "run": str(self.path.resolve()),
@@ -101,7 +113,7 @@ class Summary(msgspec.Struct, kw_only=True):
             found["levels"] = [
                 {"level": level, "valid": one.valid, "mean": one.mean} for level, one in stats.levels
             ]
-        spent = session or self.whole
+        spent = session or self.total_throughput
         if spent.seconds > 0:
             found |= {
                 "seconds": spent.seconds,
@@ -112,7 +124,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
-    """One pass over the records, a page at a time. `k`: rollouts of each task, where the caller knows."""
+    """Read the summary in one pass over the records. `k`: rollouts per task, if known."""
     meta = reader.meta()
     stats = Stats()
     group = -1
@@ -148,46 +160,48 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
     )
 
 
-def summary_lines(summary: Summary, session: Session | None = None) -> list[str]:
-    """The final table, without what to do next."""
+def format_summary(summary: Summary, session: Throughput | None = None) -> list[str]:
+    """Format the summary as a table."""
     stats = summary.stats
-    rows = [["tasks", f"{summary.tasks:,}", _tasks(summary)], ["rollouts", *_rollouts(summary)]]
+    rows = [["tasks", f"{summary.tasks:,}", _describe_tasks(summary)], ["rollouts", *_describe_rollouts(summary)]]
     if stats.valid:
         if summary.left:
             rows.append(["unfinished", f"{summary.left:,}", click.style(BIASED, fg="yellow")])
-        rows += _result(stats)
+        rows += _reward_rows(stats)
     if stats.prompt_tokens or stats.sampled_tokens:
         about = f"sampled in {plural(stats.turns, 'turn')}, {stats.prompt_tokens:,} of prompts"
         rows.append(["tokens", f"{stats.sampled_tokens:,}", about])
     if stats.drifted:
-        about = "turns whose prompt changed the tokens it continues: they train apart; --record tokens avoids it"
+        about = "turns whose prompt changed the tokens it continues: separate segments; --record tokens avoids it"
         rows.append(["drifted", f"{stats.drifted:,}", about])
     if stats.without_tokens and summary.settings.get("record") != "plain":
         about = "turns whose token IDs the model server did not return: they cannot train"
         rows.append(["no token IDs", f"{stats.without_tokens:,}", about])
-    rows += _speed(summary, session)
-    rows += _outcomes(stats, columns() - _indent(rows))
-    title = f"{bold(line(summary.environment, 60))} with {bold(line(summary.model, 60))}"
-    head = f"{title}  {status_word(summary.status)}"
-    body = table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  ")
+    rows += _speed_rows(summary, session)
+    rows += _outcome_rows(stats, terminal_width() - _measure_indent(rows))
+    title = f"{bold(one_line(summary.environment, 60))} with {bold(one_line(summary.model, 60))}"
+    head = f"{title}  {style_status(summary.status)}"
+    body = format_table([[dim(row[0]), bold(row[1]), row[2]] for row in rows], right=frozenset({1}), indent="  ")
     return [head, *body]
 
 
-def settings_lines(summary: Summary) -> list[str]:
+def format_settings(summary: Summary) -> list[str]:
     """Return the run's settings, wrapped to the width of the terminal."""
-    words = [f"{name}={value}" for name, value in flat_settings(summary.settings).items()]
+    words = [f"{name}={value}" for name, value in flatten_settings(summary.settings).items()]
     if not words:
         return []
-    lines = textwrap.wrap(line("  ".join(words), MAX_SETTINGS), max(40, columns() - 15), break_on_hyphens=False)
+    lines = textwrap.wrap(
+        one_line("  ".join(words), MAX_SETTINGS), max(40, terminal_width() - 15), break_on_hyphens=False
+    )
     return [f"  {dim('settings' if not at else '        ')}   {one}" for at, one in enumerate(lines)]
 
 
-def _indent(rows: list[list[str]]) -> int:
-    """Where the last column begins. The names of outcomes' rows are no longer than those before them."""
+def _measure_indent(rows: list[list[str]]) -> int:
+    """Return the column at which the last cell begins."""
     return 6 + max(len(row[0]) for row in rows) + max(len(row[1]) for row in rows)
 
 
-def _tasks(summary: Summary) -> str:
+def _describe_tasks(summary: Summary) -> str:
     stats = summary.stats
     parts = []
     if stats.valid and stats.binary and summary.groups and stats.rollouts > summary.groups:
@@ -197,7 +211,7 @@ def _tasks(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _rollouts(summary: Summary) -> tuple[str, str]:
+def _describe_rollouts(summary: Summary) -> tuple[str, str]:
     stats = summary.stats
     parts = [f"{stats.valid:,} valid"]
     if stats.failed:
@@ -209,7 +223,7 @@ def _rollouts(summary: Summary) -> tuple[str, str]:
     return f"{stats.rollouts:,}", ", ".join(parts)
 
 
-def _result(stats: Stats) -> list[list[str]]:
+def _reward_rows(stats: Stats) -> list[list[str]]:
     tasks = len(stats.estimate.tasks)
     clustered = tasks < stats.valid
     over = f"over {plural(stats.valid, 'valid rollout')}"
@@ -220,10 +234,10 @@ def _result(stats: Stats) -> list[list[str]]:
         spread = f"± {error:.2g} (standard error{' by task' if clustered else ''})"
     if stats.binary:
         within = f"95% within {interval[0]:.1%} to {interval[1]:.1%}, " if interval is not None else ""
-        rows = [["pass rate", f"{stats.mean:.1%}", f"{within}{over}"], _mean(stats, spread)]
+        rows = [["pass rate", f"{stats.mean:.1%}", f"{within}{over}"], _mean_row(stats, spread)]
     else:
-        rows = [_mean(stats, f"{spread}, {over}" if spread else over)]
-    rows += _per_task(stats)
+        rows = [_mean_row(stats, f"{spread}, {over}" if spread else over)]
+    rows += _per_task_rows(stats)
     shown = [
         f"{level:g}: {f'{one.mean:.0%}' if stats.binary else f'{one.mean:.3g}'}" for level, one in stats.levels
     ]
@@ -233,7 +247,7 @@ def _result(stats: Stats) -> list[list[str]]:
     return rows
 
 
-def _per_task(stats: Stats) -> list[list[str]]:
+def _per_task_rows(stats: Stats) -> list[list[str]]:
     rows = []
     for name, one in stats.per_task().items():
         if one.mean is None:
@@ -250,23 +264,25 @@ def _per_task(stats: Stats) -> list[list[str]]:
     return rows
 
 
-def _mean(stats: Stats, about: str) -> list[str]:
+def _mean_row(stats: Stats, about: str) -> list[str]:
     return ["mean reward", f"{stats.mean:.3f}" if abs(stats.mean) < 10 else f"{stats.mean:.4g}", about]
 
 
-def _speed(summary: Summary, session: Session | None) -> list[list[str]]:
-    """This process's own, or that of the whole run where nobody is running it."""
-    spent = session or summary.whole
+def _speed_rows(summary: Summary, session: Throughput | None) -> list[list[str]]:
+    """Return the rates of this process, or of the whole run if `session` is None."""
+    spent = session or summary.total_throughput
     if not spent.rollouts or not spent.seconds > 0:
         return []
     some = "of them " if spent.rollouts < summary.stats.rollouts else ""
-    rows = [["tokens/s", rate(spent.sampled_tokens, spent.seconds), "sampled"]] if spent.sampled_tokens else []
-    about = f"{spent.rollouts:,} {some}in {duration(spent.seconds)}"
-    return [*rows, ["rollouts/s", rate(spent.rollouts, spent.seconds), about]]
+    rows = (
+        [["tokens/s", format_rate(spent.sampled_tokens, spent.seconds), "sampled"]] if spent.sampled_tokens else []
+    )
+    about = f"{spent.rollouts:,} {some}in {format_duration(spent.seconds)}"
+    return [*rows, ["rollouts/s", format_rate(spent.rollouts, spent.seconds), about]]
 
 
-def _outcomes(stats: Stats, width: int) -> list[list[str]]:
-    """How the rollouts ended: the counts add up. The words are those that `show --label` takes."""
+def _outcome_rows(stats: Stats, width: int) -> list[list[str]]:
+    """Return the counts by outcome. The names are those of `show --label`."""
     failures = dict(stats.causes()[:MAX_CAUSES])
     others = sorted(
         ((name, count) for name, count in stats.labels.items() if name not in stats.failures),
@@ -274,8 +290,10 @@ def _outcomes(stats: Stats, width: int) -> list[list[str]]:
     )
     rows = [[f"{count:,}", name] for name, count in others]
     for cause, failure in failures.items():
-        name = line(cause, 40)
-        about = line(f"{failure.fault}, first {failure.first}: {failure.detail}", max(30, width - len(name) - 2))
+        name = one_line(cause, 40)
+        about = one_line(
+            f"{failure.fault}, first {failure.first}: {failure.detail}", max(30, width - len(name) - 2)
+        )
         rows.append([f"{failure.count:,}", f"{click.style(name, fg='red', bold=True)}  {about}"])
     rest = [failure.count for cause, failure in stats.failures.items() if cause not in failures]
     if rest:
@@ -283,9 +301,9 @@ def _outcomes(stats: Stats, width: int) -> list[list[str]]:
     return [["" if at else "outcomes", *row] for at, row in enumerate(rows)]
 
 
-def next_lines(summary: Summary) -> list[str]:
-    """What to try next: the most useful first."""
-    run, rookery = quoted(summary.path), program()
+def format_next_steps(summary: Summary) -> list[str]:
+    """Suggest commands, the most useful first."""
+    run, rookery = shell_quote(summary.path), program_name()
     rows: list[tuple[str, str]] = []
     if summary.left and summary.status not in ("running", "finished"):
         rows.append((f"{rookery} resume {run}", f"run the rest: {plural(summary.left, 'rollout')}"))
@@ -295,23 +313,61 @@ def next_lines(summary: Summary) -> list[str]:
         rows.append((f"{rookery} resume {run} --failed", f"run {plural(again, 'failed rollout')} again"))
     if causes:
         cause, failure = causes[0]
-        rows.append((f"{rookery} show {run} {failure.first}", f"{cause}: {cause_of(cause).advice}"))
+        rows.append((f"{rookery} show {run} {failure.first}", f"{cause}: {get_cause(cause).advice}"))
     elif summary.stats.rollouts:
-        rows.append((f"{rookery} show {run}", "the rollouts, and each one's transcript"))
+        rows.append((f"{rookery} show {run}", "list the rollouts"))
     if summary.stats.valid:
-        rows.append((f"{rookery} export {run} -o rollouts.jsonl", "everything, for other programs"))
-    return ["", *commands(rows)] if rows else []
+        rows.append((f"{rookery} export {run} -o rollouts.jsonl", "export the rollouts"))
+    return ["", *format_commands(rows)] if rows else []
 
 
-def commands(rows: list[tuple[str, str]]) -> list[str]:
-    """Commands to paste, each below what it does: a run's path is long, so that one line would not hold both."""
+def format_commands(rows: list[tuple[str, str]]) -> list[str]:
+    """Format commands to paste, each below a comment that says what it does."""
     return [text for command, about in rows for text in (f"  {dim('#')} {dim(about)}", f"  {command}")]
 
 
-def print_summary(summary: Summary, session: Session | None = None) -> None:
-    """On stdout."""
-    click.echo("\n".join([*summary_lines(summary, session), *next_lines(summary)]))
+def print_summary(summary: Summary, session: Throughput | None = None) -> None:
+    """Print the summary to stdout."""
+    click.echo("\n".join([*format_summary(summary, session), *format_next_steps(summary)]))
 
 
-def when(created: float) -> str:
+def format_time(created: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+
+
+_HIDDEN_SETTINGS: Final = frozenset({"environment", "stream.path", "sandbox_named"})
+"""Settings that are shown elsewhere or only matter for `resume`."""
+_DROPPED_PREFIXES: Final = ("stream.", "upstreams.", "sampling.", "arguments.")
+"""Prefixes that are removed from the names of settings."""
+
+
+def flatten_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a configuration as `name: value` pairs. What is at its default is not in a configuration."""
+    return {
+        _shorten(name): value for name, value in _flatten(config, "") if name not in _HIDDEN_SETTINGS and value
+    }
+
+
+def find_differing_settings(runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of settings that are not the same in all runs, short ones first. One run has them all."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    found = [name for name in names if len(runs) == 1 or len({run.get(name) for run in runs}) > 1]
+    return sorted(found, key=lambda name: max(len(run.get(name, "")) for run in runs))
+
+
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, str):
+        yield name, value
+    elif isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        yield name, ",".join(value)
+    else:
+        yield name, msgspec.json.encode(value).decode()
+
+
+def _shorten(name: str) -> str:
+    for prefix in _DROPPED_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rookery.cli.errors import Exit
-from rookery.cli.options import source_options, task_variables
-from rookery.cli.tasks_cache import cached, prune
+from rookery.cli.options import PluginName, parse_variables, source_options
+from rookery.cli.tasks_cache import list_cache, prune
 
 if TYPE_CHECKING:
     from rookery.core import Task
-    from rookery.tasks.load import Loaded
+    from rookery.tasks.loader import LoadedTasks
     from rookery.tasks.report import TaskProblem
-    from rookery.tasks.swe import Part, SweStep, SweTask
+    from rookery.tasks.swe import FileMapping, SweStep, SweTask
 
 _HELP = """Tasks for boxes: list them, look at one, turn them into another format.
 
@@ -29,7 +29,7 @@ _HELP = """Tasks for boxes: list them, look at one, turn them into another forma
   rookery tasks convert ./task-data rows.jsonl --to rows   into another format
   rookery tasks prune --unused 30                          remove what was unpacked and fetched for them
 
-SOURCE is a folder of tasks (open-instruct or Harbor), one task, an archive of them,
+SOURCE is a directory of tasks in an installed format, one task, an archive of tasks,
 hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 3: some tasks cannot be attempted.
 """
 _BROKEN = Exit.FAILED
@@ -43,7 +43,7 @@ def tasks() -> None:
     pass
 
 
-tasks.add_command(cached)
+tasks.add_command(list_cache)
 tasks.add_command(prune)
 
 
@@ -55,19 +55,19 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
     """All tasks of SOURCE, and everything that is wrong with them."""
     import msgspec
 
-    from rookery.cli.text import bold, dim, line, plural, table
+    from rookery.cli.terminal import bold, dim, format_table, one_line, plural
 
-    loaded = _loaded(source, task_data, variable)
-    found = _by_task(loaded)
+    loaded = _load(source, task_data, variable)
+    found = _group_by_task(loaded)
     if json:
         for task in loaded.tasks:
-            click.echo(msgspec.json.encode({**_row(task), "problems": found.pop(task.id, [])}))
+            click.echo(msgspec.json.encode({**_describe_task(task), "problems": found.pop(task.id, [])}))
         for name, rest in found.items():  # folders that are no tasks
             click.echo(msgspec.json.encode({"id": name, "format": "", "problems": rest}))
         return 0 if loaded.report.ok else _BROKEN
     rows = [[dim(word) for word in ("task", "format", "image", "steps", "problems")]]
     for task in loaded.tasks:
-        row, mine = _row(task), found.get(task.id, [])
+        row, mine = _describe_task(task), found.get(task.id, [])
         wrong = sum(not one.warning for one in mine)
         warned = len(mine) - wrong
         said = [click.style(plural(wrong, "problem"), fg="red")] if wrong else []
@@ -75,16 +75,16 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
         steps = str(row["steps"]) if row["steps"] else ""
         rows.append(
             [
-                bold(line(task.id, 60)),
-                line(row["format"], 20),
-                line(row["image"] or "", 50),
+                bold(one_line(task.id, 60)),
+                one_line(row["format"], 20),
+                one_line(row["image"] or "", 50),
                 steps,
                 ", ".join(said),
             ]
         )
-    click.echo("\n".join(table(rows, right=frozenset({3}))))
+    click.echo("\n".join(format_table(rows, right=frozenset({3}))))
     for problem in loaded.report.problems:
-        click.echo(click.style(line(str(problem), 1_000), fg=None if problem.warning else "red"), err=True)
+        click.echo(click.style(one_line(str(problem), 1_000), fg=None if problem.warning else "red"), err=True)
     report = loaded.report
     click.echo(dim(f"{plural(report.tasks, 'task')}, {len(report.broken)} broken"), err=True)
     return 0 if report.ok else _BROKEN
@@ -100,11 +100,11 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
     """Everything about the task TASK of SOURCE; its tests and its solution only with --tests."""
     import msgspec
 
-    from rookery.cli.text import clean, line
+    from rookery.cli.terminal import escape_controls, one_line
     from rookery.core import UsageError
-    from rookery.tasks.swe import KEY, swe_task
+    from rookery.tasks.swe import DATA_KEY, get_swe_task
 
-    loaded = _loaded(source, task_data, variable)
+    loaded = _load(source, task_data, variable)
     task = next((one for one in loaded.tasks if one.id == name), None)
     if task is None:
         from difflib import get_close_matches
@@ -112,31 +112,31 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
         near = get_close_matches(name, [one.id for one in loaded.tasks], 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"`rookery tasks list {source}` shows them"
         raise UsageError(f"there is no task {name!r} in {source}: {hint}")
-    mine = _by_task(loaded).get(name, [])
+    mine = _group_by_task(loaded).get(name, [])
     code = _BROKEN if task.invalid else 0
-    swe = swe_task(task) if KEY in task.data else None
+    swe = get_swe_task(task) if DATA_KEY in task.data else None
     if json:
         data = {"task": task, "problems": mine}
         if tests and swe is not None:
             data["steps"] = [
-                {"tests": _texts(step.tests), "solution": _texts(step.solution)} for step in swe.steps
+                {"tests": _read_parts(step.tests), "solution": _read_parts(step.solution)} for step in swe.steps
             ]
         click.echo(msgspec.json.encode(data))
         return code
     if swe is not None:
-        _show_box(swe, tests)
+        _print_swe_task(swe, tests)
     elif not task.invalid:
-        click.echo(line(task.id, 200))
-        click.echo(clean(task.text[:_SHOWN]))
+        click.echo(one_line(task.id, 200))
+        click.echo(escape_controls(task.text[:_SHOWN]))
     for problem in mine:
-        click.echo(line(str(problem), 1_000), err=True)
+        click.echo(one_line(str(problem), 1_000), err=True)
     return code
 
 
 @tasks.command(short_help="Write tasks in another format.")
 @_source
 @click.argument("target", metavar="TARGET")
-@click.option("--to", "to", metavar="FORMAT", required=True, help="open-instruct, harbor or rows.")
+@click.option("--to", "to", type=PluginName("task_formats", "rows"), required=True, help="Format to write.")
 @source_options
 @click.option("--json", is_flag=True, help="One JSON object a task.")
 def convert(
@@ -145,46 +145,46 @@ def convert(
     """Writes the tasks of SOURCE to TARGET: a new folder of task folders, or a new file of rows."""
     import msgspec
 
-    from rookery.cli.text import line, plural, shown_path
-    from rookery.tasks.converting import convert as converted
+    from rookery.cli.terminal import one_line, plural, relative_path
+    from rookery.tasks.conversion import convert as converted
 
-    done = converted(_loaded(source, task_data, variable).tasks, target, to)
+    done = converted(_load(source, task_data, variable).tasks, target, to)
     left = sum(bool(one.problem) for one in done)
     for one in done:
         if json:
             click.echo(msgspec.json.encode(one))
             continue
-        name = line(one.task, 60)
+        name = one_line(one.task, 60)
         if one.problem:
-            click.echo(click.style(f"{name}: left out: {line(one.problem, 500)}", fg="red"), err=True)
+            click.echo(click.style(f"{name}: left out: {one_line(one.problem, 500)}", fg="red"), err=True)
         if one.lost:
-            click.echo(f"{name}: lost: {line(', '.join(one.lost), 500)}", err=True)
+            click.echo(f"{name}: lost: {one_line(', '.join(one.lost), 500)}", err=True)
         if one.aside:
-            click.echo(f"{name}: only Rookery reads: {line(', '.join(one.aside), 500)}", err=True)
+            click.echo(f"{name}: only Rookery reads: {one_line(', '.join(one.aside), 500)}", err=True)
     if not json:
         from pathlib import Path
 
-        click.echo(f"{plural(len(done) - left, 'task')} as {to} in {shown_path(Path(target).expanduser())}")
+        click.echo(f"{plural(len(done) - left, 'task')} as {to} in {relative_path(Path(target).expanduser())}")
     return _BROKEN if left else 0
 
 
-def _loaded(source: str, task_data: str | None, variable: tuple[str, ...]) -> "Loaded":
-    from rookery.tasks.load import read_tasks
+def _load(source: str, task_data: str | None, variable: tuple[str, ...]) -> "LoadedTasks":
+    from rookery.tasks.loader import read_tasks
 
-    return read_tasks(source, task_data=task_data, variables=task_variables(variable))
+    return read_tasks(source, task_data=task_data, variables=parse_variables(variable))
 
 
-def _by_task(loaded: "Loaded") -> "dict[str, list[TaskProblem]]":
+def _group_by_task(loaded: "LoadedTasks") -> "dict[str, list[TaskProblem]]":
     found: dict[str, list[TaskProblem]] = {}
     for problem in loaded.report.problems:
         found.setdefault(problem.task, []).append(problem)
     return found
 
 
-def _row(task: "Task") -> dict[str, Any]:
-    from rookery.tasks.swe import KEY
+def _describe_task(task: "Task") -> dict[str, Any]:
+    from rookery.tasks.swe import DATA_KEY
 
-    box = task.data.get(KEY, {})
+    box = task.data.get(DATA_KEY, {})
     image = task.image
     return {
         "id": task.id,
@@ -195,8 +195,8 @@ def _row(task: "Task") -> dict[str, Any]:
     }
 
 
-def _show_box(task: "SweTask", tests: bool) -> None:
-    from rookery.cli.text import bold, clean, dim, line, table
+def _print_swe_task(task: "SweTask", tests: bool) -> None:
+    from rookery.cli.terminal import bold, dim, escape_controls, format_table, one_line
 
     rows = [
         ("format", task.format),
@@ -205,68 +205,76 @@ def _show_box(task: "SweTask", tests: bool) -> None:
         ("works in", task.workdir),
         ("network", ", ".join((task.network, *task.allow))),
         ("user", task.user or ""),
-        ("limits", ", ".join(_limits(task))),
+        ("limits", ", ".join(_format_limits(task))),
         ("env", ", ".join(sorted(task.env))),
         ("MCP", ", ".join(str(one.get("name")) for one in task.mcp)),
         ("artifacts", ", ".join(task.artifacts)),
-        ("files", _count(task.files)),
+        ("files", _count_files(task.files)),
     ]
-    click.echo(bold(line(task.id, 200)))
-    click.echo("\n".join(table([[dim(name), line(text, 300)] for name, text in rows if text], indent="  ")))
+    click.echo(bold(one_line(task.id, 200)))
+    click.echo(
+        "\n".join(format_table([[dim(name), one_line(text, 300)] for name, text in rows if text], indent="  "))
+    )
     for number, step in enumerate(task.steps, 1):
         title = (
             f"step {number}" + (f", {step.name}" if step.name else "") if len(task.steps) > 1 else "instruction"
         )
-        click.echo(f"\n{bold(title)}\n{clean(step.instruction[:_SHOWN]).rstrip()}\n")
-        click.echo("\n".join(table([[dim(name), line(text, 300)] for name, text in _facts(step)], indent="  ")))
+        click.echo(f"\n{bold(title)}\n{escape_controls(step.instruction[:_SHOWN]).rstrip()}\n")
+        click.echo(
+            "\n".join(
+                format_table(
+                    [[dim(name), one_line(text, 300)] for name, text in _describe_step(step)], indent="  "
+                )
+            )
+        )
         if tests:
             for kind, parts in (("tests", step.tests), ("solution", step.solution)):
-                for path, text in _texts(parts).items():
-                    click.echo(f"\n{dim(f'{kind}: {line(path, 300)}')}\n{clean(text).rstrip()}")
+                for path, text in _read_parts(parts).items():
+                    click.echo(f"\n{dim(f'{kind}: {one_line(path, 300)}')}\n{escape_controls(text).rstrip()}")
 
 
-def _limits(task: "SweTask") -> list[str]:
+def _format_limits(task: "SweTask") -> list[str]:
     sizes = (("memory", task.memory), ("disk", task.disk))
     found = [f"{name} {value / (1 << 20):,.0f} MB" for name, value in sizes if value is not None]
     found += [f"{task.cpus:g} CPUs"] if task.cpus is not None else []
     return found + ([f"{task.gpus} GPUs"] if task.gpus else [])
 
 
-def _facts(step: "SweStep") -> list[tuple[str, str]]:
+def _describe_step(step: "SweStep") -> list[tuple[str, str]]:
     verifier = step.verifier
     where = "in a fresh box" if verifier.mode == "fresh" else "in the agent's box"
     facts = [
         ("agent", f"{step.timeout:g}s" if step.timeout is not None else ""),
         ("setup", "yes" if step.setup else ""),
-        ("files", _count(step.files)),
-        ("tests", f"{_count(step.tests)}, {verifier.script} for {verifier.timeout:g}s {where}"),
-        ("solution", _count(step.solution) or "none"),
+        ("files", _count_files(step.files)),
+        ("tests", f"{_count_files(step.tests)}, {verifier.script} for {verifier.timeout:g}s {where}"),
+        ("solution", _count_files(step.solution) or "none"),
         ("goes on from", f"{step.enough:g}" if step.enough is not None else ""),
     ]
     return [(name, text) for name, text in facts if text]
 
 
-def _count(parts: "tuple[Part, ...]") -> str:
-    from rookery.cli.text import plural
-    from rookery.tasks.parts import pieces
+def _count_files(parts: "tuple[FileMapping, ...]") -> str:
+    from rookery.cli.terminal import plural
+    from rookery.tasks.file_trees import walk_files
 
-    return plural(sum(1 for _ in pieces(parts)), "file") if parts else ""
+    return plural(sum(1 for _ in walk_files(parts)), "file") if parts else ""
 
 
-def _texts(parts: "tuple[Part, ...]") -> dict[str, str]:
+def _read_parts(parts: "tuple[FileMapping, ...]") -> dict[str, str]:
     """Their content. No link is followed."""
     import stat
 
-    from rookery.cli.text import clip
-    from rookery.tasks.links import read_inside
-    from rookery.tasks.parts import pieces
+    from rookery.cli.terminal import truncate_middle
+    from rookery.tasks.file_trees import walk_files
+    from rookery.tasks.symlinks import read_inside
 
     found = {}
-    for piece in pieces(parts):
+    for piece in walk_files(parts):
         if stat.S_ISLNK(piece.info.st_mode):
             found[piece.path] = f"→ {piece.source.readlink()}"
         elif stat.S_ISREG(piece.info.st_mode):
-            found[piece.path] = clip(
+            found[piece.path] = truncate_middle(
                 read_inside(piece.source.parent, piece.source, 1 << 20).decode("utf-8", "replace"), 20_000
             )
     return found

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rookery.cli.config import runs_folder, runs_option
+from rookery.cli.config import find_runs_folder, runs_option
 from rookery.cli.options import Number, Size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rookery.core import Task
-    from rookery.tasks.cache import Cache, Cached
+    from rookery.tasks.cache import CacheEntry, TaskCache
 
 _PRUNE = """Removes what interrupted work left; with --to, --unused or --all also what was unpacked or fetched.
 
@@ -29,39 +29,50 @@ not be resumed without. Everything that is removed is made again when it is aske
 """
 
 
-@click.command(short_help="What is kept of tasks, how large, and who uses it.")
+@click.command(name="cached", short_help="What is kept of tasks, how large, and who uses it.")
 @click.option("--json", is_flag=True, help="One JSON object a line.")
-def cached(json: bool) -> int:
+def list_cache(json: bool) -> int:
     """What was unpacked, fetched or written out for tasks: its size, its last use, and who uses it now."""
     import msgspec
 
-    from rookery.cli.text import age, amount, bold, dim, line, plural, shown_path, table
-    from rookery.tasks.cache import Cache
+    from rookery.cli.terminal import (
+        bold,
+        dim,
+        format_age,
+        format_bytes,
+        format_table,
+        one_line,
+        plural,
+        relative_path,
+    )
+    from rookery.tasks.cache import TaskCache
 
-    cache = Cache()
+    cache = TaskCache()
     found = cache.listed()
     if json:
         for one in found:
             click.echo(msgspec.json.encode(one))
         return 0
     if not found:
-        click.echo(f"nothing is kept in {shown_path(cache.folder)} yet", err=True)
+        click.echo(f"nothing is kept in {relative_path(cache.folder)} yet", err=True)
         return 0
     rows = [[dim(word) for word in ("what", "files", "size", "used", "in use by")]]
-    for one in _together(found):
+    for one in _merge_rows(found):
         by = ", ".join(str(pid) for pid in one.used_by[:5]) + ("…" if len(one.used_by) > 5 else "")
-        rows.append([bold(line(one.what, 60)), f"{one.files:,}", amount(one.bytes), age(one.used), by])
-    click.echo("\n".join(table(rows, right=frozenset({1, 2}))))
-    whole = amount(sum(one.bytes for one in found))
-    click.echo(dim(f"{whole} of {plural(len(found), 'folder')} in {shown_path(cache.folder)}"), err=True)
+        rows.append(
+            [bold(one_line(one.what, 60)), f"{one.files:,}", format_bytes(one.bytes), format_age(one.used), by]
+        )
+    click.echo("\n".join(format_table(rows, right=frozenset({1, 2}))))
+    whole = format_bytes(sum(one.bytes for one in found))
+    click.echo(dim(f"{whole} of {plural(len(found), 'folder')} in {relative_path(cache.folder)}"), err=True)
     return 0
 
 
-def _together(found: "list[Cached]") -> "list[Cached]":
+def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
     """The files of rows as one: there may be thousands of them."""
     import msgspec
 
-    from rookery.cli.text import plural
+    from rookery.cli.terminal import plural
 
     rows = [one for one in found if not one.what]
     if not rows:
@@ -88,22 +99,22 @@ def _together(found: "list[Cached]") -> "list[Cached]":
 def prune(to: int | None, everything: bool, unused: float | None, root: str | None, json: bool) -> int:
     import msgspec
 
-    from rookery.cli.text import amount, line, plural
-    from rookery.tasks.cache import Cache
+    from rookery.cli.terminal import format_bytes, one_line, plural
+    from rookery.tasks.cache import TaskCache
 
-    cache = Cache()
+    cache = TaskCache()
     done = cache.prune(
         budget=0 if everything else to,
         older=time.time() - unused * 86_400 if unused is not None else 0.0,
-        keep=_needed(cache, runs_folder(root)),
+        keep=_find_needed_keys(cache, find_runs_folder(root)),
     )
     if json:
         click.echo(msgspec.json.encode(done))
         return 0
-    for one in _together(list(done.removed)):
-        click.echo(f"removed {line(one.what, 80)}, {amount(one.bytes)}")
+    for one in _merge_rows(list(done.removed)):
+        click.echo(f"removed {one_line(one.what, 80)}, {format_bytes(one.bytes)}")
     count = f"{plural(len(done.removed), 'folder')}, {plural(done.leftovers, 'leftover')}"
-    click.echo(f"freed {amount(done.bytes)}: {count}; {amount(done.held)} are kept")
+    click.echo(f"freed {format_bytes(done.bytes)}: {count}; {format_bytes(done.held)} are kept")
     if done.kept_in_use:
         click.echo(f"{plural(done.kept_in_use, 'folder')} in use stayed", err=True)
     if done.kept_asked:
@@ -113,7 +124,7 @@ def prune(to: int | None, everything: bool, unused: float | None, root: str | No
     return 0
 
 
-def _needed(cache: "Cache", root: Path) -> set[str]:
+def _find_needed_keys(cache: "TaskCache", root: Path) -> set[str]:
     """Keys of what the tasks of unfinished runs lie in."""
     from rookery.journal import RunReader, list_runs
 
@@ -122,31 +133,31 @@ def _needed(cache: "Cache", root: Path) -> set[str]:
         if run.status in ("finished", "unreadable"):
             continue
         with RunReader(run.path) as reader:
-            found.update(_folders(cache, reader.tasks()))
+            found.update(_find_cached_folders(cache, reader.tasks()))
     return found
 
 
-def _folders(cache: "Cache", tasks: "Iterable[Task]") -> dict[str, str]:
+def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[str, str]:
     """Key → a folder of a task in it."""
-    from rookery.tasks.swe import KEY
+    from rookery.tasks.swe import DATA_KEY
 
     found: dict[str, str] = {}
     for task in tasks:
-        described = task.data.get(KEY)
+        described = task.data.get(DATA_KEY)
         folder = str(described.get("folder", "")) if isinstance(described, dict) else ""
         if key := cache.key_at(folder):
             found.setdefault(key, folder)
     return found
 
 
-def hold_tasks(tasks: "Iterable[Task]", stream: "Mapping[str, Any]") -> None:
+def lock_cached_tasks(tasks: "Iterable[Task]", stream: "Mapping[str, Any]") -> None:
     """Keeps what the tasks of a journal lie in, for this process. `UsageError` where some of it is gone."""
-    from rookery.cli.text import plural
+    from rookery.cli.terminal import plural
     from rookery.core import UsageError
-    from rookery.tasks.cache import Cache
+    from rookery.tasks.cache import TaskCache
 
-    cache = Cache()
-    found = _folders(cache, tasks)
+    cache = TaskCache()
+    found = _find_cached_folders(cache, tasks)
     with contextlib.suppress(OSError):  # one that can only be read is not pruned either
         cache.hold(found)
     gone = [folder for folder in found.values() if not Path(folder).is_dir()]

@@ -1,13 +1,12 @@
-"""Pure data and rules that every room shares.
+"""Data types and rules that all packages share.
 
-Promises:
-- no I/O, no clock, no event loop; nothing imported that is heavier than msgspec;
-- every type is immutable and encodes to JSON and msgpack as it stands;
-- an outcome is exactly one of `Completed | Truncated | Failed | Cancelled`;
-- arrays that describe the same tokens have the same length, or the object is not built.
+- There is no I/O and no event loop here, and no import heavier than msgspec.
+- Record types are immutable and can be encoded as JSON and msgpack.
+- An outcome is exactly one of `Completed | Truncated | Failed | Cancelled`.
+- Arrays that describe the same tokens must have the same length; constructors check this.
 """
 
-from rookery.core.causes import CAUSES, Cause, cause_of
+from rookery.core.causes import CAUSES, Cause, get_cause
 from rookery.core.clock import StageClock
 from rookery.core.errors import (
     JournalError,
@@ -19,8 +18,8 @@ from rookery.core.errors import (
     UpstreamError,
     UsageError,
     WorkerRecoveryError,
-    boundary,
-    failed,
+    failed_outcome,
+    wrap_errors,
 )
 from rookery.core.limits import DEFAULT_LIMITS, Limits
 from rookery.core.messages import Message, ToolCall, ToolSchema
@@ -37,7 +36,7 @@ from rookery.core.outcomes import (
     TruncatedReason,
     label,
 )
-from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, failed_record, rollout_place
+from rookery.core.records import Attempt, Extent, Group, Rollout, Timing, Usage, mark_failed, parse_rollout_id
 from rookery.core.sampling import Sampling
 from rookery.core.sandboxes import ExecResult, ExecStatus, ExecUsage, Mount, SandboxSpec
 from rookery.core.seeds import derive_seed
@@ -91,13 +90,13 @@ __all__ = [
     "Usage",
     "UsageError",
     "WorkerRecoveryError",
-    "boundary",
-    "cause_of",
     "derive_seed",
-    "failed",
-    "failed_record",
+    "failed_outcome",
     "floats",
+    "get_cause",
     "ints",
     "label",
-    "rollout_place",
+    "mark_failed",
+    "parse_rollout_id",
+    "wrap_errors",
 ]

@@ -1,13 +1,12 @@
-"""A stage's clock, as a pure controller: times come in as arguments, no clock is read here.
+"""The clock of a stage. A pure controller: the caller passes the current time.
 
-Promises:
-- held time (a pause, waiting for a place at the upstream) is not charged to the budget;
-- holds nest: the clock runs again when the last one is released.
+- Time for which the clock is stopped (a pause, the upstream's queue) is not charged to the budget.
+- Stops nest: the clock continues after the last one is released.
 """
 
 
 class StageClock:
-    """Counts one stage's own time against its budget in seconds."""
+    """Measures the time of one stage against its budget in seconds."""
 
     __slots__ = ("_holds", "_since", "budget", "held", "started")
 
@@ -24,9 +23,9 @@ class StageClock:
         self._holds += 1
 
     def release(self, now: float) -> bool:
-        """True when the clock runs again."""
+        """Undo one `hold`. Return True if the clock runs again."""
         if self._holds == 0:
-            raise ValueError("released a stage clock that nobody holds")
+            raise ValueError("release() without a matching hold() of the stage clock")
         self._holds -= 1
         if self._holds == 0:
             self.held += now - self._since
@@ -37,15 +36,15 @@ class StageClock:
         return self._holds > 0
 
     def held_by(self, now: float) -> float:
-        """Seconds that were held so far."""
+        """Return for how many seconds the clock was stopped so far."""
         return self.held + (now - self._since if self._holds else 0.0)
 
     def credit(self, now: float, held: float) -> None:
-        """Others saw `held` seconds of waiting in all: what was not held here is not charged either."""
+        """Make the total of stopped time at least `held` seconds, as measured by another process."""
         self.held += max(0.0, min(held, now - self.started) - self.held_by(now))
 
     def used(self, now: float) -> float:
-        """Seconds charged so far."""
+        """Return the seconds charged so far."""
         return now - self.started - self.held_by(now)
 
     def remaining(self, now: float) -> float:

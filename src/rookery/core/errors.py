@@ -1,9 +1,8 @@
-"""Typed errors: each knows whose fault it is and the stable cause of it.
+"""Exceptions of Rookery. Each carries a stable cause code and the fault: infra, task or bug.
 
-Promises:
-- `boundary` turns a foreign exception into a typed one where the information still exists, and keeps
+- `wrap_errors` turns a foreign exception into a typed one where the information still exists, and keeps
   the original as `__cause__`; cancellation, exits and typed errors pass through untouched;
-- `failed` never loses a traceback, whatever the exception is made of, and what it returns can be encoded.
+- `failed_outcome` never loses a traceback, whatever the exception is made of, and what it returns can be encoded.
 """
 
 import traceback as tb
@@ -19,7 +18,7 @@ MAX_TRACEBACK = 20_000
 
 
 class RookeryError(Exception):
-    """Base of our errors. The message says what happened, to what, and what to do."""
+    """Base class. The message says what failed, on which object, why, and what to do next."""
 
     cause: ClassVar[str] = "bug.rookery"
 
@@ -37,21 +36,21 @@ def _rebuild(kind: type[RookeryError], message: str, code: str, fault: Fault) ->
 
 
 class UsageError(RookeryError):
-    """Something the user asked for cannot be: found before anything was admitted."""
+    """The configuration or a call is not valid. Raised before any rollout starts."""
 
 
 class JournalError(RookeryError):
-    """The run's record cannot be written or read; the run stops and says so."""
+    """The run's journal cannot be written or read. A running run stops."""
 
 
 class SandboxError(RookeryError):
-    """A sandbox could not be made or was lost."""
+    """A sandbox could not be created or was lost."""
 
     cause = "sandbox.lost"
 
 
 class WorkerRecoveryError(SandboxError):
-    """A worker could not be brought back; the attempt ends."""
+    """A worker could not be restarted; the attempt ends."""
 
     cause = "worker.unrecoverable"
     after_cell: bool = True
@@ -59,11 +58,11 @@ class WorkerRecoveryError(SandboxError):
 
 
 class UpstreamError(RookeryError):
-    """A model call did not come back with an answer."""
+    """A model call failed."""
 
     cause = "upstream.error"
     evidence: object = None
-    """Evidence for a verdict about the model server, or None. It is kept in the attempt's record."""
+    """Evidence about the state of the model server, or None. It is stored in the attempt's record."""
 
 
 class TaskError(RookeryError):
@@ -73,16 +72,16 @@ class TaskError(RookeryError):
 
 
 class ScoringError(RookeryError):
-    """A verdict is missing or is not a reward."""
+    """A grader returned no reward, or something that is not a valid reward."""
 
     cause = "scoring.unparsable"
 
 
 class Truncation(Exception):  # noqa: N818  (a way to end, not an error)
-    """Raised out of a model call when a budget is spent; ends the run stage as `Truncated(reason)`."""
+    """Raised by a model call when a budget is exhausted. It ends the run stage as `Truncated(reason)`."""
 
     def __init__(self, reason: TruncatedReason, message: str = "") -> None:
-        super().__init__(message or f"the rollout's budget is spent: {reason}")
+        super().__init__(message or f"the rollout's budget is exhausted: {reason}")
         self.reason: TruncatedReason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -90,22 +89,22 @@ class Truncation(Exception):  # noqa: N818  (a way to end, not an error)
 
 
 @contextmanager
-def boundary(
+def wrap_errors(
     kind: type[RookeryError], what: str, *foreign: type[BaseException], cause: str | None = None
 ) -> Iterator[None]:
-    """Inside, each of `foreign` becomes `kind`; everything else passes."""
+    """Convert exceptions of the types `foreign` inside the block to `kind`; all others pass."""
     try:
         yield
     except (RookeryError, Truncation):
         raise
     except foreign as error:
-        if not isinstance(error, Exception):  # a cancellation, an exit: never a failure of `kind`
+        if not isinstance(error, Exception):  # cancellations and exits are never converted
             raise
         raise kind(f"{what}: {describe(error)}", cause=cause) from error
 
 
-def behind(error: BaseException) -> BaseException:
-    """The one exception behind a task group's: a typed one before others, so that its fault is not lost."""
+def unwrap_group(error: BaseException) -> BaseException:
+    """Return the decisive exception of an exception group: one of Rookery's types if there is one."""
     while isinstance(error, BaseExceptionGroup):
         leaves = error.exceptions
         typed = [leaf for leaf in leaves if isinstance(leaf, RookeryError | Truncation | BaseExceptionGroup)]
@@ -114,34 +113,34 @@ def behind(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception; never empty, never raises."""
+    """Return the class name and message of an exception. Never raises."""
     text = _text(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _text(error: BaseException) -> str:
     try:
-        return encodable(str(error))
-    except Exception as worse:  # noqa: BLE001  (a `__str__` of the user's may raise anything)
+        return escape_surrogates(str(error))
+    except Exception as worse:  # noqa: BLE001  (a user's `__str__` may raise anything)
         return f"(its __str__ raised {type(worse).__name__})"
 
 
-def encodable(text: str) -> str:
-    """The text with what no encoding takes made visible: undecodable file names put lone surrogates into it."""
+def escape_surrogates(text: str) -> str:
+    """Return the text with lone surrogates escaped, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def failed(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
-    """The outcome for an exception that ended a stage; `cause` applies to exceptions that carry none."""
+def failed_outcome(error: BaseException, stage: Stage, *, cause: str, detail: str = "") -> Failed:
+    """Return the outcome for an exception that ended a stage. `cause` is used for exceptions that carry none."""
     code, fault = cause, CAUSES[cause].fault if cause in CAUSES else "bug"
-    single = behind(error)
+    single = unwrap_group(error)
     if isinstance(single, RookeryError):
         code, fault = single.code, single.fault
         text = _text(single)
     else:
         text = describe(single)
-    trace = encodable("".join(tb.format_exception(error)))
+    trace = escape_surrogates("".join(tb.format_exception(error)))
     if len(trace) > MAX_TRACEBACK:  # a recursion error has a thousand equal frames
         half = MAX_TRACEBACK // 2
-        trace = f"{trace[:half]}\n… {len(trace) - 2 * half} characters left out …\n{trace[-half:]}"
-    return Failed(fault, code, encodable(detail or text)[:MAX_DETAIL], stage, trace)
+        trace = f"{trace[:half]}\n… {len(trace) - 2 * half} characters omitted …\n{trace[-half:]}"
+    return Failed(fault, code, escape_surrogates(detail or text)[:MAX_DETAIL], stage, trace)

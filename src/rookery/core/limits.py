@@ -11,10 +11,9 @@ def whole(value: Any) -> Any:
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Seconds for stages, counts for the policy. None: not said here, the next one down the line decides.
+    """Deadlines of stages in seconds, and budgets of the policy. None: not set at this level.
 
-    What the run says explicitly wins over what a task says, that over its environment's limits, and those over the
-    defaults.
+    A limit that the run sets explicitly wins over the task's, then over the environment's, then over the default.
     """
 
     turns: int | None = None
@@ -22,19 +21,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     tokens: int | None = None
     """Tokens the policy may sample, over all turns."""
     context: int | None = None
-    """Tokens of prompt and answer together in one turn."""
+    """Tokens of prompt and reply together in one turn."""
     queue: float | None = None
     setup: float | None = None
     run: float | None = None
-    """Excludes pauses and waiting for a place at the upstream."""
+    """Pauses and the upstream's queue do not count."""
     score: float | None = None
     teardown: float | None = None
     call: float | None = None
     """One tool call."""
     test_timeout: float | None = None
-    """One run of a task's tests, where an environment grades by tests (`swe` and `agent`)."""
+    """One run of a task's tests, in environments that grade with tests (`swe` and `agent`)."""
     model_call: float | None = None
-    """One model call, without the waiting for a place."""
+    """One model call, without the upstream's queue."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -43,11 +42,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
                 raise ValueError(f"limits.{name} must be a finite number above 0, got {value!r}")
 
     def over(self, below: "Limits") -> "Limits":
-        """These limits where they say something, `below` elsewhere."""
+        """Return these limits, with `below` for limits that are None."""
         if self is NO_LIMITS:
             return below
-        said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return msgspec.structs.replace(below, **said) if said else below
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(below, **given) if given else below
 
 
 NO_LIMITS = Limits()

@@ -1,6 +1,6 @@
-"""How a rollout ended: a sum type, so that no reader can forget a case.
+"""Outcomes of rollouts: `Completed`, `Truncated`, `Failed` or `Cancelled`.
 
-What the policy does is a result (`Completed`, `Truncated`); `Failed` is for everyone else's failures.
+What the policy does is a result (`Completed` or `Truncated`). `Failed` is for failures that are not the policy's.
 """
 
 from typing import Literal, TypeAlias
@@ -11,21 +11,21 @@ Fault: TypeAlias = Literal["infra", "task", "bug"]
 TruncatedReason: TypeAlias = Literal["turns", "tokens", "context", "time", "lost"]
 CancelledReason: TypeAlias = Literal["user", "filtered", "stale", "shutdown"]
 Stage: TypeAlias = Literal["queue", "setup", "run", "score", "teardown", "load"]
-"""`load` is everything after the environment returned: reading tokens back, merging turns, building a batch."""
+"""`load` is everything after the environment returned: reading tokens, merging turns, building a batch."""
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed", tag_field="kind"):
-    """The environment's run stage came to its own end."""
+    """The environment's run stage returned."""
 
 
 class Truncated(msgspec.Struct, frozen=True, tag="truncated", tag_field="kind"):
-    """A budget ended the run stage; what is there is scored and trains."""
+    """A budget ended the run stage. The rollout is scored and trains."""
 
     reason: TruncatedReason
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind", omit_defaults=True):
-    """Somebody other than the policy failed: no segments, no reward, in no denominator."""
+    """Something other than the policy failed. The rollout has no segments and no reward, and counts nowhere."""
 
     fault: Fault
     cause: str
@@ -35,7 +35,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind", omit_d
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled", tag_field="kind"):
-    """Stopped from outside before it could end by itself."""
+    """The rollout was cancelled before it ended."""
 
     reason: CancelledReason
 
@@ -43,11 +43,11 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled", tag_field="kind"):
 Outcome: TypeAlias = Completed | Truncated | Failed | Cancelled
 
 SCORED = (Completed, Truncated)
-"""Outcomes that are scored and train. A tuple: `isinstance` of a union builds it anew at every call."""
+"""Outcomes that are scored and train. A tuple, because `isinstance` with a union is slower."""
 
 
 def label(outcome: Outcome) -> str:
-    """One word for tables and counters: `completed`, `truncated.time`, `sandbox.lost`, `cancelled.user`."""
+    """Return a label for tables and counters: `completed`, `truncated.time`, `sandbox.lost`, `cancelled.user`."""
     match outcome:
         case Completed():
             return "completed"

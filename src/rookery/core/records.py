@@ -1,17 +1,17 @@
-"""Terminal records: what the journal keeps and a trainer gets."""
+"""Final records of rollouts and groups, as stored in the journal and passed to trainers."""
 
 from typing import Any
 
 import msgspec
 
-from rookery.core.errors import failed
+from rookery.core.errors import failed_outcome
 from rookery.core.outcomes import SCORED, Outcome
 from rookery.core.tasks import Task
 from rookery.core.turns import Segment
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one frame of token data lies: file name in the run's `tokens` folder, offset, length, crc32."""
+    """Location of one frame of token data: file name in the run's `tokens` directory, offset, length, CRC-32."""
 
     file: str
     offset: int
@@ -20,7 +20,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts over the policy's turns; other roles are in `others`, by role, as sampled tokens."""
+    """Counts over the policy's turns. `others` holds the sampled tokens of other roles, by role."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -28,13 +28,13 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: int = 0
     others: dict[str, int] = {}
     drifted: int = 0
-    """Turns whose prompt did not begin with the tokens that they continue, or was not told."""
+    """Turns whose prompt did not start with the tokens of their parent turn, or is unknown."""
     without_tokens: int = 0
     """Turns whose token IDs the model server did not return. They cannot train."""
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds of each stage; `model` and `sandbox` are the parts of them spent waiting there."""
+    """Seconds of each stage. `model` and `sandbox` are the parts that were spent waiting for them."""
 
     queue: float = 0.0
     setup: float = 0.0
@@ -47,7 +47,7 @@ class Timing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One try at a rollout. Its id is the rollout's id with the number of the try."""
+    """One attempt at a rollout. Its ID is the rollout's ID followed by the attempt's number."""
 
     id: str
     number: int
@@ -56,11 +56,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     started: float = 0.0
     ended: float = 0.0
     evidence: dict[str, Any] = {}
-    """Observations that decided the outcome: `upstream` lists what was seen of silent model servers."""
+    """Observations that decided the outcome. `upstream` lists those of model servers that did not reply."""
+    charged: bool = True
+    """False if the attempt does not count against the retry budget, because something else ended it."""
+    policy_loss: bool = False
+    """The sandbox was lost during the policy's own command, and the host was healthy."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The terminal record of one member of a group. Every member of a group has one, all of this shape."""
+    """The final record of one member of a group."""
 
     id: str
     group: int
@@ -72,24 +76,24 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rewards: dict[str, float] = {}
     """Named parts of the reward."""
     metrics: dict[str, float] = {}
-    """Numbers worth watching that are not part of the reward."""
+    """Numbers to monitor that are not part of the reward."""
     info: dict[str, Any] = {}
-    """What the environment wanted to keep, as plain data."""
+    """Plain data that the environment stored with `ctx.info`."""
     attempts: tuple[Attempt, ...] = ()
     usage: Usage = Usage()
     timing: Timing = Timing()
     tokens: tuple[Extent, ...] = ()
-    """Where the turns of the last attempt lie."""
+    """Locations of the turns of the last attempt."""
     segments: list[Segment] = []
-    """Filled when a group is handed to a consumer; the journal keeps `tokens` instead."""
+    """Loaded when a group is delivered to a consumer; the journal stores `tokens` instead."""
 
     @property
     def valid(self) -> bool:
-        """Whether it counts: it has a reward, and so belongs in loss, baseline and denominators."""
+        """True if the rollout has a reward and counts in loss, baseline and denominators."""
         return self.reward is not None and isinstance(self.outcome, SCORED)
 
 
-def rollout_place(rollout_id: str) -> tuple[int, int] | None:
+def parse_rollout_id(rollout_id: str) -> tuple[int, int] | None:
     """Return group and member of a rollout's ID such as `12.3`, or `r12.3` as exports write it; else None."""
     group, _, member = rollout_id.removeprefix("r").partition(".")
     return (int(group), int(member)) if group.isdecimal() and member.isdecimal() else None
@@ -108,16 +112,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def rewards(self) -> list[float | None]:
-        """One entry for each member, None where there is no reward."""
+        """The reward of each member, or None."""
         return [rollout.reward for rollout in self.rollouts]
 
 
-def failed_record(record: Rollout, error: Exception, *, cause: str) -> Rollout:
-    """Return a valid record as `Failed` in `load`: same identity and usage, no reward, no segments.
+def mark_failed(record: Rollout, error: Exception, *, cause: str) -> Rollout:
+    """Return a valid record as `Failed` in stage `load`, without reward and segments.
 
-    `cause` is for exceptions that carry none. A record that is not valid keeps its outcome.
+    `cause` is used for exceptions that carry none. A record that is not valid keeps its outcome.
     """
     if not record.valid:
         return msgspec.structs.replace(record, segments=[]) if record.segments else record
-    outcome = failed(error, "load", cause=cause)
+    outcome = failed_outcome(error, "load", cause=cause)
     return msgspec.structs.replace(record, outcome=outcome, reward=None, rewards={}, segments=[])

@@ -1,4 +1,4 @@
-"""How tokens are drawn."""
+"""Sampling parameters of model calls."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Sampling parameters; None leaves the server's default. `extra` goes into the request as it stands."""
+    """Sampling parameters. None leaves the server's default. `extra` is added to the request unchanged."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -17,15 +17,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     extra: dict[str, Any] = {}
 
     def over(self, below: "Sampling") -> "Sampling":
-        """This sampling where it says something, `below` elsewhere."""
+        """Return these parameters, with `below` for those that are not set."""
         if self == NOTHING:
             return below
         if below == NOTHING:
             return self
-        said = {
+        given = {
             name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, (), {})
         }
-        return msgspec.structs.replace(below, **said) if said else below
+        return msgspec.structs.replace(below, **given) if given else below
 
 
 NOTHING = Sampling()

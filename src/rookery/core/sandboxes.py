@@ -67,7 +67,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 MAX_MOUNTS = 16
 
 
-def mount_problems(mounts: Iterable[Mount]) -> list[str]:
+def check_mounts(mounts: Iterable[Mount]) -> list[str]:
     """What is wrong with them, whatever a provider can, in sentences."""
     said, targets = [], set[str]()
     for number, mount in enumerate(mounts, 1):

@@ -1,9 +1,9 @@
-"""Seeds derived from one root, so that a run, a resume and a checkpoint draw the same."""
+"""Derive seeds from one root, so that a resumed run and a restored checkpoint use the same seeds."""
 
 from hashlib import blake2b
 
 
 def derive_seed(root: int, *parts: str | int) -> int:
-    """A 63-bit seed that depends on the root and every part, and on nothing else."""
-    # A tuple's repr quotes and escapes, so no name of a stream can be made to look like another stream's parts.
+    """Return a 63-bit seed that depends only on the root and the parts."""
+    # The repr of a tuple quotes its parts, so that the name of a stream cannot imitate other parts.
     return int.from_bytes(blake2b(repr((root, *parts)).encode(), digest_size=8).digest(), "big") >> 1

@@ -1,7 +1,4 @@
-"""JSON that every reader reads alike.
-
-Promise: what readers differ on is an error: a name that stands twice, a number too large for a float, NaN.
-"""
+"""A strict JSON decoder: duplicate names, numbers too large for a float, and NaN are errors."""
 
 import json
 import math
@@ -10,7 +7,7 @@ from typing import Any, NoReturn
 
 
 def strict_json(whole: Callable[[str], int] = int) -> Callable[[str], Any]:
-    """Reads JSON, its integers by `whole`; a ValueError says what is wrong."""
+    """Return a function that decodes JSON text and raises `ValueError`. `whole` converts integers."""
     return json.JSONDecoder(
         object_pairs_hook=_pairs, parse_float=_float, parse_int=whole, parse_constant=_constant
     ).decode
@@ -19,7 +16,7 @@ def strict_json(whole: Callable[[str], int] = int) -> Callable[[str], Any]:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is doubled")
+        raise ValueError("an object has a duplicate name")
     return found
 
 

@@ -1,4 +1,4 @@
-"""One problem, and a named, ordered collection of them."""
+"""Tasks and tasksets."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,27 +10,27 @@ from rookery.core.messages import Message
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is attempted: a prompt, data for scoring, files, an image, limits."""
+    """One problem: a prompt, data for scoring, files, an image, limits."""
 
     id: str
     prompt: tuple[Message, ...] = ()
     data: dict[str, Any] = {}
-    """For the environment and its scoring; never shown to the policy by itself."""
+    """Data for the environment and its scoring. The policy does not see it."""
     files: dict[str, str] = {}
-    """Path inside the sandbox → text."""
+    """The text of files, by path in the sandbox."""
     image: str | None = None
     limits: Limits = NO_LIMITS
     invalid: str = ""
-    """Why the row is not a task, in words; such a task is quarantined, never attempted."""
+    """Why the row is not a valid task. Such a task is quarantined and never attempted."""
 
     @property
     def text(self) -> str:
-        """The prompt's user text, for environments that need only that."""
+        """The text of the prompt's user messages."""
         return "\n".join(message.text for message in self.prompt if message.role == "user")
 
 
 class Taskset(Sequence[Task]):
-    """A named, ordered collection of tasks and where it came from. Ids are unique within it."""
+    """A named, ordered collection of tasks with unique IDs, and its source."""
 
     __slots__ = ("_tasks", "name", "source")
 

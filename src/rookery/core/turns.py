@@ -48,7 +48,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
 
 
-def covers(spans: tuple[Span, ...], tokens: int) -> bool:
+def spans_cover(spans: tuple[Span, ...], tokens: int) -> bool:
     """Whether the spans follow each other from the first token to the last."""
     at = 0
     for span in spans:
@@ -104,7 +104,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError("token ids are int32: their bytes must be a multiple of 4")
         if self.logprobs and len(self.logprobs) != len(self.sampled):
             raise ValueError(f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs")
-        if self.spans and not covers(self.spans, len(self.sampled) // 4):
+        if self.spans and not spans_cover(self.spans, len(self.sampled) // 4):
             raise ValueError(f"the version spans do not cover {len(self.sampled) // 4} sampled tokens exactly")
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:

@@ -1,6 +1,21 @@
-"""The engine: schedule, groups, deadlines, retries, breaker, pause; the processes; the library's front.
+"""The engine schedules rollouts, runs their attempts in runner processes, retries, scores and records them.
 
-Promises (each held by a test of the same name in tests/engine):
+`Engine` is the library's entry point. It starts a `Supervisor`, which owns the schedule, the runners and the
+journal and executes no user code. Runner processes (`runner.py`) execute the environment; with `runners=0` the
+supervisor's process does.
+
+The way of an attempt:
+
+1. `GroupScheduler` (scheduler.py) chooses the next `OpenRollout` of an admitted group.
+2. The supervisor sends an `AttemptSpec` (runner_protocol.py) to a runner and remembers it as a `Dispatch`.
+3. In the runner, `Executor` starts a `RunningAttempt` (attempt.py). It runs the stages setup, run, score and
+   teardown, each with a deadline, and sends an `AttemptResult`.
+4. The supervisor appends an `Attempt` (core/records.py) to the rollout. `RetryPolicy` decides on a retry.
+   Otherwise `RecordWriter` writes the final `Rollout` record to the journal. A complete group is delivered to the
+   consumer after its records are committed.
+
+Guarantees, each proved by a test of the same name in tests/engine:
+
 1. every admitted rollout gets exactly one terminal record;
 2. nothing one rollout does cancels another;
 3. a group always returns k records, in order, of one shape;
@@ -9,23 +24,23 @@ Promises (each held by a test of the same name in tests/engine):
 5. cancelling reaches sandbox, grader and upstream;
 6. the original exception, with its traceback, is in the record and the log;
 7. failures above a rate stop admission with a clear message instead of burning the run;
-8. kill -9 at any moment, start again: finished rollouts are kept, unfinished ones run again, nothing counts twice,
-   nothing is left behind; a second resume of a live run is refused.
+8. after SIGKILL at any moment, a resume keeps finished rollouts, runs the others again, counts nothing twice and
+   leaves nothing behind; a second resume of a live run is refused.
 """
 
 from rookery.engine.config import EngineConfig
 from rookery.engine.engine import Engine
-from rookery.engine.fleet import OwnBug, Stopped
-from rookery.engine.remote import RemoteEngine
+from rookery.engine.group_stream import GroupStream
+from rookery.engine.remote_engine import RemoteEngine
 from rookery.engine.retry import RetryPolicy
-from rookery.engine.streams import GroupStream
-from rookery.engine.sync import SyncEngine
+from rookery.engine.runner_pool import InternalError, Stopped
+from rookery.engine.sync_engine import SyncEngine
 
 __all__ = [
     "Engine",
     "EngineConfig",
     "GroupStream",
-    "OwnBug",
+    "InternalError",
     "RemoteEngine",
     "RetryPolicy",
     "Stopped",

@@ -1,7 +1,13 @@
-"""What a run is made of, as plain data: kept in the journal, so that a resume makes the same engine again."""
+"""The configuration of an engine, and the settings that runners and the journal get from it.
+
+`EngineConfig` is plain data. The journal stores it without secrets, so that a resume creates the same engine
+again.
+"""
 
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,22 +15,25 @@ import msgspec
 from rookery.core import Limits, Sampling, SandboxSpec, UsageError
 from rookery.core.suggestions import suggestion
 from rookery.engine.retry import RetryPolicy
+from rookery.engine.runner_protocol import RunSettings
+from rookery.environments import EnvironmentRef
 from rookery.gateway.public import checked_url, is_url, listened
 from rookery.gateway.session import Record
 from rookery.gateway.tunnels import tunnel_of
+from rookery.sandboxes import is_poolable
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
 
-WARM = 32
-"""Sandboxes made ahead, at most, where a run does not say: enough to make up for how long each takes."""
+DEFAULT_WARM = 32
+"""Upper bound of the default of `EngineConfig.warm`."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S]) -> S:
-    """Return the value of an option of `Engine` as a `kind`.
+    """Return an option of `Engine` as an instance of `kind`.
 
-    A dictionary of fields is converted; None stands for the default. Raises `UsageError` for an unknown field, a
+    A dictionary of fields is converted, and None becomes the default. Raises `UsageError` for an unknown field, a
     field of the wrong type, and any other value.
     """
     if isinstance(value, kind):
@@ -45,60 +54,63 @@ def struct_option(name: str, value: S | Mapping[str, Any] | None, kind: type[S])
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything but the environment's code, the tasks and the secrets."""
+    """All settings of a run except the environment's code, the tasks and secrets."""
 
     environment: str
-    """An entry point's name, `module:attr` or `file.py[:attr]`."""
+    """The name of an entry point, `module:attr` or `file.py[:attr]`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for the environment's class."""
     upstreams: dict[str, UpstreamConfig] = {}
+    """By model role."""
     sandbox: SandboxSpec = SandboxSpec()
-    """What it says goes over the environment's own; its provider is settled when an engine is built of it."""
+    """Overrides the environment's own spec. The provider is resolved when an engine is created."""
     sandbox_named: tuple[str, ...] = ()
-    """Fields of `sandbox` that were said, also where they are the default."""
+    """Fields of `sandbox` that were set explicitly, also if they have the default value."""
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     runners: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
     concurrency: int = 64
     warm: int | None = None
-    """Sandboxes to have ready ahead of need where making one takes long; None: `concurrency`, up to `WARM`."""
+    """Sandboxes to create before they are needed, for providers that are slow to create them. None: `concurrency`,
+    up to `DEFAULT_WARM`."""
     seed: int | None = None
-    """Root of all seeds. One that is given is also sent to model servers, as a seed for each call; None: root 0,
-    and servers draw as they like."""
+    """Root of all seeds. If set, model servers also get a seed with each call. None: root 0, and servers sample
+    without a seed."""
     retry: RetryPolicy = RetryPolicy()
     breaker: float | None = 0.5
+    """Stop the run if more than this share of the latest attempts failed; None: never."""
     block_limit: float = 30.0
-    """Seconds a runner's loop may stand still before the runner is ended."""
+    """Seconds that the event loop of a runner may be blocked before the runner is killed."""
     record: Record | None = None
-    """None: token by token where there is a chat format for it, by messages else."""
+    """None: `tokens` if `rendering` is set, otherwise `messages`."""
     rendering: dict[str, Any] = {}
-    """The policy's chat format, as `RenderingConfig` takes it: its tokenizer, its name, its parsers."""
+    """The policy's chat format: the fields of `RenderingConfig`."""
     tool_parser: str = ""
-    """How the policy writes tool calls, by the name of a parser; goes into `rendering`."""
+    """The name of the parser for the policy's tool calls; copied into `rendering`."""
     replica_concurrency: int | None = None
-    """Calls under way at once at each replica of the policy; None: what the engine reports, or 256."""
+    """Concurrent calls per replica of the policy. None: what the inference engine reports, or 256."""
     wait_for_upstream: float = 0.0
-    """Seconds to wait for a model server that is not there, at the start or under way, before the run stops.
-    Attempts that fail meanwhile are not charged."""
+    """Seconds to wait for a model server that is not available, at the start or during the run, before the run
+    stops. Attempts that fail in the meantime are not charged."""
     allow_no_tools: bool = False
-    """Go on without tools where the chat template has no place for them, instead of refusing to start."""
+    """Run without tools if the chat template does not support them, instead of refusing to start."""
     listen: str = ""
-    """`tcp://HOST:PORT`, for `Engine.connect` from other machines; the run's folder holds the key for it."""
+    """`tcp://HOST:PORT` for `Engine.connect` from other machines. The key is in the run's directory."""
     public: str = ""
     """Where programs on other machines reach the run's gateway: a URL, or `ssh:USER@HOST` for a tunnel."""
     gateway_listen: str = ""
-    """`HOST:PORT` where the run's gateway listens, for a public URL to lead to; else a free port of 127.0.0.1."""
+    """`HOST:PORT` on which the run's gateway listens for a public URL; by default a free port of 127.0.0.1."""
     stream: dict[str, Any] = {}
-    """`k`, `want`, … of the run's main stream, for `resume`."""
+    """`k`, `want` and other arguments of the run's main stream, for `resume`."""
 
     @property
     def root_seed(self) -> int:
-        """What the seeds of rollouts are derived from."""
+        """The seed from which the seeds of all rollouts are derived."""
         return self.seed or 0
 
     @property
     def recording(self) -> Record:
-        """How turns are recorded."""
+        """How turns are recorded, with the default resolved."""
         return self.record or ("tokens" if self.rendering else "messages")
 
     def __post_init__(self) -> None:
@@ -107,53 +119,116 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("warm", self.warm or 0, 0)
         _at_least("retry.attempts", self.retry.attempts, 1)
         if self.breaker is not None and not 0 < self.breaker <= 1:
-            raise UsageError(f"breaker must be a rate above 0 and at most 1, or None; got {self.breaker}")
+            raise UsageError(f"breaker must be above 0 and at most 1, or None, got {self.breaker}")
         if self.replica_concurrency is not None:
             _at_least("replica_concurrency", self.replica_concurrency, 1)
         if not 0 <= self.wait_for_upstream < float("inf"):
-            raise UsageError(f"wait_for_upstream is a number of seconds from 0 on, got {self.wait_for_upstream}")
+            raise UsageError(f"wait_for_upstream must be at least 0 seconds, got {self.wait_for_upstream}")
         self._check_public()
         if not self.block_limit > 0:
             raise UsageError(f"block_limit must be above 0 seconds, got {self.block_limit}")
 
     def _check_public(self) -> None:
-        """What is wrong with the gateway's addresses, before anything listens."""
+        """Raise `UsageError` if the gateway's addresses are wrong, before anything listens."""
         if not is_url(self.public):
             if self.public:
-                tunnel_of(self.public, 0)  # says what is wrong with it
+                tunnel_of(self.public, 0)  # raises if the address is not valid
             if self.gateway_listen:
                 raise UsageError(
-                    "where the gateway listens (--gateway-listen) is for a public URL to lead to: name that too "
-                    "(--public-url http://HOST:PORT)"
+                    "a listen address of the gateway (--gateway-listen) needs the public URL that leads to it: "
+                    "add --public-url http://HOST:PORT"
                 )
             return
         checked_url(self.public)
         if not self.gateway_listen:
             raise UsageError(
-                f"the public URL {redact(self.public)} must lead to the run's gateway, and that listens at any "
-                "free port of 127.0.0.1: say where it is to listen (--gateway-listen HOST:PORT)"
+                f"the public URL {redact(self.public)} must lead to the run's gateway, which listens on a random "
+                "port of 127.0.0.1: choose its address with --gateway-listen HOST:PORT"
             )
         listened(self.gateway_listen)
 
 
 def with_policy_options(config: EngineConfig) -> EngineConfig:
-    """The same with `tool_parser` and `replica_concurrency` where they take effect."""
+    """Copy `tool_parser` into the rendering and `replica_concurrency` into the policy's upstream."""
     changes: dict[str, Any] = {}
     if config.tool_parser:
         named = config.rendering.get("tool_parser", config.tool_parser)
         if named != config.tool_parser:
-            raise UsageError(f"two parsers of tool calls are named: {named!r} and {config.tool_parser!r}")
+            raise UsageError(
+                f"two tool parsers are set: {named!r} in `rendering` and {config.tool_parser!r}; remove one"
+            )
         if not config.rendering and config.record is None:
-            raise UsageError("a parser of tool calls (--tool-parser) needs the policy's tokenizer (--tokenizer)")
+            raise UsageError("a tool parser (--tool-parser) needs the policy's tokenizer: add --tokenizer NAME")
         changes["rendering"] = {**config.rendering, "tool_parser": config.tool_parser}
     policy = config.upstreams.get("policy")
     if config.replica_concurrency is not None and policy is not None:
         policy = msgspec.structs.replace(policy, concurrency=config.replica_concurrency)
         changes["upstreams"] = {**config.upstreams, "policy": policy}
-        changes["runners"] = min(config.runners, config.replica_concurrency)  # each needs a place at a replica
+        changes["runners"] = min(config.runners, config.replica_concurrency)  # each needs at least one call slot
     return msgspec.structs.replace(config, **changes) if changes else config
 
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise UsageError(f"{name} must be at least {low}, got {value}")
+
+
+def environment_reference(config: EngineConfig) -> EnvironmentRef:
+    """Return a reference with which runners find the environment in the same place as this process."""
+    source = config.environment
+    path, _, attr = source.rpartition(":") if not source.endswith(".py") else (source, "", "")
+    if path.endswith(".py"):
+        resolved = str(Path(path).expanduser().resolve())
+        source = f"{resolved}:{attr}" if attr else resolved
+    return EnvironmentRef(source=source, config=config.arguments, path=tuple(sys.path))
+
+
+def build_run_settings(
+    config: EngineConfig, sandbox: SandboxSpec, folder: Path, environment: EnvironmentRef
+) -> RunSettings:
+    """Return the settings for runners. The run's sampling is the default for the policy."""
+    policy = config.upstreams["policy"]
+    policy = msgspec.structs.replace(policy, sampling=policy.sampling.over(config.sampling))
+    upstreams = {**config.upstreams, "policy": policy}
+    if config.seed is not None:
+        upstreams = {role: msgspec.structs.replace(up, seeded=True) for role, up in upstreams.items()}
+    return RunSettings(
+        run=folder.name,
+        folder=str(folder.resolve()),
+        environment=environment,
+        upstreams=upstreams,
+        sandbox=sandbox,
+        limits=config.limits,
+        share=max(1, config.runners),
+        warm=_resolve_warm(config, sandbox),
+        record=config.recording,
+        rendering=config.rendering,
+        public=config.public,
+        gateway_listen=config.gateway_listen,
+    )
+
+
+def _resolve_warm(config: EngineConfig, sandbox: SandboxSpec) -> int:
+    """Return how many sandboxes to create in advance: none if the provider creates them fast."""
+    if not sandbox.provider or not is_poolable(sandbox.provider):
+        return 0
+    return min(DEFAULT_WARM, config.concurrency) if config.warm is None else config.warm
+
+
+def describe_config(config: EngineConfig) -> dict[str, Any]:
+    """Return a configuration as plain data, without secrets and without fields at their defaults.
+
+    Two runs with the same settings have the same description, whether a default was set explicitly or not.
+    """
+    redacted = msgspec.structs.replace(
+        config,
+        upstreams={
+            role: msgspec.structs.replace(up, urls=tuple(redact(url) for url in up.urls))
+            for role, up in config.upstreams.items()
+        },
+    )
+    found: dict[str, Any] = msgspec.to_builtins(redacted)
+    for field in msgspec.structs.fields(EngineConfig):  # `omit_defaults` compares by identity, this by value
+        if field.default is not msgspec.NODEFAULT and getattr(redacted, field.name) == field.default:
+            found.pop(field.encode_name, None)
+    return found

@@ -1,4 +1,4 @@
-"""The engine as a library: groups of scored rollouts, out of an environment, a policy and tasks."""
+"""`Engine`: run an environment with a policy over tasks and get groups of scored rollouts."""
 
 import asyncio
 import logging
@@ -18,43 +18,49 @@ import msgspec
 from rookery.core import Failed, Limits, Rollout, Sampling, SandboxSpec, Task, UsageError
 from rookery.core.suggestions import suggestion
 from rookery.engine import processes
-from rookery.engine.ahead import upcoming
-from rookery.engine.channel import Channel, GroupFilter, Sourced, informative
-from rookery.engine.checks import check_sandbox, checked_upstreams, no_way, upstream_of
-from rookery.engine.config import EngineConfig, struct_option, with_policy_options
-from rookery.engine.control import Control
-from rookery.engine.pacing import Pace
+from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor, dump_checkpoint, load_checkpoint
+from rookery.engine.config import (
+    EngineConfig,
+    build_run_settings,
+    describe_config,
+    environment_reference,
+    struct_option,
+    with_policy_options,
+)
+from rookery.engine.control_server import ControlServer
+from rookery.engine.group_channel import GroupChannel, GroupFilter, PlannedGroup, informative
+from rookery.engine.group_stream import GroupStream
+from rookery.engine.preflight import build_upstream_config, check_sandbox, check_upstreams, find_gateway_problems
+from rookery.engine.prewarm import iter_upcoming
 from rookery.engine.retry import RetryPolicy
-from rookery.engine.schedule import Stream
-from rookery.engine.settling import described, policy_of, reference_to, run_settings
-from rookery.engine.state import Cursor, StreamState, dump_state, load_state
+from rookery.engine.runner_protocol import NOT_ISOLATED
+from rookery.engine.scheduler import GroupScheduler
+from rookery.engine.staleness import StalenessBound
 from rookery.engine.steps import StepStream
-from rookery.engine.streams import GroupStream, resumed, sourced
 from rookery.engine.supervisor import Supervisor
-from rookery.engine.taskbook import REGISTERED, TaskBook
+from rookery.engine.task_source import MAX_REGISTERED, TaskRegistry, plan_groups, plan_resume
 from rookery.engine.upstream import EngineUpstream
-from rookery.engine.wire import NOT_ISOLATED
-from rookery.environments import Environment, EnvironmentRef, load_environment, reference, reward_bounds
+from rookery.environments import Environment, EnvironmentRef, load_environment, make_reference, reward_bounds
 from rookery.environments.checks import check_environment
 from rookery.gateway.config import settle_rendering
 from rookery.journal import Journal, RunReader, create_run
-from rookery.sandboxes import settle
+from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
 from rookery.upstreams.protocol import UpstreamConfig
 
 if TYPE_CHECKING:
-    from rookery.engine.remote import RemoteEngine
+    from rookery.engine.remote_engine import RemoteEngine
 
 log = logging.getLogger("rookery.engine")
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
 ARGUMENTS = frozenset({"policy", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
 OPTIONS = frozenset(EngineConfig.__struct_fields__) - ARGUMENTS - {"environment", "upstreams"}
-"""Fields of `EngineConfig` that `Engine` takes by their names, beside its own arguments."""
+"""Fields of `EngineConfig` that `Engine` accepts as keyword arguments, in addition to its own."""
 
 
 def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn:
-    """Raise `UsageError` for unknown options. The message lists the known ones and suggests one."""
+    """Raise `UsageError` for unknown options, with a list of the known ones and a suggestion."""
     name = min(unknown)
     listed = sorted(known)
     raise UsageError(
@@ -63,13 +69,13 @@ def _refuse_options(what: str, unknown: Iterable[str], known: Iterable[str]) -> 
 
 
 class Engine:
-    """Runs rollouts and hands out groups.
+    """Runs rollouts and delivers them in groups.
 
         async with Engine(env, policy="http://localhost:8000/v1") as engine:
             async for group in engine.groups(tasks, k=8):
                 ...
 
-    Every configuration error is raised here or on entering, before anything is admitted.
+    Configuration errors are raised by the constructor or on entering, before any rollout starts.
     """
 
     def __init__(
@@ -92,15 +98,15 @@ class Engine:
         """
         if processes.in_runner:
             raise UsageError(
-                "an engine cannot be started inside of a runner process: put what starts it under "
+                "an engine cannot be started inside a runner process: put the code that starts it under "
                 '`if __name__ == "__main__":`, since runners import the file that defines the environment'
             )
         if not OPTIONS.issuperset(options):
             _refuse_options("Engine", set(options) - OPTIONS, OPTIONS | ARGUMENTS)
-        self._given = env if isinstance(env, Environment) else None
+        self._environment_object = env if isinstance(env, Environment) else None
         if config is not None and (options or policy or model or roles or sandbox or limits or sampling):
             raise UsageError(
-                "an engine takes its settings from `config` or from arguments, not from both: "
+                "an engine gets its settings from `config` or from arguments, not from both: "
                 "change the configuration with msgspec.structs.replace(config, …)"
             )
         if config is None:
@@ -113,19 +119,21 @@ class Engine:
                 options.setdefault("sandbox_named", tuple(sandbox))
             config = EngineConfig(
                 environment=source,
-                upstreams={"policy": upstream_of(policy, model), **(roles or {})},
+                upstreams={"policy": build_upstream_config(policy, model), **(roles or {})},
                 sandbox=struct_option("sandbox", sandbox, SandboxSpec),
                 limits=struct_option("limits", limits, Limits),
                 sampling=struct_option("sampling", sampling, Sampling),
                 **options,
             )
         config = with_policy_options(config)
-        self.environment = self._given or load_environment(config.environment, **config.arguments)
+        self.environment = self._environment_object or load_environment(config.environment, **config.arguments)
         reward_bounds(self.environment)
         check_environment(self.environment)
-        self.sandbox, self._unsettled = settle(config.sandbox.over(self.environment.sandbox, config.sandbox_named))
-        """What an attempt gets, unless its task or its environment's code asks for another. Without a provider
-        where none isolates and nobody consented to that: creating one is then refused."""
+        self.sandbox, self._provider_problem = resolve_spec(
+            config.sandbox.over(self.environment.sandbox, config.sandbox_named)
+        )
+        """The sandbox of an attempt, unless its task or its environment requests another one. The provider is
+        empty if no provider isolates and the user did not accept that; creating a sandbox is then refused."""
         config = msgspec.structs.replace(
             config, sandbox=msgspec.structs.replace(config.sandbox, provider=self.sandbox.provider)
         )
@@ -135,28 +143,29 @@ class Engine:
         )
         if missing:
             raise UsageError(
-                f"{self.environment.title} needs a model for: {', '.join(missing)}; "
-                "give the policy's URL (--policy http://host:port/v1, or --policy embedded for the small one "
-                "that comes along), others in `roles`"
+                f"{self.environment.title} needs a model for: {', '.join(missing)}. Pass the policy URL (--policy "
+                "http://host:port/v1, or --policy embedded for the built-in small model), and others in `roles`"
             )
-        rendering, self._no_tools = self._settle_rendering(config)
+        rendering, self._no_tools_warning = self._resolve_rendering(config)
         self.config = msgspec.structs.replace(config, rendering=rendering)
         self.folder: Path | None = None
         self._out = Path(out)
         self._resume = False
         self._failed_again: tuple[bool, tuple[str, ...]] = False, ()
-        """Whether a resume also runs failed rollouts again, and those of which causes; without any, all."""
+        """Whether a resume also runs failed rollouts again, and with which causes; an empty tuple means all."""
+        self.on_preparation: Callable[[str], None] = log.info
+        """Called with progress messages while the environment prepares this machine, before the first rollout."""
         self._supervisor: Supervisor | None = None
         self._journal: Journal | None = None
-        self._channels: dict[str, Channel] = {}
-        self._states: dict[str, StreamState] = {}
+        self._channels: dict[str, GroupChannel] = {}
+        self._states: dict[str, StreamCheckpoint] = {}
         self._rounds: dict[str, int] = {}
-        """How many streams of a name went before the present one."""
-        self._book: TaskBook | None = None
-        self._resumed: list[Sourced] = []
-        self._control: Control | None = None
+        """By name: how often the stream was restarted."""
+        self._registry: TaskRegistry | None = None
+        self._resumed: list[PlannedGroup] = []
+        self._control: ControlServer | None = None
         self.on_record: Callable[[Rollout], None] | None = None
-        """Called with each terminal record, as it is made."""
+        """Called with each final record."""
         self.on_event: Callable[[str, dict[str, Any]], None] | None = None
 
     @classmethod
@@ -169,14 +178,14 @@ class Engine:
         causes: Collection[str] = (),
         **changes: Any,
     ) -> "Engine":
-        """Return the engine of an earlier run, to go on with it: `async for group in engine.groups()`.
+        """Return an engine that continues an earlier run: `async for group in engine.groups()`.
 
-        With `failed`, rollouts that failed run again too: all, or those with one of `causes` (`upstream` stands
-        for every cause that begins with `upstream.`). Their groups are handed out whole; earlier records stay in
-        the journal. `changes` are fields of `EngineConfig`.
+        With `failed`, rollouts that failed run again as well: all, or those with one of `causes` (`upstream`
+        matches every cause that starts with `upstream.`). Their groups are delivered complete; earlier records
+        stay in the journal. `changes` are fields of `EngineConfig` to change.
         """
         if causes and not failed:
-            raise UsageError("causes say which failed rollouts run again: pass failed=True with them")
+            raise UsageError("`causes` selects failed rollouts to run again: pass failed=True as well")
         if isinstance(causes, str):
             causes = (causes,)
         path = Path(folder)
@@ -189,8 +198,8 @@ class Engine:
         config = msgspec.structs.replace(config, **changes)
         if env is None and not config.environment:
             raise UsageError(
-                f"{path.name} was made from Python with an environment object: resume it there, "
-                "with Engine.resume(folder, env=…)"
+                f"{path.name} was started from Python with an environment object: resume it from Python with "
+                "Engine.resume(folder, env=…)"
             )
         engine = cls(env or config.environment, config=config)
         engine.folder = path
@@ -200,18 +209,19 @@ class Engine:
 
     @staticmethod
     async def connect(url: str | Path) -> "RemoteEngine":
-        """An engine that lives in another process: its run folder, `unix:PATH` or `tcp://HOST:PORT`."""
-        from rookery.engine.remote import RemoteEngine
+        """Connect to an engine in another process: its run directory, `unix:PATH` or `tcp://KEY@HOST:PORT`."""
+        from rookery.engine.remote_engine import RemoteEngine
 
         return await RemoteEngine.connect(str(url))
 
-    # ---- life
+    # ---- start and stop
 
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
-            raise UsageError("this engine is already open; make another one for another run")
+            raise UsageError("this engine is already open; create another one for another run")
         self.check_sandbox()
-        upstreams = await checked_upstreams(
+        await self.environment.prepare(self.sandbox, self.on_preparation)
+        upstreams = await check_upstreams(
             self.config.upstreams,
             tokens=self.config.recording == "tokens",
             wait=self.config.wait_for_upstream,
@@ -231,18 +241,20 @@ class Engine:
         else:
             self._journal = Journal.open(self.folder)
         try:
-            settings = run_settings(self.config, self.sandbox, self.folder, ref)
-            self._supervisor = Supervisor(settings, self.environment, self._journal, policy_of(self.config))
-            self._supervisor.ledger.on_record = self._on_record
-            self._supervisor.ledger.on_event = self._on_event
+            settings = build_run_settings(self.config, self.sandbox, self.folder, ref)
+            self._supervisor = Supervisor(settings, self.environment, self._journal, self.config)
+            self._supervisor.records.on_record = self._on_record
+            self._supervisor.records.on_event = self._on_event
             if self._resume:
-                await asyncio.to_thread(self._read_back)
+                await asyncio.to_thread(self._plan_resume)
             await self._supervisor.start()
-            if self._unsettled:
-                self._supervisor.event(NOT_ISOLATED, {"detail": f"sandboxes will be refused: {self._unsettled}"})
-            if self._no_tools:
-                self._supervisor.event("template.no_tools", {"detail": self._no_tools})
-            self._control = Control(self, self.folder, self.config.listen)
+            if self._provider_problem:
+                self._supervisor.record_event(
+                    NOT_ISOLATED, {"detail": f"sandboxes will be refused: {self._provider_problem}"}
+                )
+            if self._no_tools_warning:
+                self._supervisor.record_event("template.no_tools", {"detail": self._no_tools_warning})
+            self._control = ControlServer(self, self.folder, self.config.listen)
             await self._control.start()
         except BaseException:
             await self._close("stopped")
@@ -263,7 +275,7 @@ class Engine:
                 await control.close()
             if supervisor is not None:
                 for channel in self._channels.values():
-                    channel.changed()
+                    channel.notify()
                 await asyncio.shield(asyncio.ensure_future(supervisor.close()))
         finally:
             if journal is not None:
@@ -272,38 +284,39 @@ class Engine:
                 await journal.aclose()
 
     def check_sandbox(self) -> None:
-        """Raises what the provider says against the sandbox asked for; opens nothing."""
+        """Raise `UsageError` if the provider or the environment cannot work with the sandbox spec."""
         if self.sandbox.provider:
             check_sandbox(self.sandbox, self._out)
         elif self.environment.needs_sandbox:
-            raise UsageError(self._unsettled)
+            raise UsageError(self._provider_problem)
         problems = list(self.environment.check(self.sandbox))
         if self.environment.needs_gateway:
-            problems += no_way(self.sandbox, self.config.public)
+            problems += find_gateway_problems(self.sandbox, self.config.public)
         purpose = self.environment.needs_gateway
         if problems and isinstance(purpose, str):
             problems.append(f"it needs the gateway for {purpose}")
         if problems:
-            raise UsageError(f"{self.environment.title} cannot run so: {'; '.join(problems)}")
+            raise UsageError(f"{self.environment.title} cannot run with these settings: {'; '.join(problems)}")
 
-    def _settle_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
-        """The chat format, ready to travel, and a warning where it has no place for tools.
+    def _resolve_rendering(self, config: EngineConfig) -> tuple[dict[str, Any], str]:
+        """Resolve the chat format; return it as plain data, with a warning if it does not support tools.
 
-        Refuses a format that would hide the environment's tools from the policy, unless that is allowed.
+        Raises `UsageError` if the format would hide the environment's tools from the policy, unless
+        `allow_no_tools` is set.
         """
         wanted = config.rendering
         if wanted and config.allow_no_tools:
             wanted = {**wanted, "allow_no_tools": True}
-        settled, lost = settle_rendering(config.recording, wanted, config.upstreams["policy"])
-        if lost and not settled.get("allow_no_tools") and self.environment.tools():
+        resolved, warning = settle_rendering(config.recording, wanted, config.upstreams["policy"])
+        if warning and not resolved.get("allow_no_tools") and self.environment.tools():
             names = ", ".join(tool.name for tool in self.environment.tools())
-            raise UsageError(f"{self.environment.title} gives the policy tools ({names:.200}), and {lost}")
-        return settled, lost
+            raise UsageError(f"{self.environment.title} gives the policy tools ({names:.200}), and {warning}")
+        return resolved, warning
 
     def _reference(self) -> EnvironmentRef:
-        if self._given is None:
-            return reference_to(self.config)
-        return reference(self._given) if self.config.runners else EnvironmentRef(source="")
+        if self._environment_object is None:
+            return environment_reference(self.config)
+        return make_reference(self._environment_object) if self.config.runners else EnvironmentRef(source="")
 
     def _on_record(self, record: Rollout) -> None:
         if self.on_record is not None:
@@ -320,12 +333,12 @@ class Engine:
         return self._supervisor
 
     def describe(self) -> dict[str, Any]:
-        """The configuration as plain data, without secrets."""
-        return described(self.config)
+        """Return the configuration as plain data, without secrets."""
+        return describe_config(self.config)
 
     def pids(self) -> list[int]:
-        """This process and its runners."""
-        return [os.getpid(), *(pid for link in self.supervisor.fleet.links for pid in link.pids())]
+        """Return the process IDs of this process and its runners."""
+        return [os.getpid(), *(pid for runner in self.supervisor.pool.runners for pid in runner.pids())]
 
     # ---- groups
 
@@ -343,24 +356,26 @@ class Engine:
         restart: bool = False,
         load_tokens: bool = True,
         need_tokens: bool = False,
-        pace: Pace | None = None,
+        staleness: StalenessBound | None = None,
     ) -> GroupStream:
-        """Groups of k rollouts, each handed out when its last member ends.
+        """Return a stream of groups of k rollouts. A group is delivered when its last member has ended.
 
-        `keep` drops groups (`"informative"`: valid rewards differ, or a function of the group) and, with `want`,
-        others take their place; `oversample` starts that many groups more than wanted; `epochs=None` goes round
-        for ever. Streams of different `name` run side by side and share the engine fairly.
+        `keep` filters groups: `"informative"` keeps those whose valid rewards differ; a function gets the group.
+        With `want`, dropped groups are replaced until that many are delivered. `oversample` starts that many
+        groups more than wanted. `epochs=None` repeats the tasks for ever. At most `buffer` finished groups wait
+        for the consumer. Streams with different names run concurrently and share the engine fairly.
 
-        A stream has a name and a cursor. A second call with the same name and tasks goes on where the first one
-        ended: with finished groups that nobody took, groups that were cancelled, then new tasks. `want` counts
-        from the call. `restart` starts over at the first task, with other seeds. A call with another list of tasks
-        begins at its first one; an iterable that is no list is taken to be the same one.
+        A stream has a name and a cursor. A second call with the same name and tasks continues where the first one
+        ended: with finished groups that nobody took, cancelled groups, then new tasks. `want` counts from the
+        call. `restart` starts again at the first task, with other seeds. A call with another list of tasks starts
+        at its first one; two iterables that are not lists are assumed to be the same.
 
-        `need_tokens` is for trainers: the stream raises `UsageError` where turns are recorded without token IDs.
+        `load_tokens=False` delivers groups without segments. `need_tokens` is for trainers: the stream raises
+        `UsageError` if turns are recorded without token IDs.
         """
         supervisor = self.supervisor
         if need_tokens and self.config.recording == "plain":
-            raise UsageError("training needs token IDs, and record='plain' keeps none: record tokens or messages")
+            raise UsageError("training needs token IDs: use record='tokens' or 'messages' instead of 'plain'")
         self._close_abandoned(name)
         if isinstance(keep, str):
             if keep not in KEEP:
@@ -368,28 +383,28 @@ class Engine:
             keep = KEEP[keep]
         resumed_run = tasks is None and self._resume
         if resumed_run and restart:
-            raise UsageError("a resumed run cannot start over: it goes on with what is left of it")
+            raise UsageError("a resumed run cannot be restarted: call `groups()` without restart=True")
         chosen = () if resumed_run else self._tasks(tasks)
         k = int(self.config.stream.get("k", k)) if resumed_run else k
         try:
-            schedule = Stream(k=k, want=want, oversample=oversample, buffer=buffer, pace=pace)
+            scheduler = GroupScheduler(k=k, want=want, oversample=oversample, buffer=buffer, staleness=staleness)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        if isinstance(chosen, Sequence) and len(chosen) <= REGISTERED:
+        if isinstance(chosen, Sequence) and len(chosen) <= MAX_REGISTERED:
             self.register(chosen)
         cursor = None if restart else self._cursor(name, tasks, chosen)
         if cursor is not None:
-            cursor.run_again_unless(k)
+            cursor.rerun_unless_size(k)
         source = self._resumed if resumed_run else self._source(name, chosen, epochs, cursor)
         number = cursor.round if cursor is not None else self._next_round(name)
         self._states.pop(name, None)
-        channel = Channel(f"{name}#{number}" if number else name, schedule, source, keep)
-        channel.upcoming = partial(upcoming, source if isinstance(source, list) else chosen, epochs, channel)
+        channel = GroupChannel(f"{name}#{number}" if number else name, scheduler, source, keep)
+        channel.upcoming = partial(iter_upcoming, source if isinstance(source, list) else chosen, epochs, channel)
         channel.tasks = tuple(chosen) if isinstance(chosen, Sequence) else tasks
         if cursor is not None:
             cursor.restore(channel)
             supervisor.next_group = max(supervisor.next_group, cursor.next_group)
-        channel.trains = load_tokens
+        channel.loads_segments = load_tokens
         channel.needs_tokens = need_tokens
         self._channels[name] = channel
         self._rounds[name] = number
@@ -398,60 +413,62 @@ class Engine:
         return GroupStream(supervisor, channel, self.folder if load_tokens else None)
 
     def _close_abandoned(self, name: str) -> None:
-        """Close the last stream of a name if nobody holds it any more; refuse a second one beside an open one."""
+        """Close the last stream of a name if its consumer dropped it; raise `UsageError` if it is still in use."""
         last = self._channels.get(name)
         if last is None or last.done:
             return
         if not last.abandoned:
             raise UsageError(
-                f"a stream named {name!r} is still open: close it (`await stream.aclose()`) to go on with it in a "
-                "new one, or give this one another name"
+                f"a stream named {name!r} is still open: close it (`await stream.aclose()`) to continue in a new "
+                "one, or use another name"
             )
         self.supervisor.close_channel(last, "user")
 
     def _cursor(
         self, name: str, tasks: Iterable[Task | dict[str, Any] | str] | None, chosen: Iterable[Task]
-    ) -> Cursor | None:
-        """Where the stream of this name goes on: at a checkpoint, or where its last one with these tasks ended."""
+    ) -> StreamCursor | None:
+        """Return where the stream continues: at a checkpoint, or where its last stream with these tasks ended."""
         state = self._states.get(name)
         if state is not None:
-            return Cursor.of_state(state, self._tasks_known().number)
+            return StreamCursor.from_checkpoint(state, self._task_registry().number)
         last = self._channels.get(name)
         if last is None:
             return None
         if isinstance(chosen, Sequence) and last.tasks != tuple(chosen):
-            return None  # other tasks: nothing of them was begun
+            return None  # other tasks, none of which has started
         if not isinstance(chosen, Sequence) and isinstance(last.tasks, tuple):
             return None
-        cursor = Cursor.of_channel(last, self._rounds[name])
+        cursor = StreamCursor.from_channel(last, self._rounds[name])
         if self._resume and tasks is None:
             self._resumed = [*cursor.again, *self._resumed[last.drawn :]]
         elif isinstance(tasks, Iterator) and tasks is last.tasks:
-            cursor.rest = last.source  # it cannot be gone through from its beginning again
+            cursor.rest = last.source  # an iterator cannot be started again
         return cursor
 
     def _source(
-        self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: Cursor | None
-    ) -> Iterable[Sourced]:
-        """The groups to come: those to run again, then those that were never begun."""
+        self, name: str, chosen: Iterable[Task], epochs: int | None, cursor: StreamCursor | None
+    ) -> Iterable[PlannedGroup]:
+        """Return the groups to run: those to run again, then those that never started."""
         if cursor is not None and cursor.rest is not None:
             return chain(cursor.again, cursor.rest)
-        groups = sourced(chosen, epochs, self._tasks_known().number, cursor)
-        return groups if cursor is None or name in self._states else self._or_at_end(name, groups, cursor)
+        groups = plan_groups(chosen, epochs, self._task_registry().number, cursor)
+        return groups if cursor is None or name in self._states else self._warn_if_empty(name, groups, cursor)
 
-    def _or_at_end(self, name: str, groups: Iterable[Sourced], cursor: Cursor) -> Iterator[Sourced]:
-        """Yield the groups; if there is none, say so: a silent empty evaluation would mislead."""
+    def _warn_if_empty(
+        self, name: str, groups: Iterable[PlannedGroup], cursor: StreamCursor
+    ) -> Iterator[PlannedGroup]:
+        """Yield the groups. If there are none, record an event: an empty evaluation must not go unnoticed."""
         some = bool(cursor.finished)
         for one in groups:
             some = True
             yield one
         if not some:
             detail = (
-                f"the stream {name!r} hands out nothing: its {cursor.pulled} tasks are used up. Pass restart=True "
-                "to begin at the first task given, or epochs=None to go on for ever"
+                f"the stream {name!r} is at its end: its {cursor.admitted} tasks were used. Pass restart=True "
+                "to start again at the first task, or epochs=None to repeat the tasks for ever"
             )
             log.warning("%s", detail)
-            self.supervisor.event("stream.at_end", {"stream": name, "detail": detail})
+            self.supervisor.record_event("stream.at_end", {"stream": name, "detail": detail})
 
     def _next_round(self, name: str) -> int:
         state = self._states.get(name)
@@ -469,14 +486,14 @@ class Engine:
         name: str = MAIN,
         restart: bool = False,
     ) -> StepStream:
-        """Groups, `groups` at a time, none of which has tokens that are older than `lag` versions of the policy.
+        """Return a stream of training steps with `groups` groups each, bounded in staleness.
 
-        Rollouts go on while the consumer trains: `lag` steps ahead, with 0 not at all. A version is one
-        `upstream.sync`. The last step has what is left. Other arguments are those of `groups`; a second call with
-        the same name goes on with the next step.
+        No group has tokens older than `lag` policy versions; each `upstream.sync` starts a new version. Rollouts
+        run up to `lag` steps ahead while the consumer trains. The last step may have fewer groups. Other arguments
+        are those of `groups`; a second call with the same name continues with the next step.
         """
         try:
-            pace = Pace(groups, lag)
+            staleness = StalenessBound(groups, lag)
         except ValueError as error:
             raise UsageError(str(error)) from error
         ahead = (lag + 1) * groups
@@ -488,10 +505,10 @@ class Engine:
             buffer=ahead,
             name=name,
             restart=restart,
-            pace=pace,
+            staleness=staleness,
             need_tokens=True,
         )
-        return StepStream(stream, pace, self.upstream)
+        return StepStream(stream, staleness, self.upstream)
 
     def _tasks(self, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Iterable[Task]:
         chosen = self.environment.tasks() if tasks is None else tasks
@@ -505,36 +522,36 @@ class Engine:
         )
 
     def register(self, tasks: Sequence[Task]) -> None:
-        """Writes all tasks into the journal at once, so that a resume knows those not yet begun."""
-        self._tasks_known().register(tasks)
+        """Write all tasks to the journal, so that a resume knows those that have not started."""
+        self._task_registry().register(tasks)
 
-    def _tasks_known(self) -> TaskBook:
-        if self._book is None:
+    def _task_registry(self) -> TaskRegistry:
+        if self._registry is None:
             assert self._journal is not None
-            self._book = TaskBook(self._journal)
-        return self._book
+            self._registry = TaskRegistry(self._journal)
+        return self._registry
 
-    def _read_back(self) -> None:
+    def _plan_resume(self) -> None:
         assert self.folder is not None
         assert self._journal is not None
         failed, causes = self._failed_again
-        back = resumed(self.folder, self._journal, failed=failed, causes=causes)
-        self._resumed, self._book = back.sources, TaskBook(self._journal, back.numbers)
-        self.supervisor.next_group = back.next_group
-        for task, detail in back.quarantined.items():
-            self.supervisor.ledger.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
+        plan = plan_resume(self.folder, self._journal, failed=failed, causes=causes)
+        self._resumed, self._registry = plan.groups, TaskRegistry(self._journal, plan.task_numbers)
+        self.supervisor.next_group = plan.next_group
+        for task, detail in plan.quarantined.items():
+            self.supervisor.records.quarantined[task] = Failed("task", "task.invalid", detail, "queue")
 
     # ---- pause, state
 
     @property
     def upstream(self) -> EngineUpstream:
-        """The policy's upstream: `pause`, `resume`, and `sync` for new weights."""
-        return EngineUpstream(lambda: self.supervisor.fleet.pauses)
+        """The policy's model servers: `pause`, `resume`, and `sync` for new weights."""
+        return EngineUpstream(lambda: self.supervisor.pool.pauses)
 
     @asynccontextmanager
     async def paused(self, timeout: float = 600.0) -> AsyncIterator[None]:
-        """Inside, nothing is admitted and no model call is under way; resumes on every path."""
-        pauses, holder = self.supervisor.fleet.pauses, secrets.token_hex(8)
+        """Pause the run inside the block: no rollout starts and no model call runs. Always resumes."""
+        pauses, holder = self.supervisor.pool.pauses, secrets.token_hex(8)
         await pauses.pause("drain", timeout=timeout, deadline=None, holder=holder)
         try:
             yield
@@ -542,36 +559,42 @@ class Engine:
             await pauses.resume(holder=holder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, seeds and finished groups not yet taken, of every stream: plain data for a checkpoint."""
+        """Return the position and the untaken finished groups of every stream, as plain data for a checkpoint."""
         assert self.folder is not None
-        loaded = self._supervisor.ledger.loaded if self._supervisor is not None else None
-        return dump_state(self.config.root_seed, self._channels, self._rounds, self.folder, self._states, loaded)
+        loaded = self._supervisor.records.record_load_failures if self._supervisor is not None else None
+        return dump_checkpoint(
+            self.config.root_seed, self._channels, self._rounds, self.folder, self._states, loaded
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before `groups`: streams of the same name go on where the checkpoint was taken."""
-        seed, states = load_state(state)
+        """Restore a checkpoint. Streams that are opened afterwards continue where it was written."""
+        seed, states = load_checkpoint(state)
         if seed != self.config.root_seed:
-            raise UsageError(f"the checkpoint was made with seed {seed}, this engine has {self.config.root_seed}")
+            raise UsageError(
+                f"the checkpoint has seed {seed}, but this engine has {self.config.root_seed}: pass seed={seed}"
+            )
         for name in states:
             self._close_abandoned(name)
         self._states = states
 
     async def status(self) -> dict[str, Any]:
-        """What is going on, as plain data."""
+        """Return the current state of the run as plain data."""
         supervisor = self.supervisor
         return {
             "run": str(self.folder),
-            "paused": supervisor.fleet.paused,
-            "in_flight": supervisor.fleet.under_way,
+            "paused": supervisor.pool.paused,
+            "in_flight": supervisor.pool.running,
             "waiting_for_upstream": supervisor.outage.waited,
-            "runners": len(supervisor.fleet.links),
-            "runner_deaths": supervisor.fleet.deaths,
+            "runners": len(supervisor.pool.runners),
+            "runner_deaths": supervisor.pool.deaths,
             **supervisor.counts,
             "images": [
-                msgspec.structs.asdict(image) for link in supervisor.fleet.links for image in link.images.values()
+                msgspec.structs.asdict(image)
+                for runner in supervisor.pool.runners
+                for image in runner.images.values()
             ],
             "streams": {
-                name: {"admitted": channel.pulled, "taken": channel.taken, "waiting": len(channel.queue)}
+                name: {"admitted": channel.admitted, "taken": channel.taken, "waiting": len(channel.ready)}
                 for name, channel in self._channels.items()
             },
         }

@@ -1,9 +1,8 @@
-"""Runs attempts in this process: the inside of a runner, and all of it when there are no runners.
+"""Run attempts in this process. Used in runner processes, and in the supervisor's process with `runners=0`.
 
-Promises:
-- nothing one attempt does cancels another;
-- token data is on its way to disk before the `Done` that points to it leaves;
-- closing ends every attempt, sandbox and connection.
+- Nothing that one attempt does cancels another.
+- Token data is written to disk before the `AttemptResult` that refers to it is sent.
+- Closing ends all attempts, sandboxes and connections.
 """
 
 import asyncio
@@ -17,26 +16,39 @@ from msgspec.structs import replace
 
 from rookery.core import CancelledReason, JournalError, RookeryError, UsageError
 from rookery.core.errors import describe
-from rookery.engine.boxes import Boxes
-from rookery.engine.live import Live
-from rookery.engine.wire import NO_TOKENS, Done, Note, Pause, Paused, RunSettings, Start, Unfit, plain
+from rookery.engine.attempt import RunningAttempt
+from rookery.engine.runner_protocol import (
+    NO_TOKENS,
+    AttemptResult,
+    AttemptSpec,
+    Cancel,
+    Pause,
+    Paused,
+    PrewarmRequest,
+    Resume,
+    RunnerEvent,
+    RunnerFailed,
+    RunSettings,
+    ToRunner,
+)
+from rookery.engine.sandbox_factory import SandboxFactory
 from rookery.environments import Environment, reward_bounds
-from rookery.environments.checks import no_gateway
-from rookery.gateway import Credits, Role
+from rookery.environments.checks import missing_gateway_message
+from rookery.gateway import Role
+from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.client import GatewayAddress, GatewayClient
-from rookery.gateway.renderings import open_offloop
 from rookery.journal.tokens import TokenWriter
 from rookery.upstreams import open_upstream
-from rookery.upstreams.protocol import CONCURRENCY, PauseMode, UpstreamConfig
+from rookery.upstreams.pause import PausableUpstream, PauseState
+from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 from rookery.upstreams.urls import redact
-from rookery.upstreams.valve import Valve, ValveState
 
-NEVER: Final = 10 * 365 * 86_400.0
-"""A pause's deadline is the supervisor's, which tells us: calls that wait here must not fail a moment before."""
+NO_DEADLINE: Final = 10 * 365 * 86_400.0
+"""Seconds. The supervisor enforces the deadline of a pause, so calls that wait here must not fail before it."""
 
 
 class Executor:
-    """Holds the environment, upstreams, sandboxes and token file of one process."""
+    """Owns the environment, upstreams, sandboxes and token file of one process."""
 
     def __init__(
         self,
@@ -50,9 +62,9 @@ class Executor:
     ) -> None:
         self.settings = settings
         self.environment = environment
-        self.rewards = reward_bounds(environment)
-        self.has_setup = _overridden(environment, "setup")
-        self.has_teardown = _overridden(environment, "teardown")
+        self.reward_bounds = reward_bounds(environment)
+        self.has_setup = _is_overridden(environment, "setup")
+        self.has_teardown = _is_overridden(environment, "teardown")
         self.async_stages = {
             stage
             for stage in ("setup", "run", "score", "teardown")
@@ -61,32 +73,30 @@ class Executor:
         self.send = send
         self.logger = logging.getLogger("rookery.attempts")
         self.writer = TokenWriter(Path(settings.folder) / "tokens", writer)
-        self.lives: dict[str, Live] = {}
-        self.valves: dict[str, Valve] = {}
-        self._rendering = open_offloop(settings.rendering) if settings.record == "tokens" else None
+        self.attempts: dict[str, RunningAttempt] = {}
+        self.upstreams: dict[str, PausableUpstream] = {}
+        self._rendering = open_threaded_renderer(settings.rendering) if settings.record == "tokens" else None
         self.roles = {
             name: self._role(name, config, pause, version if name == "policy" else None)
             for name, config in settings.upstreams.items()
         }
         self.gateway = GatewayClient(gateway) if gateway is not None else None
-        self.boxes = Boxes(settings, environment, send, paused=pause is not None)
-        self._adopted: set[asyncio.Task[None]] = set()
-        self._pause = 0
+        self.sandboxes = SandboxFactory(settings, environment, send, paused=pause is not None)
+        self._background: set[asyncio.Task[None]] = set()
+        self._pause_number = 0
         self.paused = pause is not None
-        self._broken = False
+        self._disk_failed = False
         self._missing_tokens_reported = False
 
     def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> Role:
-        calls = (config.concurrency or CONCURRENCY) * max(1, len(config.urls))
-        state = ValveState(mode=pause, version=version, left=NEVER)
+        state = PauseState(mode=pause, version=version, left=NO_DEADLINE)
         config = replace(config, share=self.settings.share)
-        valve = self.valves[name] = Valve(open_upstream(config), state=state)
+        upstream = self.upstreams[name] = PausableUpstream(open_upstream(config), state=state)
         return Role(
             name=name,
-            upstream=valve,
+            upstream=upstream,
             model=config.model,
             sampling=config.sampling.over(self.environment.sampling) if name == "policy" else config.sampling,
-            credits=Credits(-(-calls // self.settings.share)),
             record=self.settings.record if name == "policy" or self.settings.record == "plain" else "messages",
             rendering=self._rendering if name == "policy" else None,
         )
@@ -98,114 +108,128 @@ class Executor:
         self._missing_tokens_reported = True
         detail = (
             f"the model server {redact(replica) or 'of the policy'} returns no token IDs: rollouts are scored but "
-            "cannot train. Use a server that returns them (--upstream-kind vllm or sglang), record token by token "
-            "(--record tokens --tokenizer NAME), or say --record plain for an evaluation"
+            "cannot train. Use a server that returns them (--upstream-kind vllm or sglang), render the prompts in "
+            "Rookery (--record tokens --tokenizer NAME), or pass --record plain for an evaluation"
         )
-        self.send(Note(NO_TOKENS, {"detail": detail}))
+        self.send(RunnerEvent(NO_TOKENS, {"detail": detail}))
 
     def refuse_gateway(self) -> UsageError:
-        """End the run, once: its environment opens gateway sessions and did not say that it needs a gateway."""
-        said = no_gateway(self.environment.title)
-        self.send(Unfit(said, ""))
-        return UsageError(said, cause="bug.environment")
+        """Stop the run: its environment opens gateway sessions but does not declare `needs_gateway`."""
+        message = missing_gateway_message(self.environment.title)
+        self.send(RunnerFailed(message, ""))
+        return UsageError(message, cause="bug.environment")
 
     # ---- attempts
 
-    def start(self, start: Start) -> None:
-        self.lives[start.attempt] = Live(self, start)
-        self.boxes.begun(start.attempt, start.task)
+    def handle(self, message: ToRunner) -> None:
+        """Carry out a message of the supervisor, except `Hello` and `Stop`."""
+        match message:
+            case AttemptSpec():
+                self.start(message)
+            case Cancel(attempt, reason):
+                if (running := self.attempts.get(attempt)) is not None:
+                    running.cancel(reason)
+            case Pause():
+                self.pause(message)
+            case Resume(version):
+                self.resume(version)
+            case PrewarmRequest():
+                self.sandboxes.prewarm(message)
 
-    def cancel(self, attempt: str, reason: CancelledReason) -> None:
-        live = self.lives.get(attempt)
-        if live is not None:
-            live.cancel(reason)
+    def start(self, spec: AttemptSpec) -> None:
+        """Start an attempt."""
+        self.attempts[spec.id] = RunningAttempt(self, spec)
+        self.sandboxes.expect(spec.id, spec.task)
 
-    def done(self, live: Live, done: Done) -> None:
-        del self.lives[live.start.attempt]
-        self.boxes.ended(live.start.attempt)
-        if self._broken:
+    def finish(self, attempt: RunningAttempt, result: AttemptResult) -> None:
+        """Remove an attempt that has ended and send its result."""
+        del self.attempts[attempt.spec.id]
+        self.sandboxes.stop_expecting(attempt.spec.id)
+        if self._disk_failed:
             return
-        if done.info != {} or done.metrics != {} or done.rewards:
-            done = plain(done)
-        self.send(done)
+        if result.info != {} or result.metrics != {} or result.rewards:
+            result = result.to_plain_data()
+        self.send(result)
 
     def flush(self) -> None:
-        """Writes token data out. Raises once when the disk cannot take it: what points to it must not be sent."""
-        if not self._broken:
+        """Write token data to disk. If that fails, raise once: results that refer to the data must not be sent."""
+        if not self._disk_failed:
             try:
                 self.writer.flush()
             except JournalError:
-                self._broken = True
+                self._disk_failed = True
                 raise
 
+    # ---- pause
+
     def pause(self, pause: Pause) -> None:
-        """Holds model calls back, in every role, and says so when it is done."""
-        self._pause = pause.number
+        """Pause the model calls of all roles and stop the clocks; send `Paused` when no call is running."""
+        self._pause_number = pause.number
         if not self.paused:
             self.paused = True
-            self.boxes.hold(back=True)
-            for live in self.lives.values():
-                live.hold()
-        self.adopt(self._hold(pause))
+            self.sandboxes.pause_prewarming(paused=True)
+            for attempt in self.attempts.values():
+                attempt.hold()
+        self.run_in_background(self._pause_upstreams(pause))
 
-    async def _hold(self, pause: Pause) -> None:
-        trouble = ""
+    async def _pause_upstreams(self, pause: Pause) -> None:
+        problem = ""
         try:
             async with asyncio.TaskGroup() as group:
-                for valve in self.valves.values():
-                    group.create_task(valve.pause(pause.mode, timeout=pause.timeout, deadline=NEVER))
+                for upstream in self.upstreams.values():
+                    group.create_task(upstream.pause(pause.mode, timeout=pause.timeout, deadline=NO_DEADLINE))
         except* RookeryError as errors:
-            trouble = describe(errors.exceptions[0])
-        if self._pause == pause.number:
-            self.send(Paused(pause.number, trouble))
+            problem = describe(errors.exceptions[0])
+        if self._pause_number == pause.number:
+            self.send(Paused(pause.number, problem))
 
     def resume(self, version: int | None = None) -> None:
-        """Lets them go on; the policy with this version."""
-        self._pause = 0
-        policy = self.valves["policy"]
-        if version is not None and not policy.paused:  # at once: what starts next may come in the same breath
+        """Resume model calls; the policy gets `version`, unless it is None."""
+        self._pause_number = 0
+        policy = self.upstreams["policy"]
+        if version is not None and not policy.paused:  # now: the next message may already start an attempt
             policy.version = version
-        self.adopt(self._let_go(version))
+        self.run_in_background(self._resume_upstreams(version))
         if self.paused:
             self.paused = False
-            self.boxes.hold(back=False)
-            for live in self.lives.values():
-                live.release()
+            self.sandboxes.pause_prewarming(paused=False)
+            for attempt in self.attempts.values():
+                attempt.release()
 
-    async def _let_go(self, version: int | None) -> None:
+    async def _resume_upstreams(self, version: int | None) -> None:
         async with asyncio.TaskGroup() as group:
-            for name, valve in self.valves.items():
-                group.create_task(valve.resume(version if name == "policy" else None))
+            for name, upstream in self.upstreams.items():
+                group.create_task(upstream.resume(version if name == "policy" else None))
 
-    # ---- the end
+    # ---- shutdown
 
-    def adopt(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs cleaning work that nobody waits for; its failure is an event."""
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that nobody waits for; its failure is recorded as an event."""
         task = asyncio.get_running_loop().create_task(work)
-        self._adopted.add(task)
-        task.add_done_callback(self._adopted_ended)
+        self._background.add(task)
+        task.add_done_callback(self._on_background_done)
 
-    def _adopted_ended(self, task: "asyncio.Task[None]") -> None:
-        self._adopted.discard(task)
+    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.send(Note("cleanup.failed", {"detail": describe(error)}))
+            self.send(RunnerEvent("cleanup.failed", {"detail": describe(error)}))
 
     async def close(self, reason: CancelledReason = "shutdown") -> None:
-        """Cancels every attempt, waits for their ends (bounded), closes sandboxes and connections."""
-        for live in list(self.lives.values()):
-            live.cancel(reason)
-        while self.lives:
-            await asyncio.wait({live.task for live in self.lives.values()}, timeout=1.0)
-            for live in list(self.lives.values()):
-                if live.task.done():
-                    self.lives.pop(live.start.attempt, None)
-        if self._adopted:
-            await asyncio.wait(self._adopted, timeout=30.0)
-        for close in (self.boxes.close, *(valve.close for valve in self.valves.values())):
+        """Cancel all attempts, wait for their ends (bounded), and close sandboxes and connections."""
+        for attempt in list(self.attempts.values()):
+            attempt.cancel(reason)
+        while self.attempts:
+            await asyncio.wait({attempt.task for attempt in self.attempts.values()}, timeout=1.0)
+            for attempt in list(self.attempts.values()):
+                if attempt.task.done():
+                    self.attempts.pop(attempt.spec.id, None)
+        if self._background:
+            await asyncio.wait(self._background, timeout=30.0)
+        for close in (self.sandboxes.close, *(upstream.close for upstream in self.upstreams.values())):
             try:
                 await close()
             except (RookeryError, OSError) as error:
-                self.send(Note("close.failed", {"detail": describe(error)}))
+                self.send(RunnerEvent("close.failed", {"detail": describe(error)}))
         if self._rendering is not None:
             await self._rendering.close()
         if self.gateway is not None:
@@ -216,5 +240,5 @@ class Executor:
             self.logger.exception("the token file could not be closed")
 
 
-def _overridden(environment: Environment, stage: str) -> bool:
+def _is_overridden(environment: Environment, stage: str) -> bool:
     return getattr(type(environment), stage) is not getattr(Environment, stage) or stage in vars(environment)

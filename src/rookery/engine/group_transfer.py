@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rookery.core import Group, Rollout, RookeryError, Task, failed, failed_record
+from rookery.core import Group, Rollout, RookeryError, Task, failed_outcome, mark_failed
 from rookery.core.errors import describe
-from rookery.engine.wire import MAX_FRAME, encoder
+from rookery.engine.framing import MAX_FRAME, encoder
 
 PART_BYTES = 32 << 20
 """Rollouts are sent together up to this size; a larger one travels alone."""
@@ -54,7 +54,7 @@ def split_group(
     sent: list[SentRollout] = []
     kept: list[Rollout] = []
     for rollout in group.rollouts:
-        kept_rollout, one = _encoded(rollout, limit)
+        kept_rollout, one = _encode_rollout(rollout, limit)
         kept.append(kept_rollout)
         sent.append(one)
     if on_failed is not None and any(now is not was for now, was in zip(kept, group.rollouts, strict=True)):
@@ -71,7 +71,7 @@ def split_group(
     return [GroupPart(group.index, group.task, part, at < last) for at, part in enumerate(parts)]
 
 
-def _encoded(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]:
+def _encode_rollout(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]:
     try:
         data = encoder.encode(rollout)
         if len(data) > limit:
@@ -79,7 +79,7 @@ def _encoded(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]:
                 f"rollout {rollout.id} has {len(data):,} bytes, and {limit:,} can be sent to another process"
             )
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
-        rollout = failed_record(rollout, _as_send_error(rollout.id, error), cause="bug.send")
+        rollout = mark_failed(rollout, _to_send_error(rollout.id, error), cause="bug.send")
         rollout = msgspec.structs.replace(rollout, info={}, metrics={}, rewards={}, segments=[])
         data = encoder.encode(rollout)
     return rollout, SentRollout(rollout.id, rollout.group, rollout.member, rollout.task, rollout.seed, data)
@@ -87,21 +87,21 @@ def _encoded(rollout: Rollout, limit: int) -> tuple[Rollout, SentRollout]:
 
 def join_group(parts: Sequence[GroupPart]) -> Group:
     """Decode the group that `split_group` made."""
-    rollouts = tuple(_decoded(one) for part in parts for one in part.rollouts)
+    rollouts = tuple(_decode_rollout(one) for part in parts for one in part.rollouts)
     return Group(index=parts[0].index, task=parts[0].task, rollouts=rollouts)
 
 
-def _decoded(sent: SentRollout) -> Rollout:
+def _decode_rollout(sent: SentRollout) -> Rollout:
     try:
         return _decode(sent.data)
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
-        outcome = failed(_as_send_error(sent.id, error), "load", cause="bug.send")
+        outcome = failed_outcome(_to_send_error(sent.id, error), "load", cause="bug.send")
         return Rollout(
             id=sent.id, group=sent.group, member=sent.member, task=sent.task, seed=sent.seed, outcome=outcome
         )
 
 
-def _as_send_error(rollout: str, error: Exception) -> SendError:
+def _to_send_error(rollout: str, error: Exception) -> SendError:
     if isinstance(error, SendError):
         return error
     made = SendError(f"rollout {rollout} cannot be sent to another process: {describe(error)}")

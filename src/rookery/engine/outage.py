@@ -1,10 +1,8 @@
-"""Wait for model servers that went away, in the supervisor.
+"""Wait for model servers that went away. Runs in the supervisor.
 
-Promises:
-- an attempt that failed at a model server is not charged if a check finds that server gone, and is charged as
-  usual if the server answers;
-- while a server is waited for, nothing is admitted; a server that comes back ends the wait;
-- a wait ends after `limit` seconds at the latest, and then stops the run.
+- An attempt that failed at a model server is not charged if a check finds that the server is gone.
+- During an outage nothing is admitted. The wait ends when the server is back.
+- After `limit` seconds the run stops.
 """
 
 import asyncio
@@ -13,8 +11,8 @@ from typing import Final
 
 from rookery.core import Failed, Outcome, UpstreamError
 from rookery.upstreams import open_upstream
+from rookery.upstreams.http_upstream import HttpUpstream
 from rookery.upstreams.protocol import UpstreamConfig
-from rookery.upstreams.served import HttpUpstream
 
 GONE: Final = frozenset(
     {
@@ -26,23 +24,24 @@ GONE: Final = frozenset(
         "upstream.unreachable",
     }
 )
-"""Causes of failures that a server which goes away brings about."""
+"""Causes of failures that may mean that the server is gone."""
 CHECK_SECONDS: Final = 10.0
-FIRST_PAUSE: Final = 0.25
-LONGEST_PAUSE: Final = 5.0
-"""Between two checks; the pauses double."""
+FIRST_DELAY: Final = 0.25
+MAX_DELAY: Final = 5.0
+"""Back-off between two checks: doubles from `FIRST_DELAY` to `MAX_DELAY` seconds."""
 
 
 async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool = False) -> str:
-    """Why a model server cannot be used now; empty if all roles have one that can.
+    """Return why a model server cannot be used now, or an empty string if every role has a working server.
 
-    `sample`: a server must also give a token, since one that hangs may still answer checks."""
+    `sample`: a server must also sample a token, because a hung server may still pass checks.
+    """
     for role, config in upstreams.items():
         upstream = open_upstream(config)
         try:
             await upstream.check(timeout=CHECK_SECONDS)
             if sample and isinstance(upstream, HttpUpstream):
-                works = [await upstream.gives_tokens(replica) for replica in upstream.replicas]
+                works = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
                 if not any(works):
                     return f"the {role}'s model server hangs"
         except UpstreamError as error:
@@ -53,24 +52,24 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
     return ""
 
 
-class OutageWatch:
-    """Decides whether failed attempts are due to an outage, and waits for its end. Used in one event loop."""
+class OutageMonitor:
+    """Finds out whether attempts failed because of an outage, and waits for its end."""
 
     def __init__(
         self,
         upstreams: Mapping[str, UpstreamConfig],
         limit: float,
         *,
-        waiting: Callable[[str], None],
-        back: Callable[[float], None],
-        expired: Callable[[str], None],
+        on_wait: Callable[[str], None],
+        on_recovery: Callable[[float], None],
+        on_expiry: Callable[[str], None],
     ) -> None:
-        """`waiting`, `back` and `expired` are called when a wait begins, ends well, and ends at its limit."""
+        """Call `on_wait` when a wait starts, `on_recovery` when the server is back, `on_expiry` at the limit."""
         self._upstreams = upstreams
         self._limit = limit
-        self._on_waiting = waiting
-        self._on_back = back
-        self._on_expired = expired
+        self._on_wait = on_wait
+        self._on_recovery = on_recovery
+        self._on_expiry = on_expiry
         self._pending: list[Callable[[bool], None]] = []
         self._sample = False
         self._task: asyncio.Task[None] | None = None
@@ -78,15 +77,15 @@ class OutageWatch:
 
     @property
     def waited(self) -> float | None:
-        """Seconds since the wait began; None where no server is waited for."""
+        """Seconds since the wait started; None without an outage."""
         return None if self._since is None else asyncio.get_running_loop().time() - self._since
 
-    def concerns(self, outcome: Outcome) -> bool:
-        """Whether an attempt that ended like this may have failed because a server went away."""
+    def may_explain(self, outcome: Outcome) -> bool:
+        """Return True if an attempt with this outcome may have failed because a server went away."""
         return self._limit > 0 and isinstance(outcome, Failed) and outcome.cause in GONE
 
     def decide_later(self, outcome: Outcome, decide: Callable[[bool], None]) -> None:
-        """Call `decide` with whether there is an outage, as soon as that is known."""
+        """Call `decide(True)` if there is an outage, else `decide(False)`, as soon as that is known."""
         self._sample = self._sample or (isinstance(outcome, Failed) and outcome.cause == "upstream.hung")
         if self._since is not None:
             decide(True)
@@ -97,32 +96,32 @@ class OutageWatch:
 
     async def _watch(self) -> None:
         while self._pending:
-            trouble = await find_outage(self._upstreams, sample=self._sample)
+            problem = await find_outage(self._upstreams, sample=self._sample)
             pending, self._pending = self._pending, []
-            if trouble:
+            if problem:
                 self._since = asyncio.get_running_loop().time()
-                self._on_waiting(trouble)
+                self._on_wait(problem)
             for decide in pending:
-                decide(bool(trouble))
-            if trouble:
-                await self._wait(trouble)
+                decide(bool(problem))
+            if problem:
+                await self._wait(problem)
         self._sample = False
 
-    async def _wait(self, trouble: str) -> None:
-        pause = FIRST_PAUSE
-        while trouble:
+    async def _wait(self, problem: str) -> None:
+        delay = FIRST_DELAY
+        while problem:
             left = self._limit - (self.waited or 0.0)
             if left <= 0:
-                self._on_expired(trouble)
-                return  # it still counts as waiting: the run stops
-            await asyncio.sleep(min(pause, left))
-            pause = min(LONGEST_PAUSE, 2 * pause)
-            trouble = await find_outage(self._upstreams, sample=self._sample)
+                self._on_expiry(problem)
+                return  # `waited` stays set: the run stops
+            await asyncio.sleep(min(delay, left))
+            delay = min(MAX_DELAY, 2 * delay)
+            problem = await find_outage(self._upstreams, sample=self._sample)
         waited, self._since = self.waited or 0.0, None
-        self._on_back(waited)
+        self._on_recovery(waited)
 
     def close(self) -> None:
-        """Decide nothing more: the attempts that were pending run again after a resume."""
+        """Drop pending decisions: their attempts run again after a resume."""
         self._pending.clear()
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""Small matters of processes: an end together with the parent, and the event loop we use."""
+"""Process helpers: die with the parent process, create a uvloop event loop, know whether this is a runner."""
 
 import asyncio
 import ctypes
@@ -9,22 +9,22 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 in_runner = False
-"""Whether this is a runner process; not a variable, which programs started from an environment would inherit."""
+"""True in a runner process. Not an environment variable: child processes of the environment would inherit it."""
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills us when the parent thread ends. Elsewhere than on Linux the closed wire has to do."""
+    """Make the kernel kill this process when its parent ends. Does nothing outside Linux."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(0)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: a third of the CPU of a rollout is the loop."""
+    """Return a uvloop event loop if uvloop is installed: the event loop takes a third of a rollout's CPU."""
     try:
         import uvloop
     except ImportError:

@@ -1,9 +1,8 @@
-"""A runner process: the user's Python, a bounded number of rollouts.
+"""The main module of a runner process, which executes the user's Python code for a bounded number of rollouts.
 
-Promises:
-- it dies with its supervisor, however that dies;
-- a `SystemExit` out of any task of the user's does not end it;
-- a blocked loop is reported while it is blocked, with the stack and, where it can be told, the attempt.
+- It dies with its supervisor, however that ends.
+- A `SystemExit` in a task of the user does not end it.
+- A blocked event loop is reported while it is blocked, with the stack and, if it is known, the attempt.
 """
 
 import asyncio
@@ -14,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,134 +22,140 @@ from pathlib import Path
 
 from rookery.core import JournalError, RookeryError
 from rookery.core.errors import describe
-from rookery.engine import processes, wire
+from rookery.engine import processes
+from rookery.engine.background_tasks import task_factory
 from rookery.engine.executor import Executor
-from rookery.engine.loose import task_factory
+from rookery.engine.framing import FramedConnection, encode_frame
 from rookery.engine.processes import die_with_parent, new_event_loop
+from rookery.engine.runner_protocol import (
+    Heartbeat,
+    Hello,
+    LoopBlocked,
+    Ready,
+    RunnerFailed,
+    Stop,
+    ToRunner,
+    to_runner_decoder,
+)
 from rookery.environments import load_environment
 
-BEAT = 1.0
+HEARTBEAT_SECONDS = 1.0
 MAX_LOG = 32 << 20
+MAX_STACK = 8_000
 
 
 class Watchdog(threading.Thread):
-    """Sees from outside of the loop that the loop stands still."""
+    """A thread that reports a blocked event loop to the supervisor over a pipe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pipe: int, warning: float) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.loop = loop
         self.pipe = pipe
         self.warning = warning
-        self.turned = time.monotonic()
+        self.last_run = time.monotonic()
         self.attempts: Collection[str] = ()
         self._main = threading.main_thread().ident or 0
 
     def run(self) -> None:
         while True:
-            time.sleep(self.warning / 2)  # its own thread; nothing waits for it
-            still = time.monotonic() - self.turned
-            if still > self.warning + BEAT:
-                self._report(still)
+            time.sleep(self.warning / 2)  # in its own thread
+            blocked = time.monotonic() - self.last_run
+            if blocked > self.warning + HEARTBEAT_SECONDS:
+                self._report(blocked)
 
-    def _report(self, still: float) -> None:
+    def _report(self, blocked: float) -> None:
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame)[-40:]) if frame is not None else ""
-        data = wire.encoder.encode(wire.Blocked(still, self._attempt(), stack[-8_000:]))
-        with contextlib.suppress(OSError):  # the supervisor is gone or does not read: it will end us anyway
-            os.write(self.pipe, struct.pack("<I", len(data)) + data)
+        report = encode_frame(LoopBlocked(blocked, self._current_attempt(), stack[-MAX_STACK:]))
+        with contextlib.suppress(OSError):  # the supervisor is gone or does not read
+            os.write(self.pipe, report)
 
-    def _attempt(self) -> str | None:
+    def _current_attempt(self) -> str | None:
         task = asyncio.current_task(self.loop)
         name = task.get_name() if task is not None else ""
         return name if name in self.attempts else None
 
 
 class Runner:
-    """Connects the wire to an executor."""
+    """Passes the supervisor's messages to an `Executor`, and its results and heartbeats back."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, alarm: int) -> None:
         self.loop = loop
         self.alarm = alarm
         self.executor: Executor | None = None
         self.watchdog: Watchdog | None = None
-        self.wire = wire.Wire(wire.to_runner, self.on_message, self.on_lost, self.before_write)
+        self.connection = FramedConnection(to_runner_decoder, self.on_message, self.on_lost, self.before_write)
         self._stopping: asyncio.Task[None] | None = None
 
     def before_write(self) -> None:
+        """Write token data to disk before the results that refer to it are sent."""
         if self.executor is None:
             return
         try:
             self.executor.flush()
         except JournalError as error:
-            self.wire.unsend()
-            self.wire.send(wire.Unfit(str(error), "", disk=True))
+            self.connection.drop_unsent()
+            self.connection.send(RunnerFailed(str(error), "", disk=True))
 
     def on_lost(self, _: BaseException | None) -> None:
-        # The supervisor is gone. Sandboxes see our end and go too; there is nobody left to report to.
+        # The supervisor is gone. Our sandboxes notice our exit and end as well.
         os._exit(0)
 
-    def on_message(self, message: wire.ToRunner) -> None:
-        executor = self.executor
+    def on_message(self, message: ToRunner) -> None:
         match message:
-            case wire.Hello():
-                self.hello(message)
-            case wire.Start() if executor is not None:
-                executor.start(message)
-            case wire.Cancel(attempt, reason) if executor is not None:
-                executor.cancel(attempt, reason)
-            case wire.Pause() if executor is not None:
-                executor.pause(message)
-            case wire.Resume(version) if executor is not None:
-                executor.resume(version)
-            case wire.Soon() if executor is not None:
-                executor.boxes.soon(message)
-            case wire.Stop():
+            case Hello():
+                self.load(message)
+            case Stop():
                 self._stopping = self._stopping or self.loop.create_task(self.stop())
+            case _ if self.executor is not None:
+                self.executor.handle(message)
 
-    def hello(self, hello: wire.Hello) -> None:
+    def load(self, hello: Hello) -> None:
+        """Load the environment and reply with `Ready`, or with `RunnerFailed`."""
         try:
             environment = load_environment(hello.settings.environment)
             self.executor = Executor(
                 hello.settings,
                 environment,
                 hello.writer,
-                self.wire.send,
+                self.connection.send,
                 hello.pause,
                 hello.version,
                 hello.gateway,
             )
-        except BaseException as error:  # noqa: BLE001  (whatever the user's module raises, the supervisor hears it)
+        except BaseException as error:  # noqa: BLE001  (the supervisor reports whatever the user's module raises)
             detail = str(error) if isinstance(error, RookeryError) else describe(error)
-            self.wire.send(wire.Unfit(detail, traceback.format_exc(), disk=isinstance(error, JournalError)))
+            disk = isinstance(error, JournalError)
+            self.connection.send(RunnerFailed(detail, traceback.format_exc(), disk=disk))
             return
-        # What is here now stays. Replies come as thousands of small objects that die together: the default
-        # thresholds collect after every third one, for a third of a rollout's CPU. What was under way at a
-        # collection and is garbage since waits for the next one of its generation: that must come soon, or the
-        # process grows by kilobytes a rollout.
+        # Objects that exist now stay for ever. A model reply creates thousands of small objects that die together:
+        # with the default thresholds the collector runs after every third reply and takes a third of a rollout's
+        # CPU. Objects that survive one collection wait for the next one of their generation. It must come soon, or
+        # the process grows by kilobytes per rollout.
         gc.freeze()
         gc.set_threshold(20_000, 5, 10)
         self.watchdog = Watchdog(self.loop, self.alarm, hello.settings.block_warning)
-        self.watchdog.attempts = self.executor.lives.keys()
+        self.watchdog.attempts = self.executor.attempts.keys()
         self.watchdog.start()
-        self.beat()
-        self.wire.send(wire.Ready(os.getpid()))
+        self.send_heartbeat()
+        self.connection.send(Ready(os.getpid()))
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         if self.watchdog is not None:
-            self.watchdog.turned = time.monotonic()
-        self.wire.send(wire.Beat())
-        _bound_log()
-        self.loop.call_later(BEAT, self.beat)
+            self.watchdog.last_run = time.monotonic()
+        self.connection.send(Heartbeat())
+        _rotate_log()
+        self.loop.call_later(HEARTBEAT_SECONDS, self.send_heartbeat)
 
     async def stop(self) -> None:
         if self.executor is not None:
             await self.executor.close()
-        self.wire.close()
+        self.connection.close()
         self.loop.stop()
 
 
-def _bound_log() -> None:
-    """Whatever the user prints goes to our log; past its bound the file starts again, the old one kept once."""
+def _rotate_log() -> None:
+    """Start a new log file when the current one is too large; keep one old file."""
     if os.fstat(2).st_size < MAX_LOG:
         return
     path = Path("/proc/self/fd/2").readlink()
@@ -181,21 +185,22 @@ def main() -> None:
     sock = socket.socket(fileno=channel)
 
     async def connect() -> None:
-        await loop.create_unix_connection(lambda: runner.wire, sock=sock)
+        await loop.create_unix_connection(lambda: runner.connection, sock=sock)
 
-    # Not `run_until_complete`: its last turn can already run the user's code, and an exit there would be ours.
+    # Not `run_until_complete`: its last iteration can already run user code, and an exit there would end the
+    # runner.
     connecting = loop.create_task(connect())
     connecting.add_done_callback(lambda task: task.result())
-    while not _run(loop):
+    while not _run_forever(loop):
         pass
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> bool:
+def _run_forever(loop: asyncio.AbstractEventLoop) -> bool:
     try:
         loop.run_forever()
     except (SystemExit, KeyboardInterrupt) as error:
-        # A task of the user's called exit. The task has its exception; the others' loop goes on.
-        logging.getLogger("rookery.runner").error("a task called exit: %r", error)
+        # A task of the user called exit. It has its exception; the event loop continues for the others.
+        logging.getLogger("rookery.runner").error("a task called exit, which is ignored: %r", error)
         return False
     return True
 

@@ -20,8 +20,8 @@ from typing import Self
 import msgspec
 
 from rookery.core import Group
-from rookery.engine.pacing import Pace, oldest
-from rookery.engine.streams import Choose, GroupStream
+from rookery.engine.group_stream import ChooseGroups, GroupStream
+from rookery.engine.staleness import StalenessBound, oldest_version
 from rookery.engine.upstream import EngineUpstream
 
 
@@ -40,24 +40,24 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class StepStream(AsyncIterator[Step]):
     """`async for step in engine.steps(…)`. Closing it cancels what is still under way."""
 
-    def __init__(self, stream: GroupStream, pace: Pace, upstream: EngineUpstream) -> None:
+    def __init__(self, stream: GroupStream, staleness: StalenessBound, upstream: EngineUpstream) -> None:
         self._stream = stream
-        self._pace = pace
+        self._staleness = staleness
         self._upstream = upstream
 
     async def __anext__(self) -> Step:
-        stream, pace = self._stream, self._pace
-        pace.begins(self._upstream.version, stream.taken)
-        stream.pump()
+        stream, staleness = self._stream, self._staleness
+        staleness.start_step(self._upstream.version, stream.taken)
+        stream.admit_more()
         took: list[Group] = []
         stale: list[Group] = []
         try:
-            while len(took) < pace.size:
-                more = await stream.take(self._choice(pace.size - len(took)))
+            while len(took) < staleness.size:
+                more = await stream.take(self._chooser(staleness.size - len(took)))
                 if not more:
                     break
                 took += more
-                old = [group for group in took if self._stale(group)]
+                old = [group for group in took if self._is_stale(group)]
                 took = [group for group in took if group not in old]
                 stale += old
         except BaseException:
@@ -65,23 +65,23 @@ class StepStream(AsyncIterator[Step]):
             raise
         if not took and not stale:
             raise StopAsyncIteration
-        stream.count([*stale, *took])
+        stream.mark_taken([*stale, *took])
         for group in (*stale, *took):
-            pace.gone(group.index)
+            staleness.remove(group.index)
         number = self._stream.next_step()
         version = self._upstream.version
         if stale:
-            stream.event("groups.stale", {"groups": [group.index for group in stale], "version": version})
+            stream.record_event("groups.stale", {"groups": [group.index for group in stale], "version": version})
         return Step(number=number, version=version, groups=tuple(took), stale=tuple(stale))
 
-    def _stale(self, group: Group) -> bool:
-        version = oldest(group)
-        return version is not None and version < self._upstream.version - self._pace.lag
+    def _is_stale(self, group: Group) -> bool:
+        version = oldest_version(group)
+        return version is not None and version < self._upstream.version - self._staleness.lag
 
-    def _choice(self, count: int) -> Choose:
+    def _chooser(self, count: int) -> ChooseGroups:
         def choose(ready: deque[Group], ending: bool) -> list[Group]:
             finished = {group.index: group for group in ready}
-            return [finished[at] for at in self._pace.chosen(list(finished), count, ending=ending)]
+            return [finished[at] for at in self._staleness.choose(list(finished), count, ending=ending)]
 
         return choose
 

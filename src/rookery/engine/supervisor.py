@@ -1,11 +1,12 @@
-"""The supervisor: admits, dispatches, judges, records. It runs no user code and sees no token bytes.
+"""The supervisor admits rollouts, sends attempts to runners, decides on retries and records the results.
 
-Promises:
-- nothing one rollout does cancels another;
-- cancelling reaches sandbox, grader and upstream;
-- failures above a rate stop admission with a clear message instead of burning the run;
-- concurrency is bounded, over all runners together;
-- a bug of our own stops the run and says so: it never leaves consumers waiting.
+It runs no user code and never sees token bytes.
+
+- Nothing that one rollout does cancels another.
+- A cancellation reaches the sandbox, the grader and the model server.
+- If too many attempts fail, the run stops with a message that names the most frequent cause.
+- Concurrency is bounded over all runners together.
+- A bug in the supervisor stops the run with an error; consumers are never left waiting.
 """
 
 import asyncio
@@ -14,8 +15,12 @@ import random
 import shutil
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
+
+import msgspec
 
 from rookery.core import (
     DEFAULT_LIMITS,
@@ -31,454 +36,491 @@ from rookery.core import (
     UsageError,
     derive_seed,
 )
-from rookery.core.errors import MAX_DETAIL
-from rookery.engine import wire
-from rookery.engine.breaker import Breaker
-from rookery.engine.channel import Channel
-from rookery.engine.conviction import Court, Death
-from rookery.engine.doors import RunGateway
-from rookery.engine.fleet import TICK, Fleet, Stopped
-from rookery.engine.flights import Flight, Policy, loudly
-from rookery.engine.keeping import Kept
-from rookery.engine.ledger import Ledger
-from rookery.engine.links import Link
-from rookery.engine.outage import OutageWatch
-from rookery.engine.retry import Again, Ended, Final, hung_replicas
-from rookery.engine.schedule import OpenGroup, Pick
-from rookery.engine.telling import Telling
-from rookery.engine.wire import Done, RunSettings, Start
+from rookery.core.errors import MAX_DETAIL, describe
+from rookery.engine.circuit_breaker import CircuitBreaker
+from rookery.engine.config import EngineConfig
+from rookery.engine.crash_attribution import CrashAttribution, DeathKind
+from rookery.engine.group_channel import GroupChannel
+from rookery.engine.outage import OutageMonitor
+from rookery.engine.prewarm import Prewarmer
+from rookery.engine.record_writer import RecordWriter
+from rookery.engine.retry import Final, Retry, find_hung_replicas
+from rookery.engine.run_services import RunGateway, RunKeeper
+from rookery.engine.runner_handle import RunnerHandle
+from rookery.engine.runner_pool import TICK, InternalError, RunnerPool, Stopped
+from rookery.engine.runner_protocol import NO_TOKENS, AttemptResult, AttemptSpec, Cancel, RunSettings
+from rookery.engine.scheduler import OpenGroup, OpenRollout
 from rookery.environments import Environment
 from rookery.journal import Journal
 from rookery.sandboxes import reap
 
+P = ParamSpec("P")
+MAX_BACKLOG = 5_000
+"""No attempt is started while more writes than this wait for the journal."""
 log = logging.getLogger("rookery.engine")
 
 
-class Supervisor:
-    """Owns the links, the channels and the journal's writing end."""
+class Dispatch(msgspec.Struct, eq=False):
+    """An attempt that was sent to a runner, with the rollout and the stream that it belongs to."""
 
-    def __init__(self, settings: RunSettings, environment: Environment, journal: Journal, policy: Policy) -> None:
+    channel: GroupChannel
+    rollout: OpenRollout
+    spec: AttemptSpec
+
+
+def stop_run_on_error(
+    method: Callable[Concatenate["Supervisor", P], None],
+) -> Callable[Concatenate["Supervisor", P], None]:
+    """Stop the run with an `InternalError` if this callback of the event loop raises."""
+
+    @wraps(method)
+    def call(supervisor: "Supervisor", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(supervisor, *args, **kwargs)
+        except Exception as error:
+            log.exception("the supervisor failed in %s", method.__name__)
+            supervisor.stop(InternalError(f"Rookery's supervisor failed in {method.__name__}: {describe(error)}"))
+
+    return call
+
+
+class Supervisor:
+    """Owns the runners, the open streams and the writing end of the journal."""
+
+    def __init__(
+        self, settings: RunSettings, environment: Environment, journal: Journal, config: EngineConfig
+    ) -> None:
         self.settings = settings
         self.journal = journal
-        self.policy = policy
-        self.breaker = Breaker(policy.breaker, concurrency=policy.concurrency)
-        self.court = Court()
-        self.channels: deque[Channel] = deque()
+        self.config = config
+        self.breaker = CircuitBreaker(config.breaker, concurrency=config.concurrency)
+        self.crashes = CrashAttribution()
+        self.channels: deque[GroupChannel] = deque()
         self.next_group = 0
-        self.ledger = Ledger(journal, self.stop)
+        self.records = RecordWriter(journal, self.stop)
         self.stopped: RookeryError | None = None
         self.no_tokens = ""
         """Why turns have no token IDs, once a runner has reported it."""
         self.counts = {"attempts": 0, "retries": 0}
         self.gateway = RunGateway(settings) if environment.needs_gateway else None
-        self.fleet = Fleet(
+        self.pool = RunnerPool(
             self,
             settings,
             environment,
-            runners=policy.runners,
-            capacity=-(-policy.concurrency // max(1, policy.runners)),
-            block_limit=policy.block_limit,
+            size=config.runners,
+            capacity=-(-config.concurrency // max(1, config.runners)),
+            block_limit=config.block_limit,
             gateway=self.gateway,
         )
-        self.kept = Kept(settings)
-        self.telling = Telling(self.fleet, settings.warm)
-        self.outage = OutageWatch(
+        self.keeper = RunKeeper(settings)
+        self.prewarmer = Prewarmer(self.pool, settings.warm)
+        self.outage = OutageMonitor(
             settings.upstreams,
-            policy.wait_for_upstream,
-            waiting=self._on_outage,
-            back=self._on_upstream_back,
-            expired=self._on_outage_expired,
+            config.wait_for_upstream,
+            on_wait=self._on_outage,
+            on_recovery=self._on_recovery,
+            on_expiry=self._on_outage_expired,
         )
         self._loop = asyncio.get_running_loop()
-        self._pumping = False
-        self._stopping = False
-        self._random = random.Random(policy.seed)  # noqa: S311
+        self._admission_scheduled = False
+        self._closing = False
+        self._random = random.Random(config.root_seed)  # noqa: S311
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self) -> None:
-        """Returns when a runner is ready; an environment that cannot be loaded is a `UsageError`."""
+        """Start the runners and return when one is ready.
+
+        Raise `UsageError` if the environment cannot be loaded.
+        """
         self.journal.on_commit(self._on_commit)
         await asyncio.to_thread(self._reap)
-        keeping = self._loop.create_task(self.kept.open())
+        starting_keeper = self._loop.create_task(self.keeper.open())
         try:
             if self.gateway is not None:
                 await self.gateway.open()
-            await self.fleet.start()
+            await self.pool.start()
         finally:
-            if said := await keeping:
-                self.event("keeper.failed", {"detail": said})
+            if problem := await starting_keeper:
+                self.record_event("keeper.failed", {"detail": problem})
         if self.stopped is not None:
             raise self.stopped
 
     async def close(self) -> None:
-        """Ends every attempt without a terminal record (a resume runs them again), then every runner."""
-        self._stopping = True
+        """End all attempts without a final record, so that a resume runs them again; then end all runners."""
+        self._closing = True
         self.outage.close()
-        await self.fleet.close()
+        await self.pool.close()
         if self.gateway is not None:
             await self.gateway.close()
-        await self.kept.close()
+        await self.keeper.close()
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        """What runners of this run left behind when they were killed. Called while none of them lives."""
+        """Remove sandboxes that killed runners of this run left behind. Call it only while no runner is alive."""
         folder = Path(self.settings.folder) / "sandboxes"
         if folder.exists():
             reap(folder, now=time.time())
             if not list(folder.glob("leases/*.json")):
-                shutil.rmtree(folder, ignore_errors=True)  # a kill can leave half a lease
+                shutil.rmtree(folder, ignore_errors=True)  # a killed process can leave a partial lease
 
     @property
     def closing(self) -> bool:
-        return self._stopping
+        return self._closing
 
     def stop(self, error: RookeryError) -> None:
-        """Admits nothing more and tells every consumer why. What is under way is cancelled, not recorded."""
-        if self.stopped is not None or self._stopping:
+        """Admit nothing more and raise `error` in every consumer.
+
+        Running attempts are cancelled and not recorded.
+        """
+        if self.stopped is not None or self._closing:
             return
         self.stopped = error
-        self.event("stopped", {"detail": str(error)})
-        for link in self.fleet.links:
-            for attempt in link.running:
-                link.send(wire.Cancel(attempt, "shutdown"))
+        self.record_event("stopped", {"detail": str(error)})
+        for runner in self.pool.runners:
+            for attempt in runner.running:
+                runner.send(Cancel(attempt, "shutdown"))
         for channel in self.channels:
             channel.fail(error)
-        self.telling.tell(())
-        self.fleet.wake()
+        self.prewarmer.update(())
+        self.pool.wake_waiters()
 
-    def event(self, kind: str, payload: dict[str, Any]) -> None:
-        self.ledger.event(kind, payload)
-        if kind == wire.NO_TOKENS:
+    def record_event(self, kind: str, payload: dict[str, Any]) -> None:
+        """Write an event to the journal and pass it to `Engine.on_event`."""
+        self.records.record_event(kind, payload)
+        if kind == NO_TOKENS:
             self.no_tokens = payload["detail"]
             log.warning("%s", self.no_tokens)
             for channel in self.channels:
-                channel.changed()
+                channel.notify()
 
-    def refuse_without_tokens(self, channel: Channel) -> None:
-        """Raise if the consumer of a stream needs token IDs and the policy's server returns none."""
+    def refuse_without_tokens(self, channel: GroupChannel) -> None:
+        """Raise `UsageError` if the consumer of a stream needs token IDs and the policy's server returns none."""
         if channel.needs_tokens and self.no_tokens:
             raise UsageError(f"training needs token IDs: {self.no_tokens}")
 
     # ---- streams
 
-    def open_channel(self, channel: Channel) -> None:
+    def open_channel(self, channel: GroupChannel) -> None:
         if self.stopped is not None:
             raise self.stopped
         self.refuse_without_tokens(channel)
         self.channels.append(channel)
-        self.ledger.committed([channel])
-        self.pump()
+        self.records.deliver_committed([channel])
+        self.schedule_admission()
 
-    def close_channel(self, channel: Channel, reason: CancelledReason) -> None:
-        """The consumer wants no more: what is under way is cancelled, each with its terminal record."""
+    def close_channel(self, channel: GroupChannel, reason: CancelledReason) -> None:
+        """Cancel the rest of a stream. Each of its running rollouts gets a final record."""
         if channel.closed:
             return
         channel.close()
-        if not self._stopping and self.stopped is None:
-            self._cancel_groups(channel, channel.schedule.cancel(), reason)
-        self._forget(channel)
+        if not self._closing and self.stopped is None:
+            self._cancel_groups(channel, channel.scheduler.cancel_all(), reason)
+        self._remove_if_done(channel)
 
-    def taken(self, channel: Channel, index: int) -> None:
-        """The consumer took a group."""
-        self.ledger.taken(channel, index)
-        self.pump()
+    def mark_taken(self, channel: GroupChannel, index: int) -> None:
+        """Note that the consumer took a group."""
+        self.records.mark_taken(channel, index)
+        self.schedule_admission()
 
-    def _forget(self, channel: Channel) -> None:
-        if channel.in_flight == 0 and channel.done and channel in self.channels:
+    def _remove_if_done(self, channel: GroupChannel) -> None:
+        if channel.running == 0 and channel.done and channel in self.channels:
             self.channels.remove(channel)
 
-    def _cancel_groups(self, channel: Channel, groups: list[OpenGroup], reason: CancelledReason) -> None:
+    def _cancel_groups(self, channel: GroupChannel, groups: list[OpenGroup], reason: CancelledReason) -> None:
         for group in groups:
             group.cancelled = reason
-        flying: set[str] = set()
-        for link in self.fleet.links:
-            for attempt, flight in link.running.items():
-                if flight.channel is channel and flight.pick.group in groups:
-                    flying.add(flight.pick.group.rollout_id(flight.pick.member))
-                    link.send(wire.Cancel(attempt, reason))
+        running: set[OpenRollout] = set()
+        for runner in self.pool.runners:
+            for attempt, dispatch in runner.running.items():
+                if dispatch.channel is channel and dispatch.rollout.group in groups:
+                    running.add(dispatch.rollout)
+                    runner.send(Cancel(attempt, reason))
         for group in groups:
-            for number, member in enumerate(group.members):
-                if member.record is None and group.rollout_id(number) not in flying:
-                    self._record(channel, Pick(group, number), Ledger.bare(group, number, Cancelled(reason)))
+            for rollout in group.rollouts:
+                if rollout.record is None and rollout not in running:
+                    record = RecordWriter.build_bare_record(rollout, Cancelled(reason))
+                    self._record(channel, rollout, record)
 
     # ---- admission
 
-    def pump(self) -> None:
-        """Something changed: admits what it can, once per tick of the loop."""
-        if not self._pumping:
-            self._pumping = True
+    def schedule_admission(self) -> None:
+        """Start as many attempts as possible, once in the next iteration of the event loop."""
+        if not self._admission_scheduled:
+            self._admission_scheduled = True
             self._loop.call_soon(self._admit)
 
-    @loudly
+    @stop_run_on_error
     def _admit(self) -> None:
-        self._pumping = False
-        if self.fleet.paused or self._stopping or self.stopped is not None or self.outage.waited is not None:
+        self._admission_scheduled = False
+        if self.pool.paused or self._closing or self.stopped is not None or self.outage.waited is not None:
             return
         now = self._loop.time()
         self._admit_suspects()
-        flying = self.fleet.under_way
-        while flying < self.policy.concurrency and self.journal.backlog < 5_000:
-            link = self.fleet.free()
-            found = self._next(now) if link is not None else None
-            if link is None or found is None:
+        running = self.pool.running
+        while running < self.config.concurrency and self.journal.backlog < MAX_BACKLOG:
+            runner = self.pool.find_free_runner()
+            found = self._next_rollout(now) if runner is not None else None
+            if runner is None or found is None:
                 break
-            channel, pick = found
-            flying += self._launch(self.telling.expecting(pick.group.task.id) or link, channel, pick, now)
-        self.telling.tell(self.channels, self.ledger.quarantined)
+            channel, rollout = found
+            warm_runner = self.prewarmer.find_runner(rollout.group.task.id)
+            running += self._dispatch(warm_runner or runner, channel, rollout, now)
+        self.prewarmer.update(self.channels, self.records.quarantined)
         for channel in list(self.channels):
             if channel.done:
-                channel.changed()
-                self._forget(channel)
+                channel.notify()
+                self._remove_if_done(channel)
 
-    def _next(self, now: float) -> tuple[Channel, Pick] | None:
-        """Streams take turns; within one, members of open groups go first."""
+    def _next_rollout(self, now: float) -> tuple[GroupChannel, OpenRollout] | None:
+        """Return the next rollout to start. Streams take turns; in a stream, members of open groups go first."""
         for _ in range(len(self.channels)):
             channel = self.channels[0]
             self.channels.rotate(-1)
-            pick = channel.schedule.pick(now)
-            while pick is None and channel.error is None and channel.schedule.may_open():
+            rollout = channel.scheduler.next_rollout(now)
+            while rollout is None and channel.error is None and channel.scheduler.can_open_group():
                 if not self._open_group(channel, now):
                     break
-                pick = channel.schedule.pick(now)
-            if pick is not None:
-                return channel, pick
+                rollout = channel.scheduler.next_rollout(now)
+            if rollout is not None:
+                return channel, rollout
         return None
 
-    def _open_group(self, channel: Channel, now: float) -> bool:
-        sourced = channel.next_task()
-        if sourced is None:
+    def _open_group(self, channel: GroupChannel, now: float) -> bool:
+        planned = channel.next_group()
+        if planned is None:
             return False
-        index = sourced.index
+        index = planned.index
         if index is None:
             index, self.next_group = self.next_group, self.next_group + 1
-            self.ledger.opened(channel, index, sourced)
-        group = channel.schedule.open(index, sourced.task, now, sourced.finished)
-        group.number, group.ordinal = sourced.number, sourced.ordinal
-        group.stream = sourced.stream or channel.name
-        channel.untaken[index] = sourced
-        for number, used in sourced.attempts.items():
-            group.members[number].earlier = used
-        if sourced.task.invalid:
-            broken = Failed("task", "task.invalid", sourced.task.invalid, "queue")
-            self.ledger.quarantined.setdefault(sourced.task.id, broken)
-        if group.left == 0:
+            self.records.record_group(channel, index, planned)
+        group = channel.scheduler.open_group(index, planned.task, now, planned.finished)
+        group.task_number, group.ordinal = planned.task_number, planned.ordinal
+        group.stream = planned.stream or channel.name
+        channel.untaken[index] = planned
+        for member, used in planned.attempts.items():
+            group.rollouts[member].earlier_attempts = used
+        if planned.task.invalid:
+            broken = Failed("task", "task.invalid", planned.task.invalid, "queue")
+            self.records.quarantined.setdefault(planned.task.id, broken)
+        if group.unfinished == 0:
             self._complete(channel, group)
         return True
 
-    def _launch(self, link: Link, channel: Channel, pick: Pick, now: float) -> int:
-        group, member = pick.group, pick.group.members[pick.member]
-        broken = self.ledger.quarantined.get(group.task.id)
+    def _dispatch(self, runner: RunnerHandle, channel: GroupChannel, rollout: OpenRollout, now: float) -> int:
+        """Send an attempt to a runner and return 1, or record a rollout of a quarantined task and return 0."""
+        broken = self.records.quarantined.get(rollout.group.task.id)
         if broken is not None:
-            self._record(channel, pick, Ledger.bare(group, pick.member, broken))
+            self._record(channel, rollout, RecordWriter.build_bare_record(rollout, broken))
             return 0
-        number = member.next_attempt
-        attempt = f"{group.index}.{pick.member}.{number}"
-        seed = self.seed_of(group, pick.member)
-        link.running[attempt] = Flight(channel, pick, attempt, number, seed)
-        channel.in_flight += 1
+        spec = self._build_spec(rollout, queued=now - rollout.waiting_since)
+        runner.running[spec.id] = Dispatch(channel, rollout, spec)
+        channel.running += 1
         self.counts["attempts"] += 1
-        avoid = hung_replicas(member.attempts)
-        link.send(Start(attempt, number, seed, group.task, now - member.since, avoid))
+        runner.send(spec)
         return 1
 
-    def seed_of(self, group: OpenGroup, member: int) -> int:
-        """The same for every attempt of a rollout, in this run and in one resumed from it."""
-        return derive_seed(self.policy.seed, group.stream, group.ordinal, member)
+    def _build_spec(self, rollout: OpenRollout, *, queued: float) -> AttemptSpec:
+        number, group = rollout.next_attempt, rollout.group
+        # The seed is the same for every attempt of a rollout, in this run and in a resumed one.
+        seed = derive_seed(self.config.root_seed, group.stream, group.ordinal, rollout.member)
+        avoid = find_hung_replicas(rollout.attempts)
+        return AttemptSpec(f"{rollout.id}.{number}", number, seed, group.task, queued, avoid)
 
     def _admit_suspects(self) -> None:
-        """One suspect per runner: on runners that are empty, and on spare ones made for it."""
-        waiting = sum(channel.schedule.suspects for channel in self.channels)
-        for link in self.fleet.empty() if waiting else ():
+        """Start each suspect alone, in an idle runner or in a spare runner created for it."""
+        waiting = sum(channel.scheduler.suspect_count for channel in self.channels)
+        for runner in self.pool.find_idle_runners() if waiting else ():
             for channel in self.channels:
-                pick = channel.schedule.pick_suspect()
-                if pick is not None:
-                    link.alone = True
-                    self._launch(link, channel, pick, self._loop.time())
+                rollout = channel.scheduler.next_suspect()
+                if rollout is not None:
+                    runner.alone = True
+                    self._dispatch(runner, channel, rollout, self._loop.time())
                     waiting -= 1
                     break
-        self.fleet.need_spares(waiting)
+        self.pool.ensure_spares(waiting)
 
-    @loudly
+    @stop_run_on_error
     def on_tick(self, late: float) -> None:
-        """Once a second: who has waited too long for a runner."""
+        """Once a second: fail attempts that have waited too long for a runner."""
         limit = self.settings.limits.queue or DEFAULT_LIMITS.queue
         assert limit is not None
         now = self._loop.time()
         for channel in self.channels:
-            # Waiting one's turn behind others of the run is no failure; finding no runner for a free place is.
-            paused = self.fleet.paused or self.outage.waited is not None
-            full = self.fleet.under_way >= self.policy.concurrency
-            lone = any(link.alone for link in self.fleet.links)
-            channel.schedule.not_counting(TICK + late, shared=paused or full, alone=paused or lone)
-            for pick in channel.schedule.overdue(now, limit):
-                self._overdue(channel, pick, limit)
-        self.pump()
+            # Waiting behind other rollouts of the run is normal. Only a wait for a runner while a slot is free
+            # counts.
+            paused = self.pool.paused or self.outage.waited is not None
+            full = self.pool.running >= self.config.concurrency
+            testing_suspect = any(runner.alone for runner in self.pool.runners)
+            channel.scheduler.exclude_wait(TICK + late, shared=paused or full, suspects=paused or testing_suspect)
+            for rollout in channel.scheduler.pop_overdue(now, limit):
+                self._fail_overdue(channel, rollout, limit)
+        self.schedule_admission()
 
-    def _overdue(self, channel: Channel, pick: Pick, limit: float) -> None:
-        member = pick.group.members[pick.member]
-        detail = f"no runner was free for {limit:g} seconds"
-        name = f"{pick.group.rollout_id(pick.member)}.{member.next_attempt}"
-        flight = Flight(channel, pick, name, member.next_attempt, self.seed_of(pick.group, pick.member))
-        outcome = Failed("infra", "engine.queue", detail, "queue")
+    def _fail_overdue(self, channel: GroupChannel, rollout: OpenRollout, limit: float) -> None:
+        spec = self._build_spec(rollout, queued=limit)
+        outcome = Failed("infra", "engine.queue", f"no runner was free for {limit:g} seconds", "queue")
         now = time.time()
-        done = Done(flight.attempt, outcome, now, now, timing=Timing(queue=limit))
-        self._ended(flight, Ended(outcome), done, "")
+        result = AttemptResult(spec.id, outcome, now, now, timing=Timing(queue=limit))
+        self._end_attempt(Dispatch(channel, rollout, spec), result, "")
 
-    # ---- what runners say
+    # ---- results from runners
 
-    @loudly
-    def on_done(self, link: Link, done: Done) -> None:
-        flight: Flight | None = link.running.pop(done.attempt, None)
-        if flight is None:
-            return  # of a past attempt: never committed
-        link.alone = False
-        flight.channel.in_flight -= 1
-        if done.tainted:
-            self.fleet.replace(link)
-        flight.channel.changed()
-        if isinstance(done.outcome, Cancelled) and done.outcome.reason == "shutdown":
+    @stop_run_on_error
+    def on_result(self, runner: RunnerHandle, result: AttemptResult) -> None:
+        """Process the end of an attempt."""
+        dispatch: Dispatch | None = runner.running.pop(result.id, None)
+        if dispatch is None:
+            return  # an attempt that was already ended otherwise
+        runner.alone = False
+        dispatch.channel.running -= 1
+        if result.tainted:
+            self.pool.replace(runner)
+        dispatch.channel.notify()
+        if isinstance(result.outcome, Cancelled) and result.outcome.reason == "shutdown":
             return  # unfinished: a resume runs it again
         if self.journal.error is not None:
             return
-        if self.outage.concerns(done.outcome):
-            runner = link.name
+        if self.outage.may_explain(result.outcome):
+            name = runner.name
             self.outage.decide_later(
-                done.outcome, lambda gone: self._settle(flight, done, runner, charged=not gone)
+                result.outcome, lambda gone: self._process_result(dispatch, result, name, charged=not gone)
             )
         else:
-            self._settle(flight, done, link.name, charged=True)
+            self._process_result(dispatch, result, runner.name, charged=True)
 
-    @loudly
-    def _settle(self, flight: Flight, done: Done, runner: str, *, charged: bool) -> None:
-        """Record an attempt that ended. One that is not charged failed because a model server is gone."""
-        member = flight.pick.group.members[flight.pick.member]
-        if self._stopping or self.stopped is not None or member.record is not None:  # cancelled meanwhile
-            return
+    @stop_run_on_error
+    def _process_result(self, dispatch: Dispatch, result: AttemptResult, runner: str, *, charged: bool) -> None:
+        """Record an ended attempt. It is not charged if it failed because a model server is gone."""
+        if self._closing or self.stopped is not None or dispatch.rollout.record is not None:
+            return  # the rollout was cancelled in the meantime
         if charged:
-            self.breaker.observe(done.outcome, self.fleet.under_way)
-        ended = Ended(done.outcome, charged=charged, policy_loss=done.policy_loss)
-        self._ended(flight, ended, done, runner)
-        if self.breaker.opened:
-            self.stop(Stopped(self.breaker.opened))
-        self.pump()
+            self.breaker.observe(result.outcome, self.pool.running)
+        self._end_attempt(dispatch, result, runner, charged=charged)
+        self._stop_if_breaker_open()
+        self.schedule_admission()
+
+    def _stop_if_breaker_open(self) -> None:
+        if self.breaker.is_open:
+            self.stop(Stopped(self.breaker.message))
 
     # ---- model servers that went away
 
-    @loudly
-    def _on_outage(self, trouble: str) -> None:
-        limit = self.policy.wait_for_upstream
-        said = f"waiting up to {limit:g} s for the model server: {trouble}"
-        self.event("upstream.waiting", {"detail": said, "seconds": limit})
+    @stop_run_on_error
+    def _on_outage(self, problem: str) -> None:
+        limit = self.config.wait_for_upstream
+        detail = f"waiting up to {limit:g} s for the model server: {problem}"
+        self.record_event("upstream.waiting", {"detail": detail, "seconds": limit})
 
-    @loudly
-    def _on_upstream_back(self, waited: float) -> None:
-        said = f"the model server is back after {waited:.3g} s; the run goes on"
-        self.event("upstream.back", {"detail": said, "seconds": waited})
-        self.pump()
+    @stop_run_on_error
+    def _on_recovery(self, waited: float) -> None:
+        detail = f"the model server is back after {waited:.3g} s; the run continues"
+        self.record_event("upstream.back", {"detail": detail, "seconds": waited})
+        self.schedule_admission()
 
-    @loudly
-    def _on_outage_expired(self, trouble: str) -> None:
-        limit = self.policy.wait_for_upstream
+    @stop_run_on_error
+    def _on_outage_expired(self, problem: str) -> None:
         self.stop(
             Stopped(
-                f"stopped: the model server did not come back within {limit:g} seconds: {trouble} "
-                "Then `rookery resume` this run."
+                f"stopped: the model server did not come back within {self.config.wait_for_upstream:g} seconds: "
+                f"{problem} Then continue with `rookery resume`."
             )
         )
 
     # ---- runners that died
 
-    @loudly
-    def on_runner_death(self, link: Link, death: Death, detail: str) -> None:
-        """Neighbours run again uncharged, suspects alone, the convicted not at all."""
-        flights = {flight.pick.group.rollout_id(flight.pick.member): flight for flight in link.running.values()}
-        link.running.clear()
-        blamed = link.blamed.rpartition(".")[0] if link.blamed else None
-        verdicts = self.court.judge(list(flights), death, alone=link.alone, named=blamed)
+    @stop_run_on_error
+    def on_runner_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None:
+        """Requeue the rollouts of a dead runner: innocent ones uncharged, suspects alone. Fail a guilty one."""
+        dispatches: dict[str, Dispatch] = {one.rollout.id: one for one in runner.running.values()}
+        runner.running.clear()
+        blamed = runner.blamed.rpartition(".")[0] if runner.blamed else None
+        attributions = self.crashes.attribute(list(dispatches), death, alone=runner.alone, blamed=blamed)
         now = time.time()
-        for rollout, flight in flights.items():
-            flight.channel.in_flight -= 1
-            if self._stopping or self.stopped is not None:
+        for rollout, dispatch in dispatches.items():
+            dispatch.channel.running -= 1
+            if self._closing or self.stopped is not None:
                 continue
-            verdict = verdicts[rollout]
-            if verdict == "convicted":
+            guilty = attributions[rollout] == "guilty"
+            if guilty:
                 cause = "bug.blocked" if death == "blocked" else "bug.crashed"
-                outcome = Failed("bug", cause, f"run alone, it did this: {detail}"[:MAX_DETAIL], "run", detail)
-                self.breaker.observe(outcome, self.fleet.under_way)
+                text = f"when it ran alone: {detail}"[:MAX_DETAIL]
+                outcome = Failed("bug", cause, text, "run", detail)
+                self.breaker.observe(outcome, self.pool.running)
             else:
                 outcome = Failed("infra", "runner.lost", detail.partition("\n")[0], "run")
-            ended = Ended(outcome, charged=verdict == "convicted")
-            done = Done(flight.attempt, outcome, now, now)
-            self._ended(flight, ended, done, link.name, alone=verdict == "suspect")
-        if self.breaker.opened:
-            self.stop(Stopped(self.breaker.opened))
-        self.pump()
-
-    def _ended(self, flight: Flight, ended: Ended, done: Done, runner: str, *, alone: bool = False) -> None:
-        channel, pick = flight.channel, flight.pick
-        member = pick.group.members[pick.member]
-        attempt = Attempt(
-            id=flight.attempt,
-            number=flight.number,
-            outcome=ended.outcome,
-            runner=runner,
-            started=done.started,
-            ended=done.ended,
-            evidence=done.evidence,
-        )
-        member.history.append(ended)
-        member.attempts.append(attempt)
-        decision = self.policy.retry.decide(member.history, self._random.random())
-        if isinstance(decision, Again):
-            self.counts["retries"] += ended.charged
-            rollout = pick.group.rollout_id(pick.member)
-            self.ledger.write(lambda: self.journal.add_attempt(rollout, attempt))
-            if pick.group.cancelled is None:
-                channel.schedule.again(pick, self._loop.time(), decision.delay, alone=alone)
-                if decision.delay:
-                    self._loop.call_later(decision.delay, self.pump)
-                return
-            decision = Final(Cancelled(pick.group.cancelled))
-        outcome = decision.outcome
-        scored = isinstance(outcome, SCORED)
-        if isinstance(outcome, Failed) and outcome.fault == "task":
-            self.ledger.quarantine(pick.group, outcome)
-        record = Rollout(
-            id=pick.group.rollout_id(pick.member),
-            group=pick.group.index,
-            member=pick.member,
-            task=pick.group.task.id,
-            outcome=outcome,
-            seed=flight.seed,
-            reward=done.minimum if decision.minimum else (done.reward if scored else None),
-            rewards=done.rewards,
-            metrics=done.metrics,
-            info=done.info,
-            attempts=tuple(member.attempts),
-            usage=done.usage,
-            timing=done.timing,
-            tokens=done.tokens,
-        )
-        self._record(channel, pick, record)
+            result = AttemptResult(dispatch.spec.id, outcome, now, now)
+            alone = attributions[rollout] == "suspect"
+            self._end_attempt(dispatch, result, runner.name, charged=guilty, alone=alone)
+        self._stop_if_breaker_open()
+        self.schedule_admission()
 
     # ---- records and groups
 
-    def _record(self, channel: Channel, pick: Pick, record: Rollout) -> None:
-        self.court.forget(record.id)
-        if self.ledger.record(channel, pick, record):
-            self._complete(channel, pick.group)
+    def _end_attempt(
+        self, dispatch: Dispatch, result: AttemptResult, runner: str, *, charged: bool = True, alone: bool = False
+    ) -> None:
+        """Queue a new attempt or record the final outcome. `alone`: the new attempt runs alone in a runner."""
+        channel, rollout, group = dispatch.channel, dispatch.rollout, dispatch.rollout.group
+        attempt = Attempt(
+            id=result.id,
+            number=dispatch.spec.number,
+            outcome=result.outcome,
+            runner=runner,
+            started=result.started,
+            ended=result.ended,
+            evidence=result.evidence,
+            charged=charged,
+            policy_loss=result.policy_loss,
+        )
+        rollout.attempts.append(attempt)
+        decision = self.config.retry.decide(rollout.attempts, self._random.random())
+        if isinstance(decision, Retry):
+            self.counts["retries"] += charged
+            self.records.write(lambda: self.journal.add_attempt(rollout.id, attempt))
+            if group.cancelled is None:
+                channel.scheduler.requeue(rollout, self._loop.time(), decision.delay, alone=alone)
+                if decision.delay:
+                    self._loop.call_later(decision.delay, self.schedule_admission)
+                return
+            decision = Final(Cancelled(group.cancelled))
+        outcome = decision.outcome
+        scored = isinstance(outcome, SCORED)
+        if isinstance(outcome, Failed) and outcome.fault == "task":
+            self.records.quarantine(group, outcome)
+        record = Rollout(
+            id=rollout.id,
+            group=group.index,
+            member=rollout.member,
+            task=group.task.id,
+            outcome=outcome,
+            seed=dispatch.spec.seed,
+            reward=result.minimum if decision.minimum else (result.reward if scored else None),
+            rewards=result.rewards,
+            metrics=result.metrics,
+            info=result.info,
+            attempts=tuple(rollout.attempts),
+            usage=result.usage,
+            timing=result.timing,
+            tokens=result.tokens,
+        )
+        self._record(channel, rollout, record)
 
-    def _complete(self, channel: Channel, group: OpenGroup) -> None:
-        surplus = self.ledger.complete(channel, group)
+    def _record(self, channel: GroupChannel, rollout: OpenRollout, record: Rollout) -> None:
+        self.crashes.forget(record.id)
+        if self.records.record(channel, rollout, record):
+            self._complete(channel, rollout.group)
+
+    def _complete(self, channel: GroupChannel, group: OpenGroup) -> None:
+        surplus = self.records.complete(channel, group)
         if surplus:
             self._cancel_groups(channel, surplus, "filtered")
-        self._forget(channel)
+        self._remove_if_done(channel)
 
-    @loudly
+    @stop_run_on_error
     def _on_commit(self, error: JournalError | None) -> None:
         if error is not None:
             self.stop(error)
             return
-        self.ledger.committed(self.channels)
-        self.pump()
+        self.records.deliver_committed(self.channels)
+        self.schedule_admission()

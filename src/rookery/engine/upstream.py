@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from rookery.core import RookeryError, UsageError
-from rookery.upstreams.pausing import loaded
+from rookery.upstreams.pause import run_load
 from rookery.upstreams.protocol import PauseMode
 
 DEADLINE = 1800.0
@@ -94,7 +94,7 @@ class EngineUpstream:
         held = False
         try:
             if load is not None:
-                await loaded(load, until, "the policy")
+                await run_load(load, until, "the policy")
             yield
             done = version
         finally:

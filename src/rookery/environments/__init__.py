@@ -1,18 +1,17 @@
-"""How a task is attempted and scored: the base that users subclass, a function form, and the tool loop.
+"""Environments: how a task is attempted and scored.
 
-Promises:
-- asking an environment for its tasks or tool schemas starts nothing: no sandbox, no pool, no connection;
-- everything an attempt opens through its context is closed when the attempt ends, on every path;
-- one attempt's context knows nothing of another's: secrets, sandboxes, state and seed are its own.
+The package contains the interface for environment authors (`Environment`, `Context`, `ToolEnvironment`, `tool`,
+`environment`) and the built-in environments in its subpackages.
 """
 
-from rookery.environments.base import Environment, Score, reward_bounds
+from rookery.environments.base import Environment, FunctionEnvironment, Score, environment, reward_bounds
 from rookery.environments.context import Context, Log
-from rookery.environments.function import FunctionEnvironment, environment
-from rookery.environments.loading import EnvironmentRef, load_environment, reference
-from rookery.environments.tools import Tool, ToolEnvironment, tool
+from rookery.environments.loader import EnvironmentRef, load_environment, make_reference
+from rookery.environments.tool_environment import ToolEnvironment
+from rookery.environments.tools import CallLimit, Tool, tool
 
 __all__ = [
+    "CallLimit",
     "Context",
     "Environment",
     "EnvironmentRef",
@@ -23,7 +22,7 @@ __all__ = [
     "ToolEnvironment",
     "environment",
     "load_environment",
-    "reference",
+    "make_reference",
     "reward_bounds",
     "tool",
 ]

@@ -1,108 +1,227 @@
-"""The base that users subclass."""
+"""The environment interface: `Environment`, which users subclass, and `@environment`, its function form.
 
-from collections.abc import Iterable, Sequence
+Environments run in runner processes, or in the process of the engine if `runners=0`.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from math import isfinite
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias, overload
 
 from rookery.core import Limits, Sampling, SandboxSpec, Task, ToolSchema, UsageError
 from rookery.environments.context import Context
 from rookery.scoring import Score
 
-__all__ = ["Environment", "Score", "reward_bounds"]
+__all__ = ["Environment", "FunctionEnvironment", "Score", "environment", "reward_bounds"]
+
+RunFunction: TypeAlias = Callable[[Context], Awaitable[Score | float | None]]
+ScoreFunction: TypeAlias = Callable[[Context], Awaitable[Score | float]]
+_REWARD = "__reward__"
 
 
 class Environment:
-    """One object serves every attempt of its process: keep what belongs to an attempt in its context.
+    """Base class for environments: how a task is attempted and scored.
 
-    Stages, in order: `setup`, `run`, `score`, `teardown`. `score` runs if and only if `run` ended Completed
-    or Truncated; `teardown` always, also after half a setup. Write stages as `async def`; a plain `def` is taken
-    for blocking work and runs off the event loop.
+    Subclasses implement `run` and `score`, and optionally `setup` and `teardown`:
+
+        class Echo(Environment):
+            async def run(self, ctx):
+                reply = await ctx.policy.chat(ctx.task.prompt)
+                ctx.state["text"] = reply.text
+
+            async def score(self, ctx):
+                return float(ctx.state["text"] == ctx.task.data["answer"])
+
+    The engine calls the stages in the order `setup`, `run`, `score`, `teardown`. `score` runs only if `run` ended
+    Completed or Truncated. `teardown` always runs, even if `setup` failed halfway. Stages should be `async def`;
+    a plain `def` is treated as blocking code and runs in a thread.
+
+    One instance serves all attempts in its process. Store per-attempt data in the context, not on `self`.
     """
 
     name: str = ""
+    """Name in run directories and tables. Defaults to the class name."""
     limits: Limits = Limits()
+    """Default limits of a rollout. The task's limits and the run's limits override them."""
     sampling: Sampling = Sampling()
+    """Default sampling parameters of the policy."""
     sandbox: SandboxSpec | None = None
-    """What `ctx.sandbox()` makes by default; None leaves it to the run."""
+    """Default sandbox of an attempt. None means that the run decides."""
     reward_range: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest reward. A reward outside of it is an error."""
     roles: ClassVar[tuple[str, ...]] = ()
-    """Model roles it needs besides the policy (judge, simulated user); checked before anything starts."""
+    """Model roles needed besides the policy, such as `judge`. The engine checks them before the run starts."""
 
     needs_gateway: bool | str = False
-    """Whether its attempts open gateway sessions, for programs that call models themselves; best as a text that
-    says what for (`"the agent's model calls"`). Set in the class or the constructor: the run then has one."""
+    """Whether attempts call `ctx.gateway_session`. Prefer a text that says what for, such as
+    `"the agent's model calls"`; error messages quote it. Set it on the class or in the constructor."""
 
     own_limits: ClassVar[frozenset[str]] = frozenset()
-    """Names in a task's `limits` that are not every rollout's: they come as `task.data["limits"]`."""
+    """Names allowed in a task's `limits` besides those of `Limits`. They are copied to `task.data["limits"]`."""
 
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _constructor_arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
-        # Runner processes build their own object the same way.
-        self._made_with = (args, kwargs)
+        # Runner processes construct their own instance with the same arguments.
+        self._constructor_arguments = (args, kwargs)
         return self
 
     @property
     def title(self) -> str:
-        """The name for folders and tables."""
+        """Name in run directories and tables: `name`, or else the class name."""
         return self.name or type(self).__name__
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether its attempts are known to open a sandbox: if none can be had, that is said before the start."""
+        """Whether attempts open a sandbox. If so, the engine checks before a run that sandboxes are available."""
         return self.sandbox is not None
 
-    def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for those who override it)
-        """What cannot work in the sandboxes of a run, in sentences; asked before its start, starts nothing."""
+    def check(self, spec: SandboxSpec) -> Sequence[str]:  # noqa: ARG002  (for subclasses)
+        """Return reasons why this environment cannot run in sandboxes of `spec`, one sentence each.
+
+        The engine calls this before a run and refuses to start if the result is not empty. It must not start
+        anything.
+        """
         return ()
 
+    async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
+        """Prepare this machine for a run, for example by installing software.
+
+        The engine calls this once per run, after all checks and before the first rollout. `spec` is the run's
+        sandbox. Call `report` with progress messages for the user.
+        """
+
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
-        """The built-in taskset, for runs that name none."""
-        raise UsageError(f"{self.title} has no tasks of its own: name some with --tasks FILE.jsonl")
+        """Return the built-in tasks, used by runs that do not name any."""
+        raise UsageError(f"{self.title} has no built-in tasks: pass some with --tasks FILE.jsonl")
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
-        """Return the limits of a rollout: what the run says explicitly, then the task, then the environment.
+        """Return the limits of a rollout: those set by the run, then by the task, then by the environment.
 
-        It depends on nothing but its arguments and is quick. What it raises ends the attempts in their setup.
+        The result must depend on the arguments only. An exception ends the task's attempts in their setup stage.
         """
         return run.over(task.limits.over(self.limits))
 
-    def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:  # noqa: ARG002
-        """What `ctx.sandbox()` makes for a task, out of what the run gives; here just that.
+    def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:  # noqa: ARG002  (for subclasses)
+        """Return the sandbox that `ctx.sandbox()` opens for `task`. `spec` is the run's sandbox.
 
-        Known before the attempt: where sandboxes take long to make, some are made ahead. So it depends on nothing
-        but its arguments, and is quick. What it raises ends the task's attempts in their setup.
+        The engine also calls this ahead of an attempt to prewarm sandboxes, so the result must depend on the
+        arguments only. An exception ends the task's attempts in their setup stage.
         """
         return spec
 
     def tools(self) -> Sequence[ToolSchema]:
-        """What the policy may call, for `--dry-run` and gateways; starts nothing."""
+        """Return the schemas of the tools that the policy may call. Must not start anything."""
         return ()
 
     async def setup(self, ctx: Context) -> None:
-        """Before the policy acts. What fails here is never the policy's fault."""
+        """Prepare the attempt before the policy acts. A failure here is never attributed to the policy."""
 
     async def run(self, ctx: Context) -> Any:
-        """The attempt. Ends Completed by returning, Truncated by a spent budget."""
-        raise NotImplementedError(f"{type(self).__name__} needs an `async def run(self, ctx)`")
+        """Run the attempt. Returning ends it as Completed; an exhausted budget ends it as Truncated."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def run(self, ctx)`")
 
     async def score(self, ctx: Context) -> Score | float:
-        """A finite number in `reward_range`, or a `Score`."""
-        raise NotImplementedError(f"{type(self).__name__} needs an `async def score(self, ctx)`")
+        """Return the reward: a finite number within `reward_range`, or a `Score`."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def score(self, ctx)`")
 
     async def teardown(self, ctx: Context) -> None:
-        """After everything. Sandboxes opened through the context are closed by the engine anyway."""
+        """Release what the attempt acquired. The engine closes sandboxes opened through the context itself."""
+
+
+class FunctionEnvironment(Environment):
+    """Environment made from one async function by `@environment`."""
+
+    def __init__(
+        self,
+        run: RunFunction,
+        *,
+        tasks: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+        score: ScoreFunction | None = None,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        sandbox: SandboxSpec | None = None,
+        reward_range: tuple[float, float] = (0.0, 1.0),
+        needs_gateway: bool | str = False,
+    ) -> None:
+        for stage, function in (("run", run), ("score", score)):
+            if function is not None and not inspect.iscoroutinefunction(function):
+                name = getattr(function, "__name__", repr(function))
+                raise UsageError(f"{name} must be declared as `async def {name}(ctx)` to be the `{stage}` stage")
+        if isinstance(tasks, Iterator):
+            raise UsageError(
+                f"tasks of {run.__name__} is an iterator, which can be read only once: "
+                "pass a list, or a function that returns the tasks"
+            )
+        self.name = run.__name__
+        self.run_function = run
+        self.score_function = score
+        self.__module__ = run.__module__
+        self.__qualname__ = run.__qualname__
+        self.__doc__ = run.__doc__
+        self.limits = limits or Limits()
+        self.sampling = sampling or Sampling()
+        self.sandbox = sandbox
+        self.reward_range = reward_range
+        self.needs_gateway = needs_gateway
+        self._tasks = tasks
+
+    def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
+        if self._tasks is None:
+            return super().tasks()
+        return self._tasks() if callable(self._tasks) else self._tasks
+
+    async def run(self, ctx: Context) -> None:
+        ctx.state[_REWARD] = await self.run_function(ctx)
+
+    async def score(self, ctx: Context) -> Score | float:
+        if self.score_function is not None:
+            return await self.score_function(ctx)
+        if _REWARD not in ctx.state:
+            # Truncated before the function returned a reward.
+            return self.reward_range[0]
+        reward: Score | float = ctx.state[_REWARD]
+        return reward
+
+
+@overload
+def environment(run: RunFunction, /) -> FunctionEnvironment: ...
+@overload
+def environment(
+    *,
+    tasks: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    score: ScoreFunction | None = None,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    sandbox: SandboxSpec | None = None,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+    needs_gateway: bool | str = False,
+) -> Callable[[RunFunction], FunctionEnvironment]: ...
+def environment(run: RunFunction | None = None, /, **options: Any) -> Any:
+    """Make an environment from an async function that runs an attempt and returns its reward.
+
+        @environment(tasks=[{"prompt": "Name a prime number."}])
+        async def primes(ctx):
+            reply = await ctx.policy.chat(ctx.task.prompt)
+            return float(reply.text.strip() in {"2", "3", "5", "7"})
+
+    Without options write `@environment`. If `score` is given, it computes the reward and the function's return
+    value is ignored.
+    """
+    if run is not None:
+        return FunctionEnvironment(run)
+    return lambda function: FunctionEnvironment(function, **options)
 
 
 def reward_bounds(env: Environment) -> tuple[float, float]:
-    """The declared range of rewards, or a `UsageError` for one that is none."""
+    """Return `env.reward_range`, or raise `UsageError` unless it is two finite numbers in ascending order."""
     try:
         low, high = (float(bound) for bound in env.reward_range)
     except (TypeError, ValueError):
         low = high = float("nan")
     if not (isfinite(low) and isfinite(high) and low < high):
         raise UsageError(
-            f"{env.title}.reward_range must be two finite numbers, low and high; it is {env.reward_range!r}"
+            f"{env.title}.reward_range must be two finite numbers in ascending order, not {env.reward_range!r}"
         )
     return low, high

@@ -1,4 +1,4 @@
-"""What is wrong with an environment's class, found before a run starts."""
+"""Checks of an environment's class before a run starts."""
 
 import ast
 import inspect
@@ -7,20 +7,19 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rookery.core import UsageError
-from rookery.environments.base import Environment
-from rookery.environments.function import FunctionEnvironment
+from rookery.environments.base import Environment, FunctionEnvironment
 
 _STAGES: Final = ("setup", "run", "score", "teardown")
 
 
 def check_environment(env: Environment) -> None:
-    """Raise `UsageError` if a stage is missing or wrong, or if the gateway is used and not declared."""
+    """Raise `UsageError` if a stage is missing or not callable, or if the gateway is used but not declared."""
     name = type(env).__name__
     for stage in _STAGES:
-        found = getattr(env, stage, None)
-        if not callable(found):
-            raise UsageError(f"{env.title}: `{stage}` must be a method, and it is {found!r:.80}")
-        if stage in ("run", "score") and getattr(found, "__func__", None) is getattr(Environment, stage):
+        method = getattr(env, stage, None)
+        if not callable(method):
+            raise UsageError(f"{env.title}: `{stage}` must be a method, not {method!r:.80}")
+        if stage in ("run", "score") and getattr(method, "__func__", None) is getattr(Environment, stage):
             raise UsageError(
                 f"{env.title} has no `{stage}`: define `async def {stage}(self, ctx)` in {name}"
                 + ("; it returns the reward, a finite number" if stage == "score" else "")
@@ -30,33 +29,33 @@ def check_environment(env: Environment) -> None:
         raise UsageError(
             f"{env.title}.needs_gateway must be True, False or a text that says what for, not {declared!r:.80}"
         )
-    if not declared and not _declares(env) and any(map(_opens_session, _functions(env))):
-        raise UsageError(no_gateway(env.title))
+    if not declared and not _declares_gateway(env) and any(map(_opens_session, _get_stage_functions(env))):
+        raise UsageError(missing_gateway_message(env.title))
 
 
-def no_gateway(title: str) -> str:
-    """The sentence for an environment that opens gateway sessions without having said so."""
+def missing_gateway_message(title: str) -> str:
+    """Return the error message for an environment that opens gateway sessions without declaring it."""
     return (
-        f"{title} opens gateway sessions (ctx.door), and this run has no gateway: declare it, with a text that "
-        'says what for, `needs_gateway = "the agent\'s model calls"`, in the class or its constructor'
+        f"{title} calls ctx.gateway_session, but this run has no gateway: declare what it is needed for, as in "
+        '`needs_gateway = "the agent\'s model calls"`, on the class or in its constructor'
     )
 
 
-def _declares(env: Environment) -> bool:
-    """Whether the environment itself says something about the gateway: then its word counts."""
-    own = [kind for kind in type(env).__mro__ if kind not in (Environment, FunctionEnvironment, object)]
-    instance = not isinstance(env, FunctionEnvironment) and "needs_gateway" in vars(env)
-    return instance or any("needs_gateway" in vars(kind) for kind in own)
+def _declares_gateway(env: Environment) -> bool:
+    """Return whether the user's class or object sets `needs_gateway` itself."""
+    user_classes = [cls for cls in type(env).__mro__ if cls not in (Environment, FunctionEnvironment, object)]
+    on_instance = not isinstance(env, FunctionEnvironment) and "needs_gateway" in vars(env)
+    return on_instance or any("needs_gateway" in vars(cls) for cls in user_classes)
 
 
-def _functions(env: Environment) -> list[Callable[..., Any]]:
+def _get_stage_functions(env: Environment) -> list[Callable[..., Any]]:
     if isinstance(env, FunctionEnvironment):
-        return [one for one in (env.play, env.judge) if one is not None]
+        return [function for function in (env.run_function, env.score_function) if function is not None]
     return [getattr(env, stage) for stage in _STAGES]
 
 
 def _opens_session(stage: Callable[..., Any]) -> bool:
-    """Whether a stage calls `door` of its context, as far as its source tells."""
+    """Return whether a stage's source calls `gateway_session` on its context argument."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(stage)))
         parameters = list(inspect.signature(stage).parameters)
@@ -65,7 +64,7 @@ def _opens_session(stage: Callable[..., Any]) -> bool:
     return any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "door"
+        and node.func.attr == "gateway_session"
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id in parameters[:1]
         for node in ast.walk(tree)

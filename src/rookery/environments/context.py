@@ -1,26 +1,28 @@
-"""What an environment gets for one attempt."""
+"""The per-attempt context that the engine passes to every stage of an environment."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 from rookery.core import Limits, SandboxError, SandboxSpec, Task, UsageError
-from rookery.environments.watched import WatchedSandbox
+from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway import Model, Session, Watch
 from rookery.gateway.door import Door
-from rookery.sandboxes.protocol import Listening, Sandbox
+from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 
 T = TypeVar("T")
-OpenDoor: TypeAlias = Callable[[Listening | None, bool], AbstractAsyncContextManager[Door]]
+OpenGatewaySession: TypeAlias = Callable[[SupportsModelNetwork | None, bool], AbstractAsyncContextManager[Door]]
 LOST = ("sandbox.lost", "worker.unrecoverable")
 """Causes of failures that a policy can bring about in its own sandbox."""
+MIN_CLOCK_CHECK = 0.01
+"""Shortest interval, in seconds, between two looks at the stage's clock by `Context.within`."""
 
 
 class Log:
-    """Structured log lines of an attempt; they go into the journal as events."""
+    """Structured log of one attempt. Entries go into the run's journal as events."""
 
     def __init__(self, emit: Callable[[str, dict[str, Any]], None]) -> None:
         self._emit = emit
@@ -36,7 +38,19 @@ class Log:
 
 
 class Context:
-    """One attempt's task, models, sandboxes, time and state."""
+    """Everything that belongs to one attempt: its task, models, sandboxes, clock and state.
+
+    The engine creates the context and passes it to every stage:
+
+        async def run(self, ctx: Context) -> None:
+            sandbox = await ctx.sandbox()
+            await sandbox.write("notes.txt", b"...")
+            reply = await ctx.policy.chat(ctx.task.prompt)
+            ctx.state["answer"] = reply.text
+            ctx.metrics["length"] = float(len(reply.text))
+
+    Sandboxes and gateway sessions opened through the context are closed when the attempt ends.
+    """
 
     def __init__(
         self,
@@ -49,70 +63,114 @@ class Context:
         session: Session,
         watch: Watch,
         remaining: Callable[[], float],
+        elapsed: Callable[[], float],
         log: Log,
         open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]],
-        open_door: OpenDoor | None = None,
+        open_gateway_session: OpenGatewaySession | None = None,
         no_gateway: Callable[[], UsageError] = lambda: UsageError("this run has no gateway"),
     ) -> None:
         self.attempt = attempt
+        """Identifier of the attempt."""
         self.task = task
         self.seed = seed
+        """Seed of the rollout; a retry has the same one."""
         self.limits = limits
+        """Effective limits of the rollout."""
         self.spec = spec
-        """What `sandbox()` makes when nothing else is asked for."""
+        """What `sandbox()` opens by default. `setup` may replace it."""
         self.log = log
         self.state: dict[str, Any] = {}
-        """Yours, for this attempt only; gone with it."""
+        """Free storage for the environment, discarded at the end of the attempt."""
         self.info: dict[str, Any] = {}
-        """Plain data to keep in the record."""
+        """JSON-compatible data to store in the rollout's record."""
         self.metrics: dict[str, float] = {}
-        """Numbers to keep in the record."""
+        """Numbers to store in the rollout's record."""
         self._session = session
         self._watch = watch
         self._remaining = remaining
+        self._elapsed = elapsed
         self._open_sandbox = open_sandbox
-        self._open_door = open_door
+        self._open_gateway_session = open_gateway_session
         self._no_gateway = no_gateway
-        self._main: Sandbox | None = None
+        self._main_sandbox: Sandbox | None = None
+        self._main_sandbox_lock = asyncio.Lock()
         self.forks: list[Sandbox] = []
-        """Sandboxes that were made of others; they end with the attempt, as all do."""
-        self._first = asyncio.Lock()
+        """Sandboxes forked from others. The engine closes them with the rest."""
         self.tool_calls = 0
+        """Number of tool calls so far."""
         self.lost_in_command = False
-        """A sandbox was lost while it ran what the policy asked for."""
+        """Whether a sandbox was lost while it ran a command of the policy."""
 
     @property
     def policy(self) -> Model:
+        """The model that is trained or evaluated."""
         return self._session.model("policy")
 
     def model(self, role: str) -> Model:
-        """Another model role (judge, simulated user, sub-model)."""
+        """Return the model of another role, such as `judge`."""
         return self._session.model(role)
 
     def sub_model(self, *, trained: bool) -> Model:
-        """A model for calls beside the conversation, each a branch of its own. Trained, they are the policy's;
-        else they have the role `sub`. Their budget is the caller's to keep; `Truncation` ends the one call alone.
+        """Return a model for calls outside of the main conversation; each call is recorded as a branch.
+
+        If `trained`, the calls belong to the policy and are trained on. Otherwise they have the role `sub`. The
+        caller limits how many calls are made. A `Truncation` raised by a call ends that call only.
         """
         return self._session.sub_model(trained=trained)
 
     @property
     def truncated(self) -> str | None:
-        """The budget that ended the run stage, once one did."""
+        """The budget that ended the run stage, or None."""
         return self._session.truncated
 
     @property
     def remaining(self) -> float:
-        """Seconds left of the stage; pauses and the upstream's queue do not count."""
+        """Seconds left in the current stage. Pauses and the upstream's queue do not count."""
         return max(0.0, self._remaining())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds used in the current stage. Pauses and the upstream's queue do not count."""
+        return self._elapsed()
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Cancel the block and raise `TimeoutError` if it takes longer than `seconds` by the stage's clock.
+
+            async with ctx.within(30):
+                await search(query)
+
+        Unlike `asyncio.timeout`, pauses of the run and the upstream's queue do not count. Blocks may be nested.
+        The deadline of the stage still applies.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = self._elapsed() + seconds
+        timer: asyncio.TimerHandle | None = None
+
+        def check() -> None:
+            nonlocal timer
+            left = deadline - self._elapsed()
+            if left <= 0:
+                timeout.reschedule(loop.time())
+            else:  # while the clock is stopped, `left` does not shrink
+                timer = loop.call_later(max(left, MIN_CLOCK_CHECK), check)
+
+        async with asyncio.timeout(None) as timeout:
+            check()
+            try:
+                yield
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     @cached_property
     def rng(self) -> random.Random:
-        """Draws the same numbers each time this attempt is made."""
+        """Random generator seeded with `seed`: a retry draws the same numbers."""
         return random.Random(self.seed)  # noqa: S311
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, the stage's clock stands still: for waiting in a queue that is neither the policy's nor ours."""
+    def pause_clock(self) -> Iterator[None]:
+        """Stop the stage's clock inside the block, for example while waiting for a shared resource."""
         self._watch.hold()
         try:
             yield
@@ -120,50 +178,63 @@ class Context:
             self._watch.release()
 
     async def sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """The attempt's sandbox: made at the first call, with the task's files in it, the same one afterwards.
+        """Return the attempt's sandbox. The first call creates it and writes the task's files into it.
 
-        With a spec, a new one, empty.
+        With a `spec`, create another, empty sandbox instead.
         """
         if spec is not None:
-            return await self._opened(spec)
-        async with self._first:  # tools that run together must find the same one
-            if self._main is None:
-                box = await self._opened(self.spec)
+            return await self._create_sandbox(spec)
+        async with self._main_sandbox_lock:  # parallel tool calls must get the same sandbox
+            if self._main_sandbox is None:
+                sandbox = await self._create_sandbox(self.spec)
                 for path, text in self.task.files.items():
-                    await box.write(path, text.encode())
-                self._main = box
-            return self._main
+                    await sandbox.write(path, text.encode())
+                self._main_sandbox = sandbox
+            return self._main_sandbox
 
-    async def _opened(self, spec: SandboxSpec) -> Sandbox:
-        return WatchedSandbox(await self.working("sandbox", self._open_sandbox(spec)), self.working, self.forks)
+    async def _create_sandbox(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await self.charge_policy("sandbox", self._open_sandbox(spec))
+        return SandboxProxy(sandbox, self.charge_policy, self.forks)
 
-    def door(self, box: Sandbox | None = None, *, timed: bool = True) -> AbstractAsyncContextManager[Door]:
-        """A door for programs that call models themselves, with this attempt's budgets and recording.
+    def gateway_session(
+        self, sandbox: Sandbox | None = None, *, timed: bool = True
+    ) -> AbstractAsyncContextManager[Door]:
+        """Open a gateway session, for programs that call models over HTTP.
 
-        In a sandbox whose network is `model`, at its own loopback address; without one, at the gateway's public
-        address. Turns are the attempt's when the door ends. `timed`: calls end with the stage's time as it is now;
-        without it who opens the door keeps the time, which then may be `held` meanwhile.
+            async with ctx.gateway_session(sandbox) as session:
+                await sandbox.exec(Command(argv=("my-agent",), env=session.environment()))
+
+        The session has a base URL and a key, enforces the attempt's budgets and records every call. With a sandbox
+        of network `model`, the URL is a loopback address inside of it; without a sandbox, it is the gateway's
+        public address. The recorded turns become the attempt's when the session ends.
+
+        If `timed`, calls fail once the stage's time, as it is now, is over. Otherwise the caller enforces the
+        deadline; this is needed if the clock is paused while the session is open.
         """
-        if self._open_door is None:
+        if self._open_gateway_session is None:
             raise self._no_gateway()
-        if box is None:
-            return self._open_door(None, timed)
-        if not isinstance(box, Listening) or not box.inside_url:
+        if sandbox is None:
+            return self._open_gateway_session(None, timed)
+        if not isinstance(sandbox, SupportsModelNetwork) or not sandbox.inside_url:
             raise UsageError(
-                f"sandbox {box.id} has no way to the gateway: its network is {box.spec.network!r}, not 'model', "
-                f"or its provider {box.spec.provider or '?'} cannot give one",
+                f"sandbox {sandbox.id} cannot reach the gateway: its network is {sandbox.spec.network!r}, not "
+                f"'model', or the provider {sandbox.spec.provider or '?'} does not support that network",
                 cause="bug.environment",
             )
-        return self._open_door(box, timed)
+        return self._open_gateway_session(sandbox, timed)
 
-    async def working(self, on: str, awaitable: Awaitable[T]) -> T:
-        """Awaits on behalf of the policy: if the run's deadline passes meanwhile, that is Truncated(time)."""
-        self._watch.waiting(on, 1)
+    async def charge_policy(self, activity: str, awaitable: Awaitable[T]) -> T:
+        """Await on behalf of the policy.
+
+        If the run stage's deadline passes meanwhile, the rollout ends as Truncated(time), not as a failure of the
+        environment. `activity` is `tool` for commands of the policy and `sandbox` for sandbox operations.
+        """
+        self._watch.waiting(activity, 1)
         try:
             return await awaitable
         except SandboxError as error:
-            if error.code in LOST and on == "tool" and getattr(error, "after_cell", True):
+            if error.code in LOST and activity == "tool" and getattr(error, "after_cell", True):
                 self.lost_in_command = True
             raise
         finally:
-            self._watch.waiting(on, -1)
+            self._watch.waiting(activity, -1)

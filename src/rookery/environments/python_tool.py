@@ -1,10 +1,7 @@
-"""The `python` tool: runs a program of the policy in the attempt's sandbox.
+"""The tool `python`: run a program of the policy in the attempt's sandbox.
 
-Promises:
-- no sandbox is made before the first call;
-- the program's output comes back in the order it was written, also what it wrote before it was killed;
-- how the program ended is said whenever it did not end by itself with exit code 0;
-- a program's failure is an observation; a lost sandbox is a `SandboxError`.
+The sandbox is created by the first call. The program's output is returned in the order in which it was written,
+also if the program was killed. A program that fails is an observation; a lost sandbox raises `SandboxError`.
 """
 
 import asyncio
@@ -12,18 +9,19 @@ import signal
 
 from rookery.core import ExecResult, SandboxError
 from rookery.environments.context import Context
-from rookery.environments.results import NOTHING, clip
-from rookery.environments.schemas import CallLimit, tool
+from rookery.environments.text import NO_OUTPUT, clip
+from rookery.environments.tools import CallLimit, tool
 from rookery.sandboxes.protocol import Command
 
-LATE = 30.0
-"""Seconds past a command's limit after which the sandbox counts as lost: it promised to have ended it."""
-KEPT = 64 << 10
-"""Bytes of output that come back; an environment may cut them further."""
+GRACE = 30.0
+"""Seconds past the limit of a command by which the sandbox must have ended it; else the sandbox counts as lost."""
+MAX_OUTPUT = 64 << 10
+"""Maximum size of the returned output in bytes. The environment may cut it further."""
 
-# The program comes over stdin, so no file, no quoting and no argument limit is in its way. Error and output
-# share a stream to keep their order. Tracebacks show the program's lines through its loader, and our own frame
-# is taken out of them; linecache itself would cost a third of the interpreter's start, so it waits for an error.
+# The program is read from stdin, which needs no file or quoting and has no size limit. stderr is redirected to
+# stdout to preserve the order of writes. The loader lets tracebacks show the program's source lines; the hook
+# removes the frame of this script. linecache takes a third of the interpreter's start-up time, so it is
+# imported on error only.
 _START = """\
 import os, sys
 os.dup2(1, 2)
@@ -54,39 +52,39 @@ async def python(code: str, ctx: Context, limit: CallLimit) -> str:
         code: The whole program. Print what you want to see.
     """
     sandbox = await ctx.sandbox()
-    # Opening the sandbox was not the program's time.
+    # Creating the sandbox does not count against the program's limit.
     wall = max(0.001, min(limit, ctx.remaining))
     command = Command(argv=_ARGV, stdin=code.encode("utf-8", "replace"), wall=wall, warm=True)
     try:
-        async with asyncio.timeout(wall + LATE):
+        async with asyncio.timeout(wall + GRACE):
             result = await sandbox.exec(command)
     except TimeoutError as error:
         raise SandboxError(
-            f"sandbox {sandbox.id} did not answer within {LATE:g} s after the {wall:g} s limit of a program"
+            f"sandbox {sandbox.id} did not respond within {GRACE:g} s after the {wall:g} s limit of a program"
         ) from error
     if result.status == "lost":
-        raise SandboxError(f"sandbox {sandbox.id} was lost under a program: {result.detail or 'no detail'}")
-    return described(result, wall)
+        raise SandboxError(f"sandbox {sandbox.id} was lost while it ran a program: {result.detail or 'no detail'}")
+    return render_result(result, wall)
 
 
-def described(result: ExecResult, wall: float) -> str:
-    """A program's output, and the way it ended where that is not exit code 0."""
+def render_result(result: ExecResult, wall: float) -> str:
+    """Return a program's output and, unless it exited with code 0, a line that says how it ended."""
     output = (result.stdout + result.stderr).decode(errors="replace")
-    text = clip(output, KEPT, result.stdout_dropped + result.stderr_dropped)
-    ending = _ending(result, wall)
+    text = clip(output, MAX_OUTPUT, result.stdout_dropped + result.stderr_dropped)
+    ending = _describe_ending(result, wall)
     if not ending:
-        return text or NOTHING
+        return text or NO_OUTPUT
     if not text:
         return ending
     return f"{text}{'' if text.endswith(chr(10)) else chr(10)}{ending}"
 
 
-def _ending(result: ExecResult, wall: float) -> str:
+def _describe_ending(result: ExecResult, wall: float) -> str:
     match result.status:
         case "exited":
             return f"[exit code {result.exit_code}]" if result.exit_code else ""
         case "signaled":
-            return f"[killed by signal {_signal(result.signal)}]"
+            return f"[killed by signal {_format_signal(result.signal)}]"
         case "time_limit":
             return f"[stopped: the time limit of {wall:.3g} s was reached]"
         case "output_limit":
@@ -95,7 +93,7 @@ def _ending(result: ExecResult, wall: float) -> str:
             return f"[stopped: the {other.replace('_', ' ')} was reached]"
 
 
-def _signal(number: int | None) -> str:
+def _format_signal(number: int | None) -> str:
     try:
         return f"{number} ({signal.Signals(number or 0).name})"
     except ValueError:

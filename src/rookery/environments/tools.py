@@ -1,337 +1,400 @@
-"""The tool loop: the policy calls typed Python functions until it answers.
+"""Tools: typed Python functions that the policy may call, with JSON schemas derived from their signatures.
 
-Promises:
-- every tool call is answered by exactly one message, in the order of the calls;
-- nothing the policy writes in a call crashes the attempt or ends it silently: it reads what was wrong;
-- each call has a deadline; pauses and the upstream's queue do not count against it;
-- what a tool raises is an observation, except what is not the policy's: typed errors, a spent budget and
-  cancellation pass through;
-- asking for the schemas starts nothing.
+msgspec generates the schemas and decodes the arguments; this module only reads signatures and docstrings.
+Pydantic was measured for the same job (`docs/reference/benchmarks.md`, "Own code instead of a library").
+Defining a tool or reading its schema starts nothing.
 """
 
-import asyncio
+import copy
+import importlib
 import inspect
 import math
-import traceback
+import re
+import sys
+import types
+import typing
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeAlias
+from enum import Enum
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, Self, overload
 
 import msgspec
 
-from rookery.core import (
-    Limits,
-    Message,
-    RookeryError,
-    TaskError,
-    ToolCall,
-    ToolSchema,
-    Truncation,
-    UpstreamError,
-    UsageError,
-)
-from rookery.core.errors import MAX_TRACEBACK, describe
-from rookery.environments.base import Environment, Score
+from rookery.core import ToolSchema, UsageError
+from rookery.core.errors import describe
 from rookery.environments.context import Context
-from rookery.environments.python_tool import python
-from rookery.environments.registered import find_tool
-from rookery.environments.results import clip, match_answer, render
-from rookery.environments.schemas import BadArguments, CallLimit, Tool, tool
-from rookery.environments.threads import in_thread
+from rookery.environments.text import clip
 
-__all__ = ["CallLimit", "Tool", "ToolEnvironment", "ToolErrors", "match_answer", "python", "tool"]
-
-ToolErrors: TypeAlias = Literal["observe", "raise"]
-ANSWER = "answer"
-AT_ONCE = 16
-"""Tool calls of one turn under way together, where they run in parallel."""
-DEFAULT_CALL = 60.0
-UNWIND = 5.0
-"""Seconds a tool gets to end after its deadline before it counts as unstoppable."""
+GROUP: Final = "rookery.tools"
+"""Entry-point group of named tools."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ARGS_HEADING = re.compile(r"(args|arguments|parameters):\s*", re.IGNORECASE)
+_ARGS_ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_MAX_SCHEMA_SHOWN = 1_000
 
 
-class _Ended(msgspec.Struct):
-    """How a call ended: with text, with an exception, or not in time."""
-
-    text: str = ""
-    error: BaseException | None = None
-    late: bool = False
+class InvalidArguments(Exception):  # noqa: N818  (an observation for the model, not an error of the program)
+    """The arguments of a tool call do not match the tool's parameters. The message is meant for the model."""
 
 
-class ToolEnvironment(Environment):
-    """The policy and its tools, turn by turn. Usable as it stands, or as the base of your own.
+class CallLimit(float):
+    """Annotation for a parameter that receives the time limit of the call, in seconds.
 
-    Tools are given to the constructor, or as the class attribute `toolset`, or are methods decorated with
-    `@tool`; without any of them the policy gets `python`. The final message is kept as `answer(ctx)`; a tool
-    may set `ctx.state["answer"]` itself. The default `score` compares it with `task.data["answer"]`.
+    A tool with such a parameter enforces the limit itself; the environment then only enforces the stage's
+    deadline.
     """
 
-    toolset: ClassVar[Sequence[Tool | Callable[..., Any]] | None] = None
-    system_prompt: str | None = None
-    """Put before the task's prompt, unless that brings its own."""
-    parallel: bool = False
-    """Whether the calls of one turn run together; in order otherwise, since they may share a sandbox."""
-    tool_errors: ToolErrors = "observe"
-    """`raise`: what a tool raises fails the rollout as a bug."""
-    max_result: int = 16_384
-    """Bytes of a tool's result that the policy gets to see."""
+
+class Tool:
+    """A function that the policy may call.
+
+    Usually made with the decorator `tool`. Calling the tool from Python calls the function.
+    """
 
     def __init__(
         self,
-        tools: Sequence[Tool | Callable[..., Any] | str] | None = None,
+        function: Callable[..., Any],
         *,
-        system_prompt: str | None = None,
-        max_turns: int | None = None,
-        parallel: bool | None = None,
-        tool_errors: ToolErrors | None = None,
-        max_result: int | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        timeout: float | None = None,
     ) -> None:
-        if type(self) is ToolEnvironment and not self.name:
-            self.name = "tools"
-        self._given = tools
-        if system_prompt is not None:
-            self.system_prompt = system_prompt
-        if parallel is not None:
-            self.parallel = parallel
-        if tool_errors is not None:
-            self.tool_errors = tool_errors
-        if max_result is not None:
-            self.max_result = max_result
-        if self.tool_errors not in ("observe", "raise"):
-            raise UsageError(f"tool_errors must be 'observe' or 'raise', not {self.tool_errors!r}")
-        if self.max_result < 1:
-            raise UsageError(f"max_result must be at least 1 byte, not {self.max_result!r}")
-        if max_turns is not None:
-            if max_turns < 1:
-                raise UsageError(f"max_turns must be at least 1, not {max_turns!r}")
-            self.limits = Limits(turns=max_turns).over(self.limits)
-        self._tools  # noqa: B018  (what is wrong with them is said now)
+        if not callable(function):
+            raise UsageError(f"a tool must be a function, not {function!r:.100}")
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{self.name!r} is not a valid tool name: pass @tool(name=…) with 1 to 64 letters, digits, _ or -"
+            )
+        self.function = function
+        self.timeout = _check_timeout(self.name, timeout)
+        """Time limit of one call in seconds. None means the rollout's `limits.call`."""
+        self.__name__ = self.name
+        self.__doc__ = function.__doc__
+        self.__module__ = getattr(function, "__module__", __name__)
+        self.__qualname__: str = getattr(function, "__qualname__", self.name)
+        self.blocking = not _is_async(function)
+        """Whether the function is a plain `def`, which runs in a thread."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise UsageError(f"the tool {self.name} is a generator: a tool must return its result")
+        summary, parameter_docs = _parse_docstring(inspect.getdoc(function) or "")
+        self._read_signature(parameter_docs)
+        self.schema = ToolSchema(
+            self.name, summary if description is None else description, self._make_json_schema()
+        )
 
     @property
-    def needs_sandbox(self) -> bool:
-        return super().needs_sandbox or any(found.function is python.function for found in self._tools.values())
+    def description(self) -> str:
+        return self.schema.description
 
-    def tools(self) -> Sequence[ToolSchema]:
-        return tuple(found.schema for found in self._tools.values())
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the arguments."""
+        return self.schema.parameters
 
-    def messages(self, ctx: Context) -> list[Message]:
-        """How the conversation begins."""
-        prompt = ctx.task.prompt
-        if not prompt:
-            raise TaskError(f"task {ctx.task.id} has no prompt")
-        if self.system_prompt is None or prompt[0].role in ("system", "developer"):
-            return list(prompt)
-        return [Message("system", self.system_prompt), *prompt]
+    @property
+    def enforces_limit(self) -> bool:
+        """Whether the function has a `CallLimit` parameter and enforces the time limit itself."""
+        return self._limit_name is not None
 
-    def done(self, ctx: Context) -> bool:  # noqa: ARG002  (for those who override it)
-        """Asked after each turn's tools: whether the attempt ends here, without a further turn."""
-        return False
+    def with_timeout(self, timeout: float | None) -> "Tool":
+        """Return the same tool with another time limit per call."""
+        other = _ToolWithTimeout.__new__(_ToolWithTimeout)
+        other.__dict__.update(self.__dict__)
+        other.timeout = _check_timeout(self.name, timeout)
+        other.base = self
+        return other
 
-    def offered(self, ctx: Context) -> dict[str, Tool]:  # noqa: ARG002  (for those who override it)
-        """The tools of one attempt, by name."""
-        return self._tools
-
-    def answer(self, ctx: Context) -> str:
-        """The policy's final answer; empty where it did not get to one."""
-        return str(ctx.state.get(ANSWER, ""))
-
-    async def run(self, ctx: Context) -> None:
-        if type(self).score is ToolEnvironment.score:
-            _expected(ctx)  # a row that cannot be scored is not worth playing
-        messages = ctx.state["messages"] = self.messages(ctx)
-        schemas = self.tools()
-        while True:
-            reply = await ctx.policy.chat(messages, tools=schemas)
-            if reply.finish == "abort":
-                raise UpstreamError("the model server aborted an answer before its end")
-            messages.append(reply.message)
-            if not reply.tool_calls:
-                if reply.finish == "length":
-                    raise Truncation("tokens", "the answer was cut at its token limit")
-                ctx.state.setdefault(ANSWER, reply.text)
-                return
-            messages.extend(await self._replies(ctx, reply.tool_calls))
-            if self.done(ctx):
-                return
-
-    async def score(self, ctx: Context) -> Score | float:
-        """The upper end of the reward range for the expected answer, the lower end for any other."""
-        return self.reward_range[match_answer(self.answer(ctx), _expected(ctx))]
-
-    @cached_property
-    def _tools(self) -> dict[str, Tool]:
-        given = getattr(self, "_given", None)
-        chosen = type(self).toolset if given is None else given
-        methods = _decorated(self)
-        if chosen is None:
-            chosen = () if methods else (python,)
-        found: dict[str, Tool] = {}
-        for entry in (*chosen, *methods):
-            if isinstance(entry, str):
-                entry = find_tool(entry)  # noqa: PLW2901
-            made = entry if isinstance(entry, Tool) else Tool(entry)
-            if made.method:
-                raise UsageError(f"the tool {made.name} is a method: it is found by itself, on its own class")
-            if made.name in found:
-                raise UsageError(f"{self.title} has two tools named {made.name!r}: rename one with @tool(name=…)")
-            found[made.name] = made
-        return found
-
-    async def _replies(self, ctx: Context, calls: Sequence[ToolCall]) -> list[Message]:
-        if self.parallel and len(calls) > 1:
-            places = asyncio.Semaphore(AT_ONCE)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    working = [group.create_task(self._one_of_many(ctx, call, places)) for call in calls]
-            except BaseExceptionGroup as errors:
-                if (fault := _fault(errors)) is not None:
-                    raise fault from errors
-                raise
-            ends = [task.result() for task in working]
-            texts = [self._observation(ctx, call, ended) for call, ended in zip(calls, ends, strict=True)]
-        else:
-            texts = [self._observation(ctx, call, await self._call(ctx, call)) for call in calls]
-        # Ids are repeated as sampled, also empty or doubled ones: the order tells them apart.
-        pairs = zip(calls, texts, strict=True)
-        return [Message("tool", text, tool_call_id=call.id) for call, text in pairs]
-
-    async def _one_of_many(self, ctx: Context, call: ToolCall, places: asyncio.Semaphore) -> _Ended:
-        async with places:
-            return await self._call(ctx, call)
-
-    async def _call(self, ctx: Context, call: ToolCall) -> _Ended:
-        """Runs one call. Raises only what ends the attempt."""
-        ctx.tool_calls += 1
-        tools = self.offered(ctx)
-        found = tools.get(call.name)
-        if found is None:
-            _count(ctx, "bad_tool_calls")
-            known = ", ".join(tools) or "none"
-            return _Ended(f"There is no tool named {clip(call.name, 100)!r}. The tools are: {known}.")
+    def parse(self, arguments: str) -> dict[str, Any]:
+        """Convert the model's JSON to keyword arguments; raise `InvalidArguments` if it does not match."""
+        text = arguments if arguments.strip() else "{}"
         try:
-            arguments = found.parse(call.arguments)
-        except BadArguments as problem:
-            _count(ctx, "bad_tool_calls")
-            return _Ended(str(problem))
-        return await ctx.working("tool", _timed(found, arguments, ctx))
+            try:
+                parsed = self._strict_decoder.decode(text)
+            except msgspec.ValidationError:
+                # Models often write "3" for a number; the meaning is clear.
+                parsed = self._lenient_decoder.decode(text)
+        except Exception as error:  # user-defined types may raise anything
+            raise InvalidArguments(
+                f"The arguments of {self.name} are wrong: {self._explain(text, error)}.\n"
+                f"They must be one JSON object of this schema: {self._schema_text}"
+            ) from error
+        values = {name: getattr(parsed, name) for name in self._argument_names}
+        return {name: value for name, value in values.items() if value is not msgspec.UNSET}
 
-    def _observation(self, ctx: Context, call: ToolCall, ended: _Ended) -> str:
-        """What the policy reads about a call that ended."""
-        if ended.late:
-            _count(ctx, "tool_timeouts")
-            return f"{call.name} was stopped: it did not end within its {ended.text} s."
-        error = ended.error
-        if error is None:
-            return clip(ended.text, self.max_result)
-        _count(ctx, "tool_errors")
-        trace = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-        ctx.log.warning("a tool raised", tool=call.name, error=clip(describe(error), 500), traceback=trace)
-        if self.tool_errors == "raise":
-            raise error
-        return clip(f"{call.name} failed: {describe(error)}", self.max_result)
+    def invoke(self, arguments: dict[str, Any], ctx: Context, limit: float) -> Any:
+        """Call the function with parsed arguments, injecting the context and the time limit if it takes them."""
+        injected: dict[str, Any] = {}
+        if self._context_name is not None:
+            injected[self._context_name] = ctx
+        if self._limit_name is not None:
+            injected[self._limit_name] = CallLimit(limit)
+        return self.function(**arguments, **injected)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
-async def _timed(found: Tool, arguments: dict[str, Any], ctx: Context) -> _Ended:
-    """Runs a tool's function until it ends or its deadline passes."""
-    began, loop = ctx.remaining, asyncio.get_running_loop()
-    at = loop.time()
-    limit = min(found.timeout or ctx.limits.call or DEFAULT_CALL, began)
-    # A tool that keeps its limit itself still has the stage's.
-    budget = began if found.keeps_time else limit
+    def __get__(self, instance: object, owner: type | None = None) -> Self:
+        if instance is None or not self.method:
+            return self
+        bound = copy.copy(self)
+        bound.function = types.MethodType(self.function, instance)
+        bound.method = False
+        return bound
 
-    def left() -> float:
-        # By the stage's clock, which stands still in a pause and in the upstream's queue.
-        return budget - (began - ctx.remaining if math.isfinite(began) else loop.time() - at)
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Pickle by qualified name, as for functions: runner processes import the tool again.
+        found: Any = sys.modules.get(self.__module__)
+        for part in self.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is self:
+            return str(self.__qualname__)
+        return _rebuild_tool, (self.function, self.name, self.description, self.timeout)
 
-    work = asyncio.create_task(_guarded(found, arguments, ctx, limit), name=f"tool {found.name}")
-    try:
-        while True:
-            done, _ = await asyncio.wait({work}, timeout=min(max(left(), 0.01), 3600.0))
-            if done:
-                return _settled(work.result())
-            if left() <= 0:
-                break
-    finally:
-        if not work.done():
-            work.cancel()
-            # Longer than the engine waits for us: a tool that goes on must not look ended to it.
-            await asyncio.wait({work}, timeout=2 * UNWIND)
-    if not work.done():
-        raise RookeryError(
-            f"the tool {found.name} went on after it was cancelled at its limit of {budget:g} s: "
-            "never catch CancelledError without raising it again",
-            cause="bug.uncancellable",
+    def __copy__(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __repr__(self) -> str:
+        return f"Tool({self.name!r})"
+
+    def _read_signature(self, parameter_docs: dict[str, str]) -> None:
+        self.method = False
+        self._context_name: str | None = None
+        self._limit_name: str | None = None
+        fields: list[Any] = []
+        function = self.function
+        namespace = getattr(inspect.unwrap(function), "__globals__", {})
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the signature of the tool {self.name} cannot be read: {describe(error)}") from error
+        for index, parameter in enumerate(parameters):
+            name, annotation = parameter.name, parameter.annotation
+            if index == 0 and name == "self" and annotation is parameter.empty:
+                self.method = True
+                continue
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise UsageError(
+                    f"the tool {self.name} takes {parameter}: declare every argument by name and type instead"
+                )
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise UsageError(
+                    f"the parameter {name!r} of the tool {self.name} is positional-only, but models use names"
+                )
+            if name == "ctx" or _is_context(annotation):
+                self._context_name = name
+                continue
+            if annotation is parameter.empty:
+                raise UsageError(
+                    f"the parameter {name!r} of the tool {self.name} has no type: write `{name}: str`, for example"
+                )
+            hint = self._resolve_hint(name, annotation, namespace)
+            if hint is CallLimit:
+                self._limit_name = name
+                continue
+            fields.append(_make_field(name, hint, parameter.default, parameter_docs.get(name, "")))
+        self._argument_names = tuple(field[0] for field in fields)
+        try:
+            self._struct = msgspec.defstruct(
+                f"{self.name}_arguments", fields, kw_only=True, forbid_unknown_fields=True
+            )
+            self._strict_decoder = msgspec.json.Decoder(self._struct)
+            self._lenient_decoder = msgspec.json.Decoder(self._struct, strict=False)
+        except (TypeError, ValueError) as error:
+            raise self._unsupported_type(error) from error
+
+    def _resolve_hint(self, name: str, annotation: Any, namespace: dict[str, Any]) -> Any:
+        try:
+            holder = types.SimpleNamespace(__annotations__={name: annotation})
+            return typing.get_type_hints(holder, globalns=namespace, include_extras=True)[name]
+        except Exception as error:
+            raise UsageError(
+                f"the type {annotation!r} of the parameter {name!r} of the tool {self.name} cannot be resolved: "
+                f"{describe(error)}; define it at the top level of the module"
+            ) from error
+
+    def _make_json_schema(self) -> dict[str, Any]:
+        try:
+            (top,), components = msgspec.json.schema_components([self._struct], ref_template="#/$defs/{name}")
+        except (TypeError, ValueError) as error:
+            raise self._unsupported_type(error) from error
+        schema: dict[str, Any] = components.pop(top["$ref"].rpartition("/")[2])
+        schema.pop("title", None)
+        if components:
+            schema["$defs"] = components
+        self._schema_text = clip(msgspec.json.encode(schema).decode(), _MAX_SCHEMA_SHOWN)
+        return schema
+
+    def _unsupported_type(self, error: Exception) -> UsageError:
+        return UsageError(
+            f"a parameter of the tool {self.name} has a type that JSON arguments cannot be converted to: {error}"
         )
-    if not work.cancelled():
-        _settled(work.result())  # it may have failed for a reason of its own while it ended
-    elif found.blocking:
-        _count(ctx, "stuck_threads")
-        ctx.log.warning("a tool that is a plain function still runs past its limit", tool=found.name)
-    return _Ended(f"{budget:.3g}", late=True)
+
+    def _explain(self, text: str, error: Exception) -> str:
+        """Say what is wrong with a call's arguments, for the model."""
+        if not isinstance(error, msgspec.ValidationError):
+            return f"they are not valid JSON ({clip(describe(error), 300)})"
+        try:
+            arguments = msgspec.json.decode(text)
+        except (msgspec.MsgspecError, RecursionError):
+            return str(error)
+        if not isinstance(arguments, dict):
+            return "they must be a JSON object with the arguments by name"
+        missing = [name for name in self.parameters["required"] if name not in arguments]
+        unknown = [name for name in arguments if name not in self._argument_names]
+        problems = [f"missing: {', '.join(missing)}"] if missing else []
+        if unknown:
+            problems.append(f"unknown: {clip(', '.join(unknown), 300)}")
+        return "; ".join(problems) or clip(str(error), 500)
 
 
-def _settled(ended: _Ended) -> _Ended:
-    """Lets pass what is not the policy's doing."""
-    if ended.error is not None and (fault := _fault(ended.error)) is not None:
-        raise fault
-    return ended
+class _ToolWithTimeout(Tool):
+    """A tool with another time limit. It is pickled as the original tool and the limit."""
+
+    base: Tool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_with_timeout, (self.base, self.timeout)
 
 
-async def _guarded(found: Tool, arguments: dict[str, Any], ctx: Context, limit: float) -> _Ended:
-    """Calls the function; whatever it raises comes back as a value, unless we are really being cancelled."""
-    # A SystemExit that leaves a task takes the event loop with it, so it must be caught here, inside.
-    error: BaseException | None = None
-    value: Any = None
+def _rebuild_tool(function: Callable[..., Any], name: str, description: str, timeout: float | None) -> Tool:
+    return Tool(function, name=name, description=description, timeout=timeout)
+
+
+def _rebuild_with_timeout(base: Tool, timeout: float | None) -> Tool:
+    return base.with_timeout(timeout)
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(
+    *, name: str | None = None, description: str | None = None, timeout: float | None = None
+) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Make a tool from a typed function or coroutine function.
+
+        @tool
+        async def read_file(path: str, ctx: Context) -> bytes:
+            \"\"\"Read a file of the sandbox.
+
+            Args:
+                path: The file's path.
+            \"\"\"
+            return await (await ctx.sandbox()).read(path)
+
+    The first paragraph of the docstring becomes the tool's description, and the `Args:` section describes the
+    parameters. A parameter annotated `Context`, or named `ctx`, receives the attempt's context and is not part of
+    the schema. Options: `@tool(name=…, description=…, timeout=…)`.
+    """
+    if function is not None:
+        return Tool(function)
+    return lambda decorated: Tool(decorated, **options)
+
+
+def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
+    """Return the tool with this name in the entry-point group `rookery.tools`, or the one at `module:function`.
+
+    Raise `UsageError` if there is none. Its message lists the registered names and `known`, further names that the
+    caller accepts.
+    """
+    found: Any
+    if ":" in name:
+        found = _import_object(name)
+    else:
+        points = {point.name: point for point in entry_points(group=GROUP)}
+        if name not in points:
+            names = ", ".join(dict.fromkeys((*known, *sorted(points)))) or "none"
+            raise UsageError(
+                f"unknown tool {name!r:.80}: known are {names}; or name a function as module:function"
+            )
+        try:
+            found = points[name].load()
+        except (Exception, SystemExit) as error:
+            raise UsageError(
+                f"the tool {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
+            ) from error
+    return found if isinstance(found, Tool) else Tool(found)
+
+
+def _import_object(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UsageError(f"{name!r:.80} does not name a tool: write module:function")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
     try:
-        if found.blocking:
-            value, error = await in_thread(found.name, lambda: found.invoke(arguments, ctx, limit))
-        else:
-            value = found.invoke(arguments, ctx, limit)
-        if inspect.isawaitable(value):
-            value = await value
-        if error is None:
-            return _Ended(render(value))
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except asyncio.CancelledError as cancelled:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        error = cancelled
-    except BaseException as raised:  # noqa: BLE001  (an observation for the policy; see `_observation`)
-        error = raised
-    return _Ended(error=error)
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"{module}, the module of the tool {name!r}, cannot be imported: {describe(error)}"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{module} has no attribute {attribute!r}, so the tool {name!r} does not exist")
+        found = getattr(found, part)
+    return found
 
 
-def _fault(error: BaseException) -> BaseException | None:
-    """The error that is not the policy's doing, also out of a task group's."""
-    if isinstance(error, RookeryError | Truncation):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        for leaf in error.exceptions:
-            if (fault := _fault(leaf)) is not None:
-                return fault
-    return None
+def _check_timeout(name: str, timeout: float | None) -> float | None:
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise UsageError(f"the timeout of the tool {name} must be a finite number above 0, not {timeout!r}")
+    return timeout
 
 
-def _expected(ctx: Context) -> str | float:
-    answer = ctx.task.data.get("answer")
-    if isinstance(answer, str | int | float) and answer != "":
-        return answer
-    raise TaskError(
-        f"task {ctx.task.id} cannot be scored: data.answer must be a text or a number, "
-        f"{'it is missing' if answer is None else f'not {answer!r:.100}'}"
-    )
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(type(function), "__call__", None)  # noqa: B004  (the method itself is needed)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _decorated(env: ToolEnvironment) -> list[Tool]:
-    """The tools that are attributes of the environment's class, bound to it, in the order of definition."""
-    names: dict[str, None] = {}
-    for kind in reversed(type(env).__mro__):
-        names.update(dict.fromkeys(vars(kind)))
-    found = ((name, inspect.getattr_static(type(env), name)) for name in names)
-    return [getattr(env, name) for name, value in found if isinstance(getattr(value, "__func__", value), Tool)]
+def _is_context(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # may be imported for type checkers only
+        return annotation.strip().strip("\"'").rpartition(".")[2] == "Context"
+    return isinstance(annotation, type) and issubclass(annotation, Context)
 
 
-def _count(ctx: Context, name: str) -> None:
-    ctx.metrics[name] = ctx.metrics.get(name, 0.0) + 1
+def _make_field(name: str, hint: Any, default: Any, description: str) -> tuple[Any, ...]:
+    if default is None:
+        hint = typing.Optional[hint]  # noqa: UP045  (`x: int = None` implies it; `|` fails on string hints)
+    if description and not any(
+        isinstance(meta, msgspec.Meta) and meta.description for meta in getattr(hint, "__metadata__", ())
+    ):
+        hint = typing.Annotated[hint, msgspec.Meta(description=description)]
+    if default is inspect.Parameter.empty:
+        return name, hint
+    if default is None or isinstance(default, bool | int | str | Enum) or _is_finite_float(default):
+        return name, hint, default
+    # Other values may be mutable or impossible to encode: leave it to Python to apply the default.
+    return name, hint, msgspec.field(default_factory=_unset)
+
+
+def _is_finite_float(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _unset() -> Any:
+    return msgspec.UNSET
+
+
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """Return the first paragraph of a docstring and the descriptions in its `Args:` section by parameter."""
+    lines = doc.splitlines()
+    headings = [index for index, line in enumerate(lines) if _ARGS_HEADING.fullmatch(line)]
+    before = lines[: headings[0]] if headings else lines
+    summary = " ".join("\n".join(before).split("\n\n")[0].split())
+    descriptions: dict[str, str] = {}
+    indent, name = 0, ""
+    for line in lines[headings[0] + 1 :] if headings else ():
+        if line.strip() and not line[0].isspace():
+            break
+        depth = len(line) - len(line.lstrip())
+        entry = _ARGS_ENTRY.fullmatch(line.strip())
+        if entry and (not name or depth <= indent):
+            indent, name = depth, entry[1]
+            descriptions[name] = entry[2].strip()
+        elif name and line.strip():
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return summary, descriptions

@@ -1,6 +1,6 @@
 """The one door all model traffic passes through; it records every token.
 
-Here is the turn pipeline as a library, for calls made in Python: budgets, pause, credits, recording.
+Here is the turn pipeline as a library, for calls made in Python: budgets, pause, recording.
 
 Promises:
 - a call that was answered is recorded exactly once, before its answer reaches the caller;
@@ -10,7 +10,7 @@ Promises:
 """
 
 from rookery.gateway.chat_arguments import ChatArgumentError
-from rookery.gateway.credits import Credits
-from rookery.gateway.session import Model, Reply, Role, Session, Watch
+from rookery.gateway.session import Model, Role, Session, Watch
+from rookery.upstreams.protocol import ModelReply
 
-__all__ = ["ChatArgumentError", "Credits", "Model", "Reply", "Role", "Session", "Watch"]
+__all__ = ["ChatArgumentError", "Model", "ModelReply", "Role", "Session", "Watch"]

@@ -8,36 +8,26 @@ Promises:
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from rookery.core import RookeryError, Segment, Turn, UsageError
 from rookery.gateway.dialects.chat import ChatDialect
-from rookery.gateway.dialects.protocol import Problem
+from rookery.gateway.dialects.protocol import ErrorKind
 from rookery.gateway.http import JSON, Answer, Request
 from rookery.gateway.metrics import Metrics, merged
 from rookery.gateway.registration import Registration
 from rookery.gateway.registry import ConflictError, Registry
 from rookery.gateway.seat import Seat
-from rookery.trajectories import segments
+from rookery.trajectories import build_segments
+from rookery.upstreams.pause import ShardPause
+from rookery.upstreams.pause.shards import Broadcast
 
 TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 MSGPACK: Final = b"application/msgpack"
 _registration = msgspec.json.Decoder(Registration).decode
 _encode = msgspec.json.Encoder().encode
-
-
-class Pausing(Protocol):
-    """The pause of all shards."""
-
-    async def pause(
-        self, mode: str, timeout: float, deadline: float | None, request: Request
-    ) -> dict[str, Any]: ...
-
-    async def resume(self, version: int | None, request: Request) -> dict[str, Any]: ...
-
-    def state(self) -> dict[str, Any]: ...
 
 
 class PauseWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +57,8 @@ class Admin:
         *,
         base: Callable[[Request], str],
         everywhere: Callable[[Request], Awaitable[list[bytes]]],
-        pausing: Pausing,
+        pause: ShardPause,
+        broadcast: Callable[[Request, float], Awaitable[None]],
         trouble: Callable[[], str],
         route: Callable[[str], int | None],
         forward: Callable[[int, Request, Answer], Awaitable[None]],
@@ -76,7 +67,8 @@ class Admin:
         self._metrics = metrics
         self._base = base
         self._everywhere = everywhere
-        self._pausing = pausing
+        self._pause = pause
+        self._broadcast = broadcast
         self._trouble = trouble
         self._route = route
         self._forward = forward
@@ -130,7 +122,7 @@ class Admin:
         record = {
             **_shown(seat),
             "turns": [turn if binary else shown_turn(turn) for turn in turns],
-            "segments": [part if binary else shown_segment(part) for part in segments(turns)],
+            "segments": [part if binary else shown_segment(part) for part in build_segments(turns)],
         }
         return msgspec.msgpack.encode(record) if binary else _encode(record)
 
@@ -165,11 +157,24 @@ class Admin:
             request,
             out,
             PauseWish,
-            lambda wish: self._pausing.pause(wish.mode, wish.timeout, wish.deadline, request),
+            lambda wish: self._pause.pause(wish.mode, wish.timeout, wish.deadline, self._broadcast_of(request)),
         )
 
     async def resume(self, request: Request, out: Answer) -> None:
-        await self._sync(request, out, ResumeWish, lambda wish: self._pausing.resume(wish.version, request))
+        await self._sync(
+            request, out, ResumeWish, lambda wish: self._pause.resume(wish.version, self._broadcast_of(request))
+        )
+
+    def _broadcast_of(self, request: Request) -> Broadcast:
+        """Return a function that sends this request to the other shards; a failed pause is undone by a resume."""
+
+        async def broadcast(action: Literal["pause", "resume"], seconds: float) -> None:
+            sent = request
+            if not request.path.endswith(f"/{action}"):
+                sent = msgspec.structs.replace(request, path=f"/{action}", body=b"{}")
+            await self._broadcast(sent, seconds)
+
+        return broadcast
 
     async def _sync(
         self, request: Request, out: Answer, kind: type[Any], act: Callable[[Any], Awaitable[dict[str, Any]]]
@@ -185,7 +190,7 @@ class Admin:
             out.send(200, _encode(state))
 
     async def state(self, request: Request, out: Answer) -> None:  # noqa: ARG002
-        out.send(200, _encode(self._pausing.state()))
+        out.send(200, _encode(self._pause.state()))
 
     async def health(self, request: Request, out: Answer) -> None:  # noqa: ARG002
         trouble = self._trouble()
@@ -205,8 +210,8 @@ _NO_STORE: Final = (b"cache-control", b"no-store")
 _dialect: Final = ChatDialect()
 
 
-def _problem(out: Answer, problem: Problem, message: str) -> None:
-    status, body = _dialect.error(problem, message)
+def _problem(out: Answer, problem: ErrorKind, message: str) -> None:
+    status, body = _dialect.format_error(problem, message)
     out.send(status, body)
 
 

@@ -19,8 +19,8 @@ from urllib.parse import unquote
 from rookery import __version__
 from rookery.gateway.admin import Admin
 from rookery.gateway.calls import Calls
-from rookery.gateway.dialects import dialects
-from rookery.gateway.dialects.protocol import Counts, Dialect, Keeps, Marked, Problem
+from rookery.gateway.dialects import load_dialects
+from rookery.gateway.dialects.protocol import Dialect, ErrorKind, HeaderDialect, StatefulDialect, TokenCountDialect
 from rookery.gateway.http import JSON, Answer, Refusal, Request
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.registry import Registry
@@ -79,15 +79,18 @@ class App:
         self._key = key
         self._elsewhere = elsewhere
         self._models = models
-        known = dialects()
+        known = load_dialects()
         self._usual = known["chat"]
         """Speaks where nobody says what a client understands."""
         self._dialects = {path: dialect for dialect in known.values() for path in dialect.paths}
         self._counting = {
-            path: dialect for dialect in known.values() if isinstance(dialect, Counts) for path in dialect.counts
+            path: dialect
+            for dialect in known.values()
+            if isinstance(dialect, TokenCountDialect)
+            for path in dialect.count_paths
         }
-        self._keeping = [dialect for dialect in known.values() if isinstance(dialect, Keeps)]
-        self._marked = [dialect for dialect in known.values() if isinstance(dialect, Marked)]
+        self._keeping = [dialect for dialect in known.values() if isinstance(dialect, StatefulDialect)]
+        self._marked = [dialect for dialect in known.values() if isinstance(dialect, HeaderDialect)]
 
     # ---- what the server asks
 
@@ -102,9 +105,9 @@ class App:
     def worded(self, status: int, text: str) -> bytes:
         return _worded(self._usual, status, text)
 
-    def error(self, problem: Problem, message: str, request: Request | None = None) -> tuple[int, bytes]:
+    def error(self, problem: ErrorKind, message: str, request: Request | None = None) -> tuple[int, bytes]:
         dialect = self._usual if request is None else self._spoken(request)
-        return dialect.error(problem, message)
+        return dialect.format_error(problem, message)
 
     def _spoken(self, request: Request) -> Dialect:
         """What the client understands, by the path that it asks for or by its headers."""
@@ -112,10 +115,10 @@ class App:
         ends = {**self._dialects, **self._counting}
         if found := max((end for end in ends if path.endswith(end)), key=len, default=""):
             return ends[found]
-        return next((dialect for dialect in self._marked if dialect.mark in request.headers), self._usual)
+        return next((dialect for dialect in self._marked if dialect.header in request.headers), self._usual)
 
     def _refused(
-        self, request: Request, problem: Problem, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()
+        self, request: Request, problem: ErrorKind, message: str, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> Refusal:
         status, body = self.error(problem, message, request)
         self._metrics.count("requests", label="status", value=str(status))
@@ -197,9 +200,9 @@ class App:
             _allowed(self, request, "POST")
             return self._through(self.calls.count, seat, self._counting[path])
         for keeping in self._keeping:
-            if path.startswith(keeping.keeps):
+            if path.startswith(keeping.stored_path):
                 _allowed(self, request, "GET", "DELETE")
-                return Route(self._recalled(seat, keeping, path[len(keeping.keeps) :]), 0)
+                return Route(self._recalled(seat, keeping, path[len(keeping.stored_path) :]), 0)
         _allowed(self, request, "POST")
         return self._through(self.calls.answer, seat, self._dialects[path])
 
@@ -212,7 +215,7 @@ class App:
         """Whether anything is served at this path below a session's base URL."""
         if path in ("/", "/models") or path in self._counting or path in self._dialects:
             return True
-        return any(path.startswith(keeping.keeps) for keeping in self._keeping)
+        return any(path.startswith(keeping.stored_path) for keeping in self._keeping)
 
     @staticmethod
     def _through(
@@ -266,16 +269,16 @@ class App:
         import msgspec
 
         for dialect in self._marked:
-            if dialect.mark in request.headers:
-                out.send(200, dialect.models(self._models()), JSON)
+            if dialect.header in request.headers:
+                out.send(200, dialect.format_models(self._models()), JSON)
                 return
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "rookery"} for name in self._models()]
         out.send(200, msgspec.json.encode({"object": "list", "data": models}), JSON)
 
 
 def _worded(dialect: Dialect, status: int, text: str) -> bytes:
-    problem: Problem = "too_large" if status == 413 else "unavailable" if status in (429, 503) else "bad_request"
-    return dialect.error(problem, text)[1]
+    problem: ErrorKind = "too_large" if status == 413 else "unavailable" if status in (429, 503) else "bad_request"
+    return dialect.format_error(problem, text)[1]
 
 
 def _allowed(app: App, request: Request, *methods: str) -> None:

@@ -19,24 +19,33 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import Message, RookeryError, Sampling, Truncation, Turn, UpstreamError
-from rookery.core.errors import behind
-from rookery.gateway.dialects.protocol import Answering, Ask, BadRequestError, Counts, Dialect, Keeps, Problem
+from rookery.core.errors import unwrap_group
+from rookery.gateway.chat_renderers.protocol import RenderError
+from rookery.gateway.dialects.protocol import (
+    BadRequestError,
+    ClientRequest,
+    Dialect,
+    ErrorKind,
+    ReplyStream,
+    StatefulDialect,
+    TokenCountDialect,
+)
 from rookery.gateway.http import EVENTS, Answer, Cut, Request
 from rookery.gateway.media import check_media
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.pipeline import counted
+from rookery.gateway.pipeline import count_prompt_tokens
 from rookery.gateway.registry import Registry
-from rookery.gateway.renderings.protocol import Unrenderable
 from rookery.gateway.seat import Seat, choice_key, name_in
-from rookery.gateway.session import Call, Reply, Role, Session
-from rookery.gateway.tools import NO_TOOLS, Tools, ToolsError, tools_in
-from rookery.trajectories import MessageError
-from rookery.upstreams.hangs import UpstreamEvidence
-from rookery.upstreams.protocol import CallDelta, Delta, News
+from rookery.gateway.session import Role, Session
+from rookery.gateway.tools import ToolsError
+from rookery.trajectories import HistoryMatch, MessageError
+from rookery.upstreams.hang_detector import UpstreamEvidence
+from rookery.upstreams.http_upstream import delta_from_reply
+from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, OnDelta
 
 RETRY_SECONDS: Final = 600.0
 """How long a retry waits for the call that it repeats."""
-_PROBLEMS: Final[dict[str, Problem]] = {
+_PROBLEMS: Final[dict[str, ErrorKind]] = {
     "upstream.rejected": "bad_request",
     "upstream.unreachable": "unavailable",
     "upstream.overloaded": "unavailable",
@@ -64,7 +73,7 @@ class Calls:
         began = time.perf_counter()
         telling: _Telling | None = None
         try:
-            ask = dialect.ask(request.body)
+            ask = dialect.parse_request(request.body)
             telling = _Telling(self, seat, dialect, ask, out, began)
             await telling.play(*_mark(request))
             self._metrics.call_seconds.add(time.perf_counter() - began)
@@ -79,29 +88,28 @@ class Calls:
             task.uncancel()  # it was the session that ended, not the client
             self._fail(dialect, out, telling, "gone", f"rollout {seat.id} was {seat.ended}")
         except _EXPECTED as raised:
-            problem, message, where = self._problem(seat, behind(raised))
+            problem, message, where = self._problem(seat, unwrap_group(raised))
             self._fail(dialect, out, telling, problem, message, where)
 
     async def count(self, seat: Seat, dialect: Dialect, request: Request, out: Answer) -> None:
         """How many tokens a request would begin with; nothing is sampled."""
-        assert isinstance(dialect, Counts)
+        assert isinstance(dialect, TokenCountDialect)
         try:
-            ask = dialect.ask(request.body)
+            ask = dialect.parse_request(request.body)
             session = self._registry.session(seat)
             role = _role(session, ask.model)
             ask = self._whole(seat, session, dialect, ask)
-            call = Call(messages=ask.messages, tools=_tools(ask), tool_choice=ask.tool_choice)
-            new = session.recorder.find(role.name, ask.messages, call.tools.scope).new
+            new = session.recorder.match_history(role.name, ask.messages, ask.tools.scope).new_messages
             _recordable(new)
             check_media(new, seat.registration.network, seat.registration.allow)
-            out.send(200, dialect.counted(await counted(session, role, call)))
+            out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, ask)))
             self._metrics.count("requests", label="status", value="200")
         except _EXPECTED as raised:
-            self._fail(dialect, out, None, *self._problem(seat, behind(raised)))
+            self._fail(dialect, out, None, *self._problem(seat, unwrap_group(raised)))
 
     async def recall(self, seat: Seat, dialect: Dialect, name: str, request: Request, out: Answer) -> None:
         """An answer that was given before, or its end."""
-        assert isinstance(dialect, Keeps)
+        assert isinstance(dialect, StatefulDialect)
         session = self._registry.session(seat)
         key = name.partition("_")[2]
         known = seat.named.get(key)
@@ -110,16 +118,16 @@ class Calls:
             return
         if request.method == "DELETE":
             del seat.named[key]
-            out.send(200, dialect.forgotten(name))
+            out.send(200, dialect.format_deleted(name))
         else:
             turn = self._registry.turn(seat, known[0])
-            reply = Reply(message=turn.response, finish=turn.finish, turn=turn)
-            out.send(200, dialect.kept(name, reply, session.roles[turn.role].model))
+            reply = _reply_from_turn(turn)
+            out.send(200, dialect.format_stored(name, reply, session.roles[turn.role].model))
         self._metrics.count("requests", label="status", value="200")
 
-    def _whole(self, seat: Seat, session: Session, dialect: Dialect, ask: Ask) -> Ask:
+    def _whole(self, seat: Seat, session: Session, dialect: Dialect, ask: ClientRequest) -> ClientRequest:
         """An ask with calls as they were sampled, and with all before it, where it goes on from an answer."""
-        if ask.objects:
+        if ask.object_arguments:
             respelled = session.respelled
             messages = tuple(
                 [respelled.restored(one) if isinstance(one, Message) else one for one in ask.messages]
@@ -127,47 +135,47 @@ class Calls:
             return msgspec.structs.replace(ask, messages=messages)
         if ask.references:
             ask = self._resolved(seat, dialect, ask)
-        if not ask.after:
+        if not ask.previous_id:
             return ask
-        known = seat.named.get(ask.after)
-        if known is None or not isinstance(dialect, Keeps):
+        known = seat.named.get(ask.previous_id)
+        if known is None or not isinstance(dialect, StatefulDialect):
             raise BadRequestError(
-                f"there is no answer {ask.after[:200]!r} to go on from: send the whole history",
+                f"there is no answer {ask.previous_id[:200]!r} to go on from: send the whole history",
                 "previous_response_id",
             )
         index, head = known
-        return dialect.continued(ask, self._registry.history(seat, index), head)
+        return dialect.prepend_history(ask, self._registry.history(seat, index), head)
 
-    def _resolved(self, seat: Seat, dialect: Dialect, ask: Ask) -> Ask:
+    def _resolved(self, seat: Seat, dialect: Dialect, ask: ClientRequest) -> ClientRequest:
         """The ask with parts of earlier answers in the place of the references to them."""
-        assert isinstance(dialect, Keeps)
+        assert isinstance(dialect, StatefulDialect)
         answers: dict[str, Message] = {}
         for reference in ask.references:
-            answer = dialect.referenced(reference)
+            answer = dialect.find_referenced_response(reference)
             known = seat.named.get(answer)
             if known is None:
                 said = f"there is no item {reference[:200]!r} in this rollout: send the item itself"
                 raise BadRequestError(said, "input")
             if answer not in answers:
                 answers[answer] = self._registry.turn(seat, known[0]).response
-        return dialect.resolved(ask, answers)
+        return dialect.resolve_references(ask, answers)
 
     def _fail(
         self,
         dialect: Dialect,
         out: Answer,
         telling: "_Telling | None",
-        problem: Problem,
+        problem: ErrorKind,
         message: str,
         where: str | None = None,
     ) -> None:
         if out.begun:
             assert telling is not None
             assert telling.answering is not None
-            out.end(telling.answering.broken(problem, message))
+            out.end(telling.answering.format_failure(problem, message))
             status = 200
         else:
-            status, body = dialect.error(problem, message, where)
+            status, body = dialect.format_error(problem, message, where)
             out.send(status, body)
         self._metrics.count("requests", label="status", value=str(status))
 
@@ -175,7 +183,7 @@ class Calls:
         for name, by in seat.news_of(session).items():
             self._metrics.count(name, by)
 
-    def _problem(self, seat: Seat, error: BaseException) -> tuple[Problem, str, str | None]:
+    def _problem(self, seat: Seat, error: BaseException) -> tuple[ErrorKind, str, str | None]:
         """What to tell the client; what it is not about is raised on."""
         match error:
             case BadRequestError():
@@ -184,7 +192,7 @@ class Calls:
                 return "bad_request", str(error), "messages"
             case ToolsError():
                 return "bad_request", str(error), "tools"
-            case Unrenderable():
+            case RenderError():
                 return "bad_request", str(error), "messages"
             case Truncation():
                 self._registry.stopped(seat, error.reason)
@@ -207,7 +215,9 @@ class Calls:
 class _Telling:
     """One call and its answer."""
 
-    def __init__(self, calls: Calls, seat: Seat, dialect: Dialect, ask: Ask, out: Answer, began: float) -> None:
+    def __init__(
+        self, calls: Calls, seat: Seat, dialect: Dialect, ask: ClientRequest, out: Answer, began: float
+    ) -> None:
         self._calls = calls
         self._registry = calls._registry
         self._metrics = calls._metrics
@@ -216,7 +226,7 @@ class _Telling:
         self._ask = ask
         self._out = out
         self._began = began
-        self.answering: Answering | None = None
+        self.answering: ReplyStream | None = None
         """Where the answer is streamed, and from when it is known who answers."""
 
     async def play(self, marked: bool, named: str) -> None:
@@ -229,21 +239,20 @@ class _Telling:
         if ask.prompts:
             ask = self._ask = await _tokenised(ask, role)
         self._answers(ask, role)
-        tools = _tools(ask)
         own = seat.sampling(role.name)
         sampling = own.over(ask.sampling.over(role.sampling))
         if ask.sampling.extra and (own.extra or role.sampling.extra):  # one option replaces itself, not the others
             extra = {**role.sampling.extra, **ask.sampling.extra, **own.extra}
             sampling = msgspec.structs.replace(sampling, extra=extra)
-        place = session.recorder.find(role.name, ask.messages, tools.scope)
-        _recordable(place.new)
-        check_media(place.new, seat.registration.network, seat.registration.allow)
+        place = session.recorder.match_history(role.name, ask.messages, ask.tools.scope)
+        _recordable(place.new_messages)
+        check_media(place.new_messages, seat.registration.network, seat.registration.allow)
         before = seat.key_of(place.turn.index) if place.turn is not None else ""
-        key = _key(named, before, ask, len(place.new), tools.scope, role.name, sampling)
+        key = _key(named, before, ask, len(place.new_messages), ask.tools.scope, role.name, sampling)
         if marked and (turns := await self._again(key)):
             self._metrics.count("replays")
-            if ask.id:  # the name that its client may have seen
-                self._ask = msgspec.structs.replace(ask, id=name_in(turns[0].key))
+            if ask.reply_id:  # the name that its client may have seen
+                self._ask = msgspec.structs.replace(ask, reply_id=name_in(turns[0].key))
                 self._answers(self._ask, role)
             await self._replay([self._recorded(turn, role) for turn in turns])
             return
@@ -251,23 +260,13 @@ class _Telling:
             raise GoneError(f"rollout {seat.id} was {seat.ended}")
         if seat.truncated is not None and role.name == "policy":
             raise Truncation(seat.truncated, "its budget was spent before")
-        call = Call(
-            messages=ask.messages,
-            tools=tools,
-            tool_choice=ask.tool_choice,
-            sampling=sampling,
-            top_logprobs=ask.top_logprobs,
-            logprobs=ask.logprobs,
-            key=key,
-            place=place,
-            cut=self._cut if ask.stream else None,
-        )
+        call = msgspec.structs.replace(ask, sampling=sampling)
         with seat.asks(key):
             async with seat.within():
                 seat.calls += 1
                 try:
-                    replies = await self._ask_all(session, role, call)
-                except Unrenderable:
+                    replies = await self._call_model(session, role, call, key, place)
+                except RenderError:
                     seat.calls -= 1  # refused here, before a model was asked
                     raise
         seat.failure = ""
@@ -278,42 +277,48 @@ class _Telling:
     def _cut(self) -> Cut | None:
         return self._out.cut
 
-    def _answers(self, ask: Ask, role: Role) -> None:
+    def _answers(self, ask: ClientRequest, role: Role) -> None:
         if ask.stream:
-            spell = role.rendering.rendering.spelled if role.rendering is not None else None
-            self.answering = self._dialect.answering(ask, spell)
+            spell = role.rendering.renderer.token_bytes if role.rendering is not None else None
+            self.answering = self._dialect.open_stream(ask, spell)
 
-    async def _ask_all(self, session: Session, role: Role, call: Call) -> list[Reply]:
-        ask = self._ask
-        calls = [self._choice(call, choice) for choice in range(ask.choices)]
+    async def _call_model(
+        self, session: Session, role: Role, request: ClientRequest, key: str, match: HistoryMatch
+    ) -> list[ModelReply]:
+        """Make one model call for each choice that the client wants."""
+        cut = self._cut if request.stream else None
+        calls = [
+            session.call(role, one, self._delta_writer(choice), key=turn_key, match=match, cut=cut)
+            for choice in range(request.choices)
+            for one, turn_key in [self._choice(request, key, choice)]
+        ]
         if len(calls) == 1:
-            return [await session.call(role, calls[0], self._news(0))]
+            return [await calls[0]]
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(session.call(role, one, self._news(choice))) for choice, one in enumerate(calls)
-            ]
+            tasks = [group.create_task(call) for call in calls]
         return [task.result() for task in tasks]
 
-    def _choice(self, call: Call, choice: int) -> Call:
-        ask = self._ask
-        if not choice and not ask.id and not ask.prompts:
-            return call
-        changes: dict[str, Any] = {"key": choice_key(call.key, choice, ask.id, ask.head)}
-        if call.sampling.seed is not None and (place := choice % ask.n):
-            # As vLLM numbers the choices of one prompt. With one seed all of them would be the same.
-            seed = (call.sampling.seed + place + 2**63) % 2**64 - 2**63
-            changes["sampling"] = msgspec.structs.replace(call.sampling, seed=seed)
-        if ask.prompts:
-            changes["tokens"] = ask.prompts[choice // ask.n]
-        return msgspec.structs.replace(call, **changes)
+    def _choice(self, request: ClientRequest, key: str, choice: int) -> tuple[ClientRequest, str]:
+        """Return the request for one of several choices, and the key of its turn."""
+        if not choice and not request.reply_id and not request.prompts:
+            return request, key
+        changes: dict[str, Any] = {}
+        if request.sampling.seed is not None and (number := choice % request.n):
+            # As vLLM numbers the choices of one prompt. With the same seed all of them would be equal.
+            seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
+            changes["sampling"] = msgspec.structs.replace(request.sampling, seed=seed)
+        if request.prompts:
+            changes["tokens"] = request.prompts[choice // request.n]
+        key = choice_key(key, choice, request.reply_id, request.instruction_length)
+        return (msgspec.structs.replace(request, **changes) if changes else request), key
 
-    def _news(self, choice: int) -> News | None:
+    def _delta_writer(self, choice: int) -> OnDelta | None:
         answering, out = self.answering, self._out
         if answering is None:
             return None
 
-        async def news(delta: Delta) -> None:
-            data = answering.piece(choice, delta)
+        async def on_delta(delta: Delta) -> None:
+            data = answering.format_delta(choice, delta)
             if not data:
                 return
             if not out.begun:
@@ -321,18 +326,18 @@ class _Telling:
                 out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
             await out.write(data)
 
-        return news
+        return on_delta
 
-    def _complete(self, replies: list[Reply]) -> None:
+    def _complete(self, replies: list[ModelReply]) -> None:
         out, answering = self._out, self.answering
         self._metrics.count("requests", label="status", value="200")
         if answering is None:
-            out.send(200, self._dialect.whole(self._ask, replies))
+            out.send(200, self._dialect.format_response(self._ask, replies))
             return
         if not out.begun:
             out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
-        ends = b"".join(answering.end(choice, reply) for choice, reply in enumerate(replies))
-        out.end(ends + answering.done(replies))
+        ends = b"".join(answering.format_choice_end(choice, reply) for choice, reply in enumerate(replies))
+        out.end(ends + answering.format_end(replies))
 
     # ---- the same again
 
@@ -350,21 +355,19 @@ class _Telling:
         count = self._ask.choices
         return [turns[choice] for choice in range(count)] if len(turns) == count else []
 
-    def _recorded(self, turn: Turn, role: Role) -> Reply:
-        return Reply(
-            message=turn.response,
-            finish=turn.finish,
-            turn=turn,
-            prompt=self._registry.prompt(self._seat, turn) if self._ask.ids else b"",
-            spell=role.rendering.rendering.spelled if role.rendering is not None else None,
+    def _recorded(self, turn: Turn, role: Role) -> ModelReply:
+        return _reply_from_turn(
+            turn,
+            prompt=self._registry.prompt(self._seat, turn) if self._ask.return_token_ids else b"",
+            decode_tokens=role.rendering.renderer.token_bytes if role.rendering is not None else None,
         )
 
-    async def _replay(self, replies: list[Reply]) -> None:
+    async def _replay(self, replies: list[ModelReply]) -> None:
         if self.answering is not None:
             for choice, reply in enumerate(replies):
-                news = self._news(choice)
-                assert news is not None
-                await news(whole(reply))
+                on_delta = self._delta_writer(choice)
+                assert on_delta is not None
+                await on_delta(delta_from_reply(reply))
         self._complete(replies)
 
     def _counted(self, session: Session, turn: Turn) -> None:
@@ -375,18 +378,18 @@ class _Telling:
         count("sampled_tokens", turn.sampled_tokens)
 
 
-def whole(reply: Reply) -> Delta:
-    """A reply as one piece of a stream."""
-    message = reply.message
-    return Delta(
-        content=message.text,
-        reasoning=message.reasoning or "",
-        tool_calls=tuple(
-            CallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(message.tool_calls)
-        ),
-        sampled=reply.turn.sampled,
-        logprobs=reply.turn.logprobs,
-        prompt=reply.prompt,
+def _reply_from_turn(turn: Turn, prompt: bytes = b"", decode_tokens: DecodeTokens | None = None) -> ModelReply:
+    """Return the reply that a recorded turn stands for."""
+    return ModelReply(
+        message=turn.response,
+        finish=turn.finish,
+        prompt=prompt,
+        sampled=turn.sampled,
+        logprobs=turn.logprobs,
+        prompt_tokens=turn.prompt_tokens,
+        sampled_tokens=turn.sampled_tokens,
+        recorded_turn=turn,
+        decode_tokens=decode_tokens,
     )
 
 
@@ -405,15 +408,9 @@ _ADDRESS: Final = re.compile(
 )
 
 
-def _tools(ask: Ask) -> Tools:
-    if isinstance(ask.tools, Tools):
-        return ask.tools
-    return tools_in(bytes(ask.tools)) if ask.tools is not None else NO_TOOLS
-
-
-async def _tokenised(ask: Ask, role: Role) -> Ask:
+async def _tokenised(ask: ClientRequest, role: Role) -> ClientRequest:
     """The ask with ids in the place of texts."""
-    if not role.upstream.tokens_in:
+    if not role.upstream.accepts_tokens:
         raise BadRequestError("the model's engine takes no token ids: ask for a chat completion", "prompt")
     found: list[bytes | str] = []
     for prompt in ask.prompts:
@@ -453,7 +450,9 @@ def _role(session: Session, model: str) -> Role:
     return policy
 
 
-def _key(named: str, before: str, ask: Ask, new: int, scope: bytes, role: str, sampling: Sampling) -> str:
+def _key(
+    named: str, before: str, ask: ClientRequest, new: int, scope: bytes, role: str, sampling: Sampling
+) -> str:
     """What tells a request from others: its name, what it adds to the turn that it continues, and how it samples.
 
     A name alone would not do: a client that gave it to two requests would get the answer to the other one.

@@ -11,7 +11,8 @@ import msgspec
 
 from rookery.core import Fault, Message, Sampling, ToolCall, ToolSchema, UsageError
 from rookery.core.messages import Role
-from rookery.gateway.tools import NO_TOOLS, Tools, tools_in, tools_of
+from rookery.gateway.tools import tools_in, tools_of
+from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 MessagesInput: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
 ToolsInput: TypeAlias = Sequence[ToolSchema | Mapping[str, Any]]
@@ -150,7 +151,7 @@ def _function(given: Any, call_id: str, field: str) -> ToolCall:
 # ---- tools
 
 
-def read_tools(given: ToolsInput) -> Tools:
+def read_tools(given: ToolsInput) -> ToolSet:
     """Return the tools; a dictionary is OpenAI's, with or without the inner `function`."""
     entries = _sequence(given, "tools", "a list of tools")
     if not entries:
@@ -182,7 +183,7 @@ def _tool(entry: Any, field: str) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
 
 
-def read_tool_choice(given: str | Mapping[str, Any] | None, tools: Tools) -> str | None:
+def read_tool_choice(given: str | Mapping[str, Any] | None, tools: ToolSet) -> str | None:
     """Return `auto`, `none`, `required` or the name of a tool; a dictionary is OpenAI's."""
     if given is None:
         return None

@@ -21,7 +21,7 @@ from rookery.core import RookeryError, TruncatedReason, Turn
 from rookery.gateway.answers import wrong_in
 from rookery.gateway.handed import Giver
 from rookery.gateway.registry import owner
-from rookery.upstreams.hangs import UpstreamEvidence
+from rookery.upstreams.hang_detector import UpstreamEvidence
 from rookery.upstreams.http import Client, HttpFailure, header_lines
 
 T = TypeVar("T")

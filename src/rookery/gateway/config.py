@@ -81,13 +81,13 @@ def settle_rendering(
     chosen = format_of(record, rendering, policy)
     if not chosen:
         return {}, ""
-    from rookery.gateway.renderings import config_of, open_config, settle
-    from rookery.gateway.renderings.tool_prompts import without_tools
+    from rookery.gateway.chat_renderers import open_renderer_config, parse_renderer_config, resolve_config
+    from rookery.gateway.chat_renderers.tool_prompt import dropped_tools_message
 
-    config = settle(config_of(chosen))
-    opened = open_config(config)
+    config = resolve_config(parse_renderer_config(chosen))
+    opened = open_renderer_config(config)
     plain: dict[str, Any] = msgspec.to_builtins(config)
-    lost = without_tools(opened.name) if getattr(opened, "drops_tools", False) else ""
+    lost = dropped_tools_message(opened.name) if getattr(opened, "drops_tools", False) else ""
     return plain or {"name": config.name}, lost
 
 

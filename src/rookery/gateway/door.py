@@ -20,7 +20,7 @@ import msgspec
 from rookery.core import Limits, RookeryError, Sampling, SandboxError, TruncatedReason, UpstreamError
 from rookery.gateway.client import GatewayClient, Record, UnansweredError
 from rookery.gateway.session import Session
-from rookery.upstreams.hangs import UpstreamEvidence
+from rookery.upstreams.hang_detector import UpstreamEvidence
 
 log = logging.getLogger("rookery.gateway")
 

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from rookery.core import RookeryError
-from rookery.core.apart import apart
+from rookery.core.lifetimes import detached_context
 from rookery.gateway.server import Server
 
 log = logging.getLogger("rookery.gateway")
@@ -167,7 +167,7 @@ class Giver:
         self._listeners: dict[str, socket.socket] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._line: socket.socket | None = None
-        self._task = asyncio.get_running_loop().create_task(self._keep(), context=apart())
+        self._task = asyncio.get_running_loop().create_task(self._keep(), context=detached_context())
         self._closed = False
 
     async def give(self, session: str, listener: socket.socket, *, timeout: float = 30.0) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from rookery.core import Message
 from rookery.core.sandboxes import Network
 from rookery.gateway.dialects.protocol import BadRequestError
-from rookery.sandboxes.egress_rules import Rules, host_of, is_public
+from rookery.sandboxes.egress.rules import EgressRules, is_public, parse_host
 
 _SCHEME: Final = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]*:(?=//|/|\S)")
 _STRANGE: Final = re.compile(r"[\s\x00-\x1f\x7f\\]")
@@ -74,7 +74,7 @@ def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if scheme == "https" else 80)
-        host = host_of(parts.hostname or "")
+        host = parse_host(parts.hostname or "")
     except ValueError as error:
         return f"its host cannot be read ({error})"
     if isinstance(host, str):
@@ -82,6 +82,6 @@ def refusal(url: str, network: Network, allow: tuple[str, ...]) -> str:
             return "its host is not a public one"
     elif not is_public(host):
         return "its address is not a public one"
-    if network == "allow" and not Rules.of(allow).allow(host, port):
-        return f"the session's network allows {Rules.of(allow).told() or 'no host'}"
+    if network == "allow" and not EgressRules.parse(allow).allow(host, port):
+        return f"the session's network allows {EgressRules.parse(allow).describe() or 'no host'}"
     return ""

@@ -8,7 +8,7 @@ import msgspec
 
 from rookery.core import Limits, Sampling, UsageError
 from rookery.core.sandboxes import Network
-from rookery.sandboxes.egress_rules import Rules
+from rookery.sandboxes.egress.rules import EgressRules
 
 ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
@@ -74,7 +74,7 @@ def check(registration: Registration, roles: Iterable[str]) -> None:
     if registration.allow and registration.network != "allow":
         raise UsageError(f"hosts are allowed in the network 'allow', and the network is {registration.network!r}")
     try:
-        Rules.of(registration.allow)
+        EgressRules.parse(registration.allow)
     except ValueError as error:
         raise UsageError(f"allow: {error}") from None
     try:

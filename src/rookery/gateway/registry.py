@@ -35,7 +35,7 @@ from rookery.gateway.registration import Opened, Registration, RoleWish, check
 from rookery.gateway.seat import Ending, Seat
 from rookery.gateway.session import Role, Session
 from rookery.journal.tokens import MAX_BYTES, TokenReader, TokenWriter, decode_turn, encode_turn
-from rookery.trajectories import Recorder, answered
+from rookery.trajectories import Recorder, get_continued_response
 
 MAX_SESSIONS: Final = 200_000
 MAX_PAST: Final = 200_000
@@ -250,7 +250,7 @@ class Registry:
         return [
             message
             for turn, following in zip(path, (*path[1:], None), strict=True)
-            for message in (*turn.messages, answered(turn, following))
+            for message in (*turn.messages, get_continued_response(turn, following))
         ]
 
     def stopped(self, seat: Seat, reason: TruncatedReason) -> None:

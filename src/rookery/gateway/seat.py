@@ -17,7 +17,7 @@ import msgspec
 from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn, UpstreamError
 from rookery.gateway.registration import Opened, RoleWish
 from rookery.gateway.session import Session
-from rookery.upstreams.hangs import LONGEST_LOOK, UpstreamEvidence
+from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
 
 REPLAYED: Final = 64
 """Requests of a session whose retry is known."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rookery.core import Finish, Message, Span, ToolCall, ints
-from rookery.trajectories import Cut
+from rookery.trajectories import CutPoint
 from rookery.upstreams.protocol import CallDelta, Delta
 
 
@@ -96,7 +96,7 @@ class Sent:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._shown = (0, 0, 0)
-        self._cuts: list[Cut] = []
+        self._cuts: list[CutPoint] = []
         self.sampled = 0
         """Tokens whose ids are known."""
         self._versions: list[tuple[int, int]] = []
@@ -130,7 +130,7 @@ class Sent:
         if self._cuts and self._cuts[-1].tokens == self.sampled:
             self._cuts.pop()
         if self.sampled:
-            self._cuts.append(Cut(*self._shown, self.sampled))
+            self._cuts.append(CutPoint(*self._shown, self.sampled))
 
     def message(self) -> Message:
         """What the client was sent."""

@@ -1,7 +1,6 @@
 """An attempt's registration at the gateway: its budgets, its calls under way, and the models it may call."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -9,12 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from rookery.core import (
-    Finish,
     Limits,
-    Message,
     RookeryError,
     Sampling,
-    ToolCall,
     TruncatedReason,
     Truncation,
     Turn,
@@ -30,24 +26,19 @@ from rookery.gateway.chat_arguments import (
     read_tool_choice,
     read_tools,
 )
-from rookery.gateway.credits import Credits
 from rookery.gateway.numbers import Respelled
-from rookery.gateway.tools import NO_TOOLS, Tools
-from rookery.trajectories import Place, Recorder
-from rookery.upstreams.hangs import Examinable, UpstreamEvidence
-from rookery.upstreams.ids import Memo
-from rookery.upstreams.protocol import News, Upstream
+from rookery.trajectories import HistoryMatch, Recorder
+from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
+from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta, Upstream
+from rookery.upstreams.token_ids import PromptCache
 
 if TYPE_CHECKING:
+    from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
     from rookery.gateway.http import Cut
-    from rookery.gateway.renderings.offloop import Offloop
 
 Record: TypeAlias = Literal["tokens", "messages", "plain"]
 """How turns are recorded: we render and sample token ids; the server renders and tells them; not by token."""
 
-Spell: TypeAlias = Callable[[bytes], list[bytes]]
-"""The bytes that each of some ids stands for."""
-Tops: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 MODEL_CALL_SECONDS = 600.0
 SUB = "sub"
 """The role of sub-models that do not train."""
@@ -60,9 +51,8 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     upstream: Upstream
     model: str
     sampling: Sampling = Sampling()
-    credits: Credits
     record: Record = "messages"
-    rendering: "Offloop | None" = None
+    rendering: "ThreadedRenderer | None" = None
     """The chat format, where `record` is tokens."""
     beside: bool = False
     """Calls beside the rollout's own conversation, as those of a sub-model: recorded, and trained where the role
@@ -85,48 +75,6 @@ class Watch(Protocol):
     def waiting(self, on: str, step: int) -> None:
         """`step` is 1 when a wait on `on` begins, -1 when it ends."""
         ...
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What a door asks of the pipeline: messages, as they came, or token ids."""
-
-    messages: tuple[Message | msgspec.Raw, ...] = ()
-    tokens: bytes = b""
-    tools: Tools = NO_TOOLS
-    tool_choice: str | None = None
-    sampling: Sampling = Sampling()
-    top_logprobs: int = 0
-    logprobs: bool = False
-    """Whether whoever asks wants to see them; they are recorded in any case."""
-    key: str = ""
-    """Tells this request from others, where its client may send it again."""
-    place: Place | None = None
-    """Where in the session's histories it is, for a door that looked already."""
-    cut: "Callable[[], Cut | None] | None" = None
-    """For a streamed call: how its client ended the connection, if it did. What was sampled is then a partial
-    turn."""
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """What a model answered, and the turn that recorded it."""
-
-    message: Message
-    finish: Finish
-    turn: Turn
-    prompt: bytes = b""
-    """All ids that went in, where they are known."""
-    tops: Tops = ()
-    logprob_content: msgspec.Raw | None = None
-    spell: Spell | None = None
-    """What ids stand for, where we have the tokenizer."""
-
-    @property
-    def text(self) -> str:
-        return self.message.text
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        return self.message.tool_calls
 
 
 class Session:
@@ -170,13 +118,13 @@ class Session:
         """What was seen of model servers whose calls stayed silent."""
         self._closed = False
         self._models: dict[str, Model] = {}
-        self._memos: dict[str, Memo] = {}
+        self._memos: dict[str, PromptCache] = {}
 
-    def memo(self, role: str) -> Memo:
+    def memo(self, role: str) -> PromptCache:
         """What a role's long prompts were, so that each is read and written once."""
         found = self._memos.get(role)
         if found is None:
-            found = self._memos[role] = Memo()
+            found = self._memos[role] = PromptCache()
         return found
 
     def model(self, role: str) -> "Model":
@@ -255,9 +203,23 @@ class Session:
         self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
         return self._seed
 
-    async def call(self, role: Role, call: Call, news: News | None = None) -> Reply:
-        """One turn: asked, answered, recorded."""
-        from rookery.gateway.pipeline import played  # it needs to know what a session is
+    async def call(
+        self,
+        role: Role,
+        request: ModelRequest,
+        on_delta: OnDelta | None = None,
+        *,
+        key: str = "",
+        match: HistoryMatch | None = None,
+        cut: "Callable[[], Cut | None] | None" = None,
+    ) -> ModelReply:
+        """Make one model call and record it as a turn.
+
+        The keyword arguments are for HTTP calls: `key` identifies the request, so that a client can repeat it;
+        `match` is its position in the session's histories, if already known; `cut` returns how the client ended a
+        streamed call, if it did, so that what was sampled until then is recorded as a partial turn.
+        """
+        from rookery.gateway.pipeline import run_turn  # it imports this module
 
         if self._closed:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
@@ -272,7 +234,7 @@ class Session:
         self._asking += policy
         self.watch.waiting("model", 1)
         try:
-            reply = await played(self, role, call, news)
+            reply = await run_turn(self, role, request, on_delta, key, match, cut)
         except Truncation as stop:
             if role.beside:
                 raise
@@ -286,7 +248,7 @@ class Session:
             if not nested:
                 self._calls.discard(task)
         self.beside += role.beside and role.name == "policy"
-        length, context = reply.turn.prompt_tokens + reply.turn.sampled_tokens, self.limits.context
+        length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:
             raise self.stop("context", f"the sequence is longer than {context} tokens")
         return reply
@@ -307,7 +269,7 @@ class Session:
         else:
             self.others[turn.role] = self.others.get(turn.role, 0) + turn.sampled_tokens
 
-    def held(self, waits: bool) -> None:
+    def on_wait(self, waits: bool) -> None:
         """A call begins to wait for a place or for the end of a pause, or goes on."""
         if waits:
             self.watch.hold()
@@ -323,18 +285,6 @@ class Session:
         seen = tuple(chain.from_iterable(found))
         self.evidence += seen
         return seen
-
-    async def enter(self, role: Role) -> float:
-        """A credit; the waiting is not the attempt's time."""
-        if role.credits.take_now():
-            return 0.0
-        began = time.monotonic()
-        self.watch.hold()
-        try:
-            await role.credits.take()
-        finally:
-            self.watch.release()
-        return time.monotonic() - began
 
 
 def lacks_tokens(turn: Turn) -> bool:
@@ -360,30 +310,31 @@ class Model:
         tools: ToolsInput = (),
         tool_choice: str | Mapping[str, Any] | None = None,
         sampling: SamplingInput | None = None,
-        news: News | None = None,
-    ) -> Reply:
+        on_delta: OnDelta | None = None,
+    ) -> ModelReply:
         """Ask for the next message of a conversation.
 
         Messages, tools, the tool choice and sampling are our types or plain dictionaries in OpenAI's format, also
-        mixed. `news` is called with each piece of the answer while it is sampled.
+        mixed. `on_delta` is called with each piece of the answer while it is sampled.
 
         Raises `ChatArgumentError` for a wrong argument, and `Truncation` when the rollout's budget is spent.
         """
         history = read_messages(messages)
         offered = read_tools(tools) if tools else NO_TOOLS
-        call = Call(
+        request = ModelRequest(
             messages=history,
             tools=offered,
-            tool_choice=read_tool_choice(tool_choice, offered),
-            sampling=self._sampling(sampling),
+            tool_choice=None if tool_choice is None else read_tool_choice(tool_choice, offered),
+            sampling=self.sampling if sampling is None else read_sampling(sampling).over(self.sampling),
         )
-        return await self._session.call(self._role, call, news)
+        return await self._session.call(self._role, request, on_delta)
 
     async def complete(
-        self, tokens: bytes, *, sampling: SamplingInput | None = None, news: News | None = None
-    ) -> Reply:
+        self, tokens: bytes, *, sampling: SamplingInput | None = None, on_delta: OnDelta | None = None
+    ) -> ModelReply:
         """Continues a sequence of token ids (int32), for engines that take tokens in."""
-        return await self._session.call(self._role, Call(tokens=tokens, sampling=self._sampling(sampling)), news)
-
-    def _sampling(self, sampling: SamplingInput | None) -> Sampling:
-        return self._role.sampling if sampling is None else read_sampling(sampling).over(self._role.sampling)
+        request = ModelRequest(
+            tokens=tokens,
+            sampling=self.sampling if sampling is None else read_sampling(sampling).over(self.sampling),
+        )
+        return await self._session.call(self._role, request, on_delta)

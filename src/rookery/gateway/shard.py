@@ -29,22 +29,21 @@ from rookery.core import RookeryError
 from rookery.core.errors import describe
 from rookery.gateway.admin import Admin
 from rookery.gateway.app import App
+from rookery.gateway.chat_renderers import open_threaded_renderer
+from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, format_of
-from rookery.gateway.credits import Credits
 from rookery.gateway.handed import Handed
 from rookery.gateway.http import Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.pausing import Pausing, kept, read
 from rookery.gateway.quotas import USUAL, Quota
 from rookery.gateway.registry import Registry
-from rookery.gateway.renderings import open_offloop
-from rookery.gateway.renderings.offloop import Offloop
 from rookery.gateway.server import Server
 from rookery.gateway.session import Role
 from rookery.gateway.siblings import Siblings, socket_of
 from rookery.upstreams import open_upstream
+from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
+from rookery.upstreams.pause.shards import load_pause_state, read_pause_record
 from rookery.upstreams.protocol import UpstreamConfig
-from rookery.upstreams.valve import Valve, ValveState
 
 log = logging.getLogger("rookery.gateway")
 
@@ -70,8 +69,8 @@ class Shard:
         self.settings = settings
         self.metrics = Metrics(settings.index)
         self.siblings = Siblings(Path(settings.sockets), settings.index, config.shards)
-        state = kept(settings.state)
-        self.valves: dict[str, Valve] = {}
+        state = load_pause_state(settings.state)
+        self.upstreams: dict[str, PausableUpstream] = {}
         self.rendering = _rendering(config)
         roles = {name: self._role(name, upstream, state) for name, upstream in config.upstreams.items()}
         self.registry = Registry(
@@ -80,17 +79,18 @@ class Shard:
             roles,
             self.siblings.mine,
             held=state.mode is not None,
-            stood=lambda: read(settings.state).stood_at(time.time()),
+            stood=lambda: read_pause_record(settings.state).paused_seconds(time.time()),
         )
-        self.valves["policy"].opened = self.registry.release
-        self.valves["policy"].arm()
-        self.pausing = Pausing(self.valves["policy"], self.registry, settings.state, self.siblings.told)
+        self.upstreams["policy"].on_resume = self.registry.release
+        self.upstreams["policy"].arm()
+        self.pause = ShardPause(self.upstreams["policy"], self.registry, settings.state)
         admin = Admin(
             self.registry,
             self.metrics,
             base=self._base,
             everywhere=self.siblings.everywhere,
-            pausing=self.pausing,
+            pause=self.pause,
+            broadcast=self.siblings.broadcast,
             trouble=self.trouble,
             route=self.siblings.whose,
             forward=self.siblings.forward,
@@ -100,17 +100,18 @@ class Shard:
         self.handed: Handed | None = None
         self._late = 0.0
 
-    def _role(self, name: str, config: UpstreamConfig, state: ValveState) -> Role:
+    def _role(self, name: str, config: UpstreamConfig, state: PauseState) -> Role:
         policy = name == "policy"
         config = msgspec.structs.replace(config, share=self.settings.config.shards)
-        valve = Valve(open_upstream(config, self.settings.keys.get(name)), state=state if policy else None)
-        self.valves[name] = valve
+        pausable = PausableUpstream(
+            open_upstream(config, self.settings.keys.get(name)), state=state if policy else None
+        )
+        self.upstreams[name] = pausable
         return Role(
             name=name,
-            upstream=valve,
+            upstream=pausable,
             model=config.model,
             sampling=config.sampling,
-            credits=Credits(1 << 30),  # the replicas' places are the bound
             record=self.settings.config.record if policy else "plain",
             rendering=self.rendering if policy else None,
         )
@@ -123,8 +124,8 @@ class Shard:
         gauges = self.metrics.gauges
         gauges["sessions"] = lambda: len(self.registry.seats)
         gauges["connections"] = lambda: len(self.server.connections) if self.server is not None else 0
-        gauges["calls"] = lambda: sum(valve.under_way for valve in self.valves.values())
-        gauges["paused"] = lambda: self.valves["policy"].paused
+        gauges["calls"] = lambda: sum(upstream.in_flight for upstream in self.upstreams.values())
+        gauges["paused"] = lambda: self.upstreams["policy"].paused
         path = socket_of(Path(self.settings.sockets), self.settings.index)
         path.unlink(missing_ok=True)
         own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,7 +136,7 @@ class Shard:
         self.handed = Handed(Path(self.settings.sockets), self.settings.index, self.server)
         self.handed.start()
         # Whoever paused or resumed while we could not be reached yet has written it down before.
-        await self.pausing.follow()
+        await self.pause.apply_file()
 
     async def close(self) -> None:
         """Ends calls under way, after a grace."""
@@ -145,9 +146,9 @@ class Shard:
             await self.server.close()
         self.registry.close()
         await self.siblings.close()
-        for valve in self.valves.values():
+        for upstream in self.upstreams.values():
             try:
-                await valve.close()
+                await upstream.close()
             except (RookeryError, OSError) as error:
                 log.warning("an upstream could not be closed: %s", describe(error))
         if self.rendering is not None:
@@ -168,7 +169,7 @@ class Shard:
         """Why calls are not answered; empty where they are."""
         if self._late > LATE_SECONDS:
             return f"the event loop is late by {self._late:.1f} seconds"
-        states = self.valves["policy"].states()
+        states = self.upstreams["policy"].states()
         if states and not any(state.well for state in states):
             return "no model server answers: " + "; ".join(f"{state.name}: {state.why}" for state in states)
         return ""
@@ -186,10 +187,10 @@ class Shard:
                 self.registry.rest(REST_SECONDS)
 
 
-def _rendering(config: GatewayConfig) -> Offloop | None:
+def _rendering(config: GatewayConfig) -> ThreadedRenderer | None:
     if config.record != "tokens":
         return None
-    return open_offloop(format_of(config.record, config.rendering, config.upstreams["policy"]))
+    return open_threaded_renderer(format_of(config.record, config.rendering, config.upstreams["policy"]))
 
 
 async def _served(settings: ShardSettings) -> bool:

@@ -28,11 +28,11 @@ import msgspec
 
 from rookery.core import RookeryError, UsageError
 from rookery.core.blas_threads import one_blas_thread
-from rookery.core.errors import behind
+from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settle_rendering
 from rookery.gateway.public import checked_url, proved
-from rookery.upstreams.listening import bound
+from rookery.upstreams.listeners import bound
 
 log = logging.getLogger("rookery.gateway")
 
@@ -112,7 +112,7 @@ class Gateway:
                 for shard in self._shards:
                     group.create_task(shard.start())
         except BaseExceptionGroup as several:
-            raise behind(several) from None  # one shard's reason is all shards'
+            raise unwrap_group(several) from None  # one shard's reason is all shards'
 
     def _settings(self, folder: Path, index: int) -> ShardSettings:
         assert self._listener is not None

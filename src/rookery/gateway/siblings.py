@@ -71,7 +71,7 @@ class Siblings:
             response = await self._send(shard, request)
         except HttpFailure as failure:
             said = f"this rollout's shard is not there ({failure}); it is being restarted: try again"
-            status, body = _dialect.error("unavailable", said)
+            status, body = _dialect.format_error("unavailable", said)
             out.send(status, body, headers=((b"retry-after", b"1"),))
             return
         try:
@@ -127,7 +127,7 @@ class Siblings:
             return None
         return body if status == 200 else None
 
-    async def told(self, request: Request, seconds: float) -> None:
+    async def broadcast(self, request: Request, seconds: float) -> None:
         """Has every other shard do the same; raises where one that lives does not.
 
         One that is not there reads what it must do when it starts. Nothing where another shard asks."""

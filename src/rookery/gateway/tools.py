@@ -13,23 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import ToolSchema
-
-
-class Tools(msgspec.Struct, frozen=True):
-    """What may be called."""
-
-    schemas: tuple[ToolSchema, ...] = ()
-    raw: tuple[msgspec.Raw, ...] = ()
-    """As the client wrote them, where they came over HTTP: with everything that we do not know."""
-    scope: bytes = b""
-    """Tells one set of tools from another: it shapes the prompt."""
-
-    @property
-    def outgoing(self) -> tuple[ToolSchema | msgspec.Raw, ...]:
-        return self.raw or self.schemas
-
-
-NO_TOOLS = Tools()
+from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -55,31 +39,31 @@ MAX_KEPT: Final = 1 << 20
 _order = msgspec.json.Encoder(order="sorted").encode
 
 
-def tools_of(schemas: tuple[ToolSchema, ...]) -> Tools:
+def tools_of(schemas: tuple[ToolSchema, ...]) -> ToolSet:
     """Of calls made in Python: the same objects each turn."""
     key = tuple(map(id, schemas))
     found = _recent.get(key)
     if found is None or found.schemas != schemas:
         if len(_recent) >= 64:
             _recent.clear()
-        found = _recent[key] = Tools(schemas, scope=_scope(schemas))
+        found = _recent[key] = ToolSet(schemas, scope=_scope(schemas))
     return found
 
 
-_recent: dict[tuple[int, ...], Tools] = {}
+_recent: dict[tuple[int, ...], ToolSet] = {}
 
 
-def tools_as(schemas: Sequence[ToolSchema]) -> Tools:
+def tools_as(schemas: Sequence[ToolSchema]) -> ToolSet:
     """Of a dialect that writes tools in its own way; it remembers them itself."""
-    return Tools(tuple(schemas), scope=_scope(schemas)) if schemas else NO_TOOLS
+    return ToolSet(tuple(schemas), scope=_scope(schemas)) if schemas else NO_TOOLS
 
 
-def tools_in(raw: bytes) -> Tools:
+def tools_in(raw: bytes) -> ToolSet:
     """Of a client's JSON array."""
     return _remembered(raw) if len(raw) <= MAX_KEPT else _read(raw)
 
 
-def _read(raw: bytes) -> Tools:
+def _read(raw: bytes) -> ToolSet:
     try:
         items = _items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -100,7 +84,7 @@ def _read(raw: bytes) -> Tools:
         schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
     if not schemas:
         return NO_TOOLS
-    return Tools(tuple(schemas), tuple(kept), _scope(schemas))
+    return ToolSet(tuple(schemas), tuple(kept), _scope(schemas))
 
 
 _remembered = lru_cache(maxsize=64)(_read)

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from rookery.core import RookeryError, UsageError
-from rookery.core.apart import apart
+from rookery.core.lifetimes import detached_context
 
 log = logging.getLogger("rookery.gateway")
 
@@ -84,7 +84,7 @@ class SshTunnel:
             await self._end()
             raise
         self.url = f"http://127.0.0.1:{self._far}"
-        self._keeping = asyncio.get_running_loop().create_task(self._keep(), context=apart())
+        self._keeping = asyncio.get_running_loop().create_task(self._keep(), context=detached_context())
 
     def _words(self) -> list[str]:
         settings = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=10", "ServerAliveCountMax=3")
@@ -224,7 +224,7 @@ class Tunnels:
             yield way.tunnel.url
         finally:
             # Also where its user is cancelled once more: a tunnel without users is closed.
-            leaving = asyncio.get_running_loop().create_task(self._leave(key), context=apart())
+            leaving = asyncio.get_running_loop().create_task(self._leave(key), context=detached_context())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
             await asyncio.shield(leaving)

@@ -1,18 +1,17 @@
-"""The crash-safe record of a run: one folder, one SQLite file, append-only token files.
+"""Store the records of a run so that they survive crashes.
 
-Promises:
-- `kill -9` loses at most what was not yet reported committed; nothing is doubled, nothing is half written;
-- token data never passes SQLite: whoever produced it writes it, the record's transaction points to it;
-- one writer at a time; any number of readers, also while the run is live;
-- what goes wrong with the disk, the format or the lock is said in one sentence.
+A run is a directory with one SQLite database and append-only token files. The supervisor writes the database; each
+process that samples tokens writes its own token file, and records refer to it by file and offset. After a `kill
+-9`, everything that was reported as committed is still there. There is one writer at a time and any number of
+readers, also while the run is live.
 """
 
 from rookery.journal.batch import Totals
 from rookery.journal.folder import RunLock, create_run, find_run, is_locked, open_lock, run_names, slug
-from rookery.journal.loading import LoadError, load_segments, load_turns, merge_turns
+from rookery.journal.loading import UNREADABLE_TOKENS, LoadError, load_segments, load_turns, merge_turns
 from rookery.journal.reader import (
     FailedRollout,
-    Missing,
+    MissingRollouts,
     RunReader,
     RunStatus,
     RunSummary,
@@ -25,13 +24,14 @@ from rookery.journal.store import Journal, UnencodableError
 from rookery.journal.tokens import TokenReader, TokenWriter, decode_turn, encode_turn
 
 __all__ = [
+    "UNREADABLE_TOKENS",
     "Event",
     "FailedRollout",
     "GroupRow",
     "GroupStatus",
     "Journal",
     "LoadError",
-    "Missing",
+    "MissingRollouts",
     "RunLock",
     "RunReader",
     "RunStatus",

@@ -1,10 +1,8 @@
-"""One batch of queued writes, as one transaction.
+"""Commit a batch of queued journal writes in one SQLite transaction. Runs in the journal thread of the supervisor.
 
-Promises:
-- a batch is committed whole, or rolled back whole and the error raised;
-- a write that breaks a constraint (a second record for one member) is refused alone: the rest of its batch is
-  committed, the first record stands, and the refusal is an event;
-- totals for `ls` are part of the same transaction, so they never disagree with the records.
+A batch is committed completely or rolled back. The exception is a write that violates a constraint, such as a
+second record for one member: it is refused and logged as an event, and the rest of its batch is committed. The
+totals that `rookery ls` shows are part of the same transaction, so they always agree with the records.
 """
 
 import sqlite3
@@ -14,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rookery.core import rollout_place
+from rookery.core import parse_rollout_id
 from rookery.journal.schema import DISCARDED, REFUSED
 
 ADD_TASK, SET_TASK, ADD_GROUP, ADD_ROLLOUT, ADD_ATTEMPT, SET_GROUP, EVENT, PUT_META, SUPERSEDE = range(9)
@@ -37,7 +35,7 @@ _VALID = ("completed", "truncated")
 
 
 class Totals(msgspec.Struct):
-    """Counts over a run's records, kept beside them."""
+    """Counts and reward sum over the records of a run, stored with the records."""
 
     labels: dict[str, int] = {}
     valid: int = 0
@@ -45,7 +43,7 @@ class Totals(msgspec.Struct):
 
     @classmethod
     def load(cls, connection: sqlite3.Connection) -> "Totals":
-        """Counted anew from the records."""
+        """Compute the totals from the records."""
         totals = cls()
         query = "SELECT label, kind, count(*), count(reward), total(reward) FROM rollouts GROUP BY label, kind"
         for label, kind, count, rewarded, reward in connection.execute(query):
@@ -56,7 +54,7 @@ class Totals(msgspec.Struct):
         return totals
 
     def add(self, row: Sequence[Any], sign: int = 1) -> None:
-        """Count a row of `rollouts` (from its id on) in, or out again."""
+        """Add a row of the table `rollouts` (without `seq`) to the totals, or subtract it with `sign=-1`."""
         kind, label, reward = row[4], row[5], row[8]
         self.labels[label] = self.labels.get(label, 0) + sign
         if not self.labels[label]:
@@ -73,11 +71,11 @@ class Totals(msgspec.Struct):
 
 
 def commit(connection: sqlite3.Connection, ops: Sequence[Op], totals: Totals) -> list[str]:
-    """Commit the batch; returns what was refused, in words."""
+    """Commit the batch. Return a description of each write that was refused."""
     try:
         return _transaction(connection, ops, totals, one_by_one=False)
     except sqlite3.IntegrityError:
-        # Rare, and a bug of the caller's: find the offenders the slow way.
+        # Rare, and a bug in the caller: write row by row to find the offending rows.
         return _transaction(connection, ops, totals, one_by_one=True)
 
 
@@ -90,7 +88,7 @@ def _transaction(
     try:
         buckets: dict[int, list[tuple[Any, ...]]] = {}
         for kind, row in ops:
-            if kind == SUPERSEDE:  # order matters: the same member may be put again right after it
+            if kind == SUPERSEDE:  # order matters: a new record of the same member may follow
                 _write(connection, buckets, counted, refused, one_by_one)
                 buckets = {}
                 _supersede(connection, counted, *row)
@@ -115,7 +113,7 @@ def _write(
     refused: list[str],
     one_by_one: bool,
 ) -> None:
-    for kind in sorted(buckets):  # the order of the constants: a group is there before its status changes
+    for kind in sorted(buckets):  # in the order of the constants: a group is inserted before its status changes
         rows = buckets[kind]
         if one_by_one:
             rows = [row for row in rows if _accepted(connection, kind, row, refused)]
@@ -145,7 +143,7 @@ def _supersede(connection: sqlite3.Connection, totals: Totals, rollout_id: str, 
     row = connection.execute(
         "SELECT id, group_idx, member, task, kind, label, fault, cause, reward, ended, record "
         "FROM rollouts WHERE group_idx = ? AND member = ?",
-        rollout_place(rollout_id) or (-1, -1),
+        parse_rollout_id(rollout_id) or (-1, -1),
     ).fetchone()
     if row is None:
         return

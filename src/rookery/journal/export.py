@@ -21,24 +21,24 @@ from typing import IO, Any, Literal, TextIO, TypeVar
 
 import msgspec
 
-from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed, failed_record, label
+from rookery.core import Extra, Outcome, Rollout, Segment, Task, UsageError, failed_outcome, label, mark_failed
 from rookery.core.errors import describe
 from rookery.journal.loading import MERGE, load_turns, merge_turns
 from rookery.journal.reader import RunReader
-from rookery.trajectories import transcript
+from rookery.trajectories import build_transcript
 
 T = TypeVar("T")
 Progress = Callable[[int], None]
 ROW_GROUP = 256
 ROW_GROUP_BYTES = 32 << 20
 MAX_TASK_VALUE = 64 << 10
-"""Bytes of JSON of one value of a task's data. A larger one is replaced by its size: it would be in k rows."""
+"""Maximum size in bytes of one value of a task's data as JSON. A larger value is replaced by its size."""
 
 _json = msgspec.json.Encoder()
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """How many rollouts were written, and how many of them could not be loaded or written as they are."""
+    """Number of exported rollouts, and how many of them could not be loaded or converted."""
 
     rollouts: int
     damaged: int
@@ -95,14 +95,14 @@ def _row(
     damage: str | None = None
     try:
         turns = load_turns(record, reader.tokens)
-        messages = [msgspec.to_builtins(message) for message in transcript(turns)]
+        messages = [msgspec.to_builtins(message) for message in build_transcript(turns)]
         merged = merge_turns(record, turns) if record.valid else []
         parts = [_segment(one) for one in merged] if tokens else []
         if tokens and record.valid and record.usage.without_tokens:
             damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
         messages, parts, damage = [], [], describe(error)
-        record = failed_record(record, error, cause=MERGE)
+        record = mark_failed(record, error, cause=MERGE)
     found: dict[str, Any] = {
         "id": f"r{record.id}",
         "group": record.group,
@@ -139,7 +139,7 @@ def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> t
     try:
         return convert(one), one["damage"] is not None
     except Exception as error:  # noqa: BLE001  (a row that cannot be written stops no other)
-        outcome = failed(error, "load", cause=MERGE)
+        outcome = failed_outcome(error, "load", cause=MERGE)
         empty: dict[str, Any] = {
             "answer": None,
             "task_data": {},
@@ -158,7 +158,7 @@ def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> t
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
-    # JSON has no word for infinity, so neither export has.
+    # JSON cannot represent infinity and NaN.
     return {name: value if isfinite(value) else None for name, value in numbers.items()}
 
 
@@ -185,11 +185,11 @@ def _extra(extra: Extra) -> dict[str, Any]:
 def export_jsonl(
     reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     if tokens:
         _check_tokens(reader)
     if isinstance(out, Path):
-        with _whole_file(out) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="\n") as file:
             return _write_lines(reader, file, tokens, progress)
     return _write_lines(reader, out, tokens, progress)
 
@@ -224,9 +224,9 @@ def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progre
 def export_csv(
     reader: RunReader, out: TextIO | Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """Write one line per record under a line of column names. What is neither text nor number is JSON text."""
+    """Write one line per record after a header line. Values that are neither text nor numbers are JSON text."""
     if isinstance(out, Path):
-        with _whole_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
+        with _atomic_file(out) as part, part.open("w", encoding="utf-8", newline="") as file:
             return _write_csv(reader, file, tokens, progress)
     return _write_csv(reader, out, tokens, progress)
 
@@ -254,7 +254,10 @@ def _cell(value: Any) -> str | int | float:
 def export_parquet(
     reader: RunReader, path: Path, *, tokens: bool = False, progress: Progress | None = None
 ) -> Exported:
-    """The same objects as columns; what varies in shape (outcome, info, messages, attempts) is JSON text."""
+    """Write the rows as Parquet columns.
+
+    Columns with a variable structure (outcome, info, messages, …) are JSON text.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -267,7 +270,7 @@ def export_parquet(
     schema = _schema(pa, tokens)
     done = damaged = size = 0
     page: list[dict[str, Any]] = []
-    with _whole_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+    with _atomic_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
 
         def write() -> int:
             """Write the page; return how many of its rows could not be loaded or written as they are."""
@@ -318,7 +321,7 @@ def _columns(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_columns(one: dict[str, Any]) -> dict[str, Any]:
-    """A Parquet row, as `to_pylist` gives it, back as the object that JSONL holds."""
+    """Convert a Parquet row, as `to_pylist` returns it, to the object that JSONL contains."""
     found = {**one, **{name: msgspec.json.decode(one[name]) for name in _AS_JSON}}
     found["rewards"], found["metrics"] = dict(one["rewards"]), dict(one["metrics"])
     found["usage"] = {**one["usage"], "others": dict(one["usage"]["others"])}
@@ -370,8 +373,11 @@ def _schema(pa: Any, tokens: bool) -> Any:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; it becomes `path` when the block ends well, and is gone otherwise."""
+def _atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`.
+
+    It is renamed to `path` if the block succeeds, and removed otherwise.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         yield part
@@ -395,13 +401,12 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def kind_of(path: Path) -> Kind:
-    """Return the format that a file's name says. Raises `UsageError` if that is none of ours."""
+def format_from_path(path: Path) -> Kind:
+    """Return the format for a file extension. Raise `UsageError` if the extension is unknown."""
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(
-            f"{path.name} names no format that a run is exported in: end it in .jsonl, .csv or .parquet, "
-            "or say which with --format"
+            f"{path.name} has no extension of an export format: use .jsonl, .csv or .parquet, or pass --format"
         )
     return kind
 
@@ -414,6 +419,6 @@ def export(
     tokens: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Export to a file, in the format that its name says unless `kind` does."""
-    write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or kind_of(path)]
+    """Export a run to a file. The format is `kind`, or else depends on the file extension."""
+    write = {"jsonl": export_jsonl, "csv": export_csv, "parquet": export_parquet}[kind or format_from_path(path)]
     return write(reader, path, tokens=tokens, progress=progress)

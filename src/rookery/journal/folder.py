@@ -1,10 +1,8 @@
-"""The run's folder: its name, its lock, the `latest` link, and finding one again.
+"""Create, lock and find run directories.
 
-Promises:
-- a run's folder is made new, never reused, and its name is safe whatever the environment and model are called;
-- one writer at a time: a second one is refused, told which process holds the run;
-- the lock is gone the moment its holder is, however it died;
-- `latest` is replaced in one step, and a run does not fail because a link cannot be made.
+A run directory is always new, and its name is safe whatever the environment and the model are called. A lock file
+(`flock`) ensures one writer at a time; the kernel releases it when the writer dies. The link `latest` is replaced
+atomically, and a file system without symbolic links does not fail the run.
 """
 
 import fcntl
@@ -18,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rookery.core import JournalError, UsageError
-from rookery.core.closing import Closing
+from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.schema import FILE, LOCK, TOKENS
 
 LATEST = "latest"
@@ -27,13 +25,13 @@ _NEAR = 5
 
 
 def slug(name: str) -> str:
-    """A short name that is safe in a path, from the last part of a name, path or URL."""
+    """Return a short name that is safe in a path, from the last component of a name, path or URL."""
     last = name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9._]+", "-", last).strip("-._")[:_SLUG].rstrip("-._") or "x"
 
 
 def create_run(root: Path, env: str, model: str, *, now: datetime) -> Path:
-    """A new folder `<utc>-<env>-<model>-<id>` under `root`, with `latest` pointing at it."""
+    """Create the directory `<utc>-<env>-<model>-<id>` in `root` and point `latest` to it."""
     stem = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{slug(env)}-{slug(model)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -47,7 +45,7 @@ def create_run(root: Path, env: str, model: str, *, now: datetime) -> Path:
         (folder / TOKENS).mkdir()
     except OSError as error:
         raise UsageError(
-            f"cannot make a run's folder in {root}: {error.strerror}; choose another with -o"
+            f"cannot create a run directory in {root}: {error.strerror}; choose another directory with -o"
         ) from error
     _point_latest(root, folder.name)
     return folder
@@ -59,13 +57,13 @@ def _point_latest(root: Path, name: str) -> None:
         link.symlink_to(name)
         link.replace(root / LATEST)
     except OSError:
-        # A file system without links, or a folder named `latest`: the run itself is fine without it.
+        # The file system has no links, or there is a directory named `latest`. The run works without the link.
         with suppress(OSError):
             link.unlink()
 
 
 def find_run(spec: str, root: Path) -> Path:
-    """The run meant by a path, a folder's name, `latest`, or a beginning or an end that only one has."""
+    """Find a run by its path, its name, `latest`, or a unique prefix or suffix of its name."""
     for path in (Path(spec), root / spec):
         if (path / FILE).is_file():
             return path.resolve()
@@ -78,16 +76,16 @@ def find_run(spec: str, root: Path) -> Path:
     if len(found) == 1:
         return (root / found[0]).resolve()
     if found:
-        raise UsageError(f"{spec!r} fits {len(found)} runs: {_some(found)}; write more of the name")
+        raise UsageError(f"{spec!r} matches {len(found)} runs: {_some(found)}; type more of the name")
     from difflib import get_close_matches
 
     near = [name for name in names if spec in name] or get_close_matches(spec, names, _NEAR, 0.4) or names
-    hint = f"there are: {_some(near)}" if near else f"{root} holds none"
+    hint = f"similar runs: {_some(near)}" if near else f"{root} has no runs"
     raise UsageError(f"no run {spec!r} in {root}; {hint}")
 
 
 def run_names(root: Path) -> list[str]:
-    """Names of the runs in `root`, newest first. Names begin with the time, so their order is the runs' order."""
+    """Return the names of the runs in `root`, newest first. Names start with the time, so they sort by age."""
     try:
         with os.scandir(root) as entries:
             names = [
@@ -105,8 +103,8 @@ def _some(names: list[str]) -> str:
     return f"{shown}, …" if len(names) > _NEAR else shown
 
 
-class RunLock(Closing):
-    """The right to write a run; held until closed or until the process is gone."""
+class RunLock(ClosesOnExit):
+    """Exclusive lock of a run, held until it is closed or the process ends."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
@@ -119,10 +117,10 @@ class RunLock(Closing):
 
 
 def open_lock(folder: Path, *, patience: float = 0.5) -> RunLock:
-    """Take the run's lock, or refuse with the holder's pid.
+    """Acquire the lock of a run, or raise `UsageError` with the PID of its holder.
 
-    `patience`: seconds to try. A reader that asks whether the run is live holds the lock for an instant,
-    and that must not look like a second writer.
+    `patience` is the number of seconds to try. `is_locked` holds the lock for an instant in other processes, which
+    must not be mistaken for a second writer.
     """
     path = folder / LOCK
     try:
@@ -138,7 +136,7 @@ def open_lock(folder: Path, *, patience: float = 0.5) -> RunLock:
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise UsageError(
-                        f"{folder.name} is being written by {_holder(fd)}: wait for it, or stop it first"
+                        f"{folder.name} is in use by {_holder(fd)}: wait for it to end, or stop it first"
                     ) from None
                 time.sleep(0.01)
         os.ftruncate(fd, 0)
@@ -158,7 +156,7 @@ def _holder(fd: int) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a writer holds the run."""
+    """Return whether a live process writes to the run."""
     try:
         fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

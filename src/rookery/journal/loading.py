@@ -7,19 +7,19 @@ merging turns into segments is a bug of Rookery (`bug.merge`).
 
 import msgspec
 
-from rookery.core import Rollout, RookeryError, Segment, Turn, failed_record
+from rookery.core import Rollout, RookeryError, Segment, Turn, mark_failed
 from rookery.core.errors import describe
 from rookery.journal.tokens import TokenReader, decode_turn
-from rookery.trajectories import segments
+from rookery.trajectories import build_segments
 
-UNREADABLE = "engine.tokens"
+UNREADABLE_TOKENS = "engine.tokens"
 MERGE = "bug.merge"
 
 
 class LoadError(RookeryError):
     """The turns or segments of one rollout could not be loaded; `code` says whether reading or merging failed."""
 
-    cause = UNREADABLE
+    cause = UNREADABLE_TOKENS
 
 
 def load_turns(record: Rollout, reader: TokenReader) -> list[Turn]:
@@ -33,7 +33,7 @@ def load_turns(record: Rollout, reader: TokenReader) -> list[Turn]:
 def merge_turns(record: Rollout, turns: list[Turn]) -> list[Segment]:
     """Merge turns into segments; raise `LoadError` if that fails."""
     try:
-        return segments(turns)
+        return build_segments(turns)
     except Exception as error:
         text = f"the turns of rollout {record.id} cannot be merged into segments: {describe(error)}"
         raise LoadError(text, cause=MERGE) from error
@@ -46,4 +46,4 @@ def load_segments(record: Rollout, reader: TokenReader) -> Rollout:
     try:
         return msgspec.structs.replace(record, segments=merge_turns(record, load_turns(record, reader)))
     except Exception as error:  # noqa: BLE001  (the exception ends this rollout alone; its record keeps it)
-        return failed_record(record, error, cause=MERGE)
+        return mark_failed(record, error, cause=MERGE)

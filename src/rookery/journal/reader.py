@@ -1,24 +1,21 @@
-"""Reading a run, finished or live, without ever writing to it.
+"""Read a run, finished or live, without writing to it. Runs in any process.
 
-Promises:
-- a reader works beside a live writer and never holds it up: every query is short, and memory is bounded by a page;
-- a follower sees every event and every rollout once, in the order of their commits;
-- a record whose tokens are not in the files counts as unfinished and is named;
-- one unreadable run does not hide the others from a listing.
+Queries are short and paged, so a reader never blocks a live writer and its memory use is bounded. A follower sees
+every event and every rollout once, in the order of their commits. A record whose tokens are missing from the token
+files counts as unfinished. In a listing, an unreadable run does not hide the others.
 """
 
-import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, failed, rollout_place
-from rookery.core.closing import Closing
+from rookery.core import Attempt, Extent, JournalError, Rollout, Task, Turn, failed_outcome, parse_rollout_id
+from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.batch import Totals
 from rookery.journal.folder import is_locked, run_names
 from rookery.journal.loading import LoadError
@@ -31,8 +28,8 @@ from rookery.journal.schema import (
     Event,
     GroupRow,
     TaskRow,
-    in_words,
     open_reader,
+    wrap_errors,
 )
 from rookery.journal.tokens import TokenReader, decode_turn
 
@@ -45,7 +42,7 @@ _task = msgspec.msgpack.Decoder(Task).decode
 
 
 class _Tokens(msgspec.Struct):
-    """Only what verifying needs of a record: decoding the rest costs three times as much."""
+    """The part of a record that verification needs. Decoding a whole record takes three times as long."""
 
     tokens: tuple[Extent, ...] = ()
 
@@ -57,32 +54,35 @@ _RECORD = "id, group_idx, member, task, record"
 
 
 def _decoded(rollout_id: str, group: int, member: int, task: str, record: bytes) -> Rollout:
-    """Decode a record. One whose bytes are corrupt is `Failed`, so that it does not hide the others."""
+    """Decode a record. A corrupt record is returned as `Failed`, so that it does not hide the others."""
     try:
         return _rollout(record)
     except (msgspec.MsgspecError, ValueError) as error:
         what = LoadError(f"the record of rollout {rollout_id} in the journal cannot be decoded: {error}")
         what.__cause__ = error
-        outcome = failed(what, "load", cause=LoadError.cause)
+        outcome = failed_outcome(what, "load", cause=LoadError.cause)
         return Rollout(id=rollout_id, group=group, member=member, task=task, outcome=outcome)
 
 
-class Missing(msgspec.Struct, frozen=True):
-    """A group and its members that have no usable record."""
+class MissingRollouts(msgspec.Struct, frozen=True):
+    """A group and those of its members that have no usable record."""
 
     group: GroupRow
     members: tuple[int, ...]
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """What a resume has to do. `lost`: records whose tokens are gone; discard them before running them again."""
+    """What a resume has to run.
 
-    groups: tuple[Missing, ...]
+    `lost` are records whose tokens are missing; discard them before they run again.
+    """
+
+    groups: tuple[MissingRollouts, ...]
     lost: tuple[str, ...]
 
 
 class Superseded(msgspec.Struct, frozen=True):
-    """An earlier record of a rollout: when and why a newer one took its place."""
+    """An earlier record of a rollout, with the time and the reason of its replacement."""
 
     ts: float
     reason: str
@@ -101,7 +101,7 @@ _TIME_IN_NAME: Final = len("20260101T000000Z")
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `rookery ls`."""
+    """One row of `rookery ls`."""
 
     name: str
     path: Path
@@ -117,8 +117,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class RunReader(Closing):
-    """One run, read-only. For one thread at a time."""
+class RunReader(ClosesOnExit):
+    """Read-only access to one run. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -127,22 +127,24 @@ class RunReader(Closing):
         self.tokens = TokenReader(folder / TOKENS)
 
     def _all(self, query: str, *values: object) -> list[Any]:
-        with in_words(self.path, "reading"):
+        with wrap_errors(self.path, "reading"):
             return self._db.execute(query, values).fetchall()
 
     def config(self) -> dict[str, Any]:
-        """The configuration the run was started with."""
+        """Return the configuration that the run was started with."""
         value: dict[str, Any] = msgspec.json.decode(self._all("SELECT json FROM config")[0][0])
         return value
 
     def meta(self) -> dict[str, str]:
-        """Small texts about the run, and the journal's `format`."""
+        """Return metadata of the run, including the `format` of the journal."""
         version = self._all("PRAGMA user_version")[0][0]
         return {**dict(self._all("SELECT key, value FROM meta")), "format": str(version)}
 
     @property
     def status(self) -> RunStatus:
-        """`running` while a writer holds the run; else how it ended, `interrupted` if nobody said."""
+        """Status of the run: `running` while it has a writer, else how it ended; `interrupted` if no end was
+        recorded.
+        """
         if is_locked(self.folder):
             return "running"
         rows = self._all(
@@ -154,21 +156,21 @@ class RunReader(Closing):
         return "stopped" if msgspec.json.decode(rows[0][1]).get("status") == "stopped" else "finished"
 
     def totals(self) -> Totals:
-        """Counts by label, of valid records, and the sum of their rewards; costs the same for any size."""
+        """Return the stored totals. The cost does not depend on the size of the run."""
         rows = self._all("SELECT value FROM meta WHERE key = 'totals'")
         return msgspec.json.decode(rows[0][0], type=Totals) if rows else Totals()
 
     def counts(self) -> dict[str, int]:
-        """How many rollouts ended how."""
+        """Return the number of rollouts by outcome label."""
         return self.totals().labels
 
     def mean_reward(self) -> float | None:
-        """Over valid rollouts only; None without any."""
+        """Return the mean reward of the valid rollouts, or None if there are none."""
         totals = self.totals()
         return totals.reward / totals.valid if totals.valid else None
 
     def summary(self) -> RunSummary:
-        """One line about the run."""
+        """Return a summary of the run."""
         meta, totals = self.meta(), self.totals()
         return RunSummary(
             name=self.folder.name,
@@ -184,13 +186,13 @@ class RunReader(Closing):
         )
 
     def rollouts(self, offset: int = 0, limit: int = 100, label: str | None = None) -> list[Rollout]:
-        """Records in the order they were committed."""
+        """Return records in the order in which they were committed."""
         where, values = ("WHERE label = ?", (label,)) if label is not None else ("", ())
         query = f"SELECT {_RECORD} FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
         return [_decoded(*row) for row in self._all(query, *values, limit, offset)]
 
     def each(self, *, page: int = PAGE) -> Iterator[Rollout]:
-        """Every record, by group and member, a page at a time."""
+        """Yield every record, ordered by group and member."""
         group, member = -1, -1
         query = (
             f"SELECT {_RECORD} FROM rollouts WHERE (group_idx, member) > (?, ?) "  # noqa: S608
@@ -202,8 +204,8 @@ class RunReader(Closing):
             group, member = rows[-1][1:3]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
-        """The record with this id."""
-        place = rollout_place(rollout_id)
+        """Return the record with this ID, or None."""
+        place = parse_rollout_id(rollout_id)
         if place is None:
             return None
         query = f"SELECT {_RECORD} FROM rollouts WHERE group_idx = ? AND member = ?"  # noqa: S608
@@ -231,22 +233,24 @@ class RunReader(Closing):
         return [row[0] for row in self._all("SELECT DISTINCT label FROM rollouts ORDER BY label")]
 
     def turns(self, rollout: Rollout) -> list[Turn]:
-        """The turns of the rollout's last attempt, verified against their checksums."""
+        """Return the turns of the rollout's last attempt. Their checksums are verified."""
         return [decode_turn(self.tokens.read(extent)) for extent in rollout.tokens]
 
     def earlier(self, rollout_id: str) -> list[Superseded]:
-        """Earlier records of the rollout, oldest first. Only its newest record counts anywhere else."""
+        """Return earlier records of the rollout, oldest first. All other methods use its newest record only."""
         if not self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'superseded'"):
-            return []  # written before records could be superseded
+            return []  # the journal was written by an older version
         query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
-        group, member = rollout_place(rollout_id) or (-1, -1)
+        group, member = parse_rollout_id(rollout_id) or (-1, -1)
         return [
             Superseded(ts, reason, _decoded(rollout_id, group, member, "", record))
             for ts, reason, record in self._all(query, rollout_id)
         ]
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
-        """Every known attempt: those in the rollout's records, earlier ones too, and those recorded alone."""
+        """Return every attempt at the rollout: those in its records, also superseded ones, and those stored
+        separately.
+        """
         record = self.rollout(rollout_id)
         records = [*(one.record for one in self.earlier(rollout_id)), *([record] if record else [])]
         known = {attempt.id: attempt for one in records for attempt in one.attempts}
@@ -259,14 +263,14 @@ class RunReader(Closing):
         )
 
     def events(self, after_seq: int = 0, *, limit: int = PAGE) -> list[Event]:
-        """Up to `limit` events after the given one."""
+        """Return up to `limit` events after `after_seq`."""
         rows = self._all(
             "SELECT seq, ts, kind, payload FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after_seq, limit
         )
         return [Event(seq, ts, kind, msgspec.json.decode(payload)) for seq, ts, kind, payload in rows]
 
     def task_rows(self) -> Iterator[TaskRow]:
-        """Every task with its status, by number, a page at a time."""
+        """Yield every task with its status, ordered by number."""
         after = -1
         query = "SELECT idx, id, payload, status, detail FROM tasks WHERE idx > ? ORDER BY idx LIMIT ?"
         while rows := self._all(query, after, PAGE):
@@ -275,11 +279,11 @@ class RunReader(Closing):
             after = rows[-1][0]
 
     def tasks(self) -> Iterator[Task]:
-        """Every task, by number, quarantined ones included."""
+        """Return every task, ordered by number, including quarantined ones."""
         return (_task(row.payload) for row in self.task_rows())
 
     def groups(self) -> Iterator[GroupRow]:
-        """Every group, by number, a page at a time."""
+        """Yield every group, ordered by number."""
         after = -1
         query = "SELECT idx, stream, position, task_idx, k, status FROM groups WHERE idx > ? ORDER BY idx LIMIT ?"
         while rows := self._all(query, after, PAGE):
@@ -287,8 +291,8 @@ class RunReader(Closing):
                 yield GroupRow(*row)
             after = rows[-1][0]
 
-    def failed(self) -> list[FailedRollout]:
-        """Failed rollouts that can run again: not those of groups given up, nor of rows that are no valid task."""
+    def failed_rollouts(self) -> list[FailedRollout]:
+        """Return failed rollouts that can run again. Rollouts of cancelled groups and of invalid tasks cannot."""
         query = (
             "SELECT rollouts.id, rollouts.group_idx, rollouts.cause, tasks.payload, tasks.status FROM rollouts "
             "JOIN groups ON groups.idx = rollouts.group_idx JOIN tasks ON tasks.idx = groups.task_idx "
@@ -302,13 +306,13 @@ class RunReader(Closing):
         ]
 
     def unfinished(self, *, checksums: bool = False, again: Collection[str] = ()) -> Unfinished:
-        """Members without a usable record, of every group that was not given up.
+        """Return the members without a usable record, for every group that was not cancelled.
 
-        A record is usable when its token files are long enough; with `checksums`, when its tokens read back.
-        Records of the rollouts in `again` count as not there.
+        A record is usable if its token files are large enough, or with `checksums`, if its tokens can be read.
+        Records of the rollouts in `again` count as unusable.
         """
         lost: list[str] = []
-        groups: list[Missing] = []
+        groups: list[MissingRollouts] = []
         records = self._members(lost, checksums, set(again))
         here = next(records, None)
         for group in self.groups():
@@ -319,8 +323,8 @@ class RunReader(Closing):
                 here = next(records, None)
             missing = tuple(member for member in range(group.k) if member not in present)
             if missing and group.status not in ("filtered", "surplus"):
-                groups.append(Missing(group, missing))
-        for _ in records:  # records of no known group are verified too
+                groups.append(MissingRollouts(group, missing))
+        for _ in records:  # records of unknown groups are verified, too
             pass
         return Unfinished(tuple(groups), tuple(lost))
 
@@ -359,39 +363,24 @@ class RunReader(Closing):
     def follow(
         self, *, interval: float = 0.2, after_event: int = 0, after_rollout: int = 0
     ) -> Iterator[Event | Rollout]:
-        """Events and rollouts as they are committed, until the run is over; polls every `interval` seconds."""
-        news = _News(self, after_event, after_rollout)
+        """Yield events and rollouts as they are committed, until the run ends. Polls every `interval` seconds."""
+        poller = _JournalPoller(self, after_event, after_rollout)
         while True:
-            over = not is_locked(self.folder)  # asked first: what is committed before it ends is still seen
-            if (found := news.take()) is not None:
+            ended = not is_locked(self.folder)  # checked first, so that the last commits are not missed
+            if (found := poller.poll()) is not None:
                 yield from found
-            elif over:
+            elif ended:
                 return
             else:
                 time.sleep(interval)
-
-    async def afollow(
-        self, *, interval: float = 0.2, after_event: int = 0, after_rollout: int = 0
-    ) -> AsyncIterator[Event | Rollout]:
-        """`follow`, on a loop."""
-        news = _News(self, after_event, after_rollout)
-        while True:
-            over = not is_locked(self.folder)
-            if (found := news.take()) is not None:
-                for item in found:
-                    yield item
-            elif over:
-                return
-            else:
-                await asyncio.sleep(interval)
 
     def close(self) -> None:
         self._db.close()
         self.tokens.close()
 
 
-class _News:
-    """What was committed since it was last asked, a page at a time."""
+class _JournalPoller:
+    """Return what was committed since the last poll, one page at a time."""
 
     def __init__(self, reader: RunReader, after_event: int, after_rollout: int) -> None:
         self._reader = reader
@@ -399,8 +388,8 @@ class _News:
         self._rollout = after_rollout
         self._version: int | None = None
 
-    def take(self) -> list[Event | Rollout] | None:
-        """None: nothing new. Polling an unchanged journal costs one pragma."""
+    def poll(self) -> list[Event | Rollout] | None:
+        """Return new events and rollouts, or None. Polling an unchanged journal costs one pragma."""
         version = self._reader._all("PRAGMA data_version")[0][0]
         if version == self._version:
             return None
@@ -420,7 +409,7 @@ class _News:
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:
-    """Return the newest runs in `root`, newest first. Costs a few queries for each, whatever its size."""
+    """Return summaries of the newest runs in `root`, newest first. Each costs a few queries, whatever its size."""
     runs = [_summary(root / name) for name in run_names(root)[:limit]]
     # A name begins with the second in which its run was created; runs of one second are ordered by the exact time.
     return sorted(runs, key=lambda run: (run.name[:_TIME_IN_NAME], run.created), reverse=True)

@@ -1,10 +1,8 @@
-"""The shape of `journal.sqlite`, and the only two ways to open it.
+"""Define the schema of `journal.sqlite`, and open it for writing or reading.
 
-Promises:
-- a journal of a newer format is refused in words before anything is touched;
-- a file that is not a journal, or is damaged, is refused in words, never with a bare SQLite error;
-- a reader never writes, and works while a writer is live and on a read-only file system;
-- what the schema indexes is what `show` and `ls` look up: every index is paid for by every rollout.
+A journal of a newer format, a file that is not a journal and a damaged file are refused with a `JournalError`
+before anything is written. Readers never write; they work while a writer is live and on a read-only file system.
+Only columns that `rookery show` and `rookery ls` look up have an index, because every rollout pays for each index.
 """
 
 import sqlite3
@@ -20,7 +18,7 @@ import msgspec
 from rookery.core import JournalError
 
 FORMAT = 1
-"""Raised when an older Rookery could misread what this one writes."""
+"""Format number. It is increased when an older version could misread what this version writes."""
 APPLICATION_ID = 0x526F6F6B
 FILE = "journal.sqlite"
 TOKENS = "tokens"
@@ -58,14 +56,14 @@ CREATE TABLE IF NOT EXISTS superseded(
     record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS superseded_rollout ON superseded(rollout_id)
 """
-"""Records that a newer record of the same rollout replaces. Journals of format 1 may lack this table: it is added
-when such a run is opened for writing, and a reader without it finds no earlier records."""
+"""Table of records that were replaced by a newer record of the same rollout. Older journals of format 1 lack
+it: it is created when such a run is opened for writing, and readers treat a missing table as empty."""
 
 BUSY_SECONDS = 10.0
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to the run, in order of `seq`."""
+    """One event of a run. Events are ordered by `seq`."""
 
     seq: int
     ts: float
@@ -74,7 +72,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True):
-    """A task as the journal keeps it; `payload` is msgpack of `core.Task`."""
+    """Row of the table `tasks`. `payload` is a `core.Task` in msgpack."""
 
     idx: int
     id: str
@@ -84,7 +82,7 @@ class TaskRow(msgspec.Struct, frozen=True):
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """A group as it was admitted, and where it stands."""
+    """Row of the table `groups`: an admitted group and its status."""
 
     idx: int
     stream: str
@@ -95,10 +93,10 @@ class GroupRow(msgspec.Struct, frozen=True):
 
 
 def create(path: Path, config: bytes, meta: dict[str, str]) -> sqlite3.Connection:
-    """A new journal, complete or absent: one transaction makes it."""
+    """Create a journal in one transaction, so that it exists completely or not at all."""
     if path.exists():
-        raise JournalError(f"{path} is already there: a run's journal is made once; use `rookery resume`")
-    with in_words(path, "making"):
+        raise JournalError(f"{path} already exists: continue the run with `rookery resume`")
+    with wrap_errors(path, "creating"):
         connection = _connect(f"file:{quote(str(path))}?mode=rwc")
         try:
             _tune(connection)
@@ -120,8 +118,8 @@ def create(path: Path, config: bytes, meta: dict[str, str]) -> sqlite3.Connectio
 
 
 def open_writer(path: Path) -> sqlite3.Connection:
-    """For the one writer; the caller holds the run's lock and has seen the format checked."""
-    with in_words(path, "opening"):
+    """Open a journal for writing. The caller holds the lock of the run and has checked the format."""
+    with wrap_errors(path, "opening"):
         connection = _connect(f"file:{quote(str(path))}?mode=rw")
         try:
             _tune(connection)
@@ -137,10 +135,10 @@ def open_writer(path: Path) -> sqlite3.Connection:
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """Read-only, format checked."""
+    """Open a journal read-only and check its format."""
     if not path.is_file():
-        raise JournalError(f"{path.parent} is not a run: it holds no {FILE}")
-    with in_words(path, "reading"):
+        raise JournalError(f"{path.parent} is not a run: it has no {FILE}")
+    with wrap_errors(path, "reading"):
         connection = _connect_reader(path)
         try:
             _check(connection, path)
@@ -165,8 +163,8 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
         connection.close()
-        # WAL needs a shared-memory file beside the journal, which a read-only place cannot hold. With no
-        # -wal file, or an empty one, nothing is newer than the journal itself: reading it as a constant is exact.
+        # WAL mode needs a shared-memory file beside the journal, which a read-only file system cannot have.
+        # Without a -wal file, or with an empty one, the journal itself is complete and can be read as immutable.
         wal = path.with_name(path.name + "-wal")
         if wal.exists() and wal.stat().st_size:
             raise
@@ -180,7 +178,7 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
 def _tune(connection: sqlite3.Connection) -> None:
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
-        raise sqlite3.OperationalError(f"the file system cannot hold a write-ahead log (mode {mode})")
+        raise sqlite3.OperationalError(f"the file system does not support a write-ahead log (mode {mode})")
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute("PRAGMA journal_size_limit=67108864")
 
@@ -189,53 +187,53 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != APPLICATION_ID:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-            raise JournalError(f"{path} is empty: its run ended before it began; start a new one")
+            raise JournalError(f"{path} is empty: its run ended before it started; start a new run")
         raise JournalError(f"{path} is a database, but not a Rookery journal")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > FORMAT:
         raise JournalError(
-            f"{path} was made by a newer Rookery (format {version}, this one reads up to {FORMAT}): upgrade"
+            f"{path} was written by a newer Rookery (format {version}, this version reads up to {FORMAT}): upgrade"
         )
 
 
 def folder_removed(folder: Path) -> JournalError:
-    """Return the error for a run whose folder disappeared while the run was under way."""
+    """Return the error for a run whose directory disappeared during the run."""
     return JournalError(
-        f"the run's folder {folder} was removed or moved while the run was under way: its records can no longer "
-        "be written. Start the run again and leave its folder where it is"
+        f"the run directory {folder} was removed or moved during the run, so records can no longer be written. "
+        "Start the run again and leave its directory in place"
     )
 
 
 @contextmanager
-def in_words(path: Path, doing: str) -> Iterator[None]:
-    """Inside, a SQLite or operating system error becomes a `JournalError` that says what to do."""
+def wrap_errors(path: Path, doing: str) -> Iterator[None]:
+    """Convert SQLite and operating system errors in the block to a `JournalError` that says what to do."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        raise in_a_sentence(error, path, doing) from error
+        raise explain_error(error, path, doing) from error
 
 
-def in_a_sentence(error: Exception, path: Path, doing: str) -> JournalError:
-    """What went wrong with the journal, and what to do."""
+def explain_error(error: Exception, path: Path, doing: str) -> JournalError:
+    """Return a `JournalError` that says what went wrong with the journal and what to do."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     resume = f"`rookery resume {path.parent.name}`"
     match code:
         case sqlite3.SQLITE_FULL:
             return JournalError(f"disk full while {doing} {path}: free space, then {resume}")
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM:
-            return JournalError(f"no permission while {doing} {path}: make its folder writable, then {resume}")
+            return JournalError(f"no permission while {doing} {path}: make its directory writable, then {resume}")
         case sqlite3.SQLITE_CANTOPEN:
             return JournalError(
-                f"cannot open {path} while {doing} it: check the folder's permissions and free space"
+                f"cannot open {path} while {doing} it: check the permissions and free space of its directory"
             )
         case sqlite3.SQLITE_NOTADB:
             return JournalError(f"{path} is not a Rookery journal")
         case sqlite3.SQLITE_CORRUPT:
             return JournalError(
-                f"{path} is damaged ({error}): restore it from a copy; its token files are untouched"
+                f"{path} is damaged ({error}): restore it from a copy; its token files are not affected"
             )
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return JournalError(f"{path} is held by another program: end that one, then {resume}")
+            return JournalError(f"{path} is locked by another program: end that program, then {resume}")
         case sqlite3.SQLITE_IOERR:
             return JournalError(f"the disk failed while {doing} {path} ({error}): check it, then {resume}")
     return JournalError(f"{doing} {path} failed ({error}): the run's earlier records are kept; try {resume}")

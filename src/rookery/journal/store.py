@@ -1,12 +1,10 @@
-"""The writer of a run's journal: puts are queued in memory, one thread commits them in batches.
+"""Write the journal of a run. Runs in the supervisor; a thread commits queued writes in batches.
 
-Promises:
-- every admitted rollout has at most one terminal record: a second one is refused and the refusal surfaces;
-- what was reported committed is there after a kill -9, whole; a batch is there entirely or not at all;
-- a full or failing disk reaches every waiter as one clear sentence, and nothing is half written;
-- the queue is bounded: `room` waits while it is full;
-- one wake-up and one transaction per batch, not per record;
-- `close` leaves no thread, no lock and no queue behind, and tries once more what a full disk refused.
+- Every admitted rollout has at most one final record. A second one is refused, and the caller is told.
+- A batch is committed completely or not at all. Committed writes survive a `kill -9`.
+- An error of the disk is raised in every waiter, with what to do.
+- The queue is bounded: `room` waits while it is full.
+- `close` ends the thread, releases the lock and retries once what a full disk refused.
 """
 
 import asyncio
@@ -15,20 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import msgspec
 
 import rookery
 from rookery.core import Attempt, Failed, JournalError, Rollout, Task, label
-from rookery.core.closing import Closing
+from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.batch import (
     ADD_ATTEMPT,
     ADD_GROUP,
     ADD_ROLLOUT,
     ADD_TASK,
     EVENT,
-    PUT_META,
     SET_GROUP,
     SET_TASK,
     SUPERSEDE,
@@ -44,20 +41,21 @@ from rookery.journal.schema import (
     EndStatus,
     GroupStatus,
     create,
+    explain_error,
     folder_removed,
-    in_a_sentence,
-    in_words,
     open_reader,
     open_writer,
+    wrap_errors,
 )
-from rookery.journal.waiting import Listener, again, settle, tell
 
+Listener: TypeAlias = Callable[[JournalError | None], None]
+"""Callback of a commit: None on success, else the error."""
 BOUND = 10_000
 LINGER = 0.02
-"""Seconds a batch waits for company. Measured at 3,000 records a second: 39 microseconds of CPU a record without
-waiting, 21 with it; longer gains little, and nobody notices twenty milliseconds after a rollout."""
+"""Seconds to wait for further writes before a batch is committed. At 3,000 records per second, a record costs 39
+microseconds of CPU time without the wait and 21 with it. A longer wait gains little."""
 LONE = 0.001
-"""The same after a pause: what comes together comes within this; who waits for one rollout waits no longer."""
+"""Seconds to wait instead if nothing was written recently, so that a single record is committed quickly."""
 MAX_EVENT = 64 << 10
 
 _pack = msgspec.msgpack.Encoder()
@@ -66,11 +64,14 @@ _NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError, msgspec.Msgs
 
 
 class UnencodableError(JournalError):
-    """A record holds something that is not plain data. Only that record is affected."""
+    """A record contains a value that cannot be encoded. Only that record is affected."""
 
 
-class Journal(Closing):
-    """The one writer of a run. Puts may come from any thread; `committed` and `room` are awaited on a loop."""
+class Journal(ClosesOnExit):
+    """Writer of one run.
+
+    Methods that add records can be called from any thread; `committed` and `room` are awaited.
+    """
 
     def __init__(
         self, folder: Path, connection: sqlite3.Connection, lock: RunLock, *, bound: int, linger: float
@@ -111,10 +112,10 @@ class Journal(Closing):
         bound: int = BOUND,
         linger: float = LINGER,
     ) -> Self:
-        """A new journal in a run's folder."""
+        """Create the journal of a new run."""
         lock = open_lock(folder)
         try:
-            with in_words(folder / FILE, "making"):
+            with wrap_errors(folder / FILE, "creating"):
                 (folder / TOKENS).mkdir(exist_ok=True)
             meta = {"rookery": rookery.__version__, "created": repr(time.time()), "env": env, "model": model}
             return cls(folder, create(folder / FILE, _json.encode(config), meta), lock, bound=bound, linger=linger)
@@ -124,8 +125,8 @@ class Journal(Closing):
 
     @classmethod
     def open(cls, folder: Path, *, bound: int = BOUND, linger: float = LINGER) -> Self:
-        """An existing journal, to go on with its run."""
-        open_reader(folder / FILE).close()  # refuses a newer or foreign file before anything is written
+        """Open the journal of an existing run to continue it."""
+        open_reader(folder / FILE).close()  # refuse a newer or foreign file before anything is written
         lock = open_lock(folder)
         try:
             return cls(folder, open_writer(folder / FILE), lock, bound=bound, linger=linger)
@@ -134,7 +135,7 @@ class Journal(Closing):
             raise
 
     def add_tasks(self, tasks: Iterable[Task], *, start: int = 0) -> None:
-        """Number the tasks from `start`; one that is not valid is kept as quarantined, with the reason."""
+        """Store tasks, numbered from `start`. An invalid task is stored as quarantined, with the reason."""
         ops: list[Op] = []
         for idx, task in enumerate(tasks, start):
             status = "quarantined" if task.invalid else "ok"
@@ -142,30 +143,30 @@ class Journal(Closing):
         self._append(ops)
 
     def quarantine(self, task: int, detail: str) -> None:
-        """The task with this number is broken, and why."""
+        """Mark a task as quarantined, with the reason."""
         self._append([(SET_TASK, ("quarantined", detail, task))])
 
     def lift_quarantine(self, task: int) -> None:
-        """Let the task with this number run again."""
+        """Clear the quarantine of a task."""
         self._append([(SET_TASK, ("ok", "", task))])
 
     def add_group(self, idx: int, *, stream: str, position: int, task: int, k: int) -> None:
-        """A group was admitted."""
+        """Store an admitted group."""
         self._append([(ADD_GROUP, (idx, stream, position, task, k, "open"))])
 
     def set_group(self, idx: int, status: GroupStatus) -> None:
-        """Where the group stands now."""
+        """Update the status of a group."""
         self._append([(SET_GROUP, (status, idx))])
 
     def add_rollout(self, record: Rollout, encoded: bytes | None = None) -> None:
-        """The terminal record of a rollout.
+        """Store the final record of a rollout.
 
-        `encoded`: msgpack of the record without segments, where the caller has it already.
+        `encoded` is the record without segments in msgpack, if the caller has already encoded it.
         """
         self._append([(ADD_ROLLOUT, _row(record, encoded))])
 
     def add_attempt(self, rollout_id: str, attempt: Attempt) -> None:
-        """An attempt that did not end its rollout; those that did are in the rollout's own record."""
+        """Store an attempt that did not end its rollout. The last attempt is part of the rollout's record."""
         row = (
             attempt.id,
             rollout_id,
@@ -179,94 +180,93 @@ class Journal(Closing):
         self._append([(ADD_ATTEMPT, row)])
 
     def event(self, kind: str, payload: dict[str, Any] | None = None) -> None:
-        """Something worth keeping happened."""
+        """Store an event."""
         try:
             text = _json.encode(payload or {})
         except _NOT_PLAIN as error:
-            raise JournalError(f"event {kind} is not plain data: {error}") from error
+            raise JournalError(f"the payload of event {kind} cannot be encoded: {error}") from error
         if len(text) > MAX_EVENT:
             text = _json.encode({"left_out": f"{len(text)} bytes are too many for an event"})
         self._append([(EVENT, (time.time(), kind, text.decode()))])
 
-    def put_meta(self, key: str, value: str) -> None:
-        """Keep a small text under a key, over what was there."""
-        self._append([(PUT_META, (key, value))])
-
     def end(self, status: EndStatus, **payload: Any) -> None:
-        """The run came to its end, or was stopped under way."""
+        """Store that the run finished or was stopped."""
         self.event(ENDED, {"status": status, **payload})
 
     def discard(self, rollout_id: str, reason: str) -> None:
-        """Supersede a record and reopen its group, so that the rollout runs again. The record is kept."""
+        """Move a record to the superseded records and reopen its group, so that the rollout runs again."""
         self._append([(SUPERSEDE, (rollout_id, reason, True))])
 
     def replace_rollout(self, record: Rollout, reason: str) -> None:
-        """Supersede a rollout's record with this one, in one transaction. The journal keeps the earlier record."""
+        """Replace the record of a rollout in one transaction. The earlier record becomes a superseded record."""
         self._append([(SUPERSEDE, (record.id, reason, False)), (ADD_ROLLOUT, _row(record, None))])
 
     @property
     def backlog(self) -> int:
-        """How much is queued and not yet committed."""
+        """Number of writes that are queued and not committed."""
         return self._put - self._done
 
     @property
     def put_count(self) -> int:
-        """How many writes were put; each is committed once `done_count` has reached its number."""
+        """Number of writes that were queued so far. A write is committed once `done_count` reaches its number."""
         return self._put
 
     @property
     def done_count(self) -> int:
-        """How many writes are committed, in the order they were put."""
+        """Number of writes that are committed. Writes are committed in the order in which they were queued."""
         return self._done
 
     @property
     def error(self) -> JournalError | None:
-        """What stopped the writing, if something did."""
+        """The error that stopped the writer thread, or None."""
         return self._error
 
     def on_commit(self, fn: Listener) -> Callable[[], None]:
-        """Call `fn(error)` on this loop after each batch, error None when all is well; returns the way out."""
+        """Call `fn(error)` on this event loop after each batch, with None on success.
+
+        Return a function that unsubscribes.
+        """
         entry = (asyncio.get_running_loop(), fn)
         self._listeners.append(entry)
         return lambda: self._listeners.remove(entry) if entry in self._listeners else None
 
     async def committed(self) -> None:
-        """Return when everything put so far is committed; raise if it cannot be."""
+        """Wait until everything queued so far is committed; raise `JournalError` if that fails."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        if self._wait(loop, lambda error: settle(future, error)):
+        if self._wait(loop, lambda error: _resolve_future(future, error)):
             await future
 
     async def room(self) -> None:
-        """Return when the queue is below its bound."""
+        """Wait until the queue is below its limit."""
         while self.backlog >= self._bound:
             await self.committed()
 
     def flush(self) -> None:
-        """`committed`, for code without a loop."""
+        """Do the same as `committed` without an event loop."""
         done = threading.Event()
         errors: list[JournalError] = []
 
-        def hear(error: JournalError | None) -> None:
+        def on_commit(error: JournalError | None) -> None:
             if error is not None:
                 errors.append(error)
             done.set()
 
-        if self._wait(None, hear):
+        if self._wait(None, on_commit):
             self._hurry.set()
             done.wait()
             for error in errors:
-                raise again(error)
+                raise _copy_error(error)
 
-    def _wait(self, loop: asyncio.AbstractEventLoop | None, hear: Listener) -> bool:
+    def _wait(self, loop: asyncio.AbstractEventLoop | None, listener: Listener) -> bool:
         with self._mutex:
             self._raise_if_failed()
             if self._refused is not None:
                 error, self._refused = self._refused, None
-                raise again(error)
+                raise _copy_error(error)
             if self._done >= self._put:
                 return False
-            self._waiters.append((self._put, loop, hear))
+            self._waiters.append((self._put, loop, listener))
             return True
 
     def _append(self, ops: list[Op]) -> None:
@@ -284,7 +284,7 @@ class Journal(Closing):
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
-            raise again(self._error)
+            raise _copy_error(self._error)
 
     def _run(self) -> None:
         wrote = 0.0
@@ -313,7 +313,7 @@ class Journal(Closing):
         failure: JournalError | None = None
         try:
             if self._file is not None and _file_id(self.path) != self._file:
-                # SQLite would go on writing to the deleted file without an error.
+                # SQLite would continue to write to the deleted file without an error.
                 raise folder_removed(self.folder)
             refusals = commit(self._db, self._writing, self._totals)
             if refusals:
@@ -321,9 +321,9 @@ class Journal(Closing):
         except JournalError as error:
             failure = error
         except sqlite3.Error as error:
-            failure = in_a_sentence(error, self.path, "writing")
+            failure = explain_error(error, self.path, "writing")
             failure.__cause__ = error
-        except Exception as error:  # noqa: BLE001  (handed to every waiter; the thread must not die silently)
+        except Exception as error:  # noqa: BLE001  (raised in every waiter; the thread must not die silently)
             failure = JournalError(f"writing {self.path} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         with self._mutex:
@@ -331,17 +331,17 @@ class Journal(Closing):
                 self._done += len(self._writing)
                 self._writing = []
             self._error = failure
-            told = failure or refused
+            error_to_report = failure or refused
             due = [waiter for waiter in self._waiters if failure is not None or waiter[0] <= self._done]
             self._waiters = [] if failure is not None else self._waiters[len(due) :]
             listeners = list(self._listeners)
             if refused is not None and not due and not listeners:
                 self._refused = refused
-        tell([*((loop, fn) for _, loop, fn in due), *listeners], told)
+        _notify([*((loop, fn) for _, loop, fn in due), *listeners], error_to_report)
         return failure is None
 
     def close(self) -> None:
-        """Commit what is queued, end the thread, let go of the run; raise if something could not be written."""
+        """Commit what is queued, end the thread and release the lock; raise if something could not be written."""
         with self._mutex:
             if self._closed:
                 return
@@ -354,7 +354,7 @@ class Journal(Closing):
         try:
             left = self._writing + self._queue
             if left:
-                # The run's teardown may have freed the space whose lack stopped us.
+                # The teardown of the run may have freed disk space since the write failed.
                 self._writing, self._queue = left, []
                 self._error = None
                 self._write()
@@ -366,10 +366,10 @@ class Journal(Closing):
         if self._error is not None:
             raise JournalError(f"{self._error} ({self.backlog} writes are not on disk)") from self._error
         if self._refused is not None:
-            raise again(self._refused)
+            raise _copy_error(self._refused)
 
     async def aclose(self) -> None:
-        """`close`, without holding up the loop; finishes also when cancelled."""
+        """Do the same as `close` without blocking the event loop. It completes even if it is cancelled."""
         closing = asyncio.ensure_future(asyncio.to_thread(self.close))
         try:
             await asyncio.shield(closing)
@@ -384,11 +384,11 @@ class Journal(Closing):
             )  # a reader in the middle of a query must not hold up the end
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error:
-            return  # everything is in the -wal file, which every reader reads
+            return  # everything is in the -wal file, which readers use, too
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    """Return what identifies a file whatever its name, or None if it cannot be asked."""
+    """Return device and inode of a file, or None if it cannot be examined."""
     try:
         found = path.stat()
     except OSError:
@@ -397,15 +397,15 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _plain(record: Task | Rollout | Attempt, what: str) -> bytes:
-    # Encoded where it is put, not in the thread: what cannot be encoded is then its sender's failure alone.
+    # Encode in the caller's thread, so that a record that cannot be encoded fails its caller only.
     try:
         return _pack.encode(record)
     except _NOT_PLAIN as error:
-        raise UnencodableError(f"{what} {record.id!r} holds something that is not plain data: {error}") from error
+        raise UnencodableError(f"{what} {record.id!r} contains a value that cannot be encoded: {error}") from error
 
 
 def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
-    """The record as a row of the table `rollouts`, from its id on."""
+    """Return the record as a row of the table `rollouts`, without `seq`."""
     outcome = record.outcome
     if encoded is None:
         bare = msgspec.structs.replace(record, segments=[]) if record.segments else record
@@ -426,3 +426,40 @@ def _row(record: Rollout, encoded: bytes | None) -> tuple[Any, ...]:
         ended,
         encoded,
     )
+
+
+def _copy_error(error: JournalError) -> JournalError:
+    """Return a copy of an exception, because raising one object in several waiters would mix their tracebacks."""
+    fresh = JournalError(str(error))
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+def _resolve_future(future: "asyncio.Future[None]", error: JournalError | None) -> None:
+    """Set the result or the exception of a future, unless it is done."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(_copy_error(error))
+
+
+def _notify(calls: list[tuple[asyncio.AbstractEventLoop | None, Listener]], error: JournalError | None) -> None:
+    """Call each listener on its event loop, or right here if it has none."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Listener]] = {}
+    for loop, fn in calls:
+        if loop is None:
+            fn(error)
+        else:
+            by_loop.setdefault(loop, []).append(fn)
+    for loop, fns in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_call_all, loop, fns, error)
+        except RuntimeError:
+            continue  # the loop is closed, so nothing waits there any more
+
+
+def _call_all(loop: asyncio.AbstractEventLoop, fns: list[Listener], error: JournalError | None) -> None:
+    for fn in fns:
+        loop.call_soon(fn, error)  # separate callbacks, so that one that raises does not prevent the others

@@ -1,12 +1,13 @@
-"""Token files: append-only frames, written by whoever produced the tokens, read by extent.
+"""Read and write token files: append-only files of checksummed frames.
 
-Promises:
-- `append` touches no disk; `flush` is one write, and after it every extent handed out is readable;
-- a failed or partial write leaves earlier frames intact and offsets true: the next `flush` writes the same bytes
-  to the same place;
-- a frame is read back exactly as written, or a `JournalError` names the file and the offset;
-- a reader opens plain files of its own folder only: no links, no paths, no devices;
-- a torn tail ends a scan quietly; a whole frame with damaged bytes does not.
+The process that samples tokens (a runner or a gateway shard) writes them. Readers find a frame by its extent.
+
+- `append` does no I/O. `flush` is one write; after it, every returned extent is readable.
+- After a failed or partial write, earlier frames are intact, and the next `flush` writes the same bytes to the
+  same offset.
+- A frame is read exactly as it was written, or a `JournalError` names the file and the offset.
+- A reader opens only regular files in its own directory: no links, no paths, no devices.
+- An incomplete frame at the end of a file ends a scan. A complete frame with a wrong checksum is an error.
 """
 
 import errno
@@ -23,7 +24,7 @@ from zlib import crc32
 import msgspec
 
 from rookery.core import Extent, JournalError, Turn
-from rookery.core.closing import Closing
+from rookery.core.lifetimes import ClosesOnExit
 from rookery.journal.schema import folder_removed
 
 MAGIC = b"RKfr"
@@ -43,34 +44,37 @@ _decoder = msgspec.msgpack.Decoder(Turn)
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """A turn as a frame's payload."""
+    """Encode a turn as the payload of a frame."""
     return _encoder.encode(turn)
 
 
 def decode_turn(payload: bytes) -> Turn:
-    """The turn in a frame's payload."""
+    """Decode the turn in the payload of a frame."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError) as error:
-        raise JournalError(f"a token frame does not hold a turn: {error}") from error
+        raise JournalError(f"a token frame does not contain a turn: {error}") from error
 
 
-class TokenWriter(Closing):
-    """One process's token files in a run: `<writer>-<n>.rtk`, begun anew above `max_bytes`. For one thread."""
+class TokenWriter(ClosesOnExit):
+    """Write the token files `<writer>-<n>.rtk` of one process.
+
+    A new file starts above `max_bytes`. Not thread-safe.
+    """
 
     def __init__(self, folder: Path, writer_id: str, *, max_bytes: int = MAX_BYTES) -> None:
         if not _WRITER.fullmatch(writer_id):
-            raise JournalError(f"a token writer cannot be called {writer_id!r}")
+            raise JournalError(f"{writer_id!r} is not a valid name of a token writer")
         self.folder = folder
         self.writer_id = writer_id
         self._max = max_bytes
         self._number = self._first_free()
         self._end = len(FILE_HEADER)
-        """Where the next frame will lie, once everything pending is written."""
+        """Offset of the next frame, after everything pending is written."""
         self._parts: list[bytes] = []
         self._bytes = 0
         self._full: list[tuple[str, bytes]] = []
-        """What still has to be written to files that were left behind by rotation."""
+        """Pending data of files that were full: file name and bytes."""
         self._fd: int | None = None
         self._file = ""
         self._at = 0
@@ -89,7 +93,7 @@ class TokenWriter(Closing):
 
     @property
     def name(self) -> str:
-        """The file that the next frame goes to."""
+        """Name of the file that the next frame is written to."""
         return f"{self.writer_id}-{self._number}.rtk"
 
     @property
@@ -98,7 +102,7 @@ class TokenWriter(Closing):
         return self._bytes
 
     def append(self, payload: bytes) -> Extent:
-        """Where the payload will lie after the next `flush`."""
+        """Queue a payload and return its extent, which is readable after the next `flush`."""
         if self._failed is not None:
             raise JournalError(self._failed)
         if self._closed:
@@ -107,7 +111,7 @@ class TokenWriter(Closing):
         if len(payload) > MAX_PAYLOAD:
             raise JournalError(f"a token frame of {len(payload)} bytes is too large")
         if self._bytes + size > MAX_PENDING and self._bytes:
-            raise JournalError(f"{self._bytes} bytes of tokens wait to be written: flush before appending more")
+            raise JournalError(f"{self._bytes} bytes of tokens are pending: call flush before appending more")
         if self._end + size > self._max and self._end > len(FILE_HEADER):
             self._rotate()
         crc = crc32(payload)
@@ -126,7 +130,7 @@ class TokenWriter(Closing):
         self._end = len(FILE_HEADER)
 
     def flush(self) -> None:
-        """Write what is pending; when it fails, everything is kept and the next `flush` tries again."""
+        """Write all pending data. If that fails, the data is kept and the next `flush` tries again."""
         try:
             while self._full:
                 self._write(*self._full[0])
@@ -136,7 +140,7 @@ class TokenWriter(Closing):
                 self._parts.clear()
                 self._bytes = 0
         except OSError as error:
-            self._failed = self._in_words(error)
+            self._failed = self._explain_error(error)
             raise JournalError(self._failed) from error
         self._failed = None
 
@@ -157,19 +161,19 @@ class TokenWriter(Closing):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 done += more
         except BaseException:
-            # Half a frame at the end is harmless to readers; giving its space back helps a full disk.
+            # Readers ignore an incomplete frame at the end, but truncating it frees space on a full disk.
             with suppress(OSError):
                 os.ftruncate(self._fd, self._at)
             raise
         self._at += len(data)
 
-    def _in_words(self, error: OSError) -> str:
+    def _explain_error(self, error: OSError) -> str:
         where = self.folder / self.name
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             run = self.folder.parent.name
             return f"disk full while writing {where}: free space, then `rookery resume {run}`"
         if error.errno == errno.EEXIST:
-            return f"{where} is already there: two writers are called {self.writer_id!r}"
+            return f"{where} already exists: two writers have the name {self.writer_id!r}"
         if error.errno == errno.ENOENT and not self.folder.exists():
             return str(folder_removed(self.folder.parent))
         return f"cannot write {where}: {error.strerror}"
@@ -181,7 +185,7 @@ class TokenWriter(Closing):
             os.close(fd)
 
     def close(self) -> None:
-        """Write what is pending and let go of the file, also when the writing fails."""
+        """Write all pending data and close the file, even if writing fails."""
         try:
             if not self._closed:
                 self.flush()
@@ -190,8 +194,8 @@ class TokenWriter(Closing):
             self._close_file()
 
 
-class TokenReader(Closing):
-    """Reads frames of a run's `tokens` folder; keeps a few files open. For one thread at a time."""
+class TokenReader(ClosesOnExit):
+    """Read frames from the `tokens` directory of a run. It keeps a few files open. Not thread-safe."""
 
     def __init__(self, folder: Path, *, open_files: int = 16) -> None:
         self.folder = folder
@@ -199,21 +203,21 @@ class TokenReader(Closing):
         self._fds: OrderedDict[str, int] = OrderedDict()
 
     def read(self, extent: Extent) -> bytes:
-        """The payload, as written."""
+        """Return the payload of a frame."""
         fd = self._open(extent.file)
         size = os.fstat(fd).st_size
         if extent.offset < len(FILE_HEADER) or extent.offset + OVERHEAD + extent.length > size:
-            raise self._bad(extent.file, extent.offset, f"the frame ends after the file's {size} bytes")
+            raise self._damaged(extent.file, extent.offset, f"the frame exceeds the file size of {size} bytes")
         data = self._pread(fd, OVERHEAD + extent.length, extent.offset, extent.file)
         if data[:OVERHEAD] != _FRAME.pack(MAGIC, extent.length, extent.crc):
-            raise self._bad(extent.file, extent.offset, "no frame of that length and checksum begins there")
+            raise self._damaged(extent.file, extent.offset, "no frame with that length and checksum starts there")
         payload = data[OVERHEAD:]
         if crc32(payload) != extent.crc:
-            raise self._bad(extent.file, extent.offset, "the frame's checksum does not match its bytes")
+            raise self._damaged(extent.file, extent.offset, "the checksum of the frame does not match")
         return payload
 
     def exists(self, extent: Extent) -> bool:
-        """Whether the file is long enough to hold the frame: cheap, and says nothing about its bytes."""
+        """Return whether the file is large enough to contain the frame. The checksum is not verified."""
         try:
             size = os.fstat(self._open(extent.file)).st_size
         except JournalError:
@@ -221,9 +225,9 @@ class TokenReader(Closing):
         return len(FILE_HEADER) <= extent.offset and extent.offset + OVERHEAD + extent.length <= size
 
     def scan(self, file: str) -> Iterator[tuple[Extent, bytes]]:
-        """Every whole frame of a file, in order."""
+        """Yield every complete frame of a file, in order."""
         at = len(FILE_HEADER)
-        if self._unbegun(file):
+        if self._has_no_header(file):
             return
         while True:
             fd = self._open(file)
@@ -233,26 +237,26 @@ class TokenReader(Closing):
             head = self._pread(fd, OVERHEAD, at, file)
             magic, length, crc = _FRAME.unpack(head)
             if magic != MAGIC:
-                if not any(head):  # a power loss can leave the grown tail of a file as zeros
+                if not any(head):  # after a power failure the end of a file can consist of zeros
                     return
-                raise self._bad(file, at, "no frame begins there")
+                raise self._damaged(file, at, "no frame starts there")
             if at + OVERHEAD + length > size:
                 return
             payload = self._pread(fd, length, at + OVERHEAD, file)
             if crc32(payload) != crc:
-                raise self._bad(file, at, "the frame's checksum does not match its bytes")
+                raise self._damaged(file, at, "the checksum of the frame does not match")
             yield Extent(file, at, length, crc), payload
             at += OVERHEAD + length
 
     def files(self) -> list[str]:
-        """Names of the token files."""
+        """Return the names of the token files."""
         try:
             return sorted(path.name for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
         except FileNotFoundError:
             return []
 
-    def _unbegun(self, name: str) -> bool:
-        """A writer killed in its first write leaves an empty file, or less than its header."""
+    def _has_no_header(self, name: str) -> bool:
+        """Return whether the writer was killed during its first write and left an incomplete file header."""
         if not _NAME.fullmatch(name):
             return False
         path = self.folder / name
@@ -271,13 +275,13 @@ class TokenReader(Closing):
             raise JournalError(f"{name!r} is not the name of a token file")
         path = self.folder / name
         try:
-            # O_NONBLOCK: a pipe put there by someone must not hang us; plain files ignore it.
+            # O_NONBLOCK: opening a FIFO that someone put there must not block. Regular files ignore the flag.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise JournalError(f"cannot read {path}: {error.strerror}") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise JournalError(f"{path} is not a plain file")
+                raise JournalError(f"{path} is not a regular file")
             self._check_header(os.pread(fd, _HEADER.size, 0), path)
         except BaseException:
             os.close(fd)
@@ -293,18 +297,18 @@ class TokenReader(Closing):
             raise JournalError(f"{path} is not a token file")
         version = _HEADER.unpack(head)[1]
         if version > VERSION:
-            raise JournalError(f"{path} was made by a newer Rookery (token format {version}): upgrade")
+            raise JournalError(f"{path} was written by a newer Rookery (token format {version}): upgrade")
 
     def _pread(self, fd: int, length: int, offset: int, file: str) -> bytes:
         data = os.pread(fd, length, offset)
         while len(data) < length:
             more = os.pread(fd, length - len(data), offset + len(data))
             if not more:
-                raise self._bad(file, offset, "the file ends inside the frame")
+                raise self._damaged(file, offset, "the file ends inside the frame")
             data += more
         return data
 
-    def _bad(self, file: str, offset: int, what: str) -> JournalError:
+    def _damaged(self, file: str, offset: int, what: str) -> JournalError:
         return JournalError(f"{self.folder / file} is damaged at byte {offset}: {what}")
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
-"""The boxes untrusted programs run in.
+"""Sandboxes: isolated environments for untrusted programs.
 
 Promises:
-- every provider keeps the protocol's promises, and one suite (`conformance`) tests them all the same way;
-- a provider is found by its name among the entry points of the group `rookery.sandboxes`; adding one edits
-  nothing here, and opening one starts nothing;
-- one that does not isolate is never fallen back to in silence: it was named, or consented to;
-- the best provider is one that isolates and works on this machine; one that cannot even be asked is passed over;
-- whatever an owner leaves behind when it dies, `reap` removes.
+- every provider implements the same protocol and passes the same tests (`rookery.sandboxes.conformance`);
+- providers are found by name among the entry points of the group `rookery.sandboxes`; opening one starts nothing;
+- a provider without isolation is used only if it was named or consented to;
+- `best_provider` skips a provider that cannot be loaded or checked;
+- `reap` removes whatever an owner leaves behind when it dies.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,21 +17,23 @@ import msgspec
 from rookery.core import SandboxSpec, UsageError
 from rookery.core.errors import describe
 from rookery.core.suggestions import suggestion
-from rookery.sandboxes.leases import owner_alive, start_ticks
+from rookery.sandboxes.leases import is_owner_alive, read_start_ticks
 from rookery.sandboxes.protocol import (
     Command,
-    Egress,
-    Home,
+    DiagnosableProvider,
+    EgressRecord,
     Lease,
-    Listening,
+    MachineCheck,
     OnOutput,
-    Pooled,
+    PoolableProvider,
     Process,
     Provider,
-    Reaching,
+    ProviderHome,
     Sandbox,
     Shell,
     Stream,
+    SupportsEgressRecords,
+    SupportsModelNetwork,
 )
 from rookery.sandboxes.reaper import reap
 
@@ -39,129 +41,153 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = [
-    "Best",
     "Command",
-    "Egress",
-    "Home",
+    "EgressRecord",
     "Lease",
-    "Listening",
+    "MachineCheck",
     "OnOutput",
     "Process",
     "Provider",
-    "Reaching",
+    "ProviderChoice",
+    "ProviderHome",
     "Sandbox",
     "Shell",
     "Stream",
+    "SupportsEgressRecords",
+    "SupportsModelNetwork",
     "best_provider",
+    "diagnose_providers",
     "is_isolated",
-    "is_pooled",
+    "is_owner_alive",
+    "is_poolable",
     "open_provider",
-    "owner_alive",
     "provider_names",
+    "read_start_ticks",
     "reap",
-    "settle",
-    "start_ticks",
+    "resolve_spec",
 ]
 
-GROUP = "rookery.sandboxes"
-LAST = "subprocess"
-"""The provider of last resort: it works everywhere and isolates nothing."""
-WAY_OUT = (
+ENTRY_POINT_GROUP = "rookery.sandboxes"
+PREFERRED_PROVIDER = "local"
+"""The provider that is tried first, because its sandboxes start fastest."""
+FALLBACK_PROVIDER = "subprocess"
+"""The provider that works everywhere and isolates nothing."""
+NO_ISOLATION_HELP = (
     "`rookery doctor` says what is missing; to run programs without isolation, as you and on your files, "
     "consent with --unsafe (in Python: SandboxSpec(untrusted_ok=True)) or name the provider subprocess"
 )
-QUICKEST = "local"
-"""The provider that is asked first."""
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True):
-    """A provider chosen for this machine."""
+class ProviderChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The provider that `best_provider` chose for this machine."""
 
     name: str
     isolated: bool
     refused: dict[str, str] = {}
-    """Providers that isolate, or that could not be asked, and why they cannot be used here."""
+    """Providers that cannot be used on this machine, and why."""
 
 
-def best_provider(spec: SandboxSpec | None = None) -> Best:
-    """The installed provider that isolates and can give `spec` on this machine; else `subprocess`.
+def best_provider(spec: SandboxSpec | None = None) -> ProviderChoice:
+    """Return the installed provider that isolates and supports `spec` on this machine; else `subprocess`.
 
-    Where several can, it is the one whose sandboxes start quickest, then the first by name. A provider may try one
-    sandbox to know; it is gone when this returns, and tried once in a process.
+    The provider with the fastest start comes first, the others follow by name. A provider may create a sandbox to
+    find out; it is gone when this function returns, and the result is cached for the process.
     """
     refused: dict[str, str] = {}
-    for name, entry in sorted(_installed().items(), key=lambda pair: (pair[0] != QUICKEST, pair[0])):
-        if name == LAST:
+    for name, entry in _by_preference().items():
+        if name == FALLBACK_PROVIDER:
             continue
         try:
-            provider: Provider = entry.load()(Home(folder=Path(), run="ask"))
+            provider: Provider = entry.load()(_no_home())
             if not provider.isolated:
                 continue
             problems = provider.check(msgspec.structs.replace(spec or SandboxSpec(), provider=name))
-        except Exception as error:  # noqa: BLE001  (whatever a broken plug-in raises: the others still stand)
+        except Exception as error:  # noqa: BLE001  (a broken plug-in must not hide the other providers)
             problems = [describe(error)]
         if not problems:
-            return Best(name=name, isolated=True, refused=refused)
+            return ProviderChoice(name=name, isolated=True, refused=refused)
         refused[name] = " ".join(problems)
-    return Best(name=LAST, isolated=False, refused=refused)
+    return ProviderChoice(name=FALLBACK_PROVIDER, isolated=False, refused=refused)
 
 
-def settle(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
-    """The spec with its provider, the best of this machine unless it names one, and "".
+def resolve_spec(spec: SandboxSpec) -> tuple[SandboxSpec, str]:
+    """Return the spec with a provider and an absolute image path, and "".
 
-    Where nothing isolates and nobody consented: the spec as it is, and what to do. `UsageError` for a spec that no
-    provider could give.
+    If no provider isolates here and the spec has no consent, return the spec without a provider, and what to do.
+    `UsageError` if no provider could ever support the spec.
     """
     if spec.image is not None:
-        from rookery.sandboxes.images.references import settled  # few have one
+        from rookery.sandboxes.images.references import make_absolute  # rarely needed
 
-        # A run that is resumed from another folder means the same one.
-        spec = msgspec.structs.replace(spec, image=settled(spec.image))
+        # A run that is resumed from another directory must use the same image.
+        spec = msgspec.structs.replace(spec, image=make_absolute(spec.image))
     if spec.provider:
         return spec, ""
     if spec.network == "allow" or spec.allow:
-        from rookery.sandboxes.egress_rules import problems  # slow to import
+        from rookery.sandboxes.egress.rules import find_rule_problems  # slow to import
 
-        if wrong := problems(spec):
-            raise UsageError(" ".join(wrong))
-    best = best_provider(spec)
-    if best.isolated or spec.untrusted_ok:
-        return msgspec.structs.replace(spec, provider=best.name), ""
-    whys = " ".join(f"({name}: {why})" for name, why in best.refused.items())
-    return spec, f"no sandbox that isolates can be had here{' ' if whys else ''}{whys}; {WAY_OUT}"
+        if problems := find_rule_problems(spec):
+            raise UsageError(" ".join(problems))
+    choice = best_provider(spec)
+    if choice.isolated or spec.untrusted_ok:
+        return msgspec.structs.replace(spec, provider=choice.name), ""
+    reasons = "".join(f" ({name}: {reason})" for name, reason in choice.refused.items())
+    return spec, f"no provider can isolate programs here{reasons}; {NO_ISOLATION_HELP}"
+
+
+def diagnose_providers() -> dict[str, Sequence[MachineCheck]]:
+    """Return the checks of every provider that contributes some to `rookery doctor`."""
+    found: dict[str, Sequence[MachineCheck]] = {}
+    for name, entry in _by_preference().items():
+        try:
+            provider = entry.load()(_no_home())
+            if isinstance(provider, DiagnosableProvider):
+                found[name] = provider.diagnose()
+        except Exception as error:  # noqa: BLE001  (a broken plug-in must not hide the other providers)
+            found[name] = [MachineCheck(name, "info", describe(error))]
+    return found
 
 
 def is_isolated(name: str) -> bool:
-    """Whether the provider of this name keeps programs off the user's files and network; opens nothing."""
-    return open_provider(name, Home(folder=Path(), run="ask")).isolated
+    """Return whether a provider keeps programs off the user's files and network. Starts nothing."""
+    return open_provider(name, _no_home()).isolated
 
 
-def is_pooled(name: str) -> bool:
-    """Whether sandboxes of the provider of this name take so long that some are made ahead; opens nothing."""
-    provider = open_provider(name, Home(folder=Path(), run="ask"))
-    return isinstance(provider, Pooled) and provider.pooled
+def is_poolable(name: str) -> bool:
+    """Return whether sandboxes of a provider should be prewarmed. Starts nothing."""
+    provider = open_provider(name, _no_home())
+    return isinstance(provider, PoolableProvider) and provider.poolable
 
 
 def provider_names() -> list[str]:
-    """Of all that are installed."""
-    return sorted(_installed())
+    """Return the names of all installed providers."""
+    return sorted(_entry_points())
 
 
-def open_provider(name: str, home: Home) -> Provider:
-    """The provider of this name, ready to create sandboxes below `home`."""
-    found = _installed()
+def open_provider(name: str, home: ProviderHome) -> Provider:
+    """Open a provider by name; `UsageError` if none of this name is installed."""
+    found = _entry_points()
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
-        raise UsageError(f"there is no sandbox provider {name!r}; known: {known}{suggestion(name, found)}")
+        raise UsageError(f"unknown sandbox provider {name!r}; installed: {known}{suggestion(name, found)}")
     provider: Provider = found[name].load()(home)
     return provider
 
 
-def _installed() -> "dict[str, EntryPoint]":
-    """Providers by name; of two with one name the first counts."""
+def _no_home() -> ProviderHome:
+    """Return a home for providers that only answer what they support."""
+    return ProviderHome(folder=Path(), run="check")
+
+
+def _by_preference() -> "dict[str, EntryPoint]":
+    return dict(sorted(_entry_points().items(), key=lambda pair: (pair[0] != PREFERRED_PROVIDER, pair[0])))
+
+
+def _entry_points() -> "dict[str, EntryPoint]":
+    """Return the installed providers by name. Of two with the same name the first is used."""
     from importlib.metadata import entry_points  # slow to import
 
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         found.setdefault(entry.name, entry)
     return found

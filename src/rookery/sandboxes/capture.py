@@ -1,9 +1,9 @@
-"""Reading a program's output without ever holding more than was asked for.
+"""Read and write a program's pipes through the event loop, with bounded memory.
 
 Promises:
-- at most `limit` bytes of a stream are kept, its head and its tail; what fell out between is counted;
-- one turn of the loop reads at most one pipe's worth, so a flood never starves the others;
-- draining at the end takes what is there and waits for nobody who still holds the pipe.
+- at most `limit` bytes of a stream are kept, its head and its tail; the bytes between are counted;
+- one iteration of the event loop reads at most one pipe buffer, so a flood does not starve other tasks;
+- draining at the end reads what is in the pipe and does not wait for other processes that hold it open.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ import termios
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-CHUNK = 64 << 10
+CHUNK_BYTES = 64 << 10
 
 
-async def first_of(
-    news: Coroutine[Any, Any, Any], end: "asyncio.Future[Any]", *, timeout: float | None = None
+async def wait_for_first(
+    awaitable: Coroutine[Any, Any, Any], end: "asyncio.Future[Any]", *, timeout: float | None = None
 ) -> None:
-    """Waits for news or for the end, whichever comes first; `end` is left as it is."""
-    task = asyncio.ensure_future(news)
+    """Wait until an awaitable or a future completes. The future is not cancelled."""
+    task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task, end}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
         task.cancel()
 
 
-def memory_file(data: bytes) -> int:
-    """A descriptor of a file in memory with this content, to be read from its start. The caller owns it."""
+def create_memory_file(data: bytes) -> int:
+    """Return a descriptor of an in-memory file with this content, positioned at its start."""
     fd = os.memfd_create("input", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
@@ -43,7 +43,7 @@ def memory_file(data: bytes) -> int:
 
 
 class Capture:
-    """The head and the tail of a stream."""
+    """Keeps the head and the tail of a stream."""
 
     __slots__ = ("_head", "_head_limit", "_tail", "_tail_limit", "total")
 
@@ -56,30 +56,32 @@ class Capture:
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
-        room = self._head_limit - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
+        space = self._head_limit - len(self._head)
+        if space > 0:
+            self._head += data[:space]
+            data = data[space:]
         if data:
             self._tail += data
-            if len(self._tail) > 2 * self._tail_limit + CHUNK:  # rarely, so that each byte is moved once
+            if (
+                len(self._tail) > 2 * self._tail_limit + CHUNK_BYTES
+            ):  # trimmed rarely, so that each byte is moved once
                 del self._tail[: len(self._tail) - self._tail_limit]
 
     def result(self) -> tuple[bytes, int]:
-        """What was kept, and how many bytes are missing in its middle."""
+        """Return the kept bytes, and how many are missing in the middle."""
         tail = self._tail[max(0, len(self._tail) - self._tail_limit) :]
         return bytes(self._head + tail), self.total - len(self._head) - len(tail)
 
 
-class Pump:
-    """Reads one pipe through the loop and hands on what it reads. Owns the descriptor."""
+class PipeReader:
+    """Reads a pipe through the event loop and passes the data to a callback. Owns the descriptor."""
 
-    __slots__ = ("_fd", "_loop", "_reading", "_sink")
+    __slots__ = ("_fd", "_loop", "_on_data", "_reading")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, sink: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, on_data: Callable[[bytes], None]) -> None:
         self._loop = loop
         self._fd = fd
-        self._sink = sink
+        self._on_data = on_data
         self._reading = False
         os.set_blocking(fd, False)
         self.resume()
@@ -91,31 +93,31 @@ class Pump:
     def resume(self) -> None:
         if self._fd >= 0 and not self._reading:
             self._reading = True
-            self._loop.add_reader(self._fd, self._ready)
+            self._loop.add_reader(self._fd, self._on_readable)
 
     def pause(self) -> None:
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self._fd)
 
-    def _ready(self, size: int = CHUNK) -> None:
+    def _on_readable(self, size: int = CHUNK_BYTES) -> None:
         try:
             data = os.read(self._fd, size)
         except BlockingIOError:
             return
         if not data:
             self.close()
-        self._sink(data)
+        self._on_data(data)
 
     def drain(self) -> None:
-        """Takes what is in the pipe at this moment."""
+        """Read what is in the pipe at this moment."""
         if self._fd < 0:
             return
-        waiting: int = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))[0]
-        self._ready(max(waiting, 1))
+        available: int = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))[0]
+        self._on_readable(max(available, 1))
 
     def detach(self) -> int:
-        """The descriptor, which the caller now owns; -1 when the stream has ended."""
+        """Stop reading and return the descriptor, which the caller then owns; -1 if the stream has ended."""
         self.pause()
         fd, self._fd = self._fd, -1
         return fd
@@ -126,8 +128,8 @@ class Pump:
             os.close(fd)
 
 
-class Feeder:
-    """Writes to a pipe through the loop. Owns the descriptor."""
+class PipeWriter:
+    """Writes to a pipe through the event loop. Owns the descriptor."""
 
     __slots__ = ("_blocked", "_fd", "_lock", "_loop")
 
@@ -139,18 +141,18 @@ class Feeder:
         os.set_blocking(fd, False)
 
     async def write(self, data: bytes) -> None:
-        """Raises BrokenPipeError when nobody reads any more."""
+        """Write all data; `BrokenPipeError` if nobody reads any more."""
         view = memoryview(data)
         async with self._lock:
             while view:
                 if self._fd < 0:
-                    raise BrokenPipeError("the program's input is closed")
+                    raise BrokenPipeError("the program's standard input is closed")
                 try:
                     view = view[os.write(self._fd, view) :]
                 except BlockingIOError:
-                    await self._writable()
+                    await self._wait_writable()
 
-    async def _writable(self) -> None:
+    async def _wait_writable(self) -> None:
         ready = self._blocked = asyncio.Event()
         fd = self._fd
         self._loop.add_writer(fd, ready.set)
@@ -161,7 +163,7 @@ class Feeder:
                 self._loop.remove_writer(fd)
 
     def close(self) -> None:
-        """A write under way ends with BrokenPipeError."""
+        """Close the pipe. A pending write raises `BrokenPipeError`."""
         if self._fd >= 0:
             self._loop.remove_writer(self._fd)
             os.close(self._fd)

@@ -1,15 +1,14 @@
-"""The owner's end of a guard: starts it, talks to it, notices its death.
+"""The owner's connection to a guard process: start it, send it requests, notice its death.
 
 Promises:
-- a started guard is always waited for: no zombie, no descriptor is left, on any path;
-- when the guard dies, every command it held is answered with None at once, not at its deadline;
-- closing is a hang-up: the guard then kills what it holds, removes folder and lease, and ends.
+- a started guard is always waited for: no zombie and no descriptor is left on any path;
+- when the guard dies, every pending command completes with None at once, not at its deadline;
+- closing is a hang-up: the guard then kills its processes, removes directory and lease, and exits.
 """
 
 import asyncio
 import contextlib
 import errno
-import importlib.util
 import os
 import signal
 import socket
@@ -20,17 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rookery.core import SandboxError
-from rookery.sandboxes import guard as stub
-from rookery.sandboxes import procs, stubs
-from rookery.sandboxes.capture import memory_file
+from rookery.sandbox_runtime import guard_protocol as protocol
+from rookery.sandbox_runtime import launcher, processes
+from rookery.sandboxes.capture import create_memory_file
 
-LOG = "guard.log"
+LOG_FILE = "guard.log"
 SEND_SECONDS = 10.0
-HUNG_UP = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
+CONNECTION_LOST = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 
 
-class Report(NamedTuple):
-    """How a command ended, as the guard saw it."""
+class CommandReport(NamedTuple):
+    """How a command ended, as the guard reports it."""
 
     reason: int
     status: int
@@ -40,47 +39,49 @@ class Report(NamedTuple):
     survivors: int
 
 
-class Channel:
-    """One guard process. Bound to the loop it was started on."""
+class GuardChannel:
+    """The connection to one guard process. Bound to the event loop on which it was created."""
 
     def __init__(self, pid: int, sock: socket.socket, folder: Path | None, pidfd: int = -1) -> None:
-        """With a `pidfd` the guard is somebody else's child, ready for commands; without, it is ours."""
+        """With a `pidfd`, the guard is not our child and is ready for commands; without, it is our child."""
         self._loop = asyncio.get_running_loop()
         self.pid = pid
         self._sock = sock
         self._folder = folder
-        self._ours = pidfd < 0
-        self._waiting: dict[int, asyncio.Future[Report | None]] = {}
+        self._is_child = pidfd < 0
+        self._pending: dict[int, asyncio.Future[CommandReport | None]] = {}
         self._interrupted: dict[int, asyncio.Future[None]] = {}
-        self._sweeping: dict[int, asyncio.Future[int]] = {}
+        self._kill_requests: dict[int, asyncio.Future[int]] = {}
         self._last = 0
-        self._room = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._ready: asyncio.Future[bool] = self._loop.create_future()
         self.dead: asyncio.Future[str] = self._loop.create_future()
-        """Done when the guard has ended, with what it said about it."""
-        self._pidfd = os.pidfd_open(pid) if self._ours else pidfd
-        self._loop.add_reader(self._pidfd, self._ended)
+        """Completes when the guard has ended, with a description of its end."""
+        self._pidfd = os.pidfd_open(pid) if self._is_child else pidfd
+        self._loop.add_reader(self._pidfd, self._on_exit)
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
-    def launch(cls, folder: Path, marker: str) -> "Channel":
-        """Starts the program; never suspends, so that no cancellation can fall between start and ownership."""
-        pid, ours = stubs.launch(_program(), {procs.MARKER: marker}, folder / LOG)
+    def launch(cls, folder: Path, marker: str) -> "GuardChannel":
+        """Start a guard. Never suspends, so that no cancellation can happen before the guard has an owner."""
+        pid, ours = launcher.start_program(
+            "rookery.sandbox_runtime.guard", {processes.SANDBOX_VARIABLE: marker}, folder / LOG_FILE
+        )
         try:
             return cls(pid, ours, folder)
         except BaseException:
             ours.close()
-            os.waitpid(pid, 0)  # it ends at once: we hung up before it began
+            os.waitpid(pid, 0)  # it exits at once, because the socket is closed
             raise
 
-    async def hello(self, parts: Sequence[str]) -> None:
-        """Tells the guard what it holds; returns when it is ready to start commands."""
-        await self._send(_request(stub.HELLO), b"\0".join(map(os.fsencode, parts)), ())
+    async def configure(self, parts: Sequence[str]) -> None:
+        """Send the guard its settings; return when it is ready to start commands."""
+        await self._send(_pack_request(protocol.HELLO), b"\0".join(map(os.fsencode, parts)), ())
         if not await self._ready:
-            raise SandboxError(f"the guard ended while it started: {await self.dead}", cause="sandbox.create")
+            raise SandboxError(f"the guard exited during its start: {await self.dead}", cause="sandbox.create")
 
-    def reserve(self) -> int:
-        """A number for the next command."""
+    def reserve_number(self) -> int:
+        """Return a number for the next command."""
         self._last += 1
         return self._last
 
@@ -96,85 +97,91 @@ class Channel:
         user: tuple[int, int] = (-1, -1),
         *,
         warm: bool = False,
-    ) -> "asyncio.Future[Report | None]":
-        """Asks for a command (`parts`: folder, arguments, environment; `user` and group, -1 for the
-        sandbox's own); the promise of its report."""
-        flags = stub.FLAG_WARM if warm else 0
-        head = stub.REQUEST.pack(stub.SPAWN, number, wall, cpu, memory, argc, *user, flags)
-        promise: asyncio.Future[Report | None] = self._loop.create_future()
-        self._waiting[number] = promise
+    ) -> "asyncio.Future[CommandReport | None]":
+        """Start a command; return a future for its report.
+
+        `parts`: directory, arguments and environment. `user`: user and group ID, -1 for the sandbox's default.
+        """
+        flags = protocol.FLAG_WARM if warm else 0
+        head = protocol.REQUEST.pack(protocol.SPAWN, number, wall, cpu, memory, argc, *user, flags)
+        future: asyncio.Future[CommandReport | None] = self._loop.create_future()
+        self._pending[number] = future
         if self.dead.done():
-            self._waiting.pop(number).set_result(None)
-            return promise
+            self._pending.pop(number).set_result(None)
+            return future
         try:
             await self._send(head, b"\0".join(parts), fds)
         except BaseException:
-            self._waiting.pop(number, None)
+            self._pending.pop(number, None)
             raise
-        return promise
+        return future
 
     async def kill(self, number: int) -> None:
-        await self._send(_request(stub.KILL, number), b"", ())
+        await self._send(_pack_request(protocol.KILL, number), b"", ())
 
     async def interrupt(self, number: int, mark: str, ticks: int) -> None:
-        """Kills what a shell's script started and signals the shell; returns when both are done."""
+        """Kill what a shell's script started and signal the shell; return when both are done."""
         done = self._interrupted.setdefault(number, self._loop.create_future())
         if not self.dead.done():
-            await self._send(_request(stub.INTERRUPT, number, amount=ticks), mark.encode(), ())
+            await self._send(_pack_request(protocol.INTERRUPT, number, amount=ticks), mark.encode(), ())
             either: set[asyncio.Future[Any]] = {done, self.dead}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._interrupted.pop(number, None)
 
     async def kill_all(self, user: int = -1) -> int:
-        """Kill the processes of a user, or all but the guard; return how many are left when it gave up.
+        """Kill the processes of a user, or all but the guard; return how many are left when the guard gave up.
 
-        It also returns, with 0, when the guard dies: its processes die with it."""
-        number = self.reserve()
-        done = self._sweeping[number] = self._loop.create_future()
+        Returns 0 if the guard dies: its processes die with it.
+        """
+        number = self.reserve_number()
+        done = self._kill_requests[number] = self._loop.create_future()
         try:
             if not self.dead.done():
-                await self._send(_request(stub.KILL_ALL, number, user=user), b"", ())
+                await self._send(_pack_request(protocol.KILL_ALL, number, user=user), b"", ())
                 either: set[asyncio.Future[Any]] = {done, self.dead}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return done.result() if done.done() else 0
         finally:
-            self._sweeping.pop(number, None)
+            self._kill_requests.pop(number, None)
 
-    def discard(self, fd: int) -> None:
-        """Hands over a pipe that somebody left behind still writes to. Closes ours."""
+    def delegate_pipe(self, fd: int) -> None:
+        """Pass a pipe to the guard, which discards what surviving processes write to it. Closes our descriptor."""
         try:
-            with contextlib.suppress(OSError):  # full or gone: then the writer meets a closed pipe, no worse
-                socket.send_fds(self._sock, [_request(stub.DISCARD)], [fd])
+            with contextlib.suppress(OSError):  # on failure the writer gets SIGPIPE, which is acceptable
+                socket.send_fds(self._sock, [_pack_request(protocol.DISCARD)], [fd])
         finally:
             os.close(fd)
 
     async def _send(self, head: bytes, body: bytes, fds: Sequence[int]) -> None:
-        if len(body) > stub.MAX_MESSAGE:
-            box = memory_file(body + b"\0")
+        if len(body) > protocol.MAX_MESSAGE:
+            body_file = create_memory_file(body + b"\0")
             try:
-                *fields, flags = stub.REQUEST.unpack(head)
-                await self._send(stub.REQUEST.pack(*fields, flags | stub.FLAG_BODY_IN_FILE), b"", (*fds, box))
+                *fields, flags = protocol.REQUEST.unpack(head)
+                await self._send(
+                    protocol.REQUEST.pack(*fields, flags | protocol.FLAG_BODY_IN_FILE), b"", (*fds, body_file)
+                )
             finally:
-                os.close(box)
+                os.close(body_file)
             return
         end = time.monotonic() + SEND_SECONDS
         while True:
             try:
                 socket.send_fds(self._sock, [head, body], list(fds))
             except BlockingIOError:
-                await self._writable()
+                await self._wait_writable()
             except OSError as error:
-                if error.errno in HUNG_UP:  # the death of the guard answers whoever waits
+                if error.errno in CONNECTION_LOST:  # pending commands complete when the guard's death is noticed
                     return
                 if error.errno != errno.ETOOMANYREFS or time.monotonic() > end:
-                    raise SandboxError(f"the sandbox's guard cannot be reached: {error}") from error
-                # Too many descriptors of this user are under way; nothing tells when there are fewer.
+                    raise SandboxError(f"cannot send a request to the sandbox's guard: {error}") from error
+                # Too many descriptors of this user are in flight, and there is no notification when there are
+                # fewer.
                 await asyncio.sleep(0.005)
             else:
                 return
 
-    async def _writable(self) -> None:
-        async with self._room:
+    async def _wait_writable(self) -> None:
+        async with self._write_lock:
             ready = asyncio.Event()
             self._loop.add_writer(self._sock.fileno(), ready.set)
             self.dead.add_done_callback(lambda _: ready.set())
@@ -193,59 +200,59 @@ class Channel:
             except OSError:
                 data = b""
             if not data:
-                self._loop.remove_reader(self._sock.fileno())  # the end of the process is what counts
+                self._loop.remove_reader(self._sock.fileno())  # the guard's death is detected through its pidfd
                 return
             try:
-                kind, number, *rest = stub.REPORT.unpack(data)
-            except struct.error:  # no guard of ours speaks so
+                kind, number, *rest = protocol.REPORT.unpack(data)
+            except struct.error:  # not a message of a guard
                 self.kill_guard()
                 return
-            if kind == stub.READY:
+            if kind == protocol.READY:
                 if not self._ready.done():
                     self._ready.set_result(True)
                 continue
-            if kind == stub.ALL_KILLED:
-                gone = self._sweeping.pop(number, None)
+            if kind == protocol.ALL_KILLED:
+                gone = self._kill_requests.pop(number, None)
                 if gone is not None and not gone.done():
                     gone.set_result(rest[-1])
                 continue
-            if kind == stub.INTERRUPTED:
+            if kind == protocol.INTERRUPTED:
                 done = self._interrupted.pop(number, None)
                 if done is not None and not done.done():
                     done.set_result(None)
                 continue
             reason, status, cpu, peak, wall, survivors = rest
-            promise = self._waiting.pop(number, None)
-            if promise is not None and not promise.done():
-                promise.set_result(Report(reason, status, cpu, peak, wall, survivors))
+            future = self._pending.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result(CommandReport(reason, status, cpu, peak, wall, survivors))
 
-    def _ended(self) -> None:
-        self._receive_rest()
+    def _on_exit(self) -> None:
+        self._close_socket()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self.dead.set_result(self._last_words())
+        self.dead.set_result(self._describe_exit())
         if not self._ready.done():
             self._ready.set_result(False)
-        for promise in self._waiting.values():
-            if not promise.done():
-                promise.set_result(None)
-        self._waiting.clear()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_result(None)
+        self._pending.clear()
 
-    def _last_words(self) -> str:
-        if not self._ours:
-            return "it ended"
+    def _describe_exit(self) -> str:
+        if not self._is_child:
+            return "it exited"
         try:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            said = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            description = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         except ChildProcessError:
-            said = "waited for by somebody else"
+            description = "already reaped by other code"
         if self._folder is not None:
-            with contextlib.suppress(OSError), open(self._folder / LOG, "rb") as file:  # noqa: PTH123
-                said = f"{said}; {file.read(4000).decode('utf-8', 'replace').strip()}".rstrip("; ")
-        return said
+            with contextlib.suppress(OSError), open(self._folder / LOG_FILE, "rb") as file:  # noqa: PTH123
+                description = f"{description}; {file.read(4000).decode('utf-8', 'replace').strip()}".rstrip("; ")
+        return description
 
-    def _receive_rest(self) -> None:
+    def _close_socket(self) -> None:
         if self._sock.fileno() >= 0:
             self._receive()
             self._loop.remove_reader(self._sock.fileno())
@@ -253,13 +260,13 @@ class Channel:
             self._sock.close()
 
     def hang_up(self) -> None:
-        """Asks the guard to end; a fork that holds the socket too does not keep it alive."""
+        """Ask the guard to exit. Works even if a forked process holds a copy of the socket."""
         if self._sock.fileno() >= 0:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
-    async def gone(self, *, timeout: float) -> bool:
-        """Waits for the end of the guard; when it takes too long, makes it end. False: it had to be killed."""
+    async def wait_closed(self, *, timeout: float) -> bool:
+        """Wait for the guard to exit; kill it after `timeout`. False if it had to be killed."""
         done, _ = await asyncio.wait({self.dead}, timeout=timeout)
         if done:
             return True
@@ -273,12 +280,5 @@ class Channel:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
-def _request(op: int, number: int = 0, *, amount: int = 0, user: int = -1) -> bytes:
-    return stub.REQUEST.pack(op, number, 0, 0, amount, 0, user, -1, 0)
-
-
-def _program() -> tuple[str, str]:
-    """The stub's compiled form where there is one: compiling it anew would double its start time."""
-    source = Path(stub.__file__)
-    compiled = Path(importlib.util.cache_from_source(str(source)))
-    return str(compiled if compiled.exists() else source), str(source.parent)
+def _pack_request(op: int, number: int = 0, *, amount: int = 0, user: int = -1) -> bytes:
+    return protocol.REQUEST.pack(op, number, 0, 0, amount, 0, user, -1, 0)

@@ -1,12 +1,12 @@
-"""Leases on disk, and the end of everything that belongs to one.
+"""Leases on disk, and the removal of everything that belongs to one.
 
 Promises:
-- a lease is written before anything it covers exists, and removed after everything it covers is gone;
-- `destroy` works after a SIGKILL of the owner, of the guard, or of both: processes are found by the marker
-  `ROOKERY_SANDBOX=<run>/<id>` in the environment they were started with, by descent from those, and by the
-  process namespace that they live in.
+- a lease is written before the sandbox exists and removed after everything of the sandbox is gone;
+- `destroy_sandbox` works after a SIGKILL of the owner, of the guard, or of both: processes are found by the
+  variable `ROOKERY_SANDBOX=<run>/<id>` in their initial environment, by descent from those, and by their PID
+  namespace.
 
-What it cannot find: a process that wiped its environment and lost its guard and every marked ancestor.
+It cannot find a process that has cleared its environment and lost its guard and every marked ancestor.
 """
 
 import contextlib
@@ -18,149 +18,161 @@ from pathlib import Path
 
 import msgspec
 
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from rookery.sandboxes.protocol import Lease
 
 KILL_SECONDS = 10.0
-SECONDS = 24 * 3600.0
+LEASE_SECONDS = 24 * 3600.0
 """How long a sandbox may live."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks; None when there is none."""
-    stat = procs.stat_of(pid)
+def read_start_ticks(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks; None if it does not exist or is a zombie."""
+    stat = processes.read_stat(pid)
     return None if stat is None or stat[0] in "ZX" else stat[2]
 
 
-def owner_alive(pid: int, started: int) -> bool:
-    """Whether this very process lives, and not another that got its number."""
-    return start_ticks(pid) == started
+def is_owner_alive(pid: int, started: int) -> bool:
+    """Return whether the process with this PID and start time exists. A reused PID has another start time."""
+    return read_start_ticks(pid) == started
 
 
-def marker(run: str, identity: str) -> str:
-    """The value by which every process of a sandbox can be known."""
-    return f"{run}/{identity}"
+def make_marker(run: str, sandbox_id: str) -> str:
+    """Return the value of the environment variable that marks every process of a sandbox."""
+    return f"{run}/{sandbox_id}"
 
 
-def lease(identity: str, run: str, attempt: str, provider: str, folder: Path) -> Lease:
-    """A lease of this process, from now on."""
+def create_lease(sandbox_id: str, run: str, attempt: str, provider: str, directory: Path) -> Lease:
+    """Return a lease that is owned by this process and starts now."""
     owner = os.getpid()
     return Lease(
-        id=identity,
+        id=sandbox_id,
         run=run,
         attempt=attempt,
         owner_pid=owner,
-        owner_started=start_ticks(owner) or 0,
-        deadline=time.time() + SECONDS,
+        owner_started=read_start_ticks(owner) or 0,
+        deadline=time.time() + LEASE_SECONDS,
         provider=provider,
-        folder=str(folder),
+        folder=str(directory),
     )
 
 
-def path_of(folder: Path, identity: str) -> Path:
-    return folder / "leases" / f"{identity}.json"
+def lease_path(home: Path, sandbox_id: str) -> Path:
+    return home / "leases" / f"{sandbox_id}.json"
 
 
-def write(folder: Path, granted: Lease) -> Path:
-    """Atomically: a reader sees the whole lease or none."""
-    path = path_of(folder, granted.id)
+def write_lease(home: Path, lease: Lease) -> Path:
+    """Write a lease atomically; return its path."""
+    path = lease_path(home, lease.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".half")
-    half.write_bytes(msgspec.json.encode(granted))
-    half.rename(path)
+    temporary = path.with_suffix(".half")
+    temporary.write_bytes(msgspec.json.encode(lease))
+    temporary.rename(path)
     return path
 
 
-def adopt(folder: Path, identity: str, attempt: str) -> None:
-    """Writes into a sandbox's lease whose it is from now on."""
-    found = msgspec.json.decode(path_of(folder, identity).read_bytes(), type=Lease)
-    write(folder, msgspec.structs.replace(found, attempt=attempt))
+def reassign(home: Path, sandbox_id: str, attempt: str) -> None:
+    """Write another attempt into the lease of a sandbox."""
+    lease = msgspec.json.decode(lease_path(home, sandbox_id).read_bytes(), type=Lease)
+    write_lease(home, msgspec.structs.replace(lease, attempt=attempt))
 
 
-def read_all(folder: Path) -> list[Lease]:
-    """Every lease that can be read; one that was removed meanwhile is simply not there."""
+def read_leases(home: Path) -> list[Lease]:
+    """Return all leases that can be read. A lease that is removed at the same time is left out."""
     found = []
-    for path in sorted((folder / "leases").glob("*.json")):
+    for path in sorted((home / "leases").glob("*.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
             found.append(msgspec.json.decode(path.read_bytes(), type=Lease))
     return found
 
 
-def kill_marked(value: str, *, seconds: float = KILL_SECONDS) -> int:
-    """Kills every process with this marker, and what descends from them; how many were left in the end."""
+def remove_sandbox(home: Path, sandbox_id: str) -> None:
+    """Remove the directory of a sandbox, then its lease."""
+    processes.remove_tree(str(home / sandbox_id))
+    lease_path(home, sandbox_id).unlink(missing_ok=True)
+
+
+def destroy_sandbox(home: Path, sandbox_id: str, marker: str) -> int:
+    """Kill all processes of a sandbox and remove its files and lease.
+
+    Return how many processes did not die; in that case files and lease stay.
+    """
+    left = kill_marked(marker)
+    if not left:
+        remove_sandbox(home, sandbox_id)
+    return left
+
+
+def kill_marked(marker: str, *, seconds: float = KILL_SECONDS) -> int:
+    """Kill every process with this marker and their descendants; return how many are left in the end."""
     end = time.monotonic() + seconds
-    clean = 0
+    empty_scans = 0
     while True:
-        victims = marked(value)
-        guards = {pid for pid in victims if procs.variable_of(pid, procs.COMMAND) is None and _says(pid, value)}
-        # The guard goes last: until then no orphan can leave its tree. It is stopped first, so that it does
-        # not report deaths of our making as the programs' own.
-        last = guards == victims.keys()
-        handles: list[int] = []
+        victims = find_marked(marker)
+        guards = {
+            pid
+            for pid in victims
+            if processes.read_variable(pid, processes.COMMAND_VARIABLE) is None and _has_marker(pid, marker)
+        }
+        # The guard is killed last, because orphans cannot leave its tree while it exists. Until then it is
+        # stopped, so that it does not report these deaths as the programs' own.
+        only_guards = guards == victims.keys()
+        pidfds: list[int] = []
         try:
             for pid in sorted(victims, key=lambda pid: pid not in guards):
-                # Through a handle, checked after it was opened: the number may have been given to another.
+                # The start time is checked after the pidfd was opened: the PID may have been reused.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    handles.append(os.pidfd_open(pid))
-                    if start_ticks(pid) == victims[pid]:
-                        number = signal.SIGSTOP if pid in guards and not last else signal.SIGKILL
-                        signal.pidfd_send_signal(handles[-1], number)
-            clean = 0 if victims else clean + 1
-            if clean > 1 or time.monotonic() > end:
+                    pidfds.append(os.pidfd_open(pid))
+                    if read_start_ticks(pid) == victims[pid]:
+                        number = signal.SIGSTOP if pid in guards and not only_guards else signal.SIGKILL
+                        signal.pidfd_send_signal(pidfds[-1], number)
+            empty_scans = 0 if victims else empty_scans + 1
+            if empty_scans > 1 or time.monotonic() > end:
                 return len(victims)
-            if handles:
-                select.select(handles[:500], [], [], 0.02)
+            if pidfds:
+                select.select(pidfds[:500], [], [], 0.02)
         finally:
-            for handle in handles:
-                os.close(handle)
+            for pidfd in pidfds:
+                os.close(pidfd)
 
 
-def _says(pid: int, value: str) -> bool:
-    return procs.variable_of(pid, procs.MARKER) == value
+def _has_marker(pid: int, marker: str) -> bool:
+    return processes.read_variable(pid, processes.SANDBOX_VARIABLE) == marker
 
 
-def marked(value: str) -> dict[int, int]:
-    """Processes with this marker, what descends from them, and the boxes that they live in; pid → start."""
+def find_marked(marker: str) -> dict[int, int]:
+    """Return PID → start time of all marked processes, their descendants and their PID namespaces' init."""
     found: dict[int, int] = {}
     own = os.getpid()
-    everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    todo = [pid for pid in everyone if _says(pid, value)]
-    todo += [first for first in {_first_of(pid) for pid in todo} if first]
-    while todo:
-        pid = todo.pop()
-        started = start_ticks(pid)
+    every_pid = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    pending = [pid for pid in every_pid if _has_marker(pid, marker)]
+    pending += [init for init in {_find_namespace_init(pid) for pid in pending} if init]
+    while pending:
+        pid = pending.pop()
+        started = read_start_ticks(pid)
         if pid not in found and pid != own and started is not None:
             found[pid] = started
-            todo += procs.children_of(pid)
+            pending += processes.list_children(pid)
     return found
 
 
-def _first_of(pid: int) -> int:
-    """Pid 1 of the box that a process lives in; 0 where it lives in none, but among our own processes."""
-    depth = len(_numbers(os.getpid()))
+def _find_namespace_init(pid: int) -> int:
+    """Return PID 1 of the PID namespace below ours that a process is in; 0 if it is in our namespace."""
+    depth = len(_read_namespace_pids(os.getpid()))
     while pid > 1:
-        numbers = _numbers(pid)
-        if len(numbers) <= depth:
+        pids = _read_namespace_pids(pid)
+        if len(pids) <= depth:
             return 0
-        if numbers[-1] == 1 and len(numbers) == depth + 1:
+        if pids[-1] == 1 and len(pids) == depth + 1:
             return pid
-        pid = (procs.stat_of(pid) or ("", 0))[1]
+        pid = (processes.read_stat(pid) or ("", 0))[1]
     return 0
 
 
-def _numbers(pid: int) -> list[int]:
-    """A process's pid in every namespace that it has one in, ours first."""
+def _read_namespace_pids(pid: int) -> list[int]:
+    """Return the PIDs of a process in all its PID namespaces, ours first."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
         for line in file.read(8192).splitlines():
             if line.startswith(b"NSpid:"):
                 return [int(number) for number in line.split()[1:]]
     return []
-
-
-def destroy(folder: Path, identity: str, value: str) -> int:
-    """Ends everything of a sandbox; how many processes would not die (then its folder and lease stay)."""
-    left = kill_marked(value)
-    if not left:
-        procs.remove_tree(str(folder / identity))
-        path_of(folder, identity).unlink(missing_ok=True)
-    return left

@@ -1,14 +1,14 @@
-"""Warm sandboxes, started ahead of need: a provider in front of another one.
+"""A pool of prewarmed sandboxes: a provider in front of another one. Runs in the engine's process.
 
 Promises:
-- a sandbox is handed out once, to one attempt, and never comes back: none has another attempt's state;
-- no more are started ahead than are expected, than `most`, and than the budget of memory and disk allows; while
-  held back, none;
-- one that does not answer any more is never handed out: it is closed, and the next is taken, or a new one made;
-- what is expected no longer is closed; at the end all are, those that are being started too;
-- a request for which none is warm takes one that is being started, unless that takes longer than a moment;
-  else one is made for it, a few at a time however many ask, and those go before what is started ahead;
-- a spec of which none could be made is not tried ahead again before somebody got one.
+- a sandbox is used by one attempt and never returned: no attempt sees another one's state;
+- no more sandboxes are prewarmed than are expected, than `most`, and than the memory and disk budget allows; none
+  while the pool is paused;
+- a sandbox that no longer responds is closed, and another one is used or created;
+- sandboxes that are no longer expected are closed; `close` closes all, including those that are starting;
+- a request without a warm sandbox waits a moment for one that is starting; otherwise one is created for it. Such
+  creations are limited in number and take precedence over prewarming;
+- a spec for which prewarming failed is not prewarmed again before a request has succeeded.
 """
 
 import asyncio
@@ -20,52 +20,53 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from rookery.core import RookeryError, SandboxError, SandboxSpec, UsageError
-from rookery.core.apart import apart
+from rookery.core.lifetimes import detached_context
 from rookery.sandboxes.protocol import Command, Provider, Sandbox
 
 GB: Final = 1 << 30
-ALIVE_SECONDS: Final = 5.0
+RESPONSE_SECONDS: Final = 5.0
 START_SECONDS: Final = 300.0
-MOMENT: Final = 10.0
-"""Seconds that a request waits for one that is being started. Another would take as long, and slow it down:
-with 1 second, engines that were just busy made many for nobody."""
-POOLED: Final = "pool"
-"""The attempt of a sandbox that nobody has yet."""
+WAIT_SECONDS: Final = 10.0
+"""Seconds that a request waits for a sandbox that is starting. Creating another one would take as long and slow
+both down: with 1 second, a busy engine created many unused sandboxes.
+"""
+POOL_ATTEMPT: Final = "pool"
+"""The attempt name of a sandbox that is not used yet."""
 
 log = logging.getLogger("rookery.sandboxes")
 
 
 @runtime_checkable
-class Adopted(Protocol):
-    """A sandbox that can be told whose it is, after it was made."""
+class SupportsAdoption(Protocol):
+    """A sandbox that can be assigned to an attempt after its creation."""
 
     def adopt(self, attempt: str) -> None: ...
 
 
 class PoolBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What warm sandboxes may hold together; None is as much as there is."""
+    """Limits for all warm sandboxes together; None means unlimited."""
 
     most: int = 64
     memory: int | None = 16 * GB
     disk: int | None = None
     at_once: int = 4
-    """Starting at a time, ahead of need."""
+    """Number of sandboxes that are prewarmed in parallel."""
     asked: int = 16
-    """Being made at a time, for those who ask."""
+    """Number of sandboxes that are created in parallel for requests."""
 
     def __post_init__(self) -> None:
         if self.most < 0 or self.at_once < 1 or self.asked < 1:
-            raise UsageError("a pool has a place for at least 0 sandboxes, and starts at least 1 at a time")
+            raise UsageError("invalid pool budget: most must be at least 0, at_once and asked at least 1")
         for name in ("memory", "disk"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise UsageError(f"a pool's {name} is a number of bytes, not {value}")
+                raise UsageError(f"invalid pool budget: {name} must not be negative, but is {value}")
 
 
-class Shelf:
-    """The warm sandboxes of one spec, as numbers."""
+class WarmSandboxes:
+    """Counters of the warm sandboxes of one spec."""
 
-    __slots__ = ("claimed", "expected", "ready", "spec", "starting", "unfit")
+    __slots__ = ("claimed", "creation_failed", "expected", "ready", "spec", "starting")
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
@@ -73,9 +74,9 @@ class Shelf:
         self.ready = 0
         self.starting = 0
         self.claimed = 0
-        """Of those that are being started: somebody waits for them."""
-        self.unfit = False
-        """The last one could not be made."""
+        """Number of starting sandboxes for which a request waits."""
+        self.creation_failed = False
+        """Whether the last attempt to create one failed."""
 
     @property
     def held(self) -> int:
@@ -83,63 +84,63 @@ class Shelf:
 
     @property
     def short(self) -> bool:
-        """Whether more are expected than are there, or will be."""
-        return not self.unfit and self.held - self.claimed < self.expected
+        """Whether more are expected than exist or are starting."""
+        return not self.creation_failed and self.held - self.claimed < self.expected
 
 
-class Plan:
-    """What to start next and what to close: pure. Shelves are in the order that they are needed."""
+class PoolPlan:
+    """Decides what to start and what to close. Pure. Entries are in the order in which they are needed."""
 
     def __init__(self, budget: PoolBudget) -> None:
         self.budget = budget
-        self.shelves: dict[bytes, Shelf] = {}
-        self.held_back = False
-        """Nothing is started ahead."""
+        self.entries: dict[bytes, WarmSandboxes] = {}
+        self.paused = False
+        """Whether prewarming is paused."""
         self.asked = 0
-        """Requests that one is being made for."""
+        """Number of requests for which a sandbox is being created."""
 
-    def shelf(self, spec: SandboxSpec) -> Shelf:
+    def get_entry(self, spec: SandboxSpec) -> WarmSandboxes:
         key = key_of(spec)
-        found = self.shelves.get(key)
+        found = self.entries.get(key)
         if found is None:
-            found = self.shelves[key] = Shelf(spec)
+            found = self.entries[key] = WarmSandboxes(spec)
         return found
 
     def expect(self, wanted: Sequence[tuple[SandboxSpec, int]]) -> None:
-        """So many of each will be asked for soon, the first ones first; of all others none."""
-        for shelf in self.shelves.values():
-            shelf.expected = 0
+        """Set how many sandboxes of each spec will be requested soon, in this order; none of all others."""
+        for entry in self.entries.values():
+            entry.expected = 0
         order = {}
         for spec, count in wanted:
-            shelf = self.shelf(spec)
-            shelf.expected += count
-            order[key_of(spec)] = shelf
-        self.shelves = order | {
-            key: shelf for key, shelf in self.shelves.items() if key not in order and shelf.held
+            entry = self.get_entry(spec)
+            entry.expected += count
+            order[key_of(spec)] = entry
+        self.entries = order | {
+            key: entry for key, entry in self.entries.items() if key not in order and entry.held
         }
 
-    def next(self) -> Shelf | None:
-        """What to start one more of now. The more somebody waits for, the fewer are started for later."""
-        starting = sum(shelf.starting for shelf in self.shelves.values())
-        claimed = sum(shelf.claimed for shelf in self.shelves.values())
+    def next(self) -> WarmSandboxes | None:
+        """Return the spec to start one more sandbox of. Requests reduce the number that is prewarmed."""
+        starting = sum(entry.starting for entry in self.entries.values())
+        claimed = sum(entry.claimed for entry in self.entries.values())
         later = max(1, self.budget.at_once - self.asked - claimed)
-        if self.held_back or starting >= self.budget.at_once or starting - claimed >= later:
+        if self.paused or starting >= self.budget.at_once or starting - claimed >= later:
             return None
-        for shelf in self.shelves.values():
-            if shelf.short and self._room(shelf.spec):
-                return shelf
+        for entry in self.entries.values():
+            if entry.short and self._fits_budget(entry.spec):
+                return entry
         return None
 
-    def surplus(self) -> list[tuple[Shelf, int]]:
-        """How many warm ones of each shelf are expected no longer."""
+    def surplus(self) -> list[tuple[WarmSandboxes, int]]:
+        """Return how many warm sandboxes of each spec are no longer expected."""
         return [
-            (shelf, shelf.ready - shelf.expected)
-            for shelf in self.shelves.values()
-            if shelf.ready > shelf.expected
+            (entry, entry.ready - entry.expected)
+            for entry in self.entries.values()
+            if entry.ready > entry.expected
         ]
 
-    def _room(self, spec: SandboxSpec) -> bool:
-        held = [(shelf.spec, shelf.held) for shelf in self.shelves.values()]
+    def _fits_budget(self, spec: SandboxSpec) -> bool:
+        held = [(entry.spec, entry.held) for entry in self.entries.values()]
         if sum(count for _, count in held) >= self.budget.most:
             return False
         for limit, name in ((self.budget.memory, "memory"), (self.budget.disk, "disk")):
@@ -154,174 +155,176 @@ def key_of(spec: SandboxSpec) -> bytes:
 
 
 class Pool:
-    """A provider with warm sandboxes. Built and used in one event loop."""
+    """A provider with warm sandboxes. Bound to one event loop."""
 
     def __init__(self, inner: Provider, budget: PoolBudget | None = None) -> None:
         self.inner = inner
         self.name = inner.name
         self.isolated = inner.isolated
-        self.plan = Plan(budget or PoolBudget())
-        self.hits = self.misses = self.unwell = 0
+        self.plan = PoolPlan(budget or PoolBudget())
+        self.hits = self.misses = self.unresponsive = 0
         self._ready: dict[bytes, deque[Sandbox]] = {}
         self._waiting: dict[bytes, deque[asyncio.Future[Sandbox | None]]] = {}
-        self._places = asyncio.Semaphore(self.plan.budget.asked)
-        self._working: set[asyncio.Task[None]] = set()
+        self._creation_slots = asyncio.Semaphore(self.plan.budget.asked)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         return self.inner.check(spec)
 
     def expect(self, wanted: Sequence[tuple[SandboxSpec, int]]) -> None:
-        """What will be asked for soon, the first first. What this does not name is not kept."""
+        """Set what will be requested soon, in order. Sandboxes of other specs are closed."""
         if not self._closed:
             self.plan.expect(wanted)
             self._fill()
 
     def hold(self, *, back: bool) -> None:
-        """Whether what is expected is to wait, as during a pause; who asks is still served."""
-        self.plan.held_back = back
+        """Pause or resume prewarming. Requests are still served."""
+        self.plan.paused = back
         self._fill()
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        shelf = self.plan.shelves.get(key_of(spec))
-        if shelf is not None:
-            shelf.expected = max(0, shelf.expected - 1)
-            box = await self._warm(key_of(spec), timeout)
-            if box is not None:
+        entry = self.plan.entries.get(key_of(spec))
+        if entry is not None:
+            entry.expected = max(0, entry.expected - 1)
+            sandbox = await self._take_warm(key_of(spec), timeout)
+            if sandbox is not None:
                 self.hits += 1
                 self._fill()
-                return self._given(box, attempt)
+                return self._assign(sandbox, attempt)
         self.misses += 1
-        return await self._made(spec, attempt, until)
+        return await self._create(spec, attempt, until)
 
-    async def _warm(self, key: bytes, timeout: float) -> Sandbox | None:
-        """One that is there and well, or that will be in a moment."""
+    async def _take_warm(self, key: bytes, timeout: float) -> Sandbox | None:
+        """Return a warm sandbox that responds, or wait for one that is starting; None if there is none."""
         while ready := self._ready.get(key):
-            self.plan.shelves[key].ready -= 1
+            self.plan.entries[key].ready -= 1
             first = ready.popleft()
-            if await self._well(first):
+            if await self._responds(first):
                 return first
-            self.unwell += 1
-        shelf = self.plan.shelves.get(key)
-        if shelf is None or shelf.claimed >= shelf.starting:
+            self.unresponsive += 1
+        entry = self.plan.entries.get(key)
+        if entry is None or entry.claimed >= entry.starting:
             return None
-        coming: asyncio.Future[Sandbox | None] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[Sandbox | None] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(key, deque())
-        queue.append(coming)
-        shelf.claimed += 1
+        queue.append(started)
+        entry.claimed += 1
         self._fill()
         try:
-            await asyncio.wait({coming}, timeout=min(MOMENT, timeout))
+            await asyncio.wait({started}, timeout=min(WAIT_SECONDS, timeout))
         except BaseException:
-            if coming.done() and (box := coming.result()) is not None:
-                self._begin(_closed(box))
+            if started.done() and (sandbox := started.result()) is not None:
+                self._spawn(_closed(sandbox))
             raise
         finally:
-            if not coming.done():
-                queue.remove(coming)
-                shelf.claimed -= 1
-        return coming.result() if coming.done() else None
+            if not started.done():
+                queue.remove(started)
+                entry.claimed -= 1
+        return started.result() if started.done() else None
 
-    async def _made(self, spec: SandboxSpec, attempt: str, until: float) -> Sandbox:
+    async def _create(self, spec: SandboxSpec, attempt: str, until: float) -> Sandbox:
         loop = asyncio.get_running_loop()
         if self._closed:
-            raise SandboxError("the pool is closed: it makes no more sandboxes", cause="sandbox.create")
+            raise SandboxError("the pool is closed and creates no more sandboxes", cause="sandbox.create")
         self.plan.asked += 1
         try:
             try:
                 async with asyncio.timeout_at(until):
-                    await self._places.acquire()
+                    await self._creation_slots.acquire()
             except TimeoutError as error:
-                detail = "too many sandboxes were asked for at once: the time for this one passed before its turn"
+                detail = (
+                    "too many sandboxes were requested at once: the deadline of this one passed before its turn"
+                )
                 raise SandboxError(detail, cause="sandbox.create") from error
             try:
-                box = await self.inner.create(spec, attempt=attempt, timeout=max(0.001, until - loop.time()))
+                sandbox = await self.inner.create(spec, attempt=attempt, timeout=max(0.001, until - loop.time()))
             finally:
-                self._places.release()
+                self._creation_slots.release()
         finally:
             self.plan.asked -= 1
             self._fill()
-        shelf = self.plan.shelves.get(key_of(spec))
-        if shelf is not None and shelf.unfit:
-            shelf.unfit = False
+        entry = self.plan.entries.get(key_of(spec))
+        if entry is not None and entry.creation_failed:
+            entry.creation_failed = False
             self._fill()
-        return box
+        return sandbox
 
     @staticmethod
-    def _given(box: Sandbox, attempt: str) -> Sandbox:
-        if isinstance(box, Adopted):
-            box.adopt(attempt)
-        return box
+    def _assign(sandbox: Sandbox, attempt: str) -> Sandbox:
+        if isinstance(sandbox, SupportsAdoption):
+            sandbox.adopt(attempt)
+        return sandbox
 
     async def close(self) -> None:
         self._closed = True
         self.plan.expect([])
-        for task in self._working:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ready.clear()
-        await self.inner.close()  # with every sandbox that is still open
+        await self.inner.close()  # closes every sandbox that is still open
 
-    # ---- ahead of need
+    # ---- prewarming
 
     def _fill(self) -> None:
         if self._closed:
             return
-        for shelf, count in self.plan.surplus():
+        for entry, count in self.plan.surplus():
             for _ in range(count):
-                shelf.ready -= 1
-                self._begin(_closed(self._ready[key_of(shelf.spec)].pop()))
+                entry.ready -= 1
+                self._spawn(_closed(self._ready[key_of(entry.spec)].pop()))
         while (short := self.plan.next()) is not None:
             short.starting += 1
-            self._begin(self._start(short))
+            self._spawn(self._start(short))
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work, context=apart())
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, context=detached_context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _start(self, shelf: Shelf) -> None:
-        box: Sandbox | None = None
+    async def _start(self, entry: WarmSandboxes) -> None:
+        sandbox: Sandbox | None = None
         try:
-            box = await self.inner.create(shelf.spec, attempt=POOLED, timeout=START_SECONDS)
+            sandbox = await self.inner.create(entry.spec, attempt=POOL_ATTEMPT, timeout=START_SECONDS)
         except (RookeryError, OSError) as error:
-            # Whoever asks for one will hear of it, in its own attempt; here nobody would.
-            log.debug("a warm sandbox could not be made: %s", error)
-            shelf.unfit = True
+            # A request for this spec gets the error in its own attempt.
+            log.debug("a warm sandbox could not be created: %s", error)
+            entry.creation_failed = True
         finally:
-            shelf.starting -= 1
-            self._arrived(shelf, box)
+            entry.starting -= 1
+            self._on_started(entry, sandbox)
 
-    def _arrived(self, shelf: Shelf, box: Sandbox | None) -> None:
-        """One that was being started is there, or will not be."""
-        waiting = self._waiting.get(key_of(shelf.spec))
-        if waiting and (box is not None or shelf.claimed > shelf.starting):
-            shelf.claimed -= 1
-            waiting.popleft().set_result(box)
-        elif box is not None and not self._closed:  # else it ends with the provider
-            shelf.ready += 1
-            self._ready.setdefault(key_of(shelf.spec), deque()).append(box)
+    def _on_started(self, entry: WarmSandboxes, sandbox: Sandbox | None) -> None:
+        """Pass a started sandbox to a waiting request, or keep it; `sandbox` is None if the start failed."""
+        waiting = self._waiting.get(key_of(entry.spec))
+        if waiting and (sandbox is not None or entry.claimed > entry.starting):
+            entry.claimed -= 1
+            waiting.popleft().set_result(sandbox)
+        elif sandbox is not None and not self._closed:  # otherwise the provider closes it
+            entry.ready += 1
+            self._ready.setdefault(key_of(entry.spec), deque()).append(sandbox)
         self._fill()
 
-    async def _well(self, box: Sandbox) -> bool:
-        """Whether it still answers; one that does not is closed."""
+    async def _responds(self, sandbox: Sandbox) -> bool:
+        """Return whether a sandbox responds; close it if it does not."""
         try:
-            async with asyncio.timeout(2 * ALIVE_SECONDS):
-                if (await box.exec(Command(argv=("true",), wall=ALIVE_SECONDS))).ok:
+            async with asyncio.timeout(2 * RESPONSE_SECONDS):
+                if (await sandbox.exec(Command(argv=("true",), wall=RESPONSE_SECONDS))).ok:
                     return True
         except (SandboxError, TimeoutError) as error:
-            log.debug("a warm sandbox does not answer: %s", error)
+            log.debug("a warm sandbox does not respond: %s", error)
         except BaseException:
-            self._begin(_closed(box))
+            self._spawn(_closed(sandbox))
             raise
-        self._begin(_closed(box))
+        self._spawn(_closed(sandbox))
         return False
 
 
-async def _closed(box: Sandbox) -> None:
+async def _closed(sandbox: Sandbox) -> None:
     try:
-        await box.close()
+        await sandbox.close()
     except (RookeryError, OSError) as error:
         log.warning("a warm sandbox could not be closed: %s", error)

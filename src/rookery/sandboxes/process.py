@@ -1,9 +1,9 @@
-"""A background command.
+"""Commands that run in the background.
 
 Promises:
-- its output is bounded: when a reader of `output()` is slow the program blocks, and nothing piles up here;
-- who only waits needs not read: the output is then kept as a command's is, head and tail;
-- after its end, or the sandbox's, every call returns at once, and nothing of it stays open.
+- unread output is bounded: a slow reader of `output()` blocks the program;
+- a caller that only waits does not have to read: head and tail of the output are kept;
+- after the end of the process or of the sandbox every call returns at once, and no descriptor stays open.
 """
 
 import asyncio
@@ -12,122 +12,122 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from rookery.core import ExecResult, SandboxError
-from rookery.sandboxes.capture import Feeder
+from rookery.sandboxes.capture import PipeWriter
 from rookery.sandboxes.jobs import Job
 from rookery.sandboxes.protocol import Stream
 
-MAX_UNREAD = 256 << 10
+MAX_UNREAD_BYTES = 256 << 10
 
 
 class GuardedProcess:
-    """Started by `Sandbox.start`; ends by itself, by `kill`, or with the sandbox."""
+    """A process started by `Sandbox.start`. It ends on its own, by `kill`, or with the sandbox."""
 
-    def __init__(self, job: Job, feeder: Feeder, on_end: "Callable[[GuardedProcess], None]") -> None:
+    def __init__(self, job: Job, stdin: PipeWriter, on_end: "Callable[[GuardedProcess], None]") -> None:
         self._job = job
-        self._feeder = feeder
+        self._stdin = stdin
         self._unread: deque[tuple[Stream, bytes]] = deque()
-        self._size = 0
-        self._news = asyncio.Event()
+        self._unread_bytes = 0
+        self._changed = asyncio.Event()
         self._discarding = False
-        self._read = False
+        self._has_reader = False
         self._result: ExecResult | SandboxError | None = None
         self._on_end = on_end
-        job.on_output = self._take
-        job.on_end = self._news.set
-        job.ceiling = 0  # backpressure bounds it
+        job.on_output = self._on_output
+        job.on_end = self._changed.set
+        job.max_output = 0  # backpressure limits the output
 
     @property
     def number(self) -> int:
         return self._job.number
 
-    def _take(self, stream: Stream, data: bytes) -> None:
+    def _on_output(self, stream: Stream, data: bytes) -> None:
         if not self._discarding:
             self._unread.append((stream, data))
-            self._size += len(data)
-            if self._size >= MAX_UNREAD:
+            self._unread_bytes += len(data)
+            if self._unread_bytes >= MAX_UNREAD_BYTES:
                 for pump in self._job.pumps.values():
                     pump.pause()
-        self._news.set()
+        self._changed.set()
 
-    def _flow(self) -> None:
+    def _resume_reading(self) -> None:
         for pump in self._job.pumps.values():
             pump.resume()
 
     async def output(self) -> AsyncIterator[tuple[Stream, bytes]]:
-        """Chunks as they come, until both streams end (whoever holds them) or the command is gone."""
-        self._read = True
+        """Yield chunks until both streams end or the command has ended."""
+        self._has_reader = True
         while True:
             while self._unread:
                 stream, data = self._unread.popleft()
-                self._size -= len(data)
-                if self._size < MAX_UNREAD:
-                    self._flow()
+                self._unread_bytes -= len(data)
+                if self._unread_bytes < MAX_UNREAD_BYTES:
+                    self._resume_reading()
                 yield stream, data
             if self._result is not None or all(pump.ended for pump in self._job.pumps.values()):
                 return
-            self._news.clear()
-            if self._job.promise.done():
-                self.settle()  # what it left running may hold the pipes: its own end counts
+            self._changed.clear()
+            if self._job.ended.done():
+                self.finish()  # its children may still hold the pipes, but the end of the command counts
                 continue
-            await self._news.wait()  # its end is news too: `settle` is called then
+            await self._changed.wait()  # also set when the process ends
 
     async def send(self, data: bytes, *, eof: bool = False) -> None:
-        """Raises BrokenPipeError when the program reads no more."""
-        await self._feeder.write(data)
+        """Write to standard input; `BrokenPipeError` if the program no longer reads."""
+        await self._stdin.write(data)
         if eof:
-            self._feeder.close()
+            self._stdin.close()
 
     async def wait(self, *, timeout: float) -> ExecResult:
-        if not self._read:
+        if not self._has_reader:
             self._discarding = True
-            self._flow()
-        done, _ = await asyncio.wait({self._job.promise}, timeout=timeout)
+            self._resume_reading()
+        done, _ = await asyncio.wait({self._job.ended}, timeout=timeout)
         if not done:
-            raise TimeoutError(f"the process still runs after {timeout:g} s")
-        result = self.settle()
+            raise TimeoutError(f"the process is still running after {timeout:g} s")
+        result = self.finish()
         if isinstance(result, SandboxError):
             raise result
-        return await self._job.explained(result)
+        return await self._job.explain_loss(result)
 
     async def kill(self) -> ExecResult:
         if self._result is None:
             await self._job.abort()
         return await self.wait(timeout=1.0)
 
-    def settle(self) -> ExecResult | SandboxError:
-        """After the end: takes what is left in the pipes and closes them, whether anybody waits or not."""
+    def finish(self) -> ExecResult | SandboxError:
+        """Read what is left in the pipes and close them, after the process has ended."""
         if self._result is None:
-            report = self._job.promise.result()
+            report = self._job.ended.result()
             try:
                 self._result = self._job.collect(report)
             except SandboxError as error:
                 self._result = error
             finally:
                 self._job.release(leave_running=report is not None)
-                self._feeder.close()
-                self._news.set()
+                self._stdin.close()
+                self._changed.set()
                 self._on_end(self)
         return self._result
 
-    def drop(self) -> None:
-        """Closes our ends, when the sandbox closes."""
+    def detach(self) -> None:
+        """Close the pipes when the sandbox closes."""
         self._job.release()
-        self._feeder.close()
-        self._news.set()
+        self._stdin.close()
+        self._changed.set()
 
 
 async def start_process(job: Job, on_end: Callable[[GuardedProcess], None]) -> GuardedProcess:
-    """Begins a job whose input stays open."""
-    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    """Start a job whose standard input stays open."""
+    child_end, our_end = os.pipe2(os.O_CLOEXEC)
     try:
-        feeder = Feeder(asyncio.get_running_loop(), ours)
-        process = GuardedProcess(job, feeder, on_end)
+        stdin = PipeWriter(asyncio.get_running_loop(), our_end)
+        process = GuardedProcess(job, stdin, on_end)
         try:
-            await job.begin(theirs)
+            await job.begin(child_end)
         except BaseException:
-            feeder.close()
+            stdin.close()
             raise
-        job.promise.add_done_callback(lambda _: process.settle())
+        job.ended.add_done_callback(lambda _: process.finish())
         return process
     finally:
-        os.close(theirs)
+        os.close(child_end)

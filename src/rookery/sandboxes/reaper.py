@@ -1,259 +1,135 @@
-"""Ends what dead owners left: sandboxes, keepers, control groups, folders.
+"""Remove what dead owners left: sandboxes, their processes and their directories.
+
+How a sandbox is removed is up to its provider, see `ReapableProvider`. Without that protocol, the marked processes
+are killed and the directory is removed.
 
 Promises:
-- what a live owner holds within its deadline is never touched, whoever asks;
+- a sandbox of a live owner is never touched before its deadline. An owner that is stopped, or lives in another
+  container and shares the directory, is alive: a lease names its PID and start time;
 - it works after a SIGKILL of the owner, of the guard or keeper, or of all of them;
-- a control group is removed only when it is empty: the kernel empties those of a dead keeper;
-- a scratch folder belongs to whoever holds its lock; the kernel lets go of it at their end, however that comes.
-
-An owner that is stopped, or lives in another container and shares the folder, is alive: a lease says its pid and
-start time, a scratch folder is locked. A keeper's folder names the pid of its owner only; a process that has that
-pid now counts as the owner unless it is younger than the folder.
+- a scratch directory belongs to the process that holds its lock. The kernel releases the lock when that process
+  ends.
 """
 
 import contextlib
 import fcntl
 import os
 import shutil
-import signal
-import socket
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import leases
+from rookery.sandboxes.protocol import Lease, ProviderHome, ReapableProvider
 
-from rookery.sandboxes import leases, procs
-from rookery.sandboxes.local import groups
-from rookery.sandboxes.protocol import Home, Lease
-
-SCRATCH = "rookery-box-"
-"""How the folders of single commands begin, in the folder for temporary files."""
-EMPTY_SECONDS = 5.0
-"""How long the groups of a dead keeper may take to become empty."""
-GROUPS = "groups.json"
-"""Where a keeper notes its control groups, in its folder."""
-_LOCAL, _DOCKER = "local", "docker"
-_KEEPER, _SOCKET = "keeper-", "keeper.sock"
-_PAUSE = 0.01
-_OURS = "rookery"
-"""The control group below which all others of ours lie."""
+SCRATCH_PREFIX = "rookery-box-"
+"""Prefix of scratch directories, in the directory for temporary files."""
 
 
-class Groups(msgspec.Struct, frozen=True):
-    """The control groups of one keeper's boxes."""
+def reap(home: Path, *, now: float, force: bool = False) -> list[str]:
+    """Remove every sandbox below `home` whose owner is dead or whose deadline has passed; return their IDs.
 
-    prefix: str
-    """How their names begin."""
-    above: list[str]
-    """The folders that they lie in."""
-
-
-def reap(folder: Path, *, now: float, force: bool = False) -> list[str]:
-    """Ends every sandbox below `folder` whose owner is dead or whose deadline passed; their ids.
-
-    `force` takes the living ones too.
+    `force` also removes those of live owners.
     """
-    reap_keepers(folder, force=force)
-    taken = []
-    for found in leases.read_all(folder):
-        # The file says where the sandbox lies, but it lies in a folder programs can write to: not believed.
-        if found.id != Path(found.id).name or found.id in ("", ".", "..", "leases"):
+    reap_homes(home, force=force)
+    reaped = []
+    providers: dict[str, ReapableProvider | None] = {}
+    for lease in leases.read_leases(home):
+        # Programs can write to this directory, so the ID could be a path to somewhere else.
+        if lease.id != Path(lease.id).name or lease.id in ("", ".", "..", "leases"):
             continue
-        alive = leases.owner_alive(found.owner_pid, found.owner_started)
-        if (force or now >= found.deadline or not alive) and _ended(folder, found, alive=alive):
-            taken.append(found.id)
-    return taken
+        alive = leases.is_owner_alive(lease.owner_pid, lease.owner_started)
+        if force or now >= lease.deadline or not alive:
+            if lease.provider not in providers:
+                providers[lease.provider] = _open_reapable(lease.provider, home)
+            if _destroy(home, lease, providers[lease.provider], owner_alive=alive):
+                reaped.append(lease.id)
+    return reaped
 
 
-def _ended(folder: Path, found: Lease, *, alive: bool) -> bool:
-    if found.provider == _DOCKER:
-        from rookery.sandboxes.docker import orphans  # most machines have no such lease
-
-        return orphans.end_leased(folder, found)
-    if found.provider != _LOCAL:
-        return leases.destroy(folder, found.id, leases.marker(found.run, found.id)) == 0
-    if not alive:
-        # The kernel ended it with its keeper: only the lease is left. Looking at every process on the machine for
-        # each of a thousand leases would take minutes.
-        leases.path_of(folder, found.id).unlink(missing_ok=True)
-        return True
-    value = leases.marker(found.run, found.id)
-    # An idle box of a live owner has no program by which it could be found; its lease stays, for the next time.
-    return bool(leases.marked(value)) and leases.destroy(folder, found.id, value) == 0
+def _destroy(home: Path, lease: Lease, provider: ReapableProvider | None, *, owner_alive: bool) -> bool:
+    if provider is not None:
+        return provider.destroy_leased(lease, owner_alive=owner_alive)
+    return leases.destroy_sandbox(home, lease.id, leases.make_marker(lease.run, lease.id)) == 0
 
 
-# ---- keepers
+def reap_homes(home: Path, *, force: bool = False) -> list[str]:
+    """Remove what dead owners left in a home besides leased sandboxes, for example keepers; return the names."""
+    return [name for provider in _list_reapable(home) for name in provider.reap_home(force=force)]
 
 
-def reap_keepers(folder: Path, *, force: bool = False) -> list[str]:
-    """Ends keepers whose owner is gone and removes what they left; the names of their folders."""
-    taken = []
-    for place in sorted(folder.glob(f"{_KEEPER}*")):
-        owner = place.name.removeprefix(_KEEPER).partition("-")[0]
-        if not owner.isdigit() or place.is_symlink() or not place.is_dir():
-            continue
-        keepers = _keepers_in(place)
-        if not force and _owned(place, int(owner), bool(keepers)):
-            continue
-        for pid, started in keepers.items():
-            _kill(pid, started)
-        remove_place(place)
-        taken.append(place.name)
-    if taken:
-        _forget_socket(folder / _SOCKET)
-    return taken
+def reap_machine() -> list[str]:
+    """Remove sandboxes of dead owners whose home may be gone, for example containers; return their IDs."""
+    return [name for provider in _list_reapable(Path()) for name in provider.reap_machine()]
 
 
-def _owned(place: Path, owner: int, kept: bool) -> bool:
-    """Whether the process that started this keeper may still live."""
-    started = leases.start_ticks(owner)
-    if started is None:
-        return False
-    try:
-        made = place.stat().st_mtime
-    except FileNotFoundError:
-        return True  # its owner removes it at this moment
-    begun = time.time() - (procs.now_ticks() - started) / procs.HZ
-    # The clock may have been set since: a keeper that lives has an owner that lives.
-    return kept or begun <= made + 2.0
+def _list_reapable(home: Path) -> list[ReapableProvider]:
+    from rookery.sandboxes import provider_names  # it imports this module
+
+    return [provider for name in provider_names() if (provider := _open_reapable(name, home)) is not None]
 
 
-def _keepers_in(place: Path) -> dict[int, int]:
-    """Keepers that sit in a folder, by pid, with their start. Others who happen to be there are none."""
-    found: dict[int, int] = {}
-    real = str(place.resolve())
-    for name in (path.name for path in Path("/proc").iterdir() if path.name.isdigit()):
-        with contextlib.suppress(OSError):
-            if str(Path(f"/proc/{name}/cwd").readlink()) != real:
-                continue
-            command = Path(f"/proc/{name}/cmdline").read_bytes()
-            started = leases.start_ticks(int(name))
-            if started is not None and (command.startswith(b"sandbox") or b"keeper.py" in command):
-                found[int(name)] = started
-    return found
-
-
-def _kill(pid: int, started: int) -> None:
-    import select
+def _open_reapable(name: str, home: Path) -> ReapableProvider | None:
+    """Open a provider that reaps its sandboxes itself; None if it does not, or cannot be loaded."""
+    from rookery.sandboxes import open_provider
 
     try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if leases.start_ticks(pid) == started:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], EMPTY_SECONDS)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(handle)
+        provider = open_provider(name, ProviderHome(folder=home, run="reap"))
+    except Exception:  # noqa: BLE001  (a broken plug-in must not keep others from being reaped)
+        return None
+    return provider if isinstance(provider, ReapableProvider) else None
 
 
-def remove_place(place: Path) -> None:
-    """What a keeper that is dead leaves: the control groups of its boxes, and its folder."""
-    owner = place.name.removeprefix(_KEEPER).partition("-")[0]
-    _remove_groups(place, f"{owner}-")
-    procs.remove_tree(str(place))
-
-
-def _remove_groups(place: Path, prefix: str) -> None:
-    """Those of the keeper's boxes. It notes where they are: we may be in another group than it was."""
-    try:
-        noted = msgspec.json.decode((place / GROUPS).read_bytes(), type=Groups)
-    except (OSError, msgspec.MsgspecError):
-        held = groups.find()
-        noted = Groups(prefix, [held.unified, *held.v1.values()])
-    remove_groups(noted.prefix, [above for above in noted.above if Path(above).name == _OURS])
-
-
-def remove_groups(prefix: str, places: Sequence[str], *, seconds: float = EMPTY_SECONDS) -> int:
-    """Removes the control groups whose names begin so, as they become empty; how many would not go."""
-    end = time.monotonic() + seconds
-    while True:
-        left = 0
-        for above in places if prefix else ():
-            with contextlib.suppress(OSError):
-                for group in Path(above).iterdir():
-                    if group.name.startswith(prefix):
-                        left += not _removed(group)
-        if not left or time.monotonic() > end:
-            return left
-        time.sleep(_PAUSE)  # v1 groups have nothing one could wait for
-
-
-def _removed(group: Path) -> bool:
-    try:
-        group.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _forget_socket(path: Path) -> None:
-    """A listening socket outlives its keeper as a file; nobody answers there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        try:
-            sock.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except OSError:
-            return
-
-
-# ---- scratch folders
+# ---- scratch directories
 
 
 @contextlib.contextmanager
-def scratch(run: str) -> Iterator[Home]:
-    """A home for sandboxes of this process that belong to no run; gone with the block, or at the next reap."""
+def scratch_home(run: str) -> Iterator[ProviderHome]:
+    """Create a home for sandboxes that belong to no run. It is removed at the end of the block, or when reaped."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=SCRATCH))
-        lock = _locked(folder)
+        directory = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+        lock = _lock_directory(directory)
         if lock is not None:
             break
     try:
-        yield Home(folder=folder, run=run)
+        yield ProviderHome(folder=directory, run=run)
     finally:
-        procs.remove_tree(str(folder))
+        processes.remove_tree(str(directory))
         os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
-    """Our hold on a scratch folder; None where another has it, or it is gone or not ours."""
+def _lock_directory(directory: Path) -> int | None:
+    """Lock a scratch directory; None if another process holds the lock, or it is gone or another user's."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if os.fstat(lock).st_uid == os.geteuid():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():
-                return lock
+        if os.fstat(fd).st_uid == os.geteuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if directory.exists():
+                return fd
     except BlockingIOError:
         pass
     except BaseException:
-        os.close(lock)
+        os.close(fd)
         raise
-    os.close(lock)
+    os.close(fd)
     return None
 
 
 def reap_scratch(*, now: float) -> list[str]:
-    """Ends what single commands left that were killed; the ids of their sandboxes."""
-    taken: list[str] = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH}*")):
-        lock = _locked(folder)
+    """Remove the sandboxes of single commands that were killed; return their IDs."""
+    reaped: list[str] = []
+    for directory in sorted(Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*")):
+        lock = _lock_directory(directory)
         if lock is None:
             continue
         try:
-            taken += reap(folder, now=now, force=True)
-            if not leases.read_all(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            reaped += reap(directory, now=now, force=True)
+            if not leases.read_leases(directory):
+                shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(lock)
-    return taken
+    return reaped

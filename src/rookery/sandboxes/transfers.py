@@ -1,14 +1,14 @@
-"""Files in and out of a folder that hostile programs write to at the same time.
+"""Copy files into and out of a directory that malicious programs modify at the same time.
 
 Promises:
-- no link is ever followed: every path is walked from the sandbox's own folder, one name at a time;
-- nothing that is not a plain file or a folder is opened for reading: FIFOs, devices and sockets are refused
-  by `read` and left out by `download`, as links are;
-- what arrives is whole or not there; modes survive, set-user-id and its like do not;
-- sizes, depth and number are bounded, and a deadline ends the work.
+- no symbolic link is followed: every path is opened from the sandbox's root directory, one name at a time;
+- only regular files and directories are opened for reading: FIFOs, devices and sockets are refused by `read` and
+  skipped by `download`, as links are;
+- a file appears completely or not at all; modes are preserved, set-user-ID bits are not;
+- sizes, depth and number of files are limited, and a deadline ends a transfer.
 
-A path that may not be named at all (`..`, outside of the sandbox) is a `SandboxError(sandbox.refused)`: the
-caller's mistake. What programs left at a good path (nothing, a link, a FIFO, too much) is an `OSError`.
+An invalid path (`..`, outside of the sandbox) raises `SandboxError(sandbox.refused)`: the caller's mistake. What
+programs left at a valid path (nothing, a link, a FIFO, too much) raises `OSError`.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from typing import IO, NamedTuple
 
 from rookery.core import SandboxError
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 MAX_DEPTH = 200
 MAX_ENTRIES = 200_000
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO must not wait
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO must not wait
+CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Clock:
-    """Ends work that runs in a thread: at its deadline, or when it is told to stop."""
+class TransferClock:
+    """Deadline, cancellation and limits of a transfer that runs in a thread."""
 
     def __init__(self, timeout: float) -> None:
         self._end = time.monotonic() + timeout
@@ -53,51 +53,54 @@ class Clock:
         if limit is not None and self.bytes > limit:
             raise OSError(errno.EFBIG, f"more than {limit} bytes")
 
-    def entry(self) -> None:
+    def count_entry(self) -> None:
         self.check()
         self.entries += 1
         if self.entries > MAX_ENTRIES:
             raise OSError(errno.EFBIG, f"more than {MAX_ENTRIES} files")
 
 
-class Place(NamedTuple):
-    """Where a sandbox's files are, seen from here."""
+class SandboxRoot(NamedTuple):
+    """Where the files of a sandbox are on the host."""
 
-    top: str
-    """The folder that every path is walked from."""
-    work: tuple[str, ...]
-    """From there to where relative paths begin."""
-    tops: Mapping[str, tuple[str, ...]]
-    """Absolute paths, as programs in the sandbox know them, and the names that lead to them."""
-    user: int = -1
-    """Who owns what is made there; -1: we do."""
+    directory: str
+    """The directory from which every path is opened."""
+    workdir: tuple[str, ...]
+    """Path from there to the working directory, where relative paths start."""
+    prefixes: Mapping[str, tuple[str, ...]]
+    """Absolute paths inside the sandbox, and the names that lead to them."""
+    uid: int = -1
+    """Owner of created files; -1 for the current user."""
     hidden: tuple[str, ...] = ()
-    """Names at the top that hold no files, but the kernel."""
+    """Top-level directories that are not accessible, like /proc."""
 
 
-def names_of(place: Place, path: str) -> tuple[str, ...]:
-    """The names from the top to a path: relative ones start in the working folder, absolute ones lie inside."""
+def resolve_names(root: SandboxRoot, path: str) -> tuple[str, ...]:
+    """Return the names from the root to a path. Relative paths start in the working directory."""
     pure = PurePosixPath(path)
     if "\0" in path or ".." in pure.parts:
-        raise SandboxError(f"{path!r} is no path of a sandbox: it must not contain '..'", cause="sandbox.refused")
+        raise SandboxError(
+            f"{path!r} is not a valid path in a sandbox: it must not contain '..'", cause="sandbox.refused"
+        )
     if not pure.is_absolute():
-        return (*place.work, *pure.parts)
-    for known, names in place.tops.items():
+        return (*root.workdir, *pure.parts)
+    for known, names in root.prefixes.items():
         if pure.is_relative_to(known):
             found = (*names, *pure.relative_to(known).parts)
-            if found[:1] and found[0] in place.hidden:
+            if found[:1] and found[0] in root.hidden:
                 break
             return found
     raise SandboxError(
-        f"{path!r} lies outside of the sandbox: use a path relative to its working folder", cause="sandbox.refused"
+        f"{path!r} lies outside of the sandbox: use a path relative to its working directory",
+        cause="sandbox.refused",
     )
 
 
 @contextmanager
-def creating(user: int) -> Iterator[None]:
-    """What this thread makes belongs to that user, and only that user's rights count: also not root's.
+def acting_as_user(user: int) -> Iterator[None]:
+    """Let this thread create files as a user, with that user's permissions only.
 
-    A file of root's could not even exist in a sandbox whose user namespace does not know that user.
+    Files of root could not exist in a sandbox whose user namespace does not map root.
     """
     if user < 0:
         yield
@@ -113,17 +116,17 @@ def creating(user: int) -> Iterator[None]:
 
 
 @contextmanager
-def parent_of(place: Place, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder that holds the last name."""
+def open_parent_inside(root: SandboxRoot, names: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
+    """Yield a descriptor of the directory that contains the last name."""
     if not names:
-        raise IsADirectoryError(errno.EISDIR, "it is the sandbox's own root")
-    here = os.open(place.top, FOLDER)
+        raise IsADirectoryError(errno.EISDIR, "the path is the sandbox's root directory")
+    here = os.open(root.directory, OPEN_DIRECTORY)
     try:
         for name in names[:-1]:
             if make:
-                with contextlib.suppress(FileExistsError), creating(place.user):
+                with contextlib.suppress(FileExistsError), acting_as_user(root.uid):
                     os.mkdir(name, 0o755, dir_fd=here)
-            below = os.open(name, FOLDER, dir_fd=here)
+            below = os.open(name, OPEN_DIRECTORY, dir_fd=here)
             os.close(here)
             here = below
         yield here
@@ -131,39 +134,39 @@ def parent_of(place: Place, names: tuple[str, ...], *, make: bool = False) -> It
         os.close(here)
 
 
-def read(place: Place, path: str, limit: int, clock: Clock) -> bytes:
-    names = names_of(place, path)
-    with parent_of(place, names) as folder:
-        fd = os.open(names[-1], FILE, dir_fd=folder)
-        with os.fdopen(_checked(fd, path), "rb", buffering=0) as file:
+def read(root: SandboxRoot, path: str, limit: int, clock: TransferClock) -> bytes:
+    names = resolve_names(root, path)
+    with open_parent_inside(root, names) as folder:
+        fd = os.open(names[-1], OPEN_FILE, dir_fd=folder)
+        with os.fdopen(_require_regular(fd, path), "rb", buffering=0) as file:
             parts = []
-            while block := file.read(BLOCK):
+            while block := file.read(BLOCK_BYTES):
                 clock.count(len(block), limit)
                 parts.append(block)
     return b"".join(parts)
 
 
-def write(place: Place, path: str, data: bytes, mode: int, clock: Clock) -> None:
-    names = names_of(place, path)
-    with parent_of(place, names, make=True) as folder:
+def write(root: SandboxRoot, path: str, data: bytes, mode: int, clock: TransferClock) -> None:
+    names = resolve_names(root, path)
+    with open_parent_inside(root, names, make=True) as folder:
         view = memoryview(data)
-        blocks = (view[at : at + BLOCK] for at in range(0, len(view), BLOCK))
-        _place(folder, names[-1], blocks, mode, clock, None, place.user)
+        blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+        _write_file(folder, names[-1], blocks, mode, clock, None, root.uid)
 
 
-def _place(
+def _write_file(
     folder: int,
     name: str,
     blocks: "Iterator[memoryview] | Iterator[bytes]",
     mode: int,
-    clock: Clock,
+    clock: TransferClock,
     limit: int | None,
     user: int = -1,
 ) -> None:
-    """Writes beside, then renames over: a link or FIFO of that name is replaced, never written through."""
+    """Write a temporary file and rename it. A link or FIFO of that name is replaced, never written through."""
     half = f".{secrets.token_hex(8)}.half"
-    with creating(user):
-        fd = os.open(half, NEW, 0o600, dir_fd=folder)
+    with acting_as_user(user):
+        fd = os.open(half, CREATE_FILE, 0o600, dir_fd=folder)
     try:
         with os.fdopen(fd, "wb", buffering=0) as file:
             for block in blocks:
@@ -172,21 +175,20 @@ def _place(
                 while view:
                     view = view[file.write(view) :]
             os.fchmod(fd, mode & 0o777)
-        with creating(user):
+        with acting_as_user(user):
             os.rename(half, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
-        with creating(user):
+        with acting_as_user(user):
             os.unlink(half, dir_fd=folder)
         raise
 
 
 @contextmanager
 def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int, str]]:
-    """Open the folder of the host that holds `source`, and yield its descriptor and the last name.
+    """Open the directory of the host that contains `source`; yield its descriptor and the last name.
 
-    The last name is not resolved: it may be a symbolic link. With `inside`, no link is followed on the way from
-    that folder to `source`, and a `source` that does not lie below it is refused. Without it, the path of the
-    parent folder is the caller's own and is opened as it is.
+    The last name is not resolved: it may be a symbolic link. With `inside`, no link is followed on the path from
+    that directory to `source`, and a `source` outside of it is refused. Without it, the parent's path is trusted.
     """
     source = Path(os.path.abspath(source)) if inside is None else source  # noqa: PTH100  (resolve() follows links)
     names: tuple[str, ...] = (source.name,)
@@ -195,14 +197,14 @@ def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int,
         top = inside
         names = source.relative_to(inside).parts if source.is_relative_to(inside) else ()
         if not names or ".." in names:
-            raise OSError(errno.ELOOP, f"it does not lie inside of {inside}", str(source))
+            raise OSError(errno.ELOOP, f"it is not inside of {inside}", str(source))
     here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names[:-1]:
             try:
                 below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
             except NotADirectoryError:
-                raise OSError(errno.ELOOP, f"{name!r} on the way to it is no folder", str(source)) from None
+                raise OSError(errno.ELOOP, f"{name!r} in its path is not a directory", str(source)) from None
             os.close(here)
             here = below
         yield here, names[-1] or "."
@@ -211,47 +213,48 @@ def open_parent(source: Path, inside: Path | None = None) -> Iterator[tuple[int,
 
 
 class SourceItem(NamedTuple):
-    """One file, folder or symbolic link below the source of an upload."""
+    """One file, directory or symbolic link below the source of an upload."""
 
     names: tuple[str, ...]
-    """From the source to it; empty for the source itself."""
+    """Names from the source to it; empty for the source itself."""
     info: os.stat_result
     link: str | None = None
-    """Where a symbolic link leads, as it is written there."""
+    """Target of a symbolic link."""
     file: IO[bytes] | None = None
-    """The content of a plain file; closed when the next item is asked for."""
+    """Content of a regular file; closed when the next item is requested."""
 
 
-def source_items(source: Path, clock: Clock, inside: Path | None = None) -> Iterator[SourceItem]:
+def walk_source(source: Path, clock: TransferClock, inside: Path | None = None) -> Iterator[SourceItem]:
     """Yield everything that an upload of `source` sends, parents first, without following any symbolic link.
 
-    Devices, FIFOs and sockets are left out. `OSError` if `source` itself is neither a plain file nor a folder.
+    Devices, FIFOs and sockets are skipped. `OSError` if `source` itself is neither a regular file nor a
+    directory.
     """
     with open_parent(source, inside) as (above, name):
         yield from _items(open_source(above, name, source), (), clock)
 
 
 def open_source(above: int, name: str, source: Path) -> int:
-    """Open the source of an upload. A symbolic link is refused: what it leads to is not for us to choose."""
+    """Open the source of an upload. A symbolic link is refused."""
     info = os.stat(name, dir_fd=above, follow_symlinks=False)
     if stat.S_ISLNK(info.st_mode):
         raise OSError(
             errno.ELOOP,
-            "it is a symbolic link, which is never followed: upload the file that is meant",
+            "it is a symbolic link, which is not followed: upload its target instead",
             str(source),
         )
-    fd = os.open(name, FILE, dir_fd=above)
+    fd = os.open(name, OPEN_FILE, dir_fd=above)
     try:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            _plain(fd, str(source))
+            _stat_regular(fd, str(source))
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _items(fd: int, names: tuple[str, ...], clock: Clock) -> Iterator[SourceItem]:
-    """Of an open file or folder, which is closed at the end."""
+def _items(fd: int, names: tuple[str, ...], clock: TransferClock) -> Iterator[SourceItem]:
+    """Yield an open file or directory and its content, and close it at the end."""
     try:
         info = os.fstat(fd)
         if not stat.S_ISDIR(info.st_mode):
@@ -260,113 +263,131 @@ def _items(fd: int, names: tuple[str, ...], clock: Clock) -> Iterator[SourceItem
             return
         yield SourceItem(names, info)
         if len(names) >= MAX_DEPTH:
-            raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep")
+            raise OSError(errno.ELOOP, f"directories nested more than {MAX_DEPTH} deep")
         for name in sorted(os.listdir(fd)):
-            clock.entry()
+            clock.count_entry()
             below = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISLNK(below.st_mode):
                 yield SourceItem((*names, name), below, link=os.readlink(name, dir_fd=fd))
             elif stat.S_ISREG(below.st_mode) or stat.S_ISDIR(below.st_mode):
-                yield from _items(os.open(name, FILE, dir_fd=fd), (*names, name), clock)
+                yield from _items(os.open(name, OPEN_FILE, dir_fd=fd), (*names, name), clock)
     finally:
         os.close(fd)
 
 
-def upload(place: Place, source: Path, target: str, clock: Clock, inside: Path | None = None) -> None:
-    """Copy a file or a folder of the host into the sandbox.
+def upload(root: SandboxRoot, source: Path, target: str, clock: TransferClock, inside: Path | None = None) -> None:
+    """Copy a file or directory of the host into the sandbox.
 
-    Symbolic links in a folder are copied as links. A source that is one itself is refused. `inside`: see
+    Symbolic links in a directory are copied as links. A source that is a link is refused. `inside`: see
     `open_parent`.
     """
-    names = names_of(place, target)
+    names = resolve_names(root, target)
     with open_parent(source, inside) as (above, name):
         fd = open_source(above, name, source)
         try:
-            with parent_of(place, names, make=True) as folder:
+            with open_parent_inside(root, names, make=True) as folder:
                 info = os.fstat(fd)
                 if stat.S_ISDIR(info.st_mode):
-                    _copy(fd, folder, names[-1], clock, None, links=True, depth=0, user=place.user)
+                    _copy(fd, folder, names[-1], clock, None, links=True, depth=0, user=root.uid)
                     return
                 with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
-                    _place(folder, names[-1], _blocks(file.read), info.st_mode, clock, None, place.user)
+                    _write_file(folder, names[-1], _blocks(file.read), info.st_mode, clock, None, root.uid)
         finally:
             os.close(fd)
 
 
-def download(place: Place, source: str, target: Path, limit: int, clock: Clock) -> None:
-    """`target` must not exist yet, or be an empty folder or a file (which is replaced)."""
-    names = names_of(place, source)
+def download(root: SandboxRoot, source: str, target: Path, limit: int, clock: TransferClock) -> None:
+    """Copy a file or directory out of the sandbox. `target` must not exist, or be an empty directory or a file."""
+    names = resolve_names(root, source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with parent_of(place, names) as folder:
+    with open_parent_inside(root, names) as folder:
         above = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd = os.open(names[-1], FILE, dir_fd=folder)
+            fd = os.open(names[-1], OPEN_FILE, dir_fd=folder)
             try:
                 if stat.S_ISDIR(os.fstat(fd).st_mode):
-                    _download_folder(fd, above, target.name, limit, clock)
+                    _download_directory(fd, above, target.name, limit, clock)
                     return
-                mode = _plain(fd, source).st_mode
+                mode = _stat_regular(fd, source).st_mode
                 with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
-                    _place(above, target.name, _blocks(file.read), mode, clock, limit)
+                    _write_file(above, target.name, _blocks(file.read), mode, clock, limit)
             finally:
                 os.close(fd)
         finally:
             os.close(above)
 
 
-def _download_folder(source: int, above: int, name: str, limit: int, clock: Clock) -> None:
+def _download_directory(source: int, above: int, name: str, limit: int, clock: TransferClock) -> None:
     half = f".{name}.{secrets.token_hex(8)}.half"
     try:
         _copy(source, above, half, clock, limit, links=False, depth=0, user=-1)
         os.rename(half, name, src_dir_fd=above, dst_dir_fd=above)
     except BaseException:
-        from rookery.sandboxes.procs import remove_tree
+        from rookery.sandbox_runtime.processes import remove_tree
 
         remove_tree(f"/proc/self/fd/{above}/{half}")
         raise
 
 
 def _copy(
-    source: int, above: int, name: str, clock: Clock, limit: int | None, *, links: bool, depth: int, user: int
+    source: int,
+    above: int,
+    name: str,
+    clock: TransferClock,
+    limit: int | None,
+    *,
+    links: bool,
+    depth: int,
+    user: int,
 ) -> None:
-    """A folder, given open, becomes `name` in `above`; folders of that name are merged into."""
+    """Copy an open directory to `name` in `above`. An existing directory is merged."""
     if depth > MAX_DEPTH:
-        raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep")
+        raise OSError(errno.ELOOP, f"directories nested more than {MAX_DEPTH} deep")
     mode = stat.S_IMODE(os.fstat(source).st_mode) & 0o777
-    with contextlib.suppress(FileExistsError), creating(user):
+    with contextlib.suppress(FileExistsError), acting_as_user(user):
         os.mkdir(name, 0o700, dir_fd=above)
-    target = os.open(name, FOLDER, dir_fd=above)
+    target = os.open(name, OPEN_DIRECTORY, dir_fd=above)
     try:
         with os.scandir(source) as entries:
             listed = []
             for entry in entries:
-                clock.entry()
+                clock.count_entry()
                 listed.append(entry.name)
         for entry_name in listed:
             _copy_entry(source, entry_name, target, clock, limit, links=links, depth=depth, user=user)
-        os.fchmod(target, mode | 0o700)  # whoever owns it must be able to remove it
+        os.fchmod(target, mode | 0o700)  # its owner must be able to remove it
     finally:
         os.close(target)
 
 
 def _copy_entry(
-    source: int, name: str, target: int, clock: Clock, limit: int | None, *, links: bool, depth: int, user: int
+    source: int,
+    name: str,
+    target: int,
+    clock: TransferClock,
+    limit: int | None,
+    *,
+    links: bool,
+    depth: int,
+    user: int,
 ) -> None:
     info = os.stat(name, dir_fd=source, follow_symlinks=False)
     if stat.S_ISLNK(info.st_mode) and links:
         half = f".{secrets.token_hex(8)}.half"
-        leads = os.readlink(name, dir_fd=source)  # with our own rights: the source may be nobody else's
-        with creating(user):
+        leads = os.readlink(
+            name, dir_fd=source
+        )  # with our own permissions: the user may not be allowed to read the source
+        with acting_as_user(user):
             os.symlink(leads, half, dir_fd=target)
             os.rename(half, name, src_dir_fd=target, dst_dir_fd=target)
         return
     if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
         return
     try:
-        fd = os.open(name, FILE, dir_fd=source)
+        fd = os.open(name, OPEN_FILE, dir_fd=source)
     except (FileNotFoundError, OSError) as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            return  # swapped for something else since we looked
+            return  # replaced by something else since it was listed
         raise
     try:
         info = os.fstat(fd)
@@ -374,29 +395,29 @@ def _copy_entry(
             _copy(fd, target, name, clock, limit, links=links, depth=depth + 1, user=user)
         elif stat.S_ISREG(info.st_mode):
             with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
-                _place(target, name, _blocks(file.read), info.st_mode, clock, limit, user)
+                _write_file(target, name, _blocks(file.read), info.st_mode, clock, limit, user)
     finally:
         os.close(fd)
 
 
 def _blocks(read_some: Callable[[int], bytes | None]) -> Iterator[bytes]:
-    while block := read_some(BLOCK):
+    while block := read_some(BLOCK_BYTES):
         yield block
 
 
-def _checked(fd: int, path: str) -> int:
+def _require_regular(fd: int, path: str) -> int:
     try:
-        _plain(fd, path)
+        _stat_regular(fd, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _plain(fd: int, path: str) -> os.stat_result:
+def _stat_regular(fd: int, path: str) -> os.stat_result:
     info = os.fstat(fd)
     if stat.S_ISDIR(info.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if not stat.S_ISREG(info.st_mode):
-        raise OSError(errno.EINVAL, "not a plain file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return info

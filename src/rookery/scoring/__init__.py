@@ -1,13 +1,11 @@
-"""Rewards: a finite number in its declared range, or a fault; never a failure turned into a zero.
+"""Rewards and graders: turn what a rollout produced into a finite reward, or raise the fault that prevented it.
 
-`programs`, `running` and `service` run programs in sandboxes of their own; `grading` and what it stands on grade
-them.
-
-Promises:
-- a reward that is missing, not a number, not finite or out of range is a fault of whoever returned it;
-- the parts and metrics of a score are finite numbers too.
+Guarantees:
+- A reward that is missing, not a number, not finite or out of range is a fault of the code that returned it. It
+  never becomes 0.
+- The parts and metrics of a score are finite numbers as well.
 """
 
-from rookery.scoring.rewards import Score, checked
+from rookery.scoring.rewards import Score, check_reward
 
-__all__ = ["Score", "checked"]
+__all__ = ["Score", "check_reward"]

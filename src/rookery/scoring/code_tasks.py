@@ -1,8 +1,8 @@
-"""Tasks whose answer is a program: `id`, `prompt`, and `tests` or `cases`.
+"""Tasks whose answer is a program: rows with `id`, `prompt`, and either `tests` or `cases`.
 
-Promises:
-- an invalid row is a `TaskError` that names the field, before anything runs;
-- a row says how it is graded in one way only.
+Guarantees:
+- An invalid row raises `TaskError` with the name of the field before anything runs.
+- A row is graded either by `tests` or by `cases`, never by both.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from rookery.scoring.programs import (
     Case,
     Language,
     ProgramLimits,
-    cases_of,
-    limits_of,
+    parse_cases,
+    parse_limits,
 )
 
 FIELDS: Final = (
@@ -33,45 +33,45 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     prompt: str = ""
     tests: str | list[str] = ""
-    """Python: assertions, `check(candidate)`, functions `test…`, or classes of unittest's; or a list of
+    """Python source with assertions, `check(candidate)`, functions `test…` or `unittest` classes; or a list of
     assertions."""
     cases: tuple[Case, ...] = ()
     entry_point: str = ""
-    """The function that the tests call; needed for `check(candidate)`, else the tests' text tells."""
+    """The function that the tests call. Required for `check(candidate)`; otherwise it follows from the tests."""
     solution: str = ""
-    """A program that is right: decides whether a failing grader is the task's fault."""
+    """The reference solution. It decides whether the task is at fault when its grader fails."""
     limits: ProgramLimits = NO_PROGRAM_LIMITS
     language: Language = "python"
     tolerance: float | None = None
 
 
-def code_task(row: Mapping[str, Any], *, name: str = "") -> CodeTask:
-    """The task of a JSONL row; fields that are not ours are passed over."""
-    given = {field: row[field] for field in FIELDS if row.get(field) is not None}
-    identity = str(given.get("id", name))
+def parse_code_task(row: Mapping[str, Any], *, name: str = "") -> CodeTask:
+    """Parse a row. Unknown fields are ignored. Raise `TaskError` if the row is invalid."""
+    fields = {field: row[field] for field in FIELDS if row.get(field) is not None}
+    task_id = str(fields.get("id", name))
     try:
-        return _task(identity, given)
+        return _build_task(task_id, fields)
     except RookeryError as error:
-        raise TaskError(f"task {identity!r}: {error}") from error
+        raise TaskError(f"task {task_id!r}: {error}") from error
 
 
-def _task(identity: str, row: dict[str, Any]) -> CodeTask:
+def _build_task(task_id: str, row: dict[str, Any]) -> CodeTask:
     for field in ("entry_point", "solution"):
         if not isinstance(row.get(field, ""), str):
-            raise TaskError(f"{field} must be text, got {type(row[field]).__name__}")
+            raise TaskError(f"{field} must be a string, got {type(row[field]).__name__}")
     tests = row.get("tests", "")
     texts = isinstance(tests, list) and all(isinstance(one, str) for one in tests)
     if not isinstance(tests, str) and not texts:
-        raise TaskError("tests must be Python source, or a list of assertions")
+        raise TaskError("tests must be Python source or a list of assertions")
     if bool(tests) == bool(row.get("cases")):
-        raise TaskError("give either tests or cases" + (", not both" if tests else ""))
+        raise TaskError("exactly one of tests and cases is required" + (", got both" if tests else ""))
     language = row.get("language", "python")
     if language not in LANGUAGES:
         raise TaskError(f"language must be one of {', '.join(LANGUAGES)}, got {language!r:.80}")
     if tests and language != "python":
-        raise TaskError(f"tests are Python: a {language} program is graded by cases")
+        raise TaskError(f"tests are Python: grade a {language} program by cases")
     if row.get("entry_point") and not row["entry_point"].isidentifier():
-        raise TaskError(f"entry_point must be a name, got {row['entry_point']!r:.80}")
+        raise TaskError(f"entry_point must be a Python identifier, got {row['entry_point']!r:.80}")
     limits = dict(row.get("limits") or {}) if isinstance(row.get("limits") or {}, dict) else row["limits"]
     if isinstance(limits, dict):
         for field, limit in (("timeout_seconds", "wall"), ("memory_limit_bytes", "memory")):
@@ -79,13 +79,13 @@ def _task(identity: str, row: dict[str, Any]) -> CodeTask:
                 limits.setdefault(limit, row[field])
     prompt = row.get("prompt", "")
     return CodeTask(
-        id=identity,
+        id=task_id,
         prompt=prompt if isinstance(prompt, str) else "",
         tests=tests,
-        cases=cases_of(row.get("cases"), "cases"),
+        cases=parse_cases(row.get("cases"), "cases"),
         entry_point=row.get("entry_point", ""),
         solution=row.get("solution", ""),
-        limits=limits_of(limits, "limits"),
+        limits=parse_limits(limits, "limits"),
         language=language,
         tolerance=row.get("tolerance"),
     )

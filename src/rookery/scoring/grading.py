@@ -1,14 +1,14 @@
-"""Grade submissions by unit tests, by inputs and outputs, or by a function of the user; each in fresh sandboxes.
+"""Grade programs by unit tests, by test cases (input and output) or by a user's function, in fresh sandboxes.
 
 Guarantees:
-- a submission sees neither tests nor expected outputs, and holds no channel that a verdict comes over; where the
-  tests must share its process, the grade says that it is weaker and why;
-- the form of a task's tests is decided from the task alone, before any submission is seen: by the text of the
-  tests, by its own solution or, without one, by a run of the tests without a submission. No submission changes it;
-- whatever a submission sends, the result is a verdict about the submission;
-- every case's verdict is in the grade; the reward is all or nothing, or with `partial` the share that passed;
-- a grader's failure is the submission's, the task's or the machine's as `judging` decides: the minimum reward,
-  `TaskError` or `SandboxError`, and never a guess.
+- A submission sees neither tests nor expected outputs and holds no channel that carries a verdict. If the tests
+  must share its process, the grade is labelled as weaker and gives the reason.
+- Whether tests share the submission's process is decided from the task alone, before a submission is seen: from
+  the source of the tests, by a run of the reference solution or, without one, by a run without a submission.
+- Whatever a submission sends, the result is a verdict about the submission.
+- The grade contains the verdict of every test. The reward is all or nothing, or the share of passed tests with
+  `partial`.
+- A grader that fails is attributed by `FaultAttribution`: minimum reward, `TaskError` or `SandboxError`.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, TaskError, UsageError
-from rookery.scoring.boxes import Gate, OpenBox, closed, limited
 from rookery.scoring.code_tasks import CodeTask
-from rookery.scoring.forms import Form, Uses, uses_of
-from rookery.scoring.judging import FAILING, LOSSES, Judge
+from rookery.scoring.fault_attribution import MAX_LOSSES, FaultAttribution
+from rookery.scoring.fresh_sandboxes import OpenSandbox, SandboxGate, apply_limits, close_sandbox
+from rookery.scoring.program_runner import ProgramRunner, run_program
 from rookery.scoring.programs import (
     DEFAULT_PROGRAM_LIMITS,
     NO_PROGRAM_LIMITS,
@@ -33,31 +33,33 @@ from rookery.scoring.programs import (
     Program,
     ProgramLimits,
 )
-from rookery.scoring.rewards import Score, checked
-from rookery.scoring.running import Programs, run_program
-from rookery.scoring.testing import TestReport, TestResult, probe_tests, run_tests
+from rookery.scoring.rewards import Score, check_reward
+from rookery.scoring.test_analysis import Isolation, TestUsage, analyze_tests
+from rookery.scoring.unit_tests import TestReport, TestResult, probe_tests, run_tests
 
 GradeFunction = Callable[[str, CodeTask, Any], Awaitable[object] | object]
-"""`async def grade(submission, task, sandbox) -> float`, or a plain one, which runs in a thread; or returns a
-`Score`."""
-SEPARATE: Final[tuple[Form, str]] = ("separate", "")
-REMEMBERED: Final = 10_000
-"""Tasks whose form is kept."""
+"""A user's grader: `async def grade(submission, task, sandbox) -> float`. It may return a `Score` instead of a
+number. A function that is not `async` runs in a thread."""
+IsolationDecision = tuple[Isolation, str]
+"""The isolation of a task's tests, and why it is weaker than `separate`; empty for `separate`."""
+SEPARATE: Final[IsolationDecision] = ("separate", "")
+MAX_CACHED: Final = 10_000
+"""Tasks for which `IsolationCache` remembers the decision."""
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a submission is worth, and why."""
+    """The reward of a submission, with the verdicts that led to it."""
 
     reward: float
     tests: tuple[TestResult, ...] = ()
-    """Every test or case with its verdict."""
-    form: Form = "separate"
+    """Every test or test case with its verdict."""
+    isolation: Isolation = "separate"
     weaker: str = ""
-    """Why the verdict is easier to forge than it should be; empty where it is not."""
+    """Why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     printed: str = ""
     runs: int = 1
-    """Times that the grader ran with the submission."""
+    """How many times the grader ran with the submission."""
 
     @property
     def passed(self) -> bool:
@@ -65,11 +67,12 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def share(self) -> float:
+        """The share of tests that passed."""
         return sum(test.verdict == "passed" for test in self.tests) / len(self.tests) if self.tests else 0.0
 
     @property
     def score(self) -> Score:
-        """As an environment returns it."""
+        """The grade as the value that an environment's scoring returns."""
         counts = {
             f"verdict/{name}": float(sum(t.verdict == name for t in self.tests))
             for name in VERDICTS
@@ -78,98 +81,101 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return Score(self.reward, {"share": self.share}, {**counts, "weaker": float(bool(self.weaker))})
 
 
-class Forms:
-    """Remembers in which form the tests of each task run. Graders of the same tasks share one."""
+class IsolationCache:
+    """Remember for each task whether its tests share the submission's process. Graders of one run share a
+    cache."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[Form, str]] = OrderedDict()
+        self._known: OrderedDict[bytes, IsolationDecision] = OrderedDict()
         self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    async def decided(self, key: bytes, decide: Callable[[], Awaitable[tuple[Form, str]]]) -> tuple[Form, str]:
-        """Return the form and why it is weaker; `decide` is called once for each key at a time."""
+    async def get(self, key: bytes, decide: Callable[[], Awaitable[IsolationDecision]]) -> IsolationDecision:
+        """Return the decision for a task; call `decide` if it is not cached. Concurrent calls share one call."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             if key not in self._known:
                 self._known[key] = await decide()
-                if len(self._known) > REMEMBERED:
+                if len(self._known) > MAX_CACHED:
                     self._known.popitem(last=False)
             return self._known[key]
 
 
 class Grader:
-    """Grades submissions of many tasks. `open_box`, `spec` and `gate`: where sandboxes come from, and how many at
-    once.
+    """Grade submissions for any number of tasks.
 
-    `isolated`: whether the provider keeps programs apart; if not, every grade is labelled weaker. `seconds`: for
-    one grading; what a submission has not done by then has the verdict `time`.
+    `spec`, `open_sandbox` and `gate` say which sandboxes to open, how, and how many at once. `isolated` is False
+    for a provider that does not isolate programs; every grade is then labelled as weaker. `seconds` is the time
+    for one grading: tests that have not ended by then get the verdict `time`.
     """
 
     def __init__(
         self,
         spec: SandboxSpec,
-        open_box: OpenBox,
-        gate: Gate,
+        open_sandbox: OpenSandbox,
+        gate: SandboxGate,
         *,
         isolated: bool = True,
         limits: ProgramLimits = NO_PROGRAM_LIMITS,
         partial: bool = False,
         low: float = 0.0,
         high: float = 1.0,
-        forms: Forms | None = None,
+        isolation_cache: IsolationCache | None = None,
         seconds: float = inf,
     ) -> None:
         self._spec = spec
-        self._open_box = open_box
+        self._open_sandbox = open_sandbox
         self._gate = gate
         self._isolated = isolated
         self._limits = limits.over(DEFAULT_PROGRAM_LIMITS)
         self._partial = partial
         self._low, self._high = low, high
-        self._forms = forms or Forms()
+        self._isolation_cache = isolation_cache or IsolationCache()
         self._seconds = seconds
 
     @classmethod
-    def of(cls, programs: Programs, **settings: Any) -> "Grader":
-        """In the sandboxes of an open `Programs`."""
+    def from_runner(cls, runner: ProgramRunner, **settings: Any) -> "Grader":
+        """Create a grader that uses the sandboxes of an open `ProgramRunner`."""
         from rookery.sandboxes import is_isolated
 
-        isolated = is_isolated(programs.spec.provider)
-        return cls(programs.spec, programs.create, programs.gate, isolated=isolated, **settings)
+        isolated = is_isolated(runner.spec.provider)
+        return cls(runner.spec, runner.create, runner.gate, isolated=isolated, **settings)
 
     async def grade(self, task: CodeTask, submission: str) -> Grade:
-        """`TaskError`: the task is at fault; `SandboxError`: the machine is."""
-        last = asyncio.get_running_loop().time() + self._seconds
-        by = self._by_cases if task.cases else self._by_tests
-        grade = await by(task, submission, last)
-        return self._labelled(grade)
+        """Grade a submission. Raise `TaskError` if the task is at fault, `SandboxError` if sandboxes failed."""
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        grade_by = self._grade_by_cases if task.cases else self._grade_by_tests
+        grade = await grade_by(task, submission, deadline)
+        if self._isolated:
+            return grade
+        return msgspec.structs.replace(grade, weaker=_join_reasons(grade.weaker, "the sandboxes do not isolate"))
 
     async def grade_by(self, function: GradeFunction, task: CodeTask, submission: str, *, wall: float) -> Score:
-        """By a function of the user's, in a fresh sandbox, with its own limits; twice too long is the minimum.
+        """Grade with a user's function in a fresh sandbox. A function that times out twice scores the minimum.
 
-        What it raises passes; what it returns is checked as every reward is.
+        Exceptions of the function propagate. Its result is checked like every reward.
         """
         limits = task.limits.over(self._limits)
         for _ in range(2):
             async with self._gate:
-                box = await self._open_box(limited(self._spec, limits))
+                sandbox = await self._open_sandbox(apply_limits(self._spec, limits))
                 try:
                     async with asyncio.timeout(wall):
                         if inspect.iscoroutinefunction(function):
-                            value = await function(submission, task, box)
+                            value = await function(submission, task, sandbox)
                         else:
-                            value = await asyncio.to_thread(function, submission, task, box)
-                    return checked(value, self._low, self._high)
+                            value = await asyncio.to_thread(function, submission, task, sandbox)
+                    return check_reward(value, self._low, self._high)
                 except TimeoutError:
                     continue
                 finally:
-                    await closed(box)
+                    await close_sandbox(sandbox)
         return Score(self._low, {}, {"grader_time": 1.0})
 
-    # ---- inputs and outputs
+    # ---- test cases
 
-    async def _by_cases(self, task: CodeTask, submission: str, last: float) -> Grade:
+    async def _grade_by_cases(self, task: CodeTask, submission: str, deadline: float) -> Grade:
         if not submission.strip():
-            return self._nothing(len(task.cases), "the submission is empty")
+            return self._fail_all_cases(len(task.cases), "the submission is empty")
         try:
             program = Program(
                 source=submission,
@@ -178,86 +184,86 @@ class Grader:
                 tolerance=task.tolerance,
                 limits=task.limits,
             )
-        except UsageError as error:  # the task was checked when it was read: this is about the submission
-            return self._nothing(len(task.cases), f"the submission cannot be a program: {error}")
-        result = await run_program(program, self._limits, self._spec, self._open_box, self._gate, last)
+        except UsageError as error:  # the task was validated when it was loaded, so the submission is at fault
+            return self._fail_all_cases(len(task.cases), f"the submission is not a valid program: {error}")
+        result = await run_program(program, self._limits, self._spec, self._open_sandbox, self._gate, deadline)
         tests = []
-        for at, one in enumerate(result.cases):
-            if one.verdict is None:
-                raise SandboxError(f"case {at} could not be run: {one.detail}", cause=one.cause or None)
-            tests.append(TestResult(name=f"case {at}", verdict=one.verdict, detail=one.detail))
-        return self._grade(
+        for number, case in enumerate(result.cases):
+            if case.verdict is None:
+                raise SandboxError(f"cannot run test case {number}: {case.detail}", cause=case.cause or None)
+            tests.append(TestResult(name=f"case {number}", verdict=case.verdict, detail=case.detail))
+        return self._with_reward(
             Grade(reward=self._low, tests=tuple(tests), detail=result.detail, printed=result.stderr)
         )
 
-    def _nothing(self, count: int, why: str) -> Grade:
-        tests = tuple(TestResult(name=f"case {at}", verdict="crash", detail=why) for at in range(count))
-        return Grade(reward=self._low, tests=tests, detail=why)
+    def _fail_all_cases(self, count: int, reason: str) -> Grade:
+        tests = tuple(TestResult(name=f"case {n}", verdict="crash", detail=reason) for n in range(count))
+        return Grade(reward=self._low, tests=tests, detail=reason)
 
-    # ---- tests
+    # ---- unit tests
 
-    async def _by_tests(self, task: CodeTask, submission: str, last: float) -> Grade:
-        uses = uses_of(task.tests, task.entry_point)
-        if not uses.has_tests:
-            raise TaskError(
-                f"task {task.id!r}: its grader cannot be used: there is no test in its tests",
-                cause="scoring.missing",
-            )
+    async def _grade_by_tests(self, task: CodeTask, submission: str, deadline: float) -> Grade:
+        usage = analyze_tests(task.tests, task.entry_point)
+        if not usage.has_tests:
+            raise TaskError(f"task {task.id!r}: its tests contain no test", cause="scoring.missing")
         key = msgspec.msgpack.encode((task.id, task.tests, task.entry_point, task.solution))
         try:
             async with asyncio.timeout(self._seconds / 2 if isfinite(self._seconds) else None):
-                form, why = await self._forms.decided(key, lambda: self._form_of(task, uses))
+                isolation, reason = await self._isolation_cache.get(
+                    key, lambda: self._decide_isolation(task, usage)
+                )
         except TimeoutError as error:
             raise SandboxError(
-                f"task {task.id!r}: there was no time to find out how its tests run: raise limits.score",
+                f"task {task.id!r}: no time left to find out how its tests must run: raise limits.score",
                 cause="scoring.timeout",
             ) from error
-        grade = await self._judged(task, uses, submission, form, last)
-        return msgspec.structs.replace(grade, weaker="; ".join(filter(None, (why, grade.weaker))))
+        grade = await self._run_and_attribute(task, usage, submission, isolation, deadline)
+        return msgspec.structs.replace(grade, weaker=_join_reasons(reason, grade.weaker))
 
-    async def _form_of(self, task: CodeTask, uses: Uses) -> tuple[Form, str]:
-        """Decide the form from the task alone; `TaskError` where its own solution passes in neither."""
-        if uses.why_shared:
-            return "shared", uses.why_shared
+    async def _decide_isolation(self, task: CodeTask, usage: TestUsage) -> IsolationDecision:
+        """Decide from the task alone how its tests run. Raise `TaskError` if its reference solution never
+        passes."""
+        if usage.shared_reason:
+            return "shared", usage.shared_reason
         if not task.solution:
-            found = await self._probed(task, uses)
-            return ("shared", f"the tests pass something that is not plain data: {found}") if found else SEPARATE
-        report = await self._solved(task, uses, "separate")
-        if report.end == "ended" and _passed(report):
+            found = await self._probe(task, usage)
+            return ("shared", f"the tests pass a value that is not plain data: {found}") if found else SEPARATE
+        report = await self._run_solution(task, usage, "separate")
+        if report.end == "scored" and _all_passed(report):
             return SEPARATE
-        report = await self._solved(task, uses, "shared")
-        if report.end == "ended" and _passed(report):
-            return "shared", "the task's own solution passes only in the tests' own process"
-        if report.end == "ended":
-            raise TaskError(f"task {task.id!r}: its own solution does not pass its tests: {_why(report)}")
+        report = await self._run_solution(task, usage, "shared")
+        if report.end == "scored" and _all_passed(report):
+            return "shared", "the reference solution passes only in the same process as the tests"
+        failure = _describe_failure(report)
+        if report.end == "scored":
+            raise TaskError(f"task {task.id!r}: its reference solution does not pass its tests: {failure}")
         raise TaskError(
-            f"task {task.id!r}: its grader cannot be used: with its own solution: {_why(report)}",
-            cause="scoring.missing",
+            f"task {task.id!r}: its tests fail with its reference solution: {failure}", cause="scoring.missing"
         )
 
-    async def _solved(self, task: CodeTask, uses: Uses, form: Form) -> TestReport:
-        """Run the tests with the task's own solution; a failure of the grader is tried once more."""
-        losses = failures = 0
+    async def _run_solution(self, task: CodeTask, usage: TestUsage, isolation: Isolation) -> TestReport:
+        """Run the tests with the reference solution. A failure is repeated once, a lost sandbox is replaced."""
+        attribution = FaultAttribution(has_solution=False)
         while True:
-            report = await self._tried(task, uses, task.solution, form)
-            losses += report.end == "lost"
-            failures += report.end in FAILING
-            if losses >= LOSSES:
-                raise SandboxError(f"the sandboxes of a grader were lost: {report.detail}")
-            if report.end != "lost" and (report.end not in FAILING or failures > 1):
-                return report
+            report = await self._run_tests(task, usage, task.solution, isolation)
+            match attribution.after_submission(report.end):
+                case "rerun":
+                    continue
+                case "infra_fault":
+                    raise SandboxError(f"the grader's sandboxes were lost: {report.detail}")
+            return report
 
-    async def _probed(self, task: CodeTask, uses: Uses) -> str:
+    async def _probe(self, task: CodeTask, usage: TestUsage) -> str:
         limits = task.limits.over(self._limits)
-        for left in reversed(range(LOSSES)):
+        for left in reversed(range(MAX_LOSSES)):
             try:
                 return await probe_tests(
                     task.tests,
-                    uses,
+                    usage,
                     entry_point=task.entry_point,
                     limits=limits,
                     spec=self._spec,
-                    open_box=self._open_box,
+                    open_sandbox=self._open_sandbox,
                     gate=self._gate,
                 )
             except SandboxError as error:
@@ -265,81 +271,74 @@ class Grader:
                     raise
         raise AssertionError("unreachable")
 
-    async def _judged(self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float) -> Grade:
-        judge = Judge(has_solution=bool(task.solution))
+    async def _run_and_attribute(
+        self, task: CodeTask, usage: TestUsage, submission: str, isolation: Isolation, deadline: float
+    ) -> Grade:
+        """Run the tests with the submission and follow `FaultAttribution` until there is a grade."""
+        attribution = FaultAttribution(has_solution=bool(task.solution))
         runs = 0
-        while True:
-            report = await self._tried(task, uses, submission, form, last)
+        action = "rerun"
+        while action == "rerun":
+            report = await self._run_tests(task, usage, submission, isolation, deadline)
             runs += 1
-            step = judge.submission(report.end)
-            while step == "solution":
-                told = await self._tried(task, uses, task.solution, form)
-                step = judge.solution(told.end)
-            match step:
-                case "again":
-                    continue
-                case "infra":
-                    raise SandboxError(f"the sandboxes of a grader were lost: {report.detail}")
-                case "task":
-                    raise TaskError(
-                        f"task {task.id!r}: its grader cannot be used: {_why(report)}", cause="scoring.missing"
-                    )
-            decided = f"the submission's own word decided a test: {report.decided}" if report.decided else ""
-            grade = Grade(
-                reward=self._low,
-                tests=report.tests,
-                form=form,
-                weaker=decided,
-                detail=report.detail,
-                printed=report.printed,
-                runs=runs,
+            action = attribution.after_submission(report.end)
+            while action == "run_solution":
+                solved = await self._run_tests(task, usage, task.solution, isolation)
+                action = attribution.after_solution(solved.end)
+        if action == "infra_fault":
+            raise SandboxError(f"the grader's sandboxes were lost: {report.detail}")
+        if action == "task_fault":
+            raise TaskError(
+                f"task {task.id!r}: its tests also fail with its reference solution: {_describe_failure(report)}",
+                cause="scoring.missing",
             )
-            return self._grade(grade) if step == "score" else grade
+        grade = Grade(
+            reward=self._low,
+            tests=report.tests,
+            isolation=isolation,
+            weaker=f"a method of the submission decided a test: {report.decided}" if report.decided else "",
+            detail=report.detail,
+            printed=report.printed,
+            runs=runs,
+        )
+        return self._with_reward(grade) if action == "score" else grade
 
-    async def _tried(
-        self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float = inf
+    async def _run_tests(
+        self, task: CodeTask, usage: TestUsage, submission: str, isolation: Isolation, deadline: float = inf
     ) -> TestReport:
         try:
-            return await self._run(task, uses, submission, form, last)
+            return await run_tests(
+                task.tests,
+                submission,
+                usage,
+                isolation=isolation,
+                entry_point=task.entry_point,
+                limits=task.limits.over(self._limits),
+                spec=self._spec,
+                open_sandbox=self._open_sandbox,
+                gate=self._gate,
+                deadline=deadline,
+            )
         except SandboxError as error:
             if error.fault != "infra" or error.code == "sandbox.refused":
                 raise
-            return TestReport(form=form, end="lost", detail=str(error))
+            return TestReport(isolation=isolation, end="lost", detail=str(error))
 
-    async def _run(self, task: CodeTask, uses: Uses, submission: str, form: Form, last: float) -> TestReport:
-        return await run_tests(
-            task.tests,
-            submission,
-            uses,
-            form=form,
-            entry_point=task.entry_point,
-            limits=task.limits.over(self._limits),
-            spec=self._spec,
-            open_box=self._open_box,
-            gate=self._gate,
-            last=last,
-        )
-
-    # ---- rewards
-
-    def _grade(self, grade: Grade) -> Grade:
+    def _with_reward(self, grade: Grade) -> Grade:
         share = grade.share if self._partial else float(grade.passed)
         reward = self._low + share * (self._high - self._low)
-        return msgspec.structs.replace(grade, reward=checked(reward, self._low, self._high).reward)
-
-    def _labelled(self, grade: Grade) -> Grade:
-        if self._isolated:
-            return grade
-        return msgspec.structs.replace(
-            grade, weaker="; ".join(filter(None, (grade.weaker, "the sandboxes do not isolate")))
-        )
+        return msgspec.structs.replace(grade, reward=check_reward(reward, self._low, self._high).reward)
 
 
-def _passed(report: TestReport) -> bool:
+def _join_reasons(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
+
+
+def _all_passed(report: TestReport) -> bool:
     return bool(report.tests) and all(test.verdict == "passed" for test in report.tests)
 
 
-def _why(report: TestReport) -> str:
+def _describe_failure(report: TestReport) -> str:
     first = next((test for test in report.tests if test.verdict != "passed"), None)
-    said = f"{first.name}: {first.verdict} {first.detail}".rstrip() if first is not None else report.end
-    return f"{said} {report.detail if first is None or report.detail != first.detail else ''}".rstrip()[:1000]
+    text = f"{first.name}: {first.verdict} {first.detail}".rstrip() if first is not None else report.end
+    return f"{text} {report.detail if first is None or report.detail != first.detail else ''}".rstrip()[:1000]

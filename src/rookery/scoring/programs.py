@@ -1,12 +1,11 @@
-"""Programs to run and what came of them: plain data, checked when it is built.
+"""Data types for programs and their results, validated on construction.
 
-Promises:
-- a program that cannot be (no source, a file outside of its folder, a limit that is no limit) is a `UsageError`
-  that names the field, before anything runs;
-- a program read from JSON names the field in the same way;
-- expected outputs are no part of what a sandbox is given;
-- a result says how the program ended in the sandbox's own words; a sandbox that failed is `failed`, with a cause,
-  and never the program's failure.
+Guarantees:
+- An invalid program (no source, a file outside its directory, an invalid limit) raises `UsageError` with the
+  name of the field before anything runs. The same holds for programs parsed from JSON.
+- Expected outputs are never sent to a sandbox.
+- A result has the status that the sandbox reported. If the sandbox itself failed, the status is `failed`, with
+  a cause.
 """
 
 import base64
@@ -28,27 +27,29 @@ VERDICTS: Final[tuple[Verdict, ...]] = ("passed", "wrong_answer", "time", "memor
 ProgramStatus: TypeAlias = ExecStatus | Literal["failed"]
 
 LANGUAGES: Final = ("python", "bash", "c", "c++")
-ENTRIES: Final[dict[str, str]] = {"python": "main.py", "bash": "main.sh", "c": "main.c", "c++": "main.cpp"}
-MOST_FILES: Final = 1_000
-MOST_BYTES: Final = 64 << 20
-"""Of a program's files together."""
-MOST_CASES: Final = 10_000
+ENTRY_FILES: Final[dict[str, str]] = {"python": "main.py", "bash": "main.sh", "c": "main.c", "c++": "main.cpp"}
+MAX_FILES: Final = 1_000
+MAX_BYTES: Final = 64 << 20
+"""Total size of a program's files."""
+MAX_CASES: Final = 10_000
 
 
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a program may use. None: not said here, the next one down the line decides.
+    """Resource limits of a program. None means unset: the next more general limits apply.
 
-    A case's limits go over its program's, those over the call's, those over the defaults.
+    The limits of a case override those of its program, which override those of the call, which override the
+    defaults.
     """
 
     wall: float | None = None
-    """Seconds, of the program alone: our own start-up does not count."""
+    """Wall time in seconds for the program alone; the start-up time of the sandbox does not count."""
     cpu: float | None = None
-    """Seconds of processor time; without it only `wall` limits it."""
+    """Processor time in seconds; None: only `wall` applies."""
     memory: int | None = None
-    """Bytes, for all its processes together where the provider can."""
+    """Bytes; for all processes of the program together if the provider supports it."""
     output: int | None = None
-    """Bytes kept of each of stdout and stderr; a graded output that is longer has the verdict `output`."""
+    """Bytes captured of stdout and of stderr. A longer output that has to be compared gets the verdict
+    `output`."""
     pids: int | None = None
     disk: int | None = None
 
@@ -59,17 +60,17 @@ class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 continue
             whole = name not in ("wall", "cpu")
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                kind = "a whole number" if whole else "a number"
+                kind = "an integer" if whole else "a number"
                 raise UsageError(f"limits.{name} must be {kind} above 0, got {value!r:.80}")
             if not isfinite(value) or not 0 < value < 1 << 60:
                 raise UsageError(f"limits.{name} must be a finite number above 0, got {value!r:.80}")
 
     def over(self, below: "ProgramLimits") -> "ProgramLimits":
-        """These limits where they say something, `below` elsewhere."""
+        """Return these limits, with unset ones taken from `below`."""
         if self is NO_PROGRAM_LIMITS:
             return below
-        said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return msgspec.structs.replace(below, **said) if said else below
+        values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(below, **values) if values else below
 
 
 NO_PROGRAM_LIMITS: Final = ProgramLimits()
@@ -77,88 +78,94 @@ DEFAULT_PROGRAM_LIMITS: Final = ProgramLimits(wall=10.0, memory=512 << 20, outpu
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One input, and the output that is expected for it; None: any, as long as the program ends well."""
+    """A test case: an input and its expected output. Without `stdout`, any output passes if the program exits
+    with 0."""
 
     stdin: str | bytes = b""
     stdout: str | None = None
     limits: ProgramLimits = NO_PROGRAM_LIMITS
 
     def __post_init__(self) -> None:
-        _text("stdin", self.stdin)
+        _check_text("stdin", self.stdin)
         if self.stdout is not None and not isinstance(self.stdout, str):
-            raise UsageError(f"stdout must be text, got a {type(self.stdout).__name__}")
+            raise UsageError(f"stdout must be a string, got {type(self.stdout).__name__}")
         if not isinstance(self.limits, ProgramLimits):
-            raise UsageError(f"limits must be ProgramLimits, got a {type(self.limits).__name__}")
+            raise UsageError(f"limits must be ProgramLimits, got {type(self.limits).__name__}")
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One program: its source or its files, what it is given, and what it is to print."""
+    """A program: its source or files, its input, and the test cases that judge it."""
 
     source: str | bytes = b""
     """The content of the entry file."""
     language: Language = "python"
     files: dict[str, str | bytes] = {}
-    """Path in the working folder → content."""
+    """Path in the working directory → content."""
     entry: str = ""
-    """The file that is run or compiled; empty: the language's own (`main.py`, `main.sh`, `main.c`, `main.cpp`)."""
+    """The file to run or compile; empty: the default of the language (`main.py`, `main.sh`, `main.c`,
+    `main.cpp`)."""
     argv: tuple[str, ...] = ()
     stdin: str | bytes = b""
     env: dict[str, str] = {}
     cases: tuple[Case, ...] = ()
-    """Each is a run of its own, in a sandbox of its own; without any the program runs once, with `stdin`."""
+    """Test cases, each run in its own sandbox. Without cases the program runs once, with `stdin`."""
     tolerance: float | None = None
-    """Numbers in outputs may differ by this much, absolute or relative."""
+    """Maximum difference of numbers in outputs, absolute or relative."""
     limits: ProgramLimits = NO_PROGRAM_LIMITS
     id: str = ""
-    """Comes back with the result."""
+    """Copied to the result."""
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
             raise UsageError(f"language must be one of {', '.join(LANGUAGES)}, got {self.language!r:.80}")
-        _text("source", self.source)
-        _text("stdin", self.stdin)
-        if not isinstance(self.files, dict) or len(self.files) > MOST_FILES:
-            raise UsageError(f"files must be an object of at most {MOST_FILES} paths")
+        _check_text("source", self.source)
+        _check_text("stdin", self.stdin)
+        if not isinstance(self.files, dict) or len(self.files) > MAX_FILES:
+            raise UsageError(f"files must be a dict of at most {MAX_FILES} paths")
         for path, content in self.files.items():
-            _path("files", path)
-            _text(f"files[{path!r:.80}]", content)
-        _words("argv", self.argv)
+            _check_path("files", path)
+            _check_text(f"files[{path!r:.80}]", content)
+        _check_argv("argv", self.argv)
         if self.entry:
-            _path("entry", self.entry)
-        if not isinstance(self.env, dict) or not all(_variable(name, value) for name, value in self.env.items()):
-            raise UsageError("env must be an object of names to texts, without NUL, and names without '='")
+            _check_path("entry", self.entry)
+        if not isinstance(self.env, dict) or not all(
+            _is_variable(name, value) for name, value in self.env.items()
+        ):
+            raise UsageError(
+                "env must map names to strings; neither may contain NUL, and names may not contain '='"
+            )
         if not isinstance(self.cases, tuple) or not all(isinstance(case, Case) for case in self.cases):
-            raise UsageError("cases must be a tuple of Case")
-        if len(self.cases) > MOST_CASES:
-            raise UsageError(f"cases must be at most {MOST_CASES}, got {len(self.cases)}")
+            raise UsageError("cases must be a tuple of Case objects")
+        if len(self.cases) > MAX_CASES:
+            raise UsageError(f"cases must have at most {MAX_CASES} entries, got {len(self.cases)}")
         if not isinstance(self.limits, ProgramLimits):
-            raise UsageError(f"limits must be ProgramLimits, got a {type(self.limits).__name__}")
+            raise UsageError(f"limits must be ProgramLimits, got {type(self.limits).__name__}")
         number = self.tolerance
         if number is not None and (not isinstance(number, int | float) or not 0 <= number < float("inf")):
             raise UsageError(f"tolerance must be a finite number of at least 0, got {number!r:.80}")
         if not self.source and self.main not in self.files:
-            raise UsageError(f"source is empty and files has no {self.main!r}: there is nothing to run")
+            raise UsageError(f"nothing to run: source is empty and files has no {self.main!r}")
         if self.source and self.main in self.files:
-            raise UsageError(f"source and files[{self.main!r:.80}] are both given: which is the program?")
-        if self.size > MOST_BYTES:
-            raise UsageError(f"files are {self.size} bytes together, of at most {MOST_BYTES}")
+            raise UsageError(f"source and files[{self.main!r:.80}] both define the program: pass only one of them")
+        if self.size > MAX_BYTES:
+            raise UsageError(f"files are {self.size} bytes in total, more than {MAX_BYTES}")
 
     @property
     def main(self) -> str:
-        """The entry file."""
-        return self.entry or ENTRIES[self.language]
+        """Path of the entry file."""
+        return self.entry or ENTRY_FILES[self.language]
 
     @property
     def all_files(self) -> dict[str, bytes]:
-        found = {path: encoded(content) for path, content in self.files.items()}
-        return {self.main: encoded(self.source), **found} if self.source else found
+        found = {path: encode_content(content) for path, content in self.files.items()}
+        return {self.main: encode_content(self.source), **found} if self.source else found
 
     @property
     def size(self) -> int:
         return len(self.source) + sum(map(len, self.files.values()))
 
 
-class Compiled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CompileResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a compiler ended."""
 
     status: ExecStatus
@@ -171,110 +178,114 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.status == "exited" and self.exit_code == 0
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a program ended, and what it wrote."""
+class RunResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a program ended, and its output."""
 
     status: ProgramStatus
     exit_code: int | None = None
     signal: int | None = None
     stdout: str = ""
-    """Bytes that are no UTF-8 are replaced."""
+    """Invalid UTF-8 is replaced."""
     stderr: str = ""
     stdout_dropped: int = 0
     stderr_dropped: int = 0
     usage: ExecUsage = ExecUsage()
     detail: str = ""
     cause: str = ""
-    """Where `status` is `failed`: why, as a stable code of the table of causes."""
+    """If `status` is `failed`: a stable code from the table of causes."""
 
     @property
     def ok(self) -> bool:
-        """It ended by itself, with exit code 0."""
+        """Whether the program exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
-    def told(self) -> dict[str, Any]:
-        """The fields above, for a result that is shown as this one."""
-        return {name: getattr(self, name) for name in Ran.__struct_fields__}
+    def get_run_fields(self) -> dict[str, Any]:
+        """Return the fields of this class, to copy them into another result."""
+        return {name: getattr(self, name) for name in RunResult.__struct_fields__}
 
 
-class CaseResult(Ran, frozen=True, kw_only=True, omit_defaults=True):
-    """How one run ended, and what that is worth where an output was expected."""
+class CaseResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
+    """How one run ended, with its verdict."""
 
     verdict: Verdict | None = None
-    """None where the program was not judged: it has no cases, or the sandbox failed."""
+    """None if the run was not judged: the program has no cases, or the sandbox failed."""
 
 
-class ProgramResult(Ran, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a program. With cases, `status` and the rest are those of the first one that did not pass."""
+class ProgramResult(RunResult, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of a program. With cases, the fields of `RunResult` are those of the first case that did not
+    pass."""
 
     id: str = ""
     cases: tuple[CaseResult, ...] = ()
-    compile: Compiled | None = None
+    compile: CompileResult | None = None
     attempts: int = 1
-    """Sandboxes that were tried for the run that took most."""
+    """The largest number of sandboxes tried for one run."""
 
     @property
     def passed(self) -> bool:
-        """Every case has the verdict `passed`; without cases: it ended well."""
+        """Whether every case passed; without cases, whether the program exited with code 0."""
         return all(case.verdict == "passed" for case in self.cases) if self.cases else self.ok
 
     @property
     def share(self) -> float:
-        """Of the cases that passed."""
+        """The share of cases that passed."""
         if not self.cases:
             return float(self.ok)
         return sum(case.verdict == "passed" for case in self.cases) / len(self.cases)
 
 
-def program_of(plain: object, where: str = "program") -> Program:
-    """A program from JSON; `UsageError` names the field. Bytes are written `{"base64": "…"}`."""
-    fields = _fields(where, plain, Program.__struct_fields__)
+def parse_program(data: object, where: str = "program") -> Program:
+    """Parse a program from JSON data. Bytes are written as `{"base64": "…"}`. `UsageError` names the invalid
+    field."""
+    fields = _check_fields(where, data, Program.__struct_fields__)
     made = dict(fields)
     for name in ("source", "stdin"):
         if name in fields:
-            made[name] = _content(f"{where}.{name}", fields[name])
+            made[name] = _parse_content(f"{where}.{name}", fields[name])
     files = fields.get("files", {})
     if not isinstance(files, dict):
-        raise UsageError(f"{where}.files must be an object of paths to contents")
-    made["files"] = {path: _content(f"{where}.files[{path!r:.80}]", content) for path, content in files.items()}
+        raise UsageError(f"{where}.files must be an object that maps paths to contents")
+    made["files"] = {
+        path: _parse_content(f"{where}.files[{path!r:.80}]", content) for path, content in files.items()
+    }
     if "argv" in fields:
         if not isinstance(fields["argv"], list):
-            raise UsageError(f"{where}.argv must be a list of texts")
+            raise UsageError(f"{where}.argv must be a list of strings")
         made["argv"] = tuple(fields["argv"])
     if not isinstance(fields.get("id", ""), str):
-        raise UsageError(f"{where}.id must be text")
-    made["limits"] = limits_of(fields.get("limits"), f"{where}.limits")
-    made["cases"] = cases_of(fields.get("cases"), f"{where}.cases")
+        raise UsageError(f"{where}.id must be a string")
+    made["limits"] = parse_limits(fields.get("limits"), f"{where}.limits")
+    made["cases"] = parse_cases(fields.get("cases"), f"{where}.cases")
     try:
         return Program(**made)
     except UsageError as error:
         raise UsageError(f"{where}.{error}") from error
 
 
-def cases_of(plain: object, where: str) -> tuple[Case, ...]:
-    """Cases from JSON."""
-    if plain is None:
+def parse_cases(data: object, where: str) -> tuple[Case, ...]:
+    """Parse test cases from JSON data."""
+    if data is None:
         return ()
-    if not isinstance(plain, list):
+    if not isinstance(data, list):
         raise UsageError(f"{where} must be a list")
-    return tuple(_case(f"{where}[{at}]", one) for at, one in enumerate(plain))
+    return tuple(_parse_case(f"{where}[{at}]", one) for at, one in enumerate(data))
 
 
-def _case(where: str, plain: object) -> Case:
-    fields = _fields(where, plain, Case.__struct_fields__)
-    stdin = _content(f"{where}.stdin", fields.get("stdin", ""))
+def _parse_case(where: str, data: object) -> Case:
+    fields = _check_fields(where, data, Case.__struct_fields__)
+    stdin = _parse_content(f"{where}.stdin", fields.get("stdin", ""))
     try:
-        limits = limits_of(fields.get("limits"), f"{where}.limits")
+        limits = parse_limits(fields.get("limits"), f"{where}.limits")
         return Case(stdin=stdin, stdout=fields.get("stdout"), limits=limits)
     except UsageError as error:
         raise error if str(error).startswith(where) else UsageError(f"{where}.{error}") from error
 
 
-def limits_of(plain: object, where: str = "limits") -> ProgramLimits:
-    """Limits from JSON."""
-    if plain is None:
+def parse_limits(data: object, where: str = "limits") -> ProgramLimits:
+    """Parse limits from JSON data."""
+    if data is None:
         return NO_PROGRAM_LIMITS
-    fields = _fields(where, plain, ProgramLimits.__struct_fields__)
+    fields = _check_fields(where, data, ProgramLimits.__struct_fields__)
     fields |= {name: whole(value) for name, value in fields.items() if name not in ("wall", "cpu")}
     try:
         return ProgramLimits(**fields)
@@ -282,55 +293,55 @@ def limits_of(plain: object, where: str = "limits") -> ProgramLimits:
         raise UsageError(f"{where}{str(error).removeprefix('limits')}") from error
 
 
-def encoded(content: str | bytes) -> bytes:
-    """As a file holds it."""
+def encode_content(content: str | bytes) -> bytes:
+    """Return the content as bytes."""
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
 
 
-def _fields(where: str, plain: object, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(plain, Mapping):
-        raise UsageError(f"{where} must be an object, got {type(plain).__name__}")
-    for name in plain:
+def _check_fields(where: str, data: object, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be an object, got {type(data).__name__}")
+    for name in data:
         if name not in known:
-            raise UsageError(f"{where}.{name!s:.80} is not known; the fields are {', '.join(known)}")
-    return dict(plain)
+            raise UsageError(f"{where}.{name!s:.80} is not a known field; the fields are {', '.join(known)}")
+    return dict(data)
 
 
-def _content(where: str, plain: object) -> str | bytes:
-    if isinstance(plain, str):
-        return plain
-    if isinstance(plain, dict) and set(plain) == {"base64"} and isinstance(plain["base64"], str):
+def _parse_content(where: str, data: object) -> str | bytes:
+    if isinstance(data, str):
+        return data
+    if isinstance(data, dict) and set(data) == {"base64"} and isinstance(data["base64"], str):
         try:
-            return base64.b64decode(plain["base64"], validate=True)
+            return base64.b64decode(data["base64"], validate=True)
         except (binascii.Error, ValueError) as error:
-            raise UsageError(f"{where}.base64 is no base64: {error}") from error
-    raise UsageError(f'{where} must be text, or {{"base64": "…"}}')
+            raise UsageError(f"{where}.base64 is not valid base64: {error}") from error
+    raise UsageError(f'{where} must be a string or {{"base64": "…"}}')
 
 
-def _text(name: str, value: object) -> None:
+def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str | bytes):
-        raise UsageError(f"{name} must be text or bytes, got a {type(value).__name__}")
+        raise UsageError(f"{name} must be str or bytes, got {type(value).__name__}")
     if isinstance(value, str):
         try:
             value.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError as error:
-            raise UsageError(f"{name} is no text that can be encoded: {error.reason}") from error
+            raise UsageError(f"{name} cannot be encoded as UTF-8: {error.reason}") from error
 
 
-def _words(name: str, words: object) -> None:
+def _check_argv(name: str, words: object) -> None:
     if not isinstance(words, tuple) or not all(isinstance(word, str) and "\0" not in word for word in words):
-        raise UsageError(f"{name} must be a tuple of texts without NUL")
+        raise UsageError(f"{name} must be a tuple of strings without NUL")
 
 
-def _path(name: str, path: object) -> None:
+def _check_path(name: str, path: object) -> None:
     if not isinstance(path, str) or not path or "\0" in path or len(path) > 4_000:
-        raise UsageError(f"{name} must name a file, got {path!r:.80}")
+        raise UsageError(f"{name} must be the path of a file, got {path!r:.80}")
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or path.endswith("/"):
-        raise UsageError(f"{name} must lie in the working folder: {path!r:.80} does not")
+        raise UsageError(f"{name} must be a path inside the working directory, got {path!r:.80}")
 
 
-def _variable(name: object, value: object) -> bool:
+def _is_variable(name: object, value: object) -> bool:
     return (
         isinstance(name, str)
         and isinstance(value, str)

@@ -1,4 +1,4 @@
-"""What scoring returns, and the check that every reward passes."""
+"""The result of scoring, and the validation that every reward passes."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -7,55 +7,58 @@ from numbers import Real
 import msgspec
 
 from rookery.core import ScoringError
-from rookery.core.errors import describe, encodable
+from rookery.core.errors import describe, escape_surrogates
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward with its named parts and other numbers worth watching."""
+    """A reward, with named parts and other metrics."""
 
     reward: float
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
 
 
-def checked(value: object, low: float, high: float) -> Score:
-    """The score behind what an environment's scoring returned, or `ScoringError(bug.reward)`."""
-    if type(value) is float and low <= value <= high and isfinite(value):  # nearly always
+def check_reward(value: object, low: float, high: float) -> Score:
+    """Validate what an environment's scoring returned. Raise `ScoringError(bug.reward)` if it is not a valid
+    reward."""
+    if type(value) is float and low <= value <= high and isfinite(value):  # fast path
         return Score(value)
-    score = value if isinstance(value, Score) else Score(_number("the reward", value))
-    reward = _number("the reward", score.reward)
+    score = value if isinstance(value, Score) else Score(_to_number("the reward", value))
+    reward = _to_number("the reward", score.reward)
     if not low <= reward <= high:
         raise ScoringError(
-            f"the reward {reward!r} is outside of the declared range {low:g} to {high:g}; "
-            "return a number inside it or declare another reward_range",
+            (
+                f"the reward {reward!r} is outside the declared range {low:g} to {high:g}: return a number "
+                "inside it, or declare another reward_range"
+            ),
             cause="bug.reward",
         )
-    return Score(reward, _numbers("part", score.parts), _numbers("metric", score.metrics))
+    return Score(reward, _check_numbers("part", score.parts), _check_numbers("metric", score.metrics))
 
 
-def _numbers(what: str, values: object) -> dict[str, float]:
+def _check_numbers(what: str, values: object) -> dict[str, float]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise ScoringError(f"the {what}s of the score are no mapping of names to numbers", cause="bug.reward")
-    return {encodable(name): _number(f"{what} {name!r:.200}", value) for name, value in values.items()}
+        raise ScoringError(f"the {what}s of the score must map names to numbers", cause="bug.reward")
+    return {escape_surrogates(name): _to_number(f"{what} {name!r:.200}", value) for name, value in values.items()}
 
 
-def _number(what: str, value: object) -> float:
+def _to_number(what: str, value: object) -> float:
     try:
-        # numpy and torch scalars are Real or have item(); strings and None are neither.
+        # NumPy and torch scalars are `Real` or have `item()`; strings and None have neither.
         item = getattr(value, "item", None)
         plain = item() if callable(item) else value
         number = float(plain) if isinstance(plain, Real) else None
-    except Exception as error:  # an array of two, an int too large: whatever the value raises
+    except Exception as error:  # an array of two elements, an int too large for a float, …
         raise ScoringError(f"{what} is not a number: {describe(error)}", cause="bug.reward") from error
     if number is None:
-        raise ScoringError(f"{what} is {_shown(value)}, which is not a number", cause="bug.reward")
+        raise ScoringError(f"{what} is not a number: {_safe_repr(value)}", cause="bug.reward")
     if not isfinite(number):
-        raise ScoringError(f"{what} is {number!r}, which is not finite", cause="bug.reward")
+        raise ScoringError(f"{what} is not finite: {number!r}", cause="bug.reward")
     return number
 
 
-def _shown(value: object) -> str:
+def _safe_repr(value: object) -> str:
     try:
         return f"{value!r:.200}"
-    except Exception as error:  # noqa: BLE001  (a `__repr__` of the user's may raise anything)
-        return f"a {type(value).__name__} whose repr raised {type(error).__name__}"
+    except Exception as error:  # noqa: BLE001  (a user's `__repr__` may raise anything)
+        return f"{type(value).__name__} (its __repr__ raised {type(error).__name__})"

@@ -1,15 +1,24 @@
-"""Tasks: from folders, archives, the hub, files and Python into a taskset.
+"""Load tasks from directories, archives, the Hugging Face hub, files and Python objects into a taskset.
 
-Promises:
-- whatever is wrong with tasks is found while they are loaded, all of it, by task and field;
-- a source that cannot be read, or a line of it that is not JSON, raises `UsageError` that names file, line
-  and problem: nothing starts;
-- a row that is JSON but not a valid task becomes a `Task` with `invalid` set, in its place among the
-  others, so that the engine quarantines it and runs the rest;
-- every task of a set has an id of its own, and the same source gives the same ids.
+Guarantees:
+- All problems of all tasks are found while they are loaded, and reported by task and field.
+- A source that cannot be read, or a line that is not JSON, raises `UsageError` with file, line and problem.
+- A row that is JSON but not a valid task becomes a `Task` with `invalid` set, in its place, so that the engine
+  quarantines it and runs the others.
+- Every task of a taskset has a unique ID, and the same source gives the same IDs.
 """
 
-from rookery.tasks.load import check_tasks, load_tasks, tasks_from
-from rookery.tasks.report import TaskProblem, TaskReport
+from rookery.tasks.formats import ReadOptions, TaskFormat
+from rookery.tasks.loader import check_tasks, load_tasks, tasks_from
+from rookery.tasks.report import ProblemCollector, TaskProblem, TaskReport
 
-__all__ = ["TaskProblem", "TaskReport", "check_tasks", "load_tasks", "tasks_from"]
+__all__ = [
+    "ProblemCollector",
+    "ReadOptions",
+    "TaskFormat",
+    "TaskProblem",
+    "TaskReport",
+    "check_tasks",
+    "load_tasks",
+    "tasks_from",
+]

@@ -1,12 +1,12 @@
-"""Unpacking an archive of tasks that somebody else made.
+"""Unpack archives of tasks that come from untrusted sources.
 
-Promises:
-- nothing is written outside of the folder: absolute names, `..`, links that lead out and names through links are
-  refused;
-- devices, FIFOs and entries that come twice are refused, and names that are no UTF-8 or hold a NUL;
-- bytes, entries, depth and names are bounded: a bomb ends as an error, whatever it claims to hold;
-- each refusal is one sentence that names the archive and the entry;
-- owners, times and set-user-id bits are not taken over.
+Guarantees:
+- Nothing is written outside the target directory: absolute names, `..`, symbolic links that lead outside, and
+  names that pass through links are refused.
+- Devices, FIFOs, duplicate entries, and names that are not UTF-8 or contain NUL are refused.
+- Bytes, entries, depth and name lengths are bounded, whatever the archive claims to contain.
+- An error names the archive and the entry.
+- Owners, times and set-user-ID bits are not restored.
 """
 
 import bz2
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final, cast
 
 from rookery.core import UsageError
-from rookery.sandboxes.images import tars
+from rookery.sandboxes.images.unpacker import tar_stream
 
 SUFFIXES: Final = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", ".tbz2")
 MAX_BYTES: Final = 64 << 30
@@ -26,39 +26,39 @@ MAX_ENTRIES: Final = 5_000_000
 MAX_DEPTH: Final = 100
 MAX_PATH: Final = 1_024
 CHUNK: Final = 1 << 20
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_archive(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES)
 
 
-class RefusedError(Exception):
-    """What is wrong with an entry; never leaves the module."""
+class ArchiveRefusedError(Exception):
+    """Why an entry is refused; does not leave this module."""
 
 
 def unpack(archive: Path, folder: Path, *, most: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> None:
-    """All of an archive, into an empty folder of our own. `UsageError` in words; the folder is then half-full."""
+    """Unpack an archive into an empty directory. On `UsageError` the directory is incomplete."""
     try:
         with archive.open("rb") as raw:
-            _Unpacking(folder, most, entries).all(_opened(raw))
-    except RefusedError as problem:
-        raise UsageError(f"the archive {archive} is refused: {problem}") from None
-    except (tars.BadArchiveError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise UsageError(f"{archive} is not a whole archive: {error}") from None
+            _Unpacker(folder, most, entries).all(_decompress(raw))
+    except ArchiveRefusedError as problem:
+        raise UsageError(f"refused to unpack {archive}: {problem}") from None
+    except (tar_stream.BadArchiveError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise UsageError(f"{archive} is damaged or not an archive: {error}") from None
     except FileNotFoundError as error:
         if error.filename == str(archive):
             raise UsageError(f"the archive {archive} does not exist") from None
         raise
     except PermissionError as error:
-        raise UsageError(f"the archive {archive} cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read the archive {archive}: {error.strerror}") from None
     except OSError as error:
-        if error.errno is None:  # bz2 says so that data are broken
-            raise UsageError(f"{archive} is not a whole archive: {error}") from None
+        if error.errno is None:  # bz2 reports corrupt data like this
+            raise UsageError(f"{archive} is damaged or not an archive: {error}") from None
         raise
 
 
-def _opened(raw: IO[bytes]) -> IO[bytes]:
+def _decompress(raw: IO[bytes]) -> IO[bytes]:
     head = raw.read(6)
     raw.seek(0)
     if head.startswith(b"\x1f\x8b"):
@@ -70,8 +70,8 @@ def _opened(raw: IO[bytes]) -> IO[bytes]:
     return raw
 
 
-class _Unpacking:
-    """Nobody else writes to the folder: what we made is what is there."""
+class _Unpacker:
+    """Unpack one archive into a directory that no one else writes to."""
 
     def __init__(self, folder: Path, most: int, entries: int) -> None:
         self.folder = folder
@@ -87,90 +87,94 @@ class _Unpacking:
         def more() -> bytes:
             data = stream.read(CHUNK)
             self.read += len(data)
-            if self.read > self.most + self.most_entries * 2 * tars.BLOCK:
-                raise RefusedError(f"it holds more than {self.most:,} bytes")
+            if self.read > self.most + self.most_entries * 2 * tar_stream.BLOCK:
+                raise ArchiveRefusedError(f"it contains more than {self.most:,} bytes")
             return data
 
-        reader = tars.Reader(more)
+        reader = tar_stream.TarReader(more)
         written = 0
         for entry in reader.entries():
             self.entries += 1
             if self.entries > self.most_entries:
-                raise RefusedError(f"it holds more than {self.most_entries:,} entries")
+                raise ArchiveRefusedError(f"it contains more than {self.most_entries:,} entries")
             path = self._path(entry.name)
-            if entry.kind == tars.FOLDER:
+            if entry.kind == tar_stream.DIRECTORY:
                 self._folder(path)
                 continue
             if not path:
-                raise RefusedError("it has an entry without a name")
+                raise ArchiveRefusedError("it has an entry without a name")
             if path in self.files or path in self.folders or path in self.links:
-                raise RefusedError(f"{_shown(path)} comes twice")
+                raise ArchiveRefusedError(f"{_quote(path)} occurs twice")
             self._folder(path.rpartition("/")[0])
-            if entry.kind == tars.REGULAR:
+            if entry.kind == tar_stream.REGULAR:
                 written += entry.size
                 if written > self.most:
-                    raise RefusedError(f"its files are longer than {self.most:,} bytes")
+                    raise ArchiveRefusedError(f"its files are larger than {self.most:,} bytes in total")
                 self._file(path, entry, reader)
-            elif entry.kind == tars.SYMLINK:
+            elif entry.kind == tar_stream.SYMLINK:
                 self.links[path] = self._text(entry.link, path)
-            elif entry.kind == tars.LINK:
+            elif entry.kind == tar_stream.HARD_LINK:
                 self._second_name(path, self._path(entry.link))
             else:
-                raise RefusedError(f"{_shown(path)} is a device, a FIFO or of an unknown kind")
+                raise ArchiveRefusedError(f"{_quote(path)} is a device, a FIFO or of an unknown type")
         self._make_links()
 
     def _text(self, name: bytes, where: str = "") -> str:
         try:
             text = name.decode()
         except UnicodeDecodeError:
-            raise RefusedError(f"the name {name[:80]!r} is not UTF-8") from None
+            raise ArchiveRefusedError(f"the name {name[:80]!r} is not UTF-8") from None
         if "\0" in text or not text:
-            raise RefusedError(f"a name of {_shown(where)} is empty or holds a NUL")
+            raise ArchiveRefusedError(f"a name of {_quote(where)} is empty or contains NUL")
         return text
 
     def _path(self, name: bytes) -> str:
         text = self._text(name)
         if text.startswith("/"):
-            raise RefusedError(f"the name {_shown(text)} is absolute")
+            raise ArchiveRefusedError(f"the name {_quote(text)} is absolute")
         parts = [part for part in text.split("/") if part not in ("", ".")]
         if ".." in parts:
-            raise RefusedError(f"the name {_shown(text)} leads out of it")
+            raise ArchiveRefusedError(f"the name {_quote(text)} leads outside the archive")
         if len(name) > MAX_PATH or len(parts) > MAX_DEPTH or any(len(part.encode()) > 255 for part in parts):
-            raise RefusedError(f"the name {_shown(text)} is too long or too deep")
+            raise ArchiveRefusedError(f"the name {_quote(text)} is too long or too deep")
         return "/".join(parts)
 
     def _folder(self, path: str) -> None:
         if path in self.folders:
             return
         if path in self.files or path in self.links:
-            raise RefusedError(f"{_shown(path)} is both a folder and something else")
+            raise ArchiveRefusedError(f"{_quote(path)} is both a directory and something else")
         self._folder(path.rpartition("/")[0])
         (self.folder / path).mkdir()
         self.folders.add(path)
 
-    def _file(self, path: str, entry: tars.Entry, reader: tars.Reader) -> None:
+    def _file(self, path: str, entry: tar_stream.TarEntry, reader: tar_stream.TarReader) -> None:
         if entry.pieces is not None:
-            raise RefusedError(f"{_shown(path)} is a sparse file")
-        fd = os.open(self.folder / path, _NEW, 0o755 if entry.mode & 0o111 else 0o644)
+            raise ArchiveRefusedError(f"{_quote(path)} is a sparse file")
+        fd = os.open(self.folder / path, _CREATE_FLAGS, 0o755 if entry.mode & 0o111 else 0o644)
         with os.fdopen(fd, "wb") as file:
             file.writelines(reader.data(entry.size))
         self.files.add(path)
 
     def _second_name(self, path: str, first: str) -> None:
         if first not in self.files:
-            raise RefusedError(f"{_shown(path)} is a second name of {_shown(first)}, which is no file before it")
+            raise ArchiveRefusedError(
+                f"{_quote(path)} is a hard link to {_quote(first)}, which is not a file before it"
+            )
         os.link(self.folder / first, self.folder / path, follow_symlinks=False)
         self.files.add(path)
 
     def _make_links(self) -> None:
-        """Last of all: until now there was none that a name could go through."""
+        """Create symbolic links last, so that no name can pass through one."""
         for path, target in self.links.items():
             (self.folder / path).symlink_to(target)
         top = Path(os.path.realpath(self.folder))
         for path, target in self.links.items():
             if target.startswith("/") or not Path(os.path.realpath(self.folder / path)).is_relative_to(top):
-                raise RefusedError(f"{_shown(path)} is a link that leads out of it: {_shown(target)}")
+                raise ArchiveRefusedError(
+                    f"{_quote(path)} is a symbolic link that leads outside the archive: {_quote(target)}"
+                )
 
 
-def _shown(name: str) -> str:
+def _quote(name: str) -> str:
     return repr(name[:120])

@@ -1,18 +1,18 @@
-"""What is unpacked, fetched or written out for tasks, once for all processes of this machine.
+"""Task cache: files that are unpacked, downloaded or written for tasks once, for all processes of this machine.
 
-    content/KEY/    whole, or not there        work/…    what is being made
-    names/KEY       what a name meant last     locks/…   who makes or uses what
-    about/KEY       what content is, in words
+    content/KEY/    complete content           work/…    content being created
+    names/KEY       last known value of a name  locks/…   lock files
+    about/KEY       description of the content
 
-It lies in ROOKERY_TASK_CACHE (~/.cache/rookery/tasks).
+The cache directory is `ROOKERY_TASK_CACHE` (default: `~/.cache/rookery/tasks`).
 
-Promises:
-- of any number of processes that want the same, one makes it and the others wait for it;
-- content is there whole or not at all: it is made aside, reaches the disk, and is moved into place in one step;
-- what a killed process left half-made is removed by the next one that makes something;
-- what a live process loaded or attempts is never removed, nor what is asked to be kept; of the rest, the longest
-  unused goes first;
-- a wait is bounded; nothing of it is readable to other users of the machine.
+Guarantees:
+- If several processes need the same content, one creates it and the others wait, for a bounded time.
+- Content is complete or absent: it is created in a staging directory, synced to disk and renamed.
+- What a killed process left is removed by the next process that creates something.
+- Content that a running process has loaded or uses is never removed, nor are entries listed in `keep`. Of the
+  rest, the least recently used is removed first.
+- Other users of the machine cannot read the cache.
 """
 
 import contextlib
@@ -28,87 +28,89 @@ from typing import Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.tasks import uses
+from rookery.tasks import cache_users
 
 VARIABLE: Final = "ROOKERY_TASK_CACHE"
 WAIT_SECONDS: Final = 3600.0
-"""A large archive over a slow line; who makes it and dies lets go at once."""
-LONGEST_PAUSE: Final = 0.5
-ROWS: Final = "row-"
-"""How keys of the files of rows begin: there may be very many."""
-_PLACES: Final = ("content", "names", "about", "work", "locks")
+"""Enough for a large archive over a slow connection. A process that dies releases its lock at once."""
+MAX_PAUSE: Final = 0.5
+ROW_PREFIX: Final = "row-"
+"""Prefix of keys for the files of rows, of which there may be very many."""
+_SUBDIRECTORIES: Final = ("content", "names", "about", "work", "locks")
 
 
-class Cached(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is kept."""
+class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the cache."""
 
     key: str
     what: str
-    """In words; empty for the files of a row."""
+    """Description; empty for the files of a row."""
     bytes: int
     files: int
     used: float
-    """When it was loaded or attempted last."""
+    """Time of the last use."""
     used_by: tuple[int, ...] = ()
-    """Pids."""
+    """Process IDs."""
 
 
-class Pruned(msgspec.Struct, frozen=True, kw_only=True):
-    """What was removed."""
+class CachePruneResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `TaskCache.prune` removed."""
 
-    removed: tuple[Cached, ...] = ()
+    removed: tuple[CacheEntry, ...] = ()
     leftovers: int = 0
-    """Of processes that were killed."""
+    """Staging directories of killed processes."""
     bytes: int = 0
     held: int = 0
-    """Bytes that are still there."""
+    """Bytes that remain."""
     kept_in_use: int = 0
-    """Entries that would have gone."""
+    """Entries that were due for removal but are in use."""
     kept_asked: int = 0
 
 
-def usual_folder() -> Path:
+def default_directory() -> Path:
     if said := os.environ.get(VARIABLE):
         return Path(said).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "rookery" / "tasks"
 
 
-def key_of(*parts: object) -> str:
-    """A name for content, of what it was made from."""
+def make_key(*parts: object) -> str:
+    """Return a cache key that identifies content by the values it depends on."""
     text = "\0".join(str(part) for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
-class Cache:
+class TaskCache:
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or usual_folder()
+        self.folder = folder or default_directory()
         self.content = self.folder / "content"
 
-    def open(self) -> "Cache":
+    def open(self) -> "TaskCache":
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_uid != os.geteuid():
                 raise UsageError(
-                    f"the task cache {self.folder} belongs to another user: name one of your own with ${VARIABLE}"
+                    f"the task cache {self.folder} belongs to another user: set ${VARIABLE} to a "
+                    "directory of your own"
                 )
             self.folder.chmod(0o700)
-            for name in _PLACES:
+            for name in _SUBDIRECTORIES:
                 (self.folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"the task cache {self.folder} cannot be written to ({error.strerror or error}): "
-                f"name another folder with ${VARIABLE}"
+                f"cannot write to the task cache {self.folder} ({error.strerror or error}): set "
+                f"${VARIABLE} to another directory"
             ) from error
         return self
 
     def once(self, key: str, make: Callable[[Path], None], what: str) -> Path:
-        """The content of that key; where it is missing, `make` fills an empty folder with it."""
+        """Return the directory of a key. If it is missing, `make` fills an empty directory with the content."""
         return self.all_once({key: make}, what)[key]
 
     def all_once(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> dict[str, Path]:
-        """Many at a time: they reach the disk together."""
+        """Return the directories of several keys, creating those that are missing. They are synced to disk
+        together."""
         places = {key: self.content / key for key in makers}
-        with contextlib.suppress(OSError):  # there is none yet, or one that can only be read
+        with contextlib.suppress(OSError):  # the cache does not exist yet, or is read-only
             self.hold(makers)
         if all(place.is_dir() for place in places.values()):
             return places
@@ -116,9 +118,7 @@ class Cache:
         try:
             self.hold(makers)
         except OSError as error:
-            raise UsageError(
-                f"the task cache {self.folder} cannot be written to: {error.strerror or error}"
-            ) from error
+            raise UsageError(f"cannot write to the task cache {self.folder}: {error.strerror or error}") from error
         with self.alone(next(iter(makers)) if len(makers) == 1 else "many", what):
             missing = {key: make for key, make in makers.items() if not places[key].is_dir()}
             if missing:
@@ -131,34 +131,34 @@ class Cache:
                 for key, make in makers.items():
                     (work / key).mkdir()
                     make(work / key)
-                    if not key.startswith(ROWS):
+                    if not key.startswith(ROW_PREFIX):
                         (self.folder / "about" / key).write_text(what, errors="replace")
-                _reach_disk(work)
+                _sync_to_disk(work)
                 for key in makers:
-                    with contextlib.suppress(OSError):  # another made this one among others
+                    with contextlib.suppress(OSError):  # another process created it meanwhile
                         (work / key).rename(self.content / key)
                     if not (self.content / key).is_dir():
-                        raise UsageError(f"{what} cannot be put into the task cache {self.folder}")
+                        raise UsageError(f"cannot store {what} in the task cache {self.folder}")
             except OSError as error:
                 raise UsageError(
-                    f"{what} cannot be put into the task cache {self.folder}: {error.strerror or error}"
+                    f"cannot store {what} in the task cache {self.folder}: {error.strerror or error}"
                 ) from error
 
     @contextlib.contextmanager
     def alone(self, key: str, what: str) -> Iterator[None]:
-        """One process at a time for one key."""
-        from rookery.sandboxes.images import locks
+        """Hold the lock of one key, which excludes other processes."""
+        from rookery.sandboxes.images import file_locks
 
         path = self.folder / "locks" / key
         end = time.monotonic() + WAIT_SECONDS
-        pause = locks.PAUSE
-        while (lock := locks.attempt(path, alone=True)) is None:
+        pause = file_locks.POLL_SECONDS
+        while (lock := file_locks.try_lock(path, exclusive=True)) is None:
             if time.monotonic() > end:
                 raise UsageError(
-                    f"{what} is being made by another process for more than {WAIT_SECONDS:.0f} seconds"
+                    f"another process has been creating {what} for more than {WAIT_SECONDS:.0f} seconds"
                 )
-            time.sleep(pause)  # a wait in the kernel could not be bounded
-            pause = min(pause * 1.5, LONGEST_PAUSE)  # a hundred that wait must not slow the one that works
+            time.sleep(pause)  # polling, because a blocking lock has no timeout
+            pause = min(pause * 1.5, MAX_PAUSE)  # many waiting processes must not slow down the one that works
         try:
             yield
         finally:
@@ -166,72 +166,80 @@ class Cache:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Path]:
-        """A folder to make something in; gone with the block, or with the next one."""
-        from rookery.sandboxes.images.works import Works
+        """Create a staging directory. It is removed at the end of the block or, after a crash, by a later call."""
+        from rookery.sandboxes.images.staging import StagingArea
 
-        with Works(self.folder).working() as (place, _):
+        with StagingArea(self.folder).create() as (place, _):
             yield place
 
     # ---- who uses what
 
     def hold(self, keys: Iterable[str]) -> None:
-        """Keeps content for this process until it ends. Before one looks whether it is there: then it stays."""
-        for key in uses.hold(self.folder, keys):
+        """Register the use of content by this process until it ends. Call this before checking that the content
+        exists."""
+        for key in cache_users.register(self.folder, keys):
             with contextlib.suppress(OSError):
                 os.utime(self.content / key)
 
     def key_at(self, path: str) -> str:
-        """Of the content that a path leads into; empty where it leads elsewhere."""
+        """Return the key of the content that contains a path, or an empty string."""
         place = f"{self.content}{os.sep}"
         return path[len(place) :].partition(os.sep)[0] if path.startswith(place) else ""
 
-    def listed(self) -> list[Cached]:
-        """Last used first."""
+    def listed(self) -> list[CacheEntry]:
+        """Return all entries, most recently used first."""
         if not self.content.is_dir():
             return []
-        users = uses.users(self.folder)
+        users = cache_users.find_users(self.folder)
         found = [self._cached(place, users) for place in self.content.iterdir()]
         return sorted((one for one in found if one is not None), key=lambda one: -one.used)
 
-    def _cached(self, place: Path, users: Mapping[str, set[int]]) -> Cached | None:
+    def _cached(self, place: Path, users: Mapping[str, set[int]]) -> CacheEntry | None:
         what = ""
-        if not place.name.startswith(ROWS):
+        if not place.name.startswith(ROW_PREFIX):
             try:
                 what = (self.folder / "about" / place.name).read_text(errors="replace")
             except OSError:
-                what = "of an earlier version"
+                what = "created by an earlier version"
         try:
-            count, total = _measured(place)
+            count, total = _measure(place)
             used = place.stat().st_mtime
-        except OSError:  # it was just removed
+        except OSError:  # removed meanwhile
             return None
         pids = tuple(sorted(users.get(place.name, ())))
-        return Cached(key=place.name, what=what, bytes=total, files=count, used=used, used_by=pids)
+        return CacheEntry(key=place.name, what=what, bytes=total, files=count, used=used, used_by=pids)
 
     def prune(
         self, *, budget: int | None = None, older: float = 0.0, keep: Collection[str] = frozenset()
-    ) -> Pruned:
-        """What interrupted work left; content unused since `older`; and the longest unused until the rest fits.
+    ) -> CachePruneResult:
+        """Remove leftovers, content unused since `older`, and then the least recently used until the rest fits
+        `budget`.
 
-        `keep`: keys that stay, besides those in use.
+        `keep` are keys that are retained in addition to those in use.
         """
-        from rookery.sandboxes.images import locks
-        from rookery.sandboxes.images.works import Aside, Works, removing
+        from rookery.sandboxes.images import file_locks
+        from rookery.sandboxes.images.staging import DetachedDirectory, StagingArea, removing_on_exit
 
         self.open()
-        works = Works(self.folder)
-        leftovers = works.clean()
+        works = StagingArea(self.folder)
+        leftovers = works.remove_leftovers()
         everything = self.listed()[::-1]
         held = sum(one.bytes for one in everything)
-        gone: list[Cached] = []
-        aside: list[Aside] = []
+        gone: list[CacheEntry] = []
+        aside: list[DetachedDirectory] = []
         busy = asked = 0
-        # Who wants something waits for the lock, not for what is removed after it.
+        # Directories are only detached under the lock and deleted after it, so that other processes do not wait
+        # for that.
         with (
-            removing(aside),
-            locks.wait(self.folder / "locks" / "prune", alone=True, seconds=uses.SECONDS, what="the task cache"),
+            removing_on_exit(aside),
+            file_locks.acquire_lock(
+                self.folder / "locks" / "prune",
+                exclusive=True,
+                seconds=cache_users.LOCK_SECONDS,
+                what="the task cache",
+            ),
         ):
-            users = uses.users(self.folder)
+            users = cache_users.find_users(self.folder)
             for one in everything:
                 if not (one.used < older or (budget is not None and held > budget)):
                     continue
@@ -239,33 +247,33 @@ class Cache:
                     busy += one.key in users
                     asked += one.key not in users
                     continue
-                with contextlib.suppress(FileNotFoundError):  # another prunes too
-                    aside.append(works.set_aside(self.content / one.key))
+                with contextlib.suppress(FileNotFoundError):  # another process prunes too
+                    aside.append(works.detach(self.content / one.key))
                     (self.folder / "about" / one.key).unlink(missing_ok=True)
                     gone.append(one)
                     held -= one.bytes
         freed = sum(one.bytes for one in gone)
-        return Pruned(
+        return CachePruneResult(
             removed=tuple(gone), leftovers=leftovers, bytes=freed, held=held, kept_in_use=busy, kept_asked=asked
         )
 
     def recall(self, name: str) -> tuple[str, float]:
-        """What a name meant, and when that was found out; empty where it never was."""
-        path = self.folder / "names" / key_of(name)
+        """Return the last known value of a name and when it was stored; `("", 0.0)` if it is unknown."""
+        path = self.folder / "names" / make_key(name)
         try:
             return path.read_text(), path.stat().st_mtime
         except (OSError, UnicodeDecodeError):
             return "", 0.0
 
     def remember(self, name: str, value: str) -> None:
-        path = self.folder / "names" / key_of(name)
+        path = self.folder / "names" / make_key(name)
         half = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         half.write_text(value)
         half.rename(path)
 
 
-def _measured(place: Path) -> tuple[int, int]:
-    """Files, and bytes of the disk that they take."""
+def _measure(place: Path) -> tuple[int, int]:
+    """Return the number of files and the disk space that they use."""
     count = total = 0
     for here, folders, names in os.walk(place):
         for name in (*folders, *names):
@@ -275,23 +283,25 @@ def _measured(place: Path) -> tuple[int, int]:
     return count, total
 
 
-def is_kept(folder: str) -> bool:
-    """Whether nothing has to be done for the folder of a task to stay: it is kept already, or not of the cache."""
-    cache = Cache()
+def is_registered(folder: str) -> bool:
+    """Return whether a task's directory needs no registration: it is registered already, or is not in the
+    cache."""
+    cache = TaskCache()
     key = cache.key_at(folder)
-    return not key or uses.holds(cache.folder, key)
+    return not key or cache_users.is_registered(cache.folder, key)
 
 
-def keep(folder: str) -> bool:
-    """Keeps the folder of a task until this process ends; False where it is gone already."""
-    cache = Cache()
+def register_use(folder: str) -> bool:
+    """Register the use of a task's directory until this process ends. Return False if the directory is gone."""
+    cache = TaskCache()
     with contextlib.suppress(OSError):
         cache.hold([cache.key_at(folder)])
     return Path(folder).is_dir()
 
 
-def _reach_disk(folder: Path) -> None:
-    """A name that is moved before its content is on the disk is a half-valid cache after a power cut."""
+def _sync_to_disk(folder: Path) -> None:
+    """Sync the file system. Without it, a power failure after the rename could leave incomplete content in the
+    cache."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         ctypes.CDLL(None, use_errno=True).syncfs(fd)

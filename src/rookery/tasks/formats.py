@@ -1,110 +1,120 @@
-"""Formats of task folders: each one file behind this protocol, found by entry point.
+"""Protocol and discovery of formats for task directories.
 
-Promises:
-- a format is found by its name in the group `rookery.task_formats`; adding one edits nothing here;
-- what a folder is follows from what is in it, and where several formats claim it, the most specific one has it;
-- a folder that looks like a task and is none is a problem of that task; one that looks like nothing is a warning.
+Guarantees:
+- A format is a class registered in the entry point group `rookery.task_formats`. Adding one changes no file
+  here.
+- The format of a directory follows from its content. If several formats match, the one with the highest
+  priority is used.
+- A directory that looks like a task but is not valid is an error of that task. One that looks like no task is a
+  warning.
 """
 
 import functools
 import os
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.tasks.report import Notes
+from rookery.tasks.report import ProblemCollector
 from rookery.tasks.swe import SweTask
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP: Final = "rookery.task_formats"
 MAX_TASKS: Final = 1_000_000
-WRAPPERS: Final = ("tasks", "task-data", "task_data")
-"""What archives and repositories call the folder that holds the tasks."""
+WRAPPER_NAMES: Final = ("tasks", "task-data", "task_data")
+"""Common names of the directory that contains the tasks in archives and repositories."""
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """What a task may be given besides its folder."""
+class ReadOptions(msgspec.Struct, frozen=True):
+    """Options for reading a task."""
 
     variables: Mapping[str, str] = {}
-    """What `${NAME}` means in a task; nothing else of this machine's environment is ever put in."""
+    """Values of `${NAME}` in a task. Nothing else of this machine's environment is inserted."""
 
 
 class TaskFormat(Protocol):
-    """A kind of task folder."""
+    """A format of task directories."""
 
     name: str
-    rank: int
-    """Of several that know a folder, the highest has it."""
+    priority: int
+    """If several formats match a directory, the one with the highest priority is used."""
 
-    def knows(self, folder: Path) -> bool:
-        """Whether the folder looks like a task of this format. Looks at names only."""
+    def matches(self, folder: Path) -> bool:
+        """Return whether a directory looks like a task of this format, judging by file names only."""
         ...
 
-    def read(self, folder: Path, id: str, notes: Notes, given: Reading) -> SweTask | None:  # noqa: A002
-        """The task; what is wrong goes into `notes`. None where nothing can be made of it."""
+    def read(self, folder: Path, id: str, problems: ProblemCollector, options: ReadOptions) -> SweTask | None:  # noqa: A002
+        """Read a task and report its problems. Return None if there is too little for a task."""
         ...
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
-        """Writes a task into an empty folder. `UsageError` where the format has no place for it at all.
+        """Write a task into an empty directory. Raise `UsageError` if the format cannot express it.
 
-        Returns the fields that only Rookery will read there, because the format has no place for them.
+        Return the fields that only Rookery reads there, because the format does not have them.
         """
         ...
 
 
 def task_formats() -> list[TaskFormat]:
-    """All that are installed, the most specific first."""
+    """Return all installed formats, highest priority first."""
     found: dict[str, TaskFormat] = {}
-    for point in _points():
+    for point in _get_entry_points():
         try:
             found.setdefault(point.name, point.load()())
         except Exception as error:
             raise UsageError(
-                f"the task format {point.name!r} ({point.value}) cannot be loaded: {describe(error)}"
+                f"cannot load the task format {point.name!r} ({point.value}): {describe(error)}"
             ) from error
-    return sorted(found.values(), key=lambda one: (-one.rank, one.name))
+    return sorted(found.values(), key=lambda one: (-one.priority, one.name))
 
 
 @functools.cache
-def _points() -> tuple[EntryPoint, ...]:
-    """Looking for them takes as long as reading ten tasks."""
+def _get_entry_points() -> "tuple[EntryPoint, ...]":
+    """Return the entry points. Cached, because the search takes as long as reading ten tasks."""
+    from importlib.metadata import entry_points  # slow to import
+
     return tuple(entry_points(group=GROUP))
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A folder that looks like a task."""
+class FoundTask(msgspec.Struct, frozen=True):
+    """A directory that looks like a task."""
 
     path: Path
     format: TaskFormat
 
 
-def look(folder: Path, formats: list[TaskFormat], depth: int = 3) -> tuple[list[Found], list[str]]:
-    """The tasks that a folder is or holds, by name; and names in it that are none."""
+def find_task_folders(
+    folder: Path, formats: list[TaskFormat], depth: int = 3
+) -> tuple[list[FoundTask], list[str]]:
+    """Return the task directories that a directory is or contains, by name, and the names of other
+    subdirectories."""
     for one in formats:
-        if one.knows(folder):
-            return [Found(folder, one)], []
+        if one.matches(folder):
+            return [FoundTask(folder, one)], []
     names = []
     with os.scandir(folder) as listed:
         for entry in listed:
             if not entry.name.startswith(".") and entry.is_dir():
                 names.append(entry.name)
                 if len(names) > MAX_TASKS:
-                    raise UsageError(f"{folder} holds more than {MAX_TASKS:,} folders")
+                    raise UsageError(f"{folder} contains more than {MAX_TASKS:,} directories")
     names.sort()
     found, others = [], []
     for name in names:
         path = folder / name
-        kind = next((one for one in formats if one.knows(path)), None)
+        kind = next((one for one in formats if one.matches(path)), None)
         if kind is None:
             others.append(name)
         else:
-            found.append(Found(path, kind))
+            found.append(FoundTask(path, kind))
     if not found and depth:
-        inner = [name for name in others if name in WRAPPERS] or (others if len(others) == 1 else [])
+        inner = [name for name in others if name in WRAPPER_NAMES] or (others if len(others) == 1 else [])
         if len(inner) == 1:
-            return look(folder / inner[0], formats, depth - 1)
+            return find_task_folders(folder / inner[0], formats, depth - 1)
     return found, others

@@ -1,11 +1,11 @@
-"""Harbor's task folders: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/NAME/…`.
+"""Task format of Harbor: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/NAME/…`.
 
-Promises:
-- schema 1.4 and what came before it are read: `version`, `memory = "2G"`, `storage`, `allow_internet`;
-- a key that is not known is a warning, what a task needs and a box here cannot give is a problem;
-- `${NAME}` means what the caller passed under that name, else its default: nothing of this machine's environment
-  gets into a box;
-- tests run in the agent's box where the task does not say otherwise, as in Harbor, and only a reward file counts.
+Guarantees:
+- Schema 1.4 and its predecessors are read: `version`, `memory = "2G"`, `storage`, `allow_internet`.
+- An unknown key is a warning. A requirement that a sandbox cannot meet is an error.
+- `${NAME}` is replaced by the value that the caller passed, or by its default. Nothing of this machine's
+  environment enters a sandbox.
+- As in Harbor, tests run in the agent's sandbox unless the task says otherwise, and only a reward file counts.
 """
 
 import json
@@ -17,48 +17,48 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.tasks import toml
-from rookery.tasks.folders import Folder, image_of, name_of
-from rookery.tasks.formats import Reading
-from rookery.tasks.harbor_keys import Keys, Settings
-from rookery.tasks.parts import DOCKERFILE, lay_out
-from rookery.tasks.report import Notes
-from rookery.tasks.sidecars import aside_of, merged, names_of
-from rookery.tasks.swe import SOLUTION, TESTS, WORKSPACE, Part, SweStep, SweTask
+from rookery.tasks import toml_writer
+from rookery.tasks.file_trees import DOCKERFILE_PREFIX, copy_files
+from rookery.tasks.formats import ReadOptions
+from rookery.tasks.harbor_config import ConfigTable, HarborConfig
+from rookery.tasks.report import ProblemCollector
+from rookery.tasks.sidecar import list_fields, make_sidecar, merge_sidecar
+from rookery.tasks.swe import SOLUTION, TESTS, WORKSPACE, FileMapping, SweStep, SweTask
+from rookery.tasks.task_folder import TaskFolder, parse_image, parse_name
 
-CONFIG: Final = "task.toml"
-USUAL_WORKDIR: Final = "/app"
-_COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
-_MODES: Final = {"none": "no-network", "allow": "allowlist", "all": "public"}
-SETUP: Final = "setup.sh"
+CONFIG_FILE: Final = "task.toml"
+DEFAULT_WORKDIR: Final = "/app"
+_COMPOSE_FILES: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_NETWORK_MODES: Final = {"none": "no-network", "allow": "allowlist", "all": "public"}
+SETUP_SCRIPT: Final = "setup.sh"
 
 
 class Harbor:
-    """`rookery.task_formats: harbor`."""
+    """The task format `harbor`."""
 
     name = "harbor"
-    rank = 10
+    priority = 10
 
-    def knows(self, folder: Path) -> bool:
-        return (folder / CONFIG).exists()
+    def matches(self, folder: Path) -> bool:
+        return (folder / CONFIG_FILE).exists()
 
-    def read(self, folder: Path, id: str, notes: Notes, given: Reading) -> SweTask | None:  # noqa: A002
-        here = Folder(folder, notes)
+    def read(self, folder: Path, id: str, problems: ProblemCollector, options: ReadOptions) -> SweTask | None:  # noqa: A002
+        here = TaskFolder(folder, problems)
         document: dict[str, Any] = {}
-        if (text := here.text(CONFIG, needed=True, empty=True)) is not None:
+        if (text := here.text(CONFIG_FILE, needed=True, empty=True)) is not None:
             try:
                 document = tomllib.loads(text)
             except (tomllib.TOMLDecodeError, RecursionError) as error:
-                notes.wrong(CONFIG, f"it is not TOML: {error}")
-        settings = Settings(document, notes, given.variables)
-        image, build = _image(here, settings)
-        workdir = settings.workdir or _workdir(here, image, notes)
+                problems.error(CONFIG_FILE, f"is not valid TOML: {error}")
+        settings = HarborConfig(document, problems, options.variables)
+        image, build = _parse_image_or_build(here, settings)
+        workdir = settings.workdir or _find_workdir(here, image, problems)
         tables = settings.steps
         if tables:
-            found = [_step(here, table, settings, workdir, number) for number, table in enumerate(tables)]
+            found = [_read_step(here, table, settings, workdir, number) for number, table in enumerate(tables)]
             steps = tuple(step for step in found if step is not None)
         else:
-            steps = (_only(here, settings),)
+            steps = (_read_single_step(here, settings),)
         if not steps:
             return None
         files, first = steps[0].files, msgspec.structs.replace(steps[0], files=())
@@ -84,36 +84,38 @@ class Harbor:
             build=build,
             metadata=settings.metadata,
         )
-        return merged(task, settings.aside, "metadata.rookery", notes) if settings.aside else task
+        return merge_sidecar(task, settings.aside, "metadata.rookery", problems) if settings.aside else task
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
-        _Writing(task, folder).write()
-        read = self.read(folder, task.id, Notes(task.id), Reading())
-        said = aside_of(task, read)
+        _HarborWriter(task, folder).write()
+        read = self.read(folder, task.id, ProblemCollector(task.id), ReadOptions())
+        said = make_sidecar(task, read)
         if said:
-            document = tomllib.loads((folder / CONFIG).read_text())
-            # As JSON: TOML has no null.
+            document = tomllib.loads((folder / CONFIG_FILE).read_text())
+            # As JSON, because TOML has no null.
             document.setdefault("metadata", {})["rookery"] = {"json": json.dumps(said)}
-            (folder / CONFIG).write_text(toml.dumps(document))
-        return names_of(said)
+            (folder / CONFIG_FILE).write_text(toml_writer.dumps(document))
+        return list_fields(said)
 
 
-def _image(here: Folder, settings: Settings) -> tuple[str | None, float | None]:
-    for name in _COMPOSE:
+def _parse_image_or_build(here: TaskFolder, settings: HarborConfig) -> tuple[str | None, float | None]:
+    for name in _COMPOSE_FILES:
         if here.has(f"environment/{name}"):
-            here.notes.wrong(f"environment/{name}", "services beside the agent's box cannot be run")
+            here.problems.error(
+                f"environment/{name}", "additional services beside the agent's sandbox are not supported"
+            )
     if settings.image:
-        return image_of(settings.image, "environment.docker_image", here.notes), None
+        return parse_image(settings.image, "environment.docker_image", here.problems), None
     if here.has("environment/Dockerfile"):
         here.text("environment/Dockerfile")
         context = here.part("environment", "/")
-        return f"{DOCKERFILE}{context[0].source}" if context else None, settings.build
-    here.notes.warn("environment", "it names no image and has no Dockerfile: the run's image is used")
+        return f"{DOCKERFILE_PREFIX}{context[0].source}" if context else None, settings.build
+    here.problems.warn("environment", "names no image and has no Dockerfile: the image of the run is used")
     return None, None
 
 
-def _workdir(here: Folder, image: str | None, notes: Notes) -> str:
-    """What the Dockerfile makes the working folder."""
+def _find_workdir(here: TaskFolder, image: str | None, problems: ProblemCollector) -> str:
+    """Return the working directory that the Dockerfile sets."""
     if image is None:
         return WORKSPACE
     found = ""
@@ -128,27 +130,32 @@ def _workdir(here: Folder, image: str | None, notes: Notes) -> str:
     found = "/" + "/".join(part for part in found.split("/") if part) if found else ""
     if found and not any(found == own or found.startswith(f"{own}/") for own in (TESTS, SOLUTION, "/logs")):
         return found
-    notes.warn("environment.workdir", f"neither task nor Dockerfile says where the agent works: {USUAL_WORKDIR}")
-    return USUAL_WORKDIR
+    problems.warn(
+        "environment.workdir",
+        f"neither the task nor its Dockerfile names the working directory: using {DEFAULT_WORKDIR}",
+    )
+    return DEFAULT_WORKDIR
 
 
-def _only(here: Folder, settings: Settings) -> SweStep:
-    """The step of a task that has none."""
+def _read_single_step(here: TaskFolder, settings: HarborConfig) -> SweStep:
+    """Return the only step of a task without steps."""
     instruction = here.text("instruction.md", needed=True)
     here.text("tests/test.sh", needed=True)
     return SweStep(
         instruction=instruction or "",
         tests=here.part("tests", TESTS),
-        solution=_solution(here, ""),
+        solution=_read_solution(here, ""),
         solve_env=settings.solve_env,
         timeout=settings.timeout,
         verifier=settings.verifier,
     )
 
 
-def _step(here: Folder, table: Keys, settings: Settings, workdir: str, number: int) -> SweStep | None:
-    notes = here.notes
-    name = name_of(table.take("name"), f"steps[{number}].name", notes)
+def _read_step(
+    here: TaskFolder, table: ConfigTable, settings: HarborConfig, workdir: str, number: int
+) -> SweStep | None:
+    problems = here.problems
+    name = parse_name(table.take("name"), f"steps[{number}].name", problems)
     more = settings.of_step(table)
     if name is None:
         return None
@@ -157,21 +164,21 @@ def _step(here: Folder, table: Keys, settings: Settings, workdir: str, number: i
     tests = here.part("tests", TESTS) + here.part(f"{at}/tests", TESTS)
     if not here.has("tests/test.sh") or here.has(f"{at}/tests/test.sh"):
         here.text(f"{at}/tests/test.sh", needed=True)
-    files: list[Part] = []
+    files: list[FileMapping] = []
     for part in here.part(f"{at}/workdir", workdir):
         files = [
-            Part(source=str(found), target=f"{workdir.rstrip('/')}/{found.name}")
+            FileMapping(source=str(found), target=f"{workdir.rstrip('/')}/{found.name}")
             for found in sorted(Path(part.source).iterdir())
-            if found.name != SETUP
+            if found.name != SETUP_SCRIPT
         ]
-    setup = f"{at}/workdir/{SETUP}"
+    setup = f"{at}/workdir/{SETUP_SCRIPT}"
     return SweStep(
         name=name,
         instruction=instruction or "",
         tests=tests,
         files=tuple(files),
         setup=here.script(setup) if here.has(setup) else "",
-        solution=_solution(here, f"{at}/"),
+        solution=_read_solution(here, f"{at}/"),
         solve_env=settings.solve_env,
         timeout=more.timeout,
         verifier=more.verifier,
@@ -180,15 +187,15 @@ def _step(here: Folder, table: Keys, settings: Settings, workdir: str, number: i
     )
 
 
-def _solution(here: Folder, at: str) -> tuple[Part, ...]:
+def _read_solution(here: TaskFolder, at: str) -> tuple[FileMapping, ...]:
     found = here.part(f"{at}solution", SOLUTION)
     if found and not here.has(f"{at}solution/solve.sh"):
-        here.notes.warn(f"{at}solution", "it has no solve.sh: `rookery validate` cannot run it")
+        here.problems.warn(f"{at}solution", "has no solve.sh: `rookery validate` cannot run it")
     return found
 
 
-class _Writing:
-    """One task into an empty folder."""
+class _HarborWriter:
+    """Writes one task into an empty directory."""
 
     def __init__(self, task: SweTask, folder: Path) -> None:
         self.task = task
@@ -203,9 +210,9 @@ class _Writing:
         if task.artifacts:
             document["artifacts"] = list(task.artifacts)
         about = task.metadata.get("task")
-        if isinstance(about, dict) and isinstance(about.get("name"), str) and _writable(about):
+        if isinstance(about, dict) and isinstance(about.get("name"), str) and _is_toml(about):
             document["task"] = about
-        if _writable(plain) and plain:
+        if _is_toml(plain) and plain:
             document["metadata"] = plain
         document["environment"] = self._environment()
         first = task.steps[0]
@@ -215,28 +222,28 @@ class _Writing:
         if stepped:
             names = [step.name or f"step-{n}" for n, step in enumerate(task.steps, 1)]
             if len(set(names)) < len(names):
-                raise UsageError("two of its steps have the same name")
+                raise UsageError("two steps have the same name")
             document["steps"] = [self._step(step, names[n], not n) for n, step in enumerate(task.steps)]
         else:
             self._files(first, self.folder)
             if first.timeout is not None:
                 document.setdefault("agent", {})["timeout_sec"] = first.timeout
-            document["verifier"] = _verifier(first)
+            document["verifier"] = _dump_verifier(first)
         if first.solve_env and all(step.solve_env == first.solve_env for step in task.steps):
-            document["solution"] = {"env": _plain_env(first.solve_env)}
-        (self.folder / CONFIG).write_text(toml.dumps(document))
+            document["solution"] = {"env": _escape_env(first.solve_env)}
+        (self.folder / CONFIG_FILE).write_text(toml_writer.dumps(document))
 
     def _environment(self) -> dict[str, Any]:
         task = self.task
         made: dict[str, Any] = {}
-        if task.image and task.image.startswith(DOCKERFILE):
-            shutil.copytree(task.image.removeprefix(DOCKERFILE), self.folder / "environment", symlinks=True)
+        if task.image and task.image.startswith(DOCKERFILE_PREFIX):
+            shutil.copytree(task.image.removeprefix(DOCKERFILE_PREFIX), self.folder / "environment", symlinks=True)
             if task.build is not None:
                 made["build_timeout_sec"] = task.build
         elif task.image:
             made["docker_image"] = task.image
         made["workdir"] = task.workdir
-        made["network_mode"] = _MODES[task.network]
+        made["network_mode"] = _NETWORK_MODES[task.network]
         if task.allow:
             made["allowed_hosts"] = list(task.allow)
         if task.cpus is not None:
@@ -247,8 +254,8 @@ class _Writing:
         if task.gpus is not None:
             made["gpus"] = task.gpus
         if task.env:
-            made["env"] = _plain_env(task.env)
-        if task.mcp and _writable(list(task.mcp)):
+            made["env"] = _escape_env(task.env)
+        if task.mcp and _is_toml(list(task.mcp)):
             made["mcp_servers"] = list(task.mcp)
         return made
 
@@ -257,13 +264,13 @@ class _Writing:
         self._files(step, at)
         parts = (*(self.task.files if first else ()), *step.files)
         place = at / "workdir"
-        lay_out(parts, self.task.workdir.rstrip("/"), place)
-        if (place / SETUP).exists():
-            raise UsageError(f"its files hold a {SETUP} in the working folder, which Harbor would run")
+        copy_files(parts, self.task.workdir.rstrip("/"), place)
+        if (place / SETUP_SCRIPT).exists():
+            raise UsageError(f"its working directory contains {SETUP_SCRIPT}, which Harbor would run")
         if step.setup:
             place.mkdir(exist_ok=True)
-            shutil.copyfile(step.setup, place / SETUP)
-            (place / SETUP).chmod(0o755)
+            shutil.copyfile(step.setup, place / SETUP_SCRIPT)
+            (place / SETUP_SCRIPT).chmod(0o755)
         made: dict[str, Any] = {"name": name}
         if step.enough_parts:
             made["min_reward"] = dict(step.enough_parts)
@@ -271,17 +278,17 @@ class _Writing:
             made["min_reward"] = step.enough
         if step.timeout is not None:
             made["agent"] = {"timeout_sec": step.timeout}
-        made["verifier"] = _verifier(step)
+        made["verifier"] = _dump_verifier(step)
         return made
 
     def _files(self, step: SweStep, at: Path) -> None:
         at.mkdir(parents=True, exist_ok=True)
         (at / "instruction.md").write_text(step.instruction)
-        lay_out(step.tests, TESTS, at / "tests")
-        lay_out(step.solution, SOLUTION, at / "solution")
+        copy_files(step.tests, TESTS, at / "tests")
+        copy_files(step.solution, SOLUTION, at / "solution")
 
 
-def _verifier(step: SweStep) -> dict[str, Any]:
+def _dump_verifier(step: SweStep) -> dict[str, Any]:
     verifier = step.verifier
     made: dict[str, Any] = {
         "timeout_sec": verifier.timeout,
@@ -290,22 +297,22 @@ def _verifier(step: SweStep) -> dict[str, Any]:
     if verifier.user is not None:
         made["user"] = verifier.user
     if verifier.env:
-        made["env"] = _plain_env(verifier.env)
+        made["env"] = _escape_env(verifier.env)
     if verifier.network is not None:
-        made["network_mode"] = _MODES[verifier.network]
+        made["network_mode"] = _NETWORK_MODES[verifier.network]
         if verifier.allow:
             made["allowed_hosts"] = list(verifier.allow)
     return made
 
 
-def _plain_env(env: dict[str, str]) -> dict[str, str]:
-    """A value that looks like `${…}` is written so that it means itself."""
+def _escape_env(env: dict[str, str]) -> dict[str, str]:
+    """Escape values that look like `${…}`, so that they are not replaced when the task is read."""
     return {name: f"${{_:-{value}}}" if value.startswith("${") else value for name, value in env.items()}
 
 
-def _writable(data: Any) -> bool:
+def _is_toml(data: Any) -> bool:
     try:
-        toml.dumps({"data": data})
+        toml_writer.dumps({"data": data})
     except ValueError:
         return False
     return True

@@ -1,13 +1,11 @@
-"""Tasks of a dataset repository on the Hugging Face hub.
+"""Tasks from dataset repositories on the Hugging Face hub: `hf:OWNER/DATASET[@REVISION][:PATH]`.
 
-    hf:OWNER/DATASET[@REVISION][:PATH]
-
-Promises:
-- what is fetched is one commit, unpacked once on this machine however many processes start together: one asks what
-  a revision means, and who waited for it takes its answer;
-- without a network, or with HF_HUB_OFFLINE, what was fetched before is used: ours, else the hub's own cache;
-- the endpoint and the key are those of `huggingface_hub`'s own configuration; no key is in a message;
-- files of a repository that lead out of it are not followed.
+Guarantees:
+- One commit is downloaded and unpacked once on this machine, however many processes start together. One process
+  resolves the revision, and the others that wait for it use its result.
+- Without a network, or with `HF_HUB_OFFLINE`, the task cache is used, then the hub's own cache.
+- Endpoint and token are those of the `huggingface_hub` configuration. No token appears in a message.
+- Files of a repository that lead outside it are not followed.
 """
 
 import os
@@ -21,222 +19,237 @@ import msgspec
 
 from rookery.core import UsageError
 from rookery.tasks.archives import is_archive, unpack
-from rookery.tasks.cache import Cache, key_of
+from rookery.tasks.cache import TaskCache, make_key
 
 ARCHIVE: Final = "task-data.tar.gz"
-SECONDS: Final = 30.0
+TIMEOUT_SECONDS: Final = 30.0
 MAX_BYTES: Final = 200 << 30
 _REFERENCE = re.compile(r"hf:([\w][\w.-]*/[\w][\w.-]*)(?:@([^:@\s]+))?(?::(.+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class HubReference(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     repo: str
     revision: str = "main"
     path: str = ""
 
 
-def parse(text: str) -> Asked:
+def parse_reference(text: str) -> HubReference:
     match = _REFERENCE.fullmatch(text)
     path = (match[3] or "").strip("/") if match else ""
     if match is None or not text.isprintable() or any(part in ("", ".", "..") for part in path.split("/") if path):
         raise UsageError(
-            f"{text[:200]!r} names no dataset: write hf:OWNER/DATASET, hf:OWNER/DATASET@REVISION:PATH"
+            f"{text[:200]!r} is not a dataset reference: write hf:OWNER/DATASET or hf:OWNER/DATASET@REVISION:PATH"
         )
     if "*" in path and ("*" in path.rpartition("/")[0] or not path.endswith(".parquet")):
         raise UsageError(
-            f"{text[:200]!r}: stars are for names of Parquet files alone, such as data/train-*.parquet"
+            f"{text[:200]!r}: wildcards are supported only in names of Parquet files, such as data/train-*.parquet"
         )
-    return Asked(text=text, repo=match[1], revision=match[2] or "main", path=path)
+    return HubReference(text=text, repo=match[1], revision=match[2] or "main", path=path)
 
 
-def fetched(asked: Asked) -> Path:
-    """A folder of tasks, or a file of rows, on this machine."""
-    cache = Cache().open()
-    commit = _commit(asked, cache)
-    key = key_of("hub", asked.repo, commit, asked.path)
-    place = cache.once(key, lambda folder: _fetch(asked, commit, folder), asked.text)
-    rows = place / asked.path
-    return rows if asked.path and rows.is_file() else place
+def fetch(reference: HubReference) -> Path:
+    """Return the local path of a directory of tasks or a file of rows; download it if needed."""
+    cache = TaskCache().open()
+    commit = _resolve_commit(reference, cache)
+    key = make_key("hub", reference.repo, commit, reference.path)
+    place = cache.once(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
+    rows = place / reference.path
+    return rows if reference.path and rows.is_file() else place
 
 
-def _library() -> Any:
+def _import_hub() -> Any:
     try:
         import huggingface_hub
         import huggingface_hub.constants
     except ImportError:
-        raise UsageError("tasks from the hub need huggingface_hub: pip install 'rookery-rl[hub]'") from None
+        raise UsageError(
+            "loading tasks from the hub requires huggingface_hub: pip install 'rookery-rl[hub]'"
+        ) from None
     return huggingface_hub
 
 
-def _commit(asked: Asked, cache: Cache) -> str:
-    """The commit that a revision means now."""
-    if _COMMIT.fullmatch(asked.revision):
-        return asked.revision
+def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
+    """Return the commit that a revision currently refers to."""
+    if _COMMIT.fullmatch(reference.revision):
+        return reference.revision
     began = time.time()
-    name = f"{asked.repo}@{asked.revision}"
-    with cache.alone(key_of("ask", name), asked.text):
+    name = f"{reference.repo}@{reference.revision}"
+    with cache.alone(make_key("ask", name), reference.text):
         known, when = cache.recall(name)
-        if known and when >= began:  # another process asked while we waited
+        if known and when >= began:  # another process resolved it while this one waited
             return known
-        library = _library()
+        library = _import_hub()
         if not library.constants.HF_HUB_OFFLINE:
             try:
-                sha = library.HfApi().dataset_info(asked.repo, revision=asked.revision, timeout=SECONDS).sha
-            except Exception as error:  # noqa: BLE001  (of another library, which raises those of a third)
-                if not _is_absence(error):
-                    raise UsageError(_refusal(asked, error)) from None
+                sha = (
+                    library.HfApi()
+                    .dataset_info(reference.repo, revision=reference.revision, timeout=TIMEOUT_SECONDS)
+                    .sha
+                )
+            except Exception as error:  # noqa: BLE001  (huggingface_hub raises exceptions of several libraries)
+                if not _is_unreachable(error):
+                    raise UsageError(_describe_refusal(reference, error)) from None
             else:
                 if not isinstance(sha, str) or not _COMMIT.fullmatch(sha):
-                    raise UsageError(f"{asked.text}: the hub named no commit for {asked.revision!r}")
+                    raise UsageError(f"{reference.text}: the hub returned no commit for {reference.revision!r}")
                 cache.remember(name, sha)
                 return sha
-        # What the hub's own cache says is newer than what we saw last, if it is there at all.
-        snapshot = _kept(library, asked, asked.revision)
+        # The hub's own cache may be newer than the commit stored here.
+        snapshot = _find_cached_snapshot(library, reference, reference.revision)
         if snapshot is not None:
             return snapshot.name
         if known:
             return known
         raise UsageError(
-            f"{asked.text} cannot be had: the hub cannot be reached and nothing of it is on this machine; "
-            "fetch it once with a network, or name a folder"
+            f"cannot load {reference.text}: the hub cannot be reached and no copy is on this machine; "
+            "download it once with a network, or pass a directory"
         )
 
 
-def _kept(library: Any, asked: Asked, revision: str) -> Path | None:
-    """What the hub's own cache has of a revision, as far as we need it."""
-    wanted = [asked.path, f"{asked.path}/*"] if asked.path else [ARCHIVE]
+def _find_cached_snapshot(library: Any, reference: HubReference, revision: str) -> Path | None:
+    """Return the snapshot of a revision in the hub's own cache, if it contains the required files."""
+    wanted = [reference.path, f"{reference.path}/*"] if reference.path else [ARCHIVE]
     for patterns in (wanted, None):
         try:
             snapshot = library.snapshot_download(
-                asked.repo, repo_type="dataset", revision=revision, allow_patterns=patterns, local_files_only=True
+                reference.repo,
+                repo_type="dataset",
+                revision=revision,
+                allow_patterns=patterns,
+                local_files_only=True,
             )
-        except Exception:  # noqa: BLE001, S112  (of another library: whatever it raises, it has none)
+        except Exception:  # noqa: BLE001, S112  (any exception means that there is none)
             continue
         found = Path(snapshot)
-        if patterns is None or _matching(found, wanted[0]):
+        if patterns is None or _match_path(found, wanted[0]):
             return found
     return None
 
 
-def _fetch(asked: Asked, commit: str, folder: Path) -> None:
-    library = _library()
-    wanted = [asked.path, f"{asked.path}/*"] if asked.path else None
+def _fetch_into(reference: HubReference, commit: str, folder: Path) -> None:
+    library = _import_hub()
+    wanted = [reference.path, f"{reference.path}/*"] if reference.path else None
     offline = bool(library.constants.HF_HUB_OFFLINE)
     try:
         if not offline:
             try:
                 info = library.HfApi().dataset_info(
-                    asked.repo, revision=commit, timeout=SECONDS, files_metadata=True
+                    reference.repo, revision=commit, timeout=TIMEOUT_SECONDS, files_metadata=True
                 )
             except Exception as error:
-                if not _is_absence(error):
+                if not _is_unreachable(error):
                     raise
                 offline = True
             else:
                 files = {one.rfilename: one.size or 0 for one in info.siblings or []}
-                if asked.path and not is_archive(Path(asked.path)):
-                    wanted = [asked.path, f"{asked.path}/*", ARCHIVE]
-                elif not asked.path and ARCHIVE in files:
+                if reference.path and not is_archive(Path(reference.path)):
+                    wanted = [reference.path, f"{reference.path}/*", ARCHIVE]
+                elif not reference.path and ARCHIVE in files:
                     wanted = [ARCHIVE]
-                elif asked.path and asked.path not in files:
-                    raise UsageError(f"{asked.text}: the repository holds no {asked.path!r}")
+                elif reference.path and reference.path not in files:
+                    raise UsageError(f"{reference.text}: the repository does not contain {reference.path!r}")
                 if sum(files.values()) > MAX_BYTES and wanted is None:
-                    raise UsageError(f"{asked.text} holds more than {MAX_BYTES >> 30} GB: name a path in it")
-        kept = _kept(library, asked, commit) if offline else None
+                    raise UsageError(f"{reference.text} is larger than {MAX_BYTES >> 30} GB: name a path in it")
+        kept = _find_cached_snapshot(library, reference, commit) if offline else None
         if offline and kept is None:
             raise UsageError(
-                f"{asked.text}: the hub cannot be reached, and commit {commit} is not on this machine"
+                f"{reference.text}: the hub cannot be reached and commit {commit} is not on this machine"
             )
-        snapshot = kept or _downloaded(library, asked, commit, wanted)
+        snapshot = kept or _download_snapshot(library, reference, commit, wanted)
     except UsageError:
         raise
     except Exception as error:  # noqa: BLE001  (as above)
-        raise UsageError(_refusal(asked, error)) from None
-    _take(asked, snapshot, folder)
+        raise UsageError(_describe_refusal(reference, error)) from None
+    _copy_snapshot(reference, snapshot, folder)
 
 
-def _downloaded(library: Any, asked: Asked, commit: str, wanted: list[str] | None) -> Path:
-    # By its name first: so the hub's own cache knows the name too, for who comes without ours.
-    for revision in dict.fromkeys((asked.revision, commit)):
+def _download_snapshot(library: Any, reference: HubReference, commit: str, wanted: list[str] | None) -> Path:
+    # The revision is tried first, so that the hub's own cache also learns what it refers to.
+    for revision in dict.fromkeys((reference.revision, commit)):
         snapshot = Path(
             library.snapshot_download(
-                asked.repo, repo_type="dataset", revision=revision, allow_patterns=wanted, etag_timeout=SECONDS
+                reference.repo,
+                repo_type="dataset",
+                revision=revision,
+                allow_patterns=wanted,
+                etag_timeout=TIMEOUT_SECONDS,
             )
         )
         if snapshot.name == commit:
             return snapshot
-    raise UsageError(f"{asked.text}: the hub gave another commit than {commit}")
+    raise UsageError(f"{reference.text}: the hub returned another commit than {commit}")
 
 
-def _take(asked: Asked, snapshot: Path, folder: Path) -> None:
-    """From the hub's cache, whose files are links to its blobs, into a folder of plain files."""
-    found = snapshot / asked.path if asked.path else snapshot
-    if not asked.path and (snapshot / ARCHIVE).is_file():
+def _copy_snapshot(reference: HubReference, snapshot: Path, folder: Path) -> None:
+    """Copy files from the hub's cache, which contains symbolic links to blobs, into a directory of regular
+    files."""
+    found = snapshot / reference.path if reference.path else snapshot
+    if not reference.path and (snapshot / ARCHIVE).is_file():
         found = snapshot / ARCHIVE
-    matching = _matching(snapshot, asked.path) if asked.path else [found]
+    matching = _match_path(snapshot, reference.path) if reference.path else [found]
     if not matching:
-        raise UsageError(f"{asked.text}: there is no {asked.path!r} in it on this machine")
+        raise UsageError(f"{reference.text}: {reference.path!r} is not in the copy on this machine")
     store = Path(os.path.realpath(snapshot.parent.parent))
-    if "*" in asked.path:
+    if "*" in reference.path:
         for one in matching:
             if one.is_file():
-                shutil.copyfile(_own(one, store, asked), folder / one.name)
-        _with_data(asked, snapshot, store, folder)
+                shutil.copyfile(_check_inside(one, store, reference), folder / one.name)
+        _unpack_task_data(reference, snapshot, store, folder)
         return
     if found.is_file():
         if is_archive(found):
-            unpack(_own(found, store, asked), folder)
+            unpack(_check_inside(found, store, reference), folder)
             return
-        target = folder / asked.path
+        target = folder / reference.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_own(found, store, asked), target)
-        _with_data(asked, snapshot, store, target.parent)
+        shutil.copyfile(_check_inside(found, store, reference), target)
+        _unpack_task_data(reference, snapshot, store, target.parent)
         return
     for here, _, names in os.walk(found):
         for name in names:
             source = Path(here, name)
             target = folder / source.relative_to(found)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(_own(source, store, asked), target)
-            # The hub keeps no modes; a script is run by its name often enough.
+            shutil.copyfile(_check_inside(source, store, reference), target)
+            # The hub does not store file modes, and tasks may execute scripts directly.
             target.chmod(0o755 if name.endswith(".sh") else 0o644)
 
 
-def _with_data(asked: Asked, snapshot: Path, store: Path, folder: Path) -> None:
-    """The archive of task data, unpacked beside the rows."""
+def _unpack_task_data(reference: HubReference, snapshot: Path, store: Path, folder: Path) -> None:
+    """Unpack the archive of task data beside the rows."""
     if (snapshot / ARCHIVE).is_file():
         (folder / "task-data").mkdir()
-        unpack(_own(snapshot / ARCHIVE, store, asked), folder / "task-data")
+        unpack(_check_inside(snapshot / ARCHIVE, store, reference), folder / "task-data")
 
 
-def _matching(top: Path, path: str) -> list[Path]:
-    """What a path of a repository names; its last part may have stars in it."""
+def _match_path(top: Path, path: str) -> list[Path]:
+    """Return the files that match a path of a repository; its last component may contain wildcards."""
     whole = top / path
     if whole.exists() or "*" not in path:
         return [whole] if whole.exists() else []
     return sorted(whole.parent.glob(whole.name))
 
 
-def _own(path: Path, store: Path, asked: Asked) -> Path:
+def _check_inside(path: Path, store: Path, reference: HubReference) -> Path:
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(store) or not real.is_file():
-        raise UsageError(f"{asked.text}: {path.name[:120]!r} leads out of the repository")
+        raise UsageError(f"{reference.text}: {path.name[:120]!r} leads outside the repository")
     return real
 
 
-def _is_absence(error: Exception) -> bool:
-    """Whether the hub could not be asked, as opposed to: it said no."""
+def _is_unreachable(error: Exception) -> bool:
+    """Return whether the hub could not be reached, as opposed to an error response."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500 or status == 429
 
 
-def _refusal(asked: Asked, error: Exception) -> str:
-    """In our own words: those of others may hold addresses with keys."""
+def _describe_refusal(reference: HubReference, error: Exception) -> str:
+    """Describe an error without its original message, which may contain URLs with tokens."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     kind = type(error).__name__
-    advice = "check the name, the revision, and that `hf auth login` was done where it is private"
+    advice = "check the name and the revision, and run `hf auth login` if it is private"
     if status is None:
-        return f"{asked.text} cannot be fetched: {kind}; try again, or name a folder of this machine"
-    return f"{asked.text} is refused by the hub with {status} ({kind}): {advice}"
+        return f"cannot download {reference.text}: {kind}; try again, or pass a local directory"
+    return f"the hub refused {reference.text} with status {status} ({kind}): {advice}"

@@ -1,13 +1,13 @@
-"""The folders of open-instruct: `instruction.md`, `image.txt`, `environment/seeds`, `setup.sh`, `tests/test.sh`.
+"""Task format of open-instruct.
 
-    instruction.md          the prompt                     tests/test.sh       decides, in a box of its own
-    image.txt               the image, where one is named  setup.sh            runs before the agent
-    environment/seeds/      lies in the working folder     solution/solve.sh   for `rookery validate`
-    rookery.json            what the format has no place for; others do not read it
+    instruction.md          the prompt                     tests/test.sh       grades in a fresh sandbox
+    image.txt               the image (optional)           setup.sh            runs before the agent
+    environment/seeds/      files of the working directory  solution/solve.sh   for `rookery validate`
+    rookery.json            fields that the format lacks; only Rookery reads it
 
-Promises:
-- a task is graded in a fresh box, and by the script's exit code where it writes no reward;
-- what `rookery.json` says goes over what the folder implies, and a field that it does not know is a problem.
+Guarantees:
+- A task is graded in a fresh sandbox, by the script's exit code if it writes no reward.
+- `rookery.json` overrides what the directory implies. An unknown field in it is an error.
 """
 
 import shutil
@@ -17,48 +17,48 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.tasks.folders import Folder, image_of
-from rookery.tasks.formats import Reading
-from rookery.tasks.parts import lay_out
-from rookery.tasks.report import Notes
-from rookery.tasks.sidecars import aside_of, merged, names_of
+from rookery.tasks.file_trees import copy_files
+from rookery.tasks.formats import ReadOptions
+from rookery.tasks.report import ProblemCollector
+from rookery.tasks.sidecar import list_fields, make_sidecar, merge_sidecar
 from rookery.tasks.swe import SOLUTION, TESTS, WORKSPACE, SweStep, SweTask
+from rookery.tasks.task_folder import TaskFolder, parse_image
 
 ASIDE: Final = "rookery.json"
 SEEDS: Final = "environment/seeds"
 DOCKERFILE: Final = "environment/image"
-"""Where a conversion puts what an image is built from."""
+"""Where a conversion stores the build context of an image."""
 _SIGNS: Final = ("instruction.md", "image.txt", "setup.sh", "tests/test.sh", SEEDS)
 
 
 class OpenInstruct:
-    """`rookery.task_formats: open-instruct`."""
+    """The task format `open-instruct`."""
 
     name = "open-instruct"
-    rank = 0
+    priority = 0
 
-    def knows(self, folder: Path) -> bool:
+    def matches(self, folder: Path) -> bool:
         return any((folder / sign).exists() for sign in _SIGNS)
 
-    def read(self, folder: Path, id: str, notes: Notes, given: Reading) -> SweTask | None:  # noqa: A002, ARG002
-        here = Folder(folder, notes)
+    def read(self, folder: Path, id: str, problems: ProblemCollector, options: ReadOptions) -> SweTask | None:  # noqa: A002, ARG002
+        here = TaskFolder(folder, problems)
         said: Any = None
         if here.has(ASIDE) and (text := here.text(ASIDE)) is not None:
             try:
                 said = msgspec.json.decode(text)
             except msgspec.DecodeError as error:
-                notes.wrong(ASIDE, f"it is not JSON: {error}")
+                problems.error(ASIDE, f"is not valid JSON: {error}")
         workdir = said.get("workdir", WORKSPACE) if isinstance(said, dict) else WORKSPACE
         instruction = here.text("instruction.md", needed=True)
         image = here.text("image.txt") if here.has("image.txt") else None
         if image is not None:
-            image = image_of(image, "image.txt", notes)
+            image = parse_image(image, "image.txt", problems)
         elif here.has(f"{DOCKERFILE}/Dockerfile") and (context := here.part(DOCKERFILE, "/")):
             image = f"dockerfile:{context[0].source}"
         here.text("tests/test.sh", needed=True)
         solution = here.part("solution", SOLUTION)
         if solution and not here.has("solution/solve.sh"):
-            notes.warn("solution", "it has no solve.sh: `rookery validate` cannot run it")
+            problems.warn("solution", "has no solve.sh: `rookery validate` cannot run it")
         task = SweTask(
             id=id,
             format=self.name,
@@ -74,24 +74,24 @@ class OpenInstruct:
                 ),
             ),
         )
-        return merged(task, said, ASIDE, notes) if said is not None else task
+        return merge_sidecar(task, said, ASIDE, problems) if said is not None else task
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
         if len(task.steps) > 1:
-            raise UsageError(f"it has {len(task.steps)} steps, and a folder of open-instruct has one")
+            raise UsageError(f"it has {len(task.steps)} steps, but the format open-instruct supports one")
         step = task.steps[0]
         (folder / "instruction.md").write_text(step.instruction)
         if task.image and task.image.startswith("dockerfile:"):
             shutil.copytree(task.image.removeprefix("dockerfile:"), folder / DOCKERFILE, symlinks=True)
         elif task.image:
             (folder / "image.txt").write_text(f"{task.image}\n")
-        lay_out(task.files + step.files, task.workdir, folder / SEEDS)
-        lay_out(step.tests, TESTS, folder / "tests")
-        lay_out(step.solution, SOLUTION, folder / "solution")
+        copy_files(task.files + step.files, task.workdir, folder / SEEDS)
+        copy_files(step.tests, TESTS, folder / "tests")
+        copy_files(step.solution, SOLUTION, folder / "solution")
         if step.setup:
             shutil.copyfile(step.setup, folder / "setup.sh")
             (folder / "setup.sh").chmod(0o755)
-        said = aside_of(task, self.read(folder, task.id, Notes(task.id), Reading()))
+        said = make_sidecar(task, self.read(folder, task.id, ProblemCollector(task.id), ReadOptions()))
         if said:
             (folder / ASIDE).write_bytes(msgspec.json.format(msgspec.json.encode(said)) + b"\n")
-        return names_of(said)
+        return list_fields(said)

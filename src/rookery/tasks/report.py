@@ -1,9 +1,9 @@
-"""What is wrong with tasks: everything, at once, by task and field.
+"""Problems of tasks, by task and field.
 
-Promises:
-- a task's problems are all there, not the first of them;
-- a warning never makes a task invalid;
-- the printed form is one line for each, safe to show: nothing of it moves a cursor.
+Guarantees:
+- All problems of a task are reported, not only the first.
+- A warning never makes a task invalid.
+- The printed form has one line per problem and contains no control characters.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from typing import Final
 
 import msgspec
 
-from rookery.core.errors import encodable
+from rookery.core.errors import escape_surrogates
 
-MAX_NOTES: Final = 100
-"""Kept of one task."""
-MAX_WORDS: Final = 500
+MAX_PROBLEMS: Final = 100
+"""Maximum number of problems stored for one task."""
+MAX_PROBLEM_LENGTH: Final = 500
 
 
 class TaskProblem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing about one field of one task."""
+    """A problem with one field of one task."""
 
     task: str
     field: str
@@ -28,11 +28,13 @@ class TaskProblem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         kind = "warning: " if self.warning else ""
-        return f"{_shown(self.task)}: {_shown(self.field)}: {kind}{_shown(self.problem)}"
+        return (
+            f"{_make_printable(self.task)}: {_make_printable(self.field)}: {kind}{_make_printable(self.problem)}"
+        )
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a whole source."""
+    """The problems of all tasks of a source."""
 
     source: str
     tasks: int
@@ -45,7 +47,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Ids of tasks that cannot be, in order."""
+        """IDs of invalid tasks, in order."""
         return tuple(dict.fromkeys(one.task for one in self.problems if not one.warning))
 
     @property
@@ -56,48 +58,48 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
         lines = [str(one) for one in self.problems]
         count = f"{self.tasks} task{'' if self.tasks == 1 else 's'}"
         lines.append(
-            f"{_shown(self.source)}: {count}, {len(self.broken)} of them broken, "
+            f"{_make_printable(self.source)}: {count}, {len(self.broken)} of them broken, "
             f"{len(self.problems) - self.warnings} problems, {self.warnings} warnings"
         )
         return "\n".join(lines)
 
 
-class Notes:
-    """What was found about one task while it was read."""
+class ProblemCollector:
+    """Collects the problems of one task while it is read."""
 
     def __init__(self, task: str) -> None:
         self.task = task
-        self.found: list[TaskProblem] = []
+        self.items: list[TaskProblem] = []
 
-    def wrong(self, field: str, problem: str) -> None:
+    def error(self, field: str, problem: str) -> None:
         self._add(field, problem, warning=False)
 
     def warn(self, field: str, problem: str) -> None:
         self._add(field, problem, warning=True)
 
     def _add(self, field: str, problem: str, *, warning: bool) -> None:
-        if len(self.found) < MAX_NOTES:
-            said = encodable(problem)[:MAX_WORDS]
-            self.found.append(TaskProblem(self.task, encodable(field)[:200], said, warning))
+        if len(self.items) < MAX_PROBLEMS:
+            said = escape_surrogates(problem)[:MAX_PROBLEM_LENGTH]
+            self.items.append(TaskProblem(self.task, escape_surrogates(field)[:200], said, warning))
 
     @property
-    def broken(self) -> bool:
-        return any(not one.warning for one in self.found)
+    def has_errors(self) -> bool:
+        return any(not one.warning for one in self.items)
 
     @property
-    def words(self) -> str:
-        """For `Task.invalid`."""
-        return in_words(self.found)
+    def summary(self) -> str:
+        """All errors in one string, for `Task.invalid`."""
+        return summarize_problems(self.items)
 
 
-def in_words(found: Sequence[TaskProblem]) -> str:
+def summarize_problems(found: Sequence[TaskProblem]) -> str:
     return "; ".join(f"{one.field}: {one.problem}" for one in found if not one.warning)
 
 
-def _shown(text: str) -> str:
-    """One line that a terminal shows as it is."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+def _make_printable(text: str) -> str:
+    """Escape characters that are not printable."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     return char.encode("unicode_escape", "surrogatepass").decode()

@@ -1,65 +1,71 @@
-"""Where tasks come from: what a source is, and the tasks of folders.
+"""Resolve the source of a taskset and read the task directories that it contains.
 
-Promises:
-- folders of tasks are absolute paths, so that a run can be resumed from anywhere;
-- a task that is broken is there in its place, with all that is wrong with it;
-- the same folder gives the same ids in the same order;
-- what exists on this machine under that very text is that, before it is the name of a taskset.
+Guarantees:
+- Task directories are absolute paths, so that a run can be resumed from any directory.
+- An invalid task stays in its resolved, with all its problems.
+- The same directory gives the same IDs in the same order.
+- A local path takes precedence over an installed taskset of the same name.
 """
 
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from rookery.core import Task, UsageError
-from rookery.tasks.formats import Found, Reading, TaskFormat, look, task_formats
-from rookery.tasks.inline import BoxRows
-from rookery.tasks.named import named
+from rookery.core import RookeryError, Task, UsageError
+from rookery.core.errors import describe
+from rookery.tasks.formats import FoundTask, ReadOptions, TaskFormat, find_task_folders, task_formats
 from rookery.tasks.parquet import SUFFIX as PARQUET
-from rookery.tasks.report import Notes, TaskProblem
-from rookery.tasks.rows import Ids, Invalid, keepable
-from rookery.tasks.swe import task_of
+from rookery.tasks.report import ProblemCollector, TaskProblem
+from rookery.tasks.rows import InvalidRow, TaskIds, check_journalable
+from rookery.tasks.swe import make_task
+from rookery.tasks.swe_rows import SweRowParser
 
-HUB: Final = "hf:"
+TASKSET_GROUP: Final = "rookery.tasksets"
+"""Entry point group. Each entry point is a function that returns the directory of a taskset."""
+HUB_PREFIX: Final = "hf:"
 ARCHIVE: Final = "task-data.tar.gz"
-_BESIDE: Final = ("task-data", "task_data", ARCHIVE)
-_FIELD = re.compile(r"(?:.*, (?:line|item|row|task) [0-9]+: )?((?:prompt|id|files|data|image|limits)[^\s:]*)")
+_TASK_DATA_NAMES: Final = ("task-data", "task_data", ARCHIVE)
+_FIELD_PATTERN = re.compile(
+    r"(?:.*, (?:line|item|row|task) [0-9]+: )?((?:prompt|id|files|data|image|limits)[^\s:]*)"
+)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A source on this machine: a file of rows, or a folder."""
+class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A source on this machine: a file of rows, or a directory."""
 
     path: Path
     name: str
     source: str
-    """As it was asked for, absolute where it is a path."""
+    """The source as the user named it; paths are absolute."""
     folder: bool
     shards: tuple[Path, ...] = ()
-    """The files of rows, where they are several."""
+    """The files of rows, if there are several."""
 
 
-def find(source: str | Path) -> Place:
-    """`UsageError` where it is nothing."""
+def resolve_source(source: str | Path) -> TaskSource:
+    """Return where a source is on this machine, downloading or unpacking it if needed. Raise `UsageError` if it
+    is unknown."""
     text = str(source)
     if "\0" in text:
-        raise UsageError(f"the tasks file {text!r} cannot exist: its name holds a NUL")
-    if text.startswith(HUB) and not os.path.lexists(text):
-        from rookery.tasks.hub import fetched, parse
+        raise UsageError(f"the tasks file {text!r} cannot exist: its name contains NUL")
+    if text.startswith(HUB_PREFIX) and not os.path.lexists(text):
+        from rookery.tasks.hub import fetch, parse_reference
 
-        asked = parse(text)
-        path = fetched(asked)
-        place = Place(path=path, name=asked.repo.rpartition("/")[2], source=text, folder=path.is_dir())
-        return _of_rows(place) if place.folder else place
-    if not os.path.lexists(text) and (own := named(text)) is not None:
-        return Place(path=own, name=text, source=text, folder=True)
+        reference = parse_reference(text)
+        path = fetch(reference)
+        resolved = TaskSource(path=path, name=reference.repo.rpartition("/")[2], source=text, folder=path.is_dir())
+        return _detect_parquet(resolved) if resolved.folder else resolved
+    if not os.path.lexists(text) and (own := find_taskset(text)) is not None:
+        return TaskSource(path=own, name=text, source=text, folder=True)
     try:
         path = Path(source).expanduser()
-    except RuntimeError as error:  # ~nobody
-        raise UsageError(f"the tasks file {source} cannot be found: {error}") from None
+    except RuntimeError as error:  # an unknown user
+        raise UsageError(f"cannot find the tasks file {source}: {error}") from None
     from rookery.tasks.archives import is_archive
 
     full = path.absolute()
@@ -67,56 +73,70 @@ def find(source: str | Path) -> Place:
         found = tuple(sorted(one for one in full.parent.glob(path.name) if one.is_file()))
         if not found:
             raise UsageError(f"there is no file {path}")
-        return Place(path=full.parent, name=full.parent.name, source=str(full), folder=False, shards=found)
+        return TaskSource(path=full.parent, name=full.parent.name, source=str(full), folder=False, shards=found)
     if is_archive(path) and not path.is_dir():
         stem = path.name.lower().partition(".t")[0]
-        return Place(path=unpacked(path), name=path.name[: len(stem)], source=str(full), folder=True)
+        return TaskSource(path=unpack_once(path), name=path.name[: len(stem)], source=str(full), folder=True)
     if path.is_dir():
-        return _of_rows(Place(path=full, name=full.name or "tasks", source=str(full), folder=True))
+        return _detect_parquet(TaskSource(path=full, name=full.name or "tasks", source=str(full), folder=True))
     name = path.name.removesuffix(".gz")
-    return Place(path=path, name=name.rpartition(".")[0] or name, source=text, folder=False)
+    return TaskSource(path=path, name=name.rpartition(".")[0] or name, source=text, folder=False)
 
 
-def _of_rows(place: Place) -> Place:
-    """A folder that holds no task folders and files of rows in Parquet is those rows."""
-    from rookery.tasks.parquet import shards
+def _detect_parquet(resolved: TaskSource) -> TaskSource:
+    """Treat a directory that contains Parquet files and no task directories as rows."""
+    from rookery.tasks.parquet import find_shards
 
     try:
-        if not any(next(one.glob(f"*{PARQUET}"), None) for one in (place.path, place.path / "data")):
-            return place
-        if look(place.path, task_formats())[0]:
-            return place
-    except OSError:  # said by who reads it
-        return place
-    return msgspec.structs.replace(place, folder=False, shards=shards(place.path))
+        if not any(next(one.glob(f"*{PARQUET}"), None) for one in (resolved.path, resolved.path / "data")):
+            return resolved
+        if find_task_folders(resolved.path, task_formats())[0]:
+            return resolved
+    except OSError:  # reported when the directory is read
+        return resolved
+    return msgspec.structs.replace(resolved, folder=False, shards=find_shards(resolved.path))
 
 
-def unpacked(archive: Path) -> Path:
-    """The folder of an archive, unpacked once on this machine."""
+def find_taskset(name: str) -> Path | None:
+    """Return the directory of an installed taskset, or None if no entry point has this name."""
+    for point in entry_points(group=TASKSET_GROUP, name=name):
+        try:
+            return Path(point.load()()).absolute()
+        except RookeryError:
+            raise
+        except Exception as error:
+            raise UsageError(f"cannot load taskset {name!r} ({point.value}): {describe(error)}") from error
+    return None
+
+
+def unpack_once(archive: Path) -> Path:
+    """Return the directory of an archive, which is unpacked once on this machine."""
     from rookery.tasks.archives import unpack
-    from rookery.tasks.cache import Cache, key_of
+    from rookery.tasks.cache import TaskCache, make_key
 
     try:
         info = archive.stat()
     except FileNotFoundError:
         raise UsageError(f"the archive {archive} does not exist") from None
     except OSError as error:
-        raise UsageError(f"the archive {archive} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"cannot read the archive {archive}: {error.strerror or error}") from None
     real = os.path.realpath(archive)
-    key = key_of("archive", real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
-    return Cache().once(key, lambda folder: unpack(Path(real), folder), f"the archive {archive}")
+    key = make_key("archive", real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+    return TaskCache().once(key, lambda folder: unpack(Path(real), folder), f"the archive {archive}")
 
 
-class Places:
-    """Reads what one source holds."""
+class SourceReader:
+    """Reads the tasks of one source."""
 
-    def __init__(self, place: Place | None, task_data: str | Path | None, variables: Mapping[str, str]) -> None:
-        self._place = place
+    def __init__(
+        self, resolved: TaskSource | None, task_data: str | Path | None, variables: Mapping[str, str]
+    ) -> None:
+        self._resolved = resolved
         self._task_data = task_data
-        self._given = Reading(variables)
+        self._given = ReadOptions(variables)
         self._formats: list[TaskFormat] | None = None
         self._data: Path | None = None
-        self.boxes = BoxRows(self._named)
+        self.swe_rows = SweRowParser(self._named)
 
     @property
     def formats(self) -> list[TaskFormat]:
@@ -126,85 +146,86 @@ class Places:
 
     # ---- folders
 
-    def folders(self, limit: int | None) -> tuple[list[Task], list[TaskProblem]]:
-        """All tasks that the source holds."""
-        assert self._place is not None
-        path = self._place.path
+    def read_directories(self, limit: int | None) -> tuple[list[Task], list[TaskProblem]]:
+        """Return all tasks of a directory, and their problems."""
+        assert self._resolved is not None
+        path = self._resolved.path
         try:
-            found, others = look(path, self.formats)
+            found, others = find_task_folders(path, self.formats)
         except OSError as error:
-            raise UsageError(f"the folder {path} cannot be read: {error.strerror or error}") from None
+            raise UsageError(f"cannot read the directory {path}: {error.strerror or error}") from None
         if not found:
-            raise UsageError(_nothing(path))
-        ids = Ids("task")
+            raise UsageError(_explain_no_tasks(path))
+        ids = TaskIds("task")
         tasks: list[Task] = []
         problems: list[TaskProblem] = []
         for number, one in enumerate(found[:limit], 1):
-            notes = Notes("")
-            tasks.append(self._read(one, number, ids, notes))
-            problems += notes.found
+            collector = ProblemCollector("")
+            tasks.append(self._read(one, number, ids, collector))
+            problems += collector.items
         if limit is None:
             names = ", ".join(kind.name for kind in self.formats)
             problems += [
-                TaskProblem(name, "folder", f"it looks like no task of any format ({names})", warning=True)
-                for name in map(_printable, others)
+                TaskProblem(name, "folder", f"matches no task format ({names})", warning=True)
+                for name in map(_make_printable, others)
             ]
         return tasks, problems
 
-    def _read(self, one: Found, number: int, ids: Ids, notes: Notes) -> Task:
+    def _read(self, one: FoundTask, number: int, ids: TaskIds, problems: ProblemCollector) -> Task:
         path = one.path.absolute()
         try:
             name = ids.claim(path.name)
-        except Invalid as problem:
+        except InvalidRow as problem:
             name = ids.spare(number)
-            notes.task = name
-            notes.wrong("folder", f"its name cannot be the id of a task: {problem}")
-        notes.task = name
-        return self._made(one.format, path, name, notes)
+            problems.task = name
+            problems.error("folder", f"its name cannot be the ID of a task: {problem}")
+        problems.task = name
+        return self._made(one.format, path, name, problems)
 
-    def _made(self, kind: TaskFormat, path: Path, name: str, notes: Notes) -> Task:
+    def _made(self, kind: TaskFormat, path: Path, name: str, problems: ProblemCollector) -> Task:
         task = None
         try:
-            task = kind.read(path, name, notes, self._given)
+            task = kind.read(path, name, problems, self._given)
         except (OSError, UnicodeError) as error:
-            notes.wrong("folder", f"it cannot be read: {error}")
+            problems.error("folder", f"cannot be read: {error}")
         except RecursionError:
-            notes.wrong("folder", "something in it is nested too deeply")
-        if task is None and not notes.broken:
-            notes.wrong("folder", f"nothing can be made of it as a task of {kind.name}")
-        if task is None or notes.broken:
-            return Task(id=name, invalid=notes.words)
+            problems.error("folder", "something in it is nested too deeply")
+        if task is None and not problems.has_errors:
+            problems.error("folder", f"cannot be read as a task of the format {kind.name}")
+        if task is None or problems.has_errors:
+            return Task(id=name, invalid=problems.summary)
         try:
-            return keepable(task_of(task))
-        except Invalid as problem:  # a path that is not UTF-8, say
-            notes.wrong("folder", str(problem))
-            return Task(id=name, invalid=notes.words)
+            return check_journalable(make_task(task))
+        except InvalidRow as problem:  # for example a path that is not UTF-8
+            problems.error("folder", str(problem))
+            return Task(id=name, invalid=problems.summary)
 
     # ---- rows
 
-    def _named(self, name: str, notes: Notes) -> Task | None:
-        """The task of a folder of task data."""
+    def _named(self, name: str, problems: ProblemCollector) -> Task | None:
+        """Return the task of a directory of task data."""
         field = "env_config.task_id"
         bad = not name or name in (".", "..") or "/" in name or not name.isprintable()
         if bad or len(name.encode("utf-8", "replace")) > 255:
-            notes.wrong(field, f"{name[:80]!r} cannot be the name of a task's folder")
+            problems.error(field, f"{name[:80]!r} cannot be the name of a task directory")
             return None
         data = self._task_data_folder()
         if data is None:
-            notes.wrong(
+            problems.error(
                 field,
-                f"there is no task data for {name!r}: name it with --task-data, in Python with "
-                f"task_data, or put a folder task-data or {ARCHIVE} "
-                "beside the rows",
+                (
+                    f"there is no task data for {name!r}: pass --task-data (task_data in Python), or put a "
+                    f"directory task-data or {ARCHIVE} beside the rows"
+                ),
             )
             return None
         path = data / name
-        kind = next((one for one in self.formats if path.is_dir() and one.knows(path)), None)
+        kind = next((one for one in self.formats if path.is_dir() and one.matches(path)), None)
         if kind is None:
-            hint = "" if self._task_data is not None else "; name the folder that does with --task-data"
-            notes.wrong(field, f"{data} holds no task {name!r}{hint}")
+            hint = "" if self._task_data is not None else "; pass the right directory with --task-data"
+            problems.error(field, f"{data} contains no task {name!r}{hint}")
             return None
-        made = self._made(kind, path, name, notes)
+        made = self._made(kind, path, name, problems)
         return None if made.invalid else made
 
     def _task_data_folder(self) -> Path | None:
@@ -214,48 +235,48 @@ class Places:
 
     def _find_data(self) -> Path | None:
         if self._task_data is not None:
-            place = find(self._task_data)
-            if not place.folder:
-                raise UsageError(f"the task data {self._task_data} is neither a folder nor an archive")
-            return _holding(place.path, self.formats)
-        if self._place is None:
+            resolved = resolve_source(self._task_data)
+            if not resolved.folder:
+                raise UsageError(f"the task data {self._task_data} is neither a directory nor an archive")
+            return _find_task_root(resolved.path, self.formats)
+        if self._resolved is None:
             return None
-        here = self._place.path.absolute()
-        around = (here, self._place.shards[0].parent) if self._place.shards else (here.parent,)
-        for path in (where / name for where in around for name in _BESIDE):
+        here = self._resolved.path.absolute()
+        around = (here, self._resolved.shards[0].parent) if self._resolved.shards else (here.parent,)
+        for path in (where / name for where in around for name in _TASK_DATA_NAMES):
             if path.exists():
-                return _holding(path if path.is_dir() else unpacked(path), self.formats)
+                return _find_task_root(path if path.is_dir() else unpack_once(path), self.formats)
         return around[0]
 
     def problems(self, tasks: list[Task]) -> list[TaskProblem]:
-        """Of rows: by field where the row was one of a box."""
-        known = {notes.task: notes.found for notes in self.boxes.notes}
+        """Return the problems of rows; for SWE tasks by field."""
+        known = {collector.task: collector.items for collector in self.swe_rows.problems}
         found: list[TaskProblem] = []
         for task in tasks:
             noted = known.get(task.id, [])
             found += noted
             if task.invalid and not any(not one.warning for one in noted):
-                match = _FIELD.match(task.invalid)
+                match = _FIELD_PATTERN.match(task.invalid)
                 words = task.invalid.partition(": ")[2] or task.invalid
                 found.append(TaskProblem(task.id, match[1] if match else "row", words))
         return found
 
 
-def _holding(path: Path, formats: list[TaskFormat]) -> Path:
-    """The folder below which the tasks lie."""
-    found, _ = look(path, formats)
+def _find_task_root(path: Path, formats: list[TaskFormat]) -> Path:
+    """Return the directory that contains the task directories."""
+    found, _ = find_task_folders(path, formats)
     return found[0].path.parent if found else path
 
 
-def _nothing(path: Path) -> str:
+def _explain_no_tasks(path: Path) -> str:
     kinds = (".jsonl", ".json", ".jsonl.gz", ".tar.gz", PARQUET)
     rows = sorted(one.name for one in path.iterdir() if one.name.endswith(kinds))
-    hint = f"; name a file of tasks in it ({', '.join(map(_printable, rows[:3]))})" if rows else ""
+    hint = f"; pass a tasks file in it ({', '.join(map(_make_printable, rows[:3]))})" if rows else ""
     return (
-        f"the folder {path} holds no tasks: a task is a folder with task.toml (Harbor), or with instruction.md "
-        f"and tests/test.sh (open-instruct){hint}"
+        f"the directory {path} contains no tasks of any installed format "
+        f"({', '.join(one.name for one in task_formats())}){hint}"
     )
 
 
-def _printable(name: str) -> str:
+def _make_printable(name: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape", "surrogatepass").decode()

@@ -1,9 +1,9 @@
-"""What an agent in a box is given, and what it is graded by: the same for every format of task folders.
+"""Description of a SWE task: what an agent receives in its sandbox, and how its work is graded.
 
-Promises:
-- whatever format a task came in, environment and graders see this one description;
-- it is small plain data: files stay in folders of this machine, and are named;
-- a task always has a list of steps; one that is not divided has one.
+Guarantees:
+- Environments and graders use this description for tasks of every format.
+- It is small plain data: files stay in directories of this machine and are referred to by path.
+- A task always has a list of steps; an undivided task has one.
 """
 
 from math import isfinite
@@ -13,28 +13,29 @@ import msgspec
 
 from rookery.core import Limits, Message, Task, TaskError
 
-KEY = "swe"
-"""Where `Task.data` holds the description."""
+DATA_KEY = "swe"
+"""Field of `Task.data` that contains the description."""
 
 TESTS = "/tests"
 SOLUTION = "/solution"
 LOGS = "/logs"
-"""Below it: `agent`, `verifier`, `artifacts`."""
+"""Contains the directories `agent`, `verifier` and `artifacts`."""
 WORKSPACE = "/workspace"
 
 SweFormat: TypeAlias = str
-"""`open-instruct`, `harbor`, `rows`, or the name of another format that is installed."""
-BoxNetwork: TypeAlias = Literal["none", "allow", "all"]
+"""`open-instruct`, `harbor`, `rows`, or the name of another installed format."""
+TaskNetwork: TypeAlias = Literal["none", "allow", "all"]
 GradeMode: TypeAlias = Literal["fresh", "shared"]
-"""`fresh`: the tests run in another box, over what the agent changed. `shared`: in the agent's own."""
+"""`fresh`: the tests run in another sandbox, over the agent's changes. `shared`: they run in the agent's
+sandbox."""
 
 
 TEST_TIMEOUT = 600.0
-"""Seconds for one run of the tests where neither run nor task nor environment says it."""
+"""Default number of seconds for one run of the tests."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file or folder of this machine, and where it goes in the box."""
+class FileMapping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file or directory on this machine, and its path in the sandbox."""
 
     source: str
     target: str
@@ -44,128 +45,129 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a step is graded."""
 
     script: str = "test.sh"
-    """Below the tests."""
+    """Path below the tests."""
     mode: GradeMode = "fresh"
     timeout: float = TEST_TIMEOUT
     """Seconds for one run of the script."""
     env: dict[str, str] = {}
     user: str | None = None
     services: bool = False
-    """Whether what the agent started must be alive while the tests run; in `shared` only."""
+    """Whether processes that the agent started must be alive while the tests run; only with `shared`."""
     reward_from_exit: bool = True
-    """Whether the script's exit code is the reward where it wrote none."""
-    network: BoxNetwork | None = None
-    """What the task says about the network while its tests run; None: nothing."""
+    """Whether the script's exit code is the reward if it writes none."""
+    network: TaskNetwork | None = None
+    """Network while the tests run; None: the task does not say."""
     allow: tuple[str, ...] = ()
 
 
 class SweStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One instruction and its grading; those of a task follow one another in the same box."""
+    """One instruction and its grading. The steps of a task run one after the other in the same sandbox."""
 
     name: str = ""
     instruction: str
-    tests: tuple[Part, ...] = ()
-    """Never in the box before the step is graded."""
-    files: tuple[Part, ...] = ()
-    """What comes into the box when the step begins, before its setup."""
+    tests: tuple[FileMapping, ...] = ()
+    """Copied into a sandbox only when the step is graded."""
+    files: tuple[FileMapping, ...] = ()
+    """Files copied into the sandbox when the step begins, before its setup."""
     setup: str = ""
-    """A script of this machine that runs in the box, in the working folder, before the agent gets the step."""
-    solution: tuple[Part, ...] = ()
-    """For `rookery validate` alone."""
+    """Path of a script on this machine that runs in the sandbox's working directory before the agent starts the
+    step."""
+    solution: tuple[FileMapping, ...] = ()
+    """Used by `rookery validate` and to find out whether the task is at fault when its grader fails."""
     solve: str = "solve.sh"
-    """Below `SOLUTION`."""
+    """Path below `SOLUTION`."""
     solve_env: dict[str, str] = {}
     timeout: float | None = None
-    """Seconds the agent has."""
+    """Seconds for the agent."""
     verifier: Verifier = Verifier()
     enough: float | None = None
-    """The reward below which the steps after this one are not begun."""
+    """With a reward below this, the following steps are not started."""
     enough_parts: dict[str, float] = {}
-    """The same for named parts of the reward; one that is missing is below."""
+    """The same for named parts of the reward; a missing part counts as below."""
 
 
 class SweTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A task in a box of its own."""
+    """A task that an agent solves in a sandbox."""
 
     id: str
     format: SweFormat
     folder: str
-    """Where the task lies on this machine."""
+    """Directory of the task on this machine."""
     steps: tuple[SweStep, ...]
     image: str | None = None
-    """As `SandboxSpec.image`; a Dockerfile is named `dockerfile:DIR`."""
-    files: tuple[Part, ...] = ()
-    """What lies in the box from the start."""
+    """As `SandboxSpec.image`; a Dockerfile is written `dockerfile:DIR`."""
+    files: tuple[FileMapping, ...] = ()
+    """Files copied into the sandbox before the agent starts."""
     workdir: str = WORKSPACE
     artifacts: tuple[str, ...] = ()
-    """Paths besides the working folder whose changes count for the tests."""
+    """Paths outside the working directory whose changes are graded."""
     env: dict[str, str] = {}
     user: str | None = None
     memory: int | None = None
     cpus: float | None = None
     disk: int | None = None
     gpus: int | None = None
-    network: BoxNetwork = "none"
+    network: TaskNetwork = "none"
     allow: tuple[str, ...] = ()
     mcp: tuple[dict[str, Any], ...] = ()
-    """MCP servers that the task offers, as its format describes them."""
+    """MCP servers of the task, as its format describes them."""
     rewards: Literal["mean", "final"] = "mean"
-    """Of several steps: the mean of all (one not begun counts as 0), or the last one's."""
+    """Reward of several steps: the mean of all (a step that was not started counts as 0), or that of the last."""
     build: float | None = None
-    """Seconds that making the image may take."""
+    """Seconds for building the image."""
     metadata: dict[str, Any] = {}
 
 
-GRADED_RUNS = 3
-"""Runs of the tests that one grading may need: the submission twice, the task's own solution once."""
-SCORE_ROOM = 120.0
-"""Seconds of a grading besides its runs: sandboxes are created, files are moved."""
-GRADE_SHARE = 0.9
-"""The part of a stage's time that grading may use."""
-SETUP_ROOM = 300.0
+RUNS_PER_GRADING = 3
+"""Runs of the tests that one grading may need: the submission twice, the reference solution once."""
+GRADING_OVERHEAD_SECONDS = 120.0
+"""Seconds of a grading in addition to its runs, for creating sandboxes and copying files."""
+GRADING_TIME_SHARE = 0.9
+"""Share of a stage's time that grading may use."""
+SETUP_OVERHEAD_SECONDS = 300.0
 
 
 def grading_seconds(step: SweStep) -> float:
-    """Return the seconds that grading a step needs at most, so that every run of its tests has its whole time."""
-    return GRADED_RUNS * step.verifier.timeout + 2 * SCORE_ROOM
+    """Return the maximum number of seconds for grading a step with all runs of its tests."""
+    return RUNS_PER_GRADING * step.verifier.timeout + 2 * GRADING_OVERHEAD_SECONDS
 
 
 def grading_budget(step: SweStep, remaining: float) -> float:
-    """Return the seconds that grading a step gets of what remains of its stage."""
-    return GRADE_SHARE * remaining if isfinite(remaining) else grading_seconds(step)
+    """Return the seconds for grading a step, given the time that remains in its stage."""
+    return GRADING_TIME_SHARE * remaining if isfinite(remaining) else grading_seconds(step)
 
 
-def task_of(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
-    """The task that an engine runs. `prompt`: instead of the first step's instruction."""
+def make_task(task: SweTask, prompt: tuple[Message, ...] = ()) -> Task:
+    """Return the task that an engine runs. `prompt` replaces the instruction of the first step."""
     return Task(
         id=task.id,
         prompt=prompt or (Message("user", task.steps[0].instruction),),
         image=task.image,
-        limits=limits_of(task),
-        data={KEY: msgspec.to_builtins(task)},
+        limits=derive_limits(task),
+        data={DATA_KEY: msgspec.to_builtins(task)},
     )
 
 
-def limits_of(task: SweTask) -> Limits:
+def derive_limits(task: SweTask) -> Limits:
     """Return the limits that follow from a task's own timeouts."""
     steps = task.steps
     run = None
     if all(step.timeout is not None for step in steps):
-        # All but the last are graded while the rollout runs.
+        # All steps but the last are graded in the run stage.
         graded = sum(grading_seconds(step) for step in steps[:-1])
         run = sum(step.timeout or 0.0 for step in steps) + graded
     return Limits(
         run=run,
-        score=grading_seconds(steps[-1]) / GRADE_SHARE,
-        setup=task.build + SETUP_ROOM if task.build is not None else None,
+        score=grading_seconds(steps[-1]) / GRADING_TIME_SHARE,
+        setup=task.build + SETUP_OVERHEAD_SECONDS if task.build is not None else None,
     )
 
 
 def with_test_timeout(task: SweTask, run: float | None, default: float | None) -> SweTask:
-    """Return the task with the seconds that each run of its tests has in a rollout.
+    """Return the task with the test timeout that applies in a rollout.
 
-    What the run says wins over what the task says. `default`: for tests whose own timeout is `TEST_TIMEOUT`, the
-    timeout of a task that says nothing.
+    The timeout of the run takes precedence over that of the task. `default` applies to tests that have
+    `TEST_TIMEOUT`, the timeout of a task that sets none.
     """
 
     def timed(step: SweStep) -> SweStep:
@@ -179,18 +181,19 @@ def with_test_timeout(task: SweTask, run: float | None, default: float | None) -
 
 
 def limits_with_test_timeout(task: Task, said: Limits, run: Limits, default: float | None) -> Limits:
-    """Return the limits `said` of a rollout, with stages that are long enough for tests with other timeouts.
+    """Return the limits `said` of a rollout, with stages that are long enough for the test timeout that
+    applies.
 
-    Only limits that follow from the task's timeouts are changed. What the run or a row says explicitly stays.
+    Only limits derived from the task's timeouts are changed. Limits that the run or a row sets explicitly stay.
     """
     try:
-        described = swe_task(task)
-    except TaskError:  # the setup of its attempts says so
+        described = get_swe_task(task)
+    except TaskError:  # reported by the setup of its attempts
         return said
     timed = with_test_timeout(described, said.test_timeout, default)
     if timed is described or not described.steps:
         return said
-    before, after = limits_of(described), limits_of(timed)
+    before, after = derive_limits(described), derive_limits(timed)
     changed = {
         name: getattr(after, name)
         for name in ("run", "score")
@@ -199,12 +202,12 @@ def limits_with_test_timeout(task: Task, said: Limits, run: Limits, default: flo
     return msgspec.structs.replace(said, **changed)
 
 
-def swe_task(task: Task) -> SweTask:
-    """The description that a task carries. `TaskError` where it has none, or one that cannot be read."""
-    found = task.data.get(KEY)
+def get_swe_task(task: Task) -> SweTask:
+    """Return the description that a task carries. Raise `TaskError` if there is none or it is invalid."""
+    found = task.data.get(DATA_KEY)
     if found is None:
-        raise TaskError(f"task {task.id} is no task for a box: its data has no {KEY!r}")
+        raise TaskError(f"task {task.id} is not a SWE task: its data has no {DATA_KEY!r}")
     try:
         return msgspec.convert(found, SweTask)
     except msgspec.ValidationError as error:
-        raise TaskError(f"task {task.id}: its description cannot be read: {error}") from None
+        raise TaskError(f"task {task.id}: invalid task description: {error}") from None

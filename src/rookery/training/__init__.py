@@ -1,55 +1,57 @@
-"""Groups become something that a trainer can use.
+"""Turn groups of rollouts into batches for a trainer.
 
-Promises:
-- advantages are over valid rollouts, never over segments or over what is missing; fewer than two teach nothing;
-- every trained token is in a batch exactly once, with the version and logprob it was sampled with;
-- a loss is the sum of weights times losses: however a batch is packed, cut or dealt out, it is the same;
-- nothing is imported that is heavier than NumPy.
+Guarantees:
+- Advantages are computed over valid rollouts, never over segments or missing data. Fewer than two valid
+  rollouts give zero advantage.
+- Every trained token is in a batch exactly once, with the policy version and log probability it was sampled
+  with.
+- The loss is the sum of weight times loss per token, however a batch is packed, split or distributed to ranks.
+- Nothing heavier than NumPy is imported.
 """
 
-from rookery.training.advantages import Baseline, Scale, advantages, informative
+from rookery.training.advantages import Baseline, Scale, compute_advantages, is_informative
 from rookery.training.batches import Batch, make_batch
-from rookery.training.checks import check
+from rookery.training.checks import check_batch
 from rookery.training.columns import Columns
-from rookery.training.config import BatchConfig, Included, LogprobRule, TruncatedRule, Uninformative
+from rookery.training.config import BatchConfig, IncludedSegments, LogprobRule, TruncatedRule, Uninformative
 from rookery.training.errors import BatchError
-from rookery.training.packing import Packed, Padded, Row, pack, padded, split
-from rookery.training.report import Report, report
-from rookery.training.tables import Counts, GroupTable, RolloutTable, SegmentTable
-from rookery.training.targets import IGNORE, Targets, attention, targets
-from rookery.training.weights import Normalise, rollout_weights
+from rookery.training.loss_weights import Normalise, compute_token_weights
+from rookery.training.packing import PackedBatch, PackedRow, PaddedBatch, pack, pad_batch, split_batch
+from rookery.training.report import GroupReport, build_report
+from rookery.training.tables import BatchCounts, GroupTable, RolloutTable, SegmentTable
+from rookery.training.targets import IGNORE, Targets, make_attention_mask, make_targets
 
 __all__ = [
     "IGNORE",
     "Baseline",
     "Batch",
     "BatchConfig",
+    "BatchCounts",
     "BatchError",
     "Columns",
-    "Counts",
+    "GroupReport",
     "GroupTable",
-    "Included",
+    "IncludedSegments",
     "LogprobRule",
     "Normalise",
-    "Packed",
-    "Padded",
-    "Report",
+    "PackedBatch",
+    "PackedRow",
+    "PaddedBatch",
     "RolloutTable",
-    "Row",
     "Scale",
     "SegmentTable",
     "Targets",
     "TruncatedRule",
     "Uninformative",
-    "advantages",
-    "attention",
-    "check",
-    "informative",
+    "build_report",
+    "check_batch",
+    "compute_advantages",
+    "compute_token_weights",
+    "is_informative",
+    "make_attention_mask",
     "make_batch",
+    "make_targets",
     "pack",
-    "padded",
-    "report",
-    "rollout_weights",
-    "split",
-    "targets",
+    "pad_batch",
+    "split_batch",
 ]

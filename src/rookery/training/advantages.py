@@ -1,10 +1,11 @@
-"""How much better than its siblings a rollout was.
+"""Compute the advantages of the rollouts of a group.
 
-Promises:
-- only valid rollouts count: a missing one is in no baseline and no spread, and its own advantage is 0;
-- fewer than two valid rollouts, or rewards that do not differ, teach nothing: all zero, exactly;
-- a baseline of the others is unbiased whatever is missing; one that a rollout is part of shrinks with the group;
-- a reward that is not a finite number is refused, never trained.
+Guarantees:
+- Only valid rollouts count. A missing one is in no baseline and no standard deviation, and its advantage is 0.
+- With fewer than two valid rollouts, or equal rewards, all advantages are exactly 0.
+- The leave-one-out baseline is unbiased, however many rollouts are missing. A baseline that includes the
+  rollout itself shrinks advantages in small groups.
+- A reward that is not finite is rejected, never trained.
 """
 
 import math
@@ -21,28 +22,28 @@ Baseline: TypeAlias = Literal["leave_one_out", "mean", "none"]
 Scale: TypeAlias = Literal["none", "std"]
 Float64: TypeAlias = npt.NDArray[np.float64]
 
-_ROUNDING = 1e-12
-"""Of the largest reward: rewards closer than this differ by how they were added up, not by what was done."""
-_NOTHING = 1e-300
-"""Where floats lose their digits."""
+_RELATIVE_TOLERANCE = 1e-12
+"""Relative to the largest reward. Smaller differences are rounding errors."""
+_SMALLEST_NORMAL = 1e-300
+"""Below this, floats lose precision."""
 
 
-def chosen(name: str, value: Any, kind: Any) -> None:
-    """Refuses a setting that is not one of its words."""
+def check_choice(name: str, value: Any, kind: Any) -> None:
+    """Raise `UsageError` if a setting is not one of its allowed values."""
     if value not in get_args(kind):
         raise UsageError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, not {value!r}")
 
 
-def advantages(
+def compute_advantages(
     rewards: Sequence[float | None], *, baseline: Baseline = "leave_one_out", scale: Scale = "none"
 ) -> Float64:
-    """One entry for each member of a group. None is missing data, as in `Group.rewards`.
+    """Return the advantage of each member of a group. A reward of None is missing data, as in `Group.rewards`.
 
-    `leave_one_out` compares with the mean of the others (RLOO), `mean` with that of all (GRPO), `none` with
-    nothing. `std` divides by the sample standard deviation of the valid rewards.
+    `leave_one_out` subtracts the mean of the other rewards (RLOO), `mean` that of all (GRPO), `none` nothing.
+    `std` divides by the sample standard deviation of the valid rewards.
     """
-    chosen("baseline", baseline, Baseline)
-    chosen("scale", scale, Scale)
+    check_choice("baseline", baseline, Baseline)
+    check_choice("scale", scale, Scale)
     found = np.zeros(len(rewards))
     there = [at for at, reward in enumerate(rewards) if reward is not None]
     for at in there:
@@ -51,11 +52,11 @@ def advantages(
     if len(there) < 2:
         return found
     valid = np.array([rewards[at] for at in there], dtype=np.float64)
-    same = _same(valid)
+    same = _all_equal(valid)
     if same and (baseline != "none" or scale == "std"):
         return found
     count = len(valid)
-    with np.errstate(over="ignore", invalid="ignore"):  # what came of it is looked at below
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
         centred = valid - valid.mean()
         match baseline:
             case "leave_one_out":
@@ -65,7 +66,7 @@ def advantages(
             case "none":
                 values = valid
         if scale == "std":
-            most = np.abs(centred).max()  # squares of very large or small rewards would leave the range of floats
+            most = np.abs(centred).max()  # squares of very large or small rewards would overflow or underflow
             values = values / (most * np.sqrt(np.square(centred / most).sum() / (count - 1)))
     if not np.isfinite(values).all():
         raise BatchError(f"rewards from {valid.min()} to {valid.max()} are too far apart to be compared")
@@ -73,12 +74,12 @@ def advantages(
     return found
 
 
-def informative(rewards: Sequence[float | None]) -> bool:
-    """Whether a group teaches: at least two valid rewards, and they differ."""
+def is_informative(rewards: Sequence[float | None]) -> bool:
+    """Return whether a group has at least two valid rewards that differ."""
     valid = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
-    return len(valid) > 1 and not _same(valid)
+    return len(valid) > 1 and not _all_equal(valid)
 
 
-def _same(valid: Float64) -> bool:
+def _all_equal(valid: Float64) -> bool:
     low, high = float(valid.min()), float(valid.max())
-    return high - low <= max(_ROUNDING * max(abs(low), abs(high)), _NOTHING)
+    return high - low <= max(_RELATIVE_TOLERANCE * max(abs(low), abs(high)), _SMALLEST_NORMAL)

@@ -1,8 +1,9 @@
-"""From the bytes of segments to arrays, one copy each.
+"""Convert the bytes of segments to arrays, with one copy each.
 
-Promises:
-- extras have one layout throughout a batch, or are refused: no zeros are filled in that would pass for data;
-- a trained token has the version of its span.
+Guarantees:
+- Extras have the same layout throughout a batch; otherwise they are rejected. Missing data is never filled with
+  zeros.
+- A trained token has the policy version of its span.
 """
 
 import zlib
@@ -18,37 +19,37 @@ from rookery.training.columns import CONTEXT, Array, Bool, Float32, Int32, Int64
 from rookery.training.errors import BatchError
 
 MAX_LOGPROB = 1e-3
-"""A little above 0 is rounding; more is not the logarithm of a probability."""
+"""Values slightly above 0 are rounding errors; larger ones are not log probabilities."""
 MAX_VERSION = 2**31 - 1
 Digests: TypeAlias = npt.NDArray[np.uint32]
 
 
-def starts(lengths: Int64) -> Int64:
-    """Where stretches of these lengths begin, and where the last one ends."""
+def get_offsets(lengths: Int64) -> Int64:
+    """Return the start offset of each sequence, and the end of the last, from their lengths."""
     found = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=found[1:])
     return found
 
 
-def ranges(first: Int64, lengths: Int64) -> Int64:
-    """The numbers from each `first` on, as many as `lengths` says, one stretch after another."""
+def concatenate_ranges(first: Int64, lengths: Int64) -> Int64:
+    """Return `range(first[i], first[i] + lengths[i])` for all i, concatenated."""
     places = np.arange(int(lengths.sum()), dtype=np.int64)
-    return places + np.repeat(first - starts(lengths)[:-1], lengths)
+    return places + np.repeat(first - get_offsets(lengths)[:-1], lengths)
 
 
-def usable(logprobs: Float32) -> Bool:
-    """Where a logprob is one: finite, and of a probability."""
+def is_usable_logprob(logprobs: Float32) -> Bool:
+    """Return where a log probability is finite and at most 0, up to rounding."""
     return np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
 
 
-def joined(parts: Sequence[bytes], dtype: Any) -> Array:
-    # One copy, into memory that can be written: a bytearray joins like bytes do.
+def join_buffers(parts: Sequence[bytes], dtype: Any) -> Array:
+    # Joining into a bytearray gives writable memory with a single copy.
     data = bytearray().join(parts)
     return np.frombuffer(data, dtype=dtype) if data else np.zeros(0, dtype=dtype)
 
 
-def versions(segments: Sequence[Segment], mask: Bool) -> Int32:
-    """The version of each trained token: spans cover these exactly and in order, as a segment promises."""
+def get_token_versions(segments: Sequence[Segment], mask: Bool) -> Int32:
+    """Return the policy version of each trained token, which is defined by the spans of its segment."""
     spans = [span for segment in segments for span in segment.versions]
     named: Int64 = np.array([span.version for span in spans], dtype=np.int64)
     if len(named) and not (named.min() >= 0 and named.max() <= MAX_VERSION):
@@ -61,8 +62,10 @@ def versions(segments: Sequence[Segment], mask: Bool) -> Int32:
     return found
 
 
-def extras(segments: Sequence[Segment], ids: Sequence[str], wanted: tuple[str, ...] | None) -> dict[str, Array]:
-    """Extras of one layout throughout; one that a segment lacks or has otherwise is refused, never filled up."""
+def join_extras(
+    segments: Sequence[Segment], ids: Sequence[str], wanted: tuple[str, ...] | None
+) -> dict[str, Array]:
+    """Join the extras of all segments. Raise `BatchError` if a segment lacks one or has another layout."""
     if not segments:
         return {}
     names = tuple(segments[0].extras) if wanted is None else wanted
@@ -71,7 +74,7 @@ def extras(segments: Sequence[Segment], ids: Sequence[str], wanted: tuple[str, .
         if wanted is None and segment.extras.keys() != set(names):
             raise BatchError(
                 f"a segment of rollout {rollout} has the extras {sorted(segment.extras)}, the first one "
-                f"of the batch has {sorted(names)}: name those to carry along in BatchConfig(extras=(…))"
+                f"of the batch has {sorted(names)}: name those to include in BatchConfig(extras=(…))"
             )
     for name in names:
         layout: Extra | None = None
@@ -88,7 +91,7 @@ def extras(segments: Sequence[Segment], ids: Sequence[str], wanted: tuple[str, .
         assert layout is not None
         dtype, tokens = _dtype(name, layout), sum(len(segment) for segment in segments)
         parts = [segment.extras[name].data for segment in segments]
-        found[name] = joined(parts, dtype).reshape(tokens, layout.width // dtype.itemsize)
+        found[name] = join_buffers(parts, dtype).reshape(tokens, layout.width // dtype.itemsize)
     return found
 
 
@@ -97,40 +100,42 @@ def _dtype(name: str, extra: Extra) -> "np.dtype[Any]":
         dtype = np.dtype(extra.dtype).newbyteorder("<")
     except TypeError:
         raise BatchError(
-            f"extra {name!r} is of {extra.dtype!r}, which NumPy does not know: "
-            "leave it out with BatchConfig(extras=(…))"
+            f"extra {name!r} has the dtype {extra.dtype!r}, which NumPy does not know: leave it out "
+            "with BatchConfig(extras=(…))"
         ) from None
     if dtype.hasobject or not dtype.itemsize or extra.width % dtype.itemsize:
-        raise BatchError(f"extra {name!r}: {extra.width} bytes a token are no whole number of {extra.dtype}")
+        raise BatchError(
+            f"extra {name!r}: {extra.width} bytes per token are not a multiple of the size of {extra.dtype}"
+        )
     return dtype
 
 
-def spread(values: Float64, lengths: Int64, mask: Bool) -> Float32:
-    """A value of each segment on its trained tokens, 0 on the others."""
+def spread_over_tokens(values: Float64, lengths: Int64, mask: Bool) -> Float32:
+    """Return the value of each segment on its trained tokens, and 0 on all others."""
     found: Float32 = np.repeat(values.astype(np.float32), lengths)
     found *= mask
-    found += 0.0  # no minus zero
+    found += 0.0  # turn -0.0 into 0.0
     return found
 
 
-def trained_by_segment(mask: Bool, offsets: Int64) -> Int64:
-    """How many tokens of each segment train."""
+def count_trained_tokens(mask: Bool, offsets: Int64) -> Int64:
+    """Return the number of trained tokens of each segment."""
     if len(offsets) == 1:
         return np.zeros(0, dtype=np.int64)
     return np.add.reduceat(mask, offsets[:-1], dtype=np.int64)
 
 
-def _bytes(column: Array) -> memoryview:
+def _as_bytes(column: Array) -> memoryview:
     return np.ascontiguousarray(column).view(np.uint8).data
 
 
-def digests(tokens: Int32, mask: Bool, logprobs: Float32, versions: Int32, offsets: Int64) -> Digests:
-    """A CRC of each segment, over what was recorded of it."""
+def compute_digests(tokens: Int32, mask: Bool, logprobs: Float32, versions: Int32, offsets: Int64) -> Digests:
+    """Return a CRC-32 of each segment's recorded data."""
     found = np.zeros(len(offsets) - 1, dtype=np.uint32)
     if not len(tokens):
         return found
     bounds = offsets.tolist()
-    columns = [_bytes(one) for one in (tokens, mask, logprobs, versions)]
+    columns = [_as_bytes(one) for one in (tokens, mask, logprobs, versions)]
     sizes = [column.nbytes // len(tokens) for column in columns]
     for at in range(len(found)):
         crc = 0

@@ -1,13 +1,15 @@
-"""Groups become a batch: flat arrays, one value for each token, and tables that say what they are.
+"""Build batches from groups: flat arrays with one value per token, and tables that describe them.
 
-Promises:
-- every trained token is in the batch exactly once, after what it was sampled from, and every other sampled token
-  is counted under the reason why it does not train;
-- a token trains only with the version that sampled it, and never without a logprob, unless a rule says so;
-- baselines, denominators and advantages are per rollout, over valid rollouts: five segments weigh as one;
-- which segments are in the batch changes no denominator;
-- a rollout that cannot be put into the batch is left out and counted, and affects no other, unless `strict`;
-- memory beyond the batch's own arrays is less than they take.
+Guarantees:
+- Every trained token is in the batch exactly once, after its context. Every other sampled token is counted
+  under the reason why it does not train.
+- A token trains only with the policy version that sampled it, and never without a log probability unless a rule
+  allows it.
+- Baselines, denominators and advantages are per valid rollout, whatever its number of segments.
+- Which segments are in the batch does not change a denominator.
+- A rollout that cannot be put into the batch is left out and counted, and affects no other, unless `strict` is
+  set.
+- Additional memory is smaller than the batch's own arrays.
 """
 
 import logging
@@ -20,28 +22,28 @@ import numpy as np
 import numpy.typing as npt
 
 from rookery.core import Failed, Group, Rollout, Segment, Truncated, label
-from rookery.training.advantages import Float64, advantages, informative
+from rookery.training.advantages import Float64, compute_advantages, is_informative
 from rookery.training.arrays import (
-    digests,
-    extras,
-    joined,
-    ranges,
-    spread,
-    starts,
-    trained_by_segment,
-    usable,
-    versions,
+    compute_digests,
+    concatenate_ranges,
+    count_trained_tokens,
+    get_offsets,
+    get_token_versions,
+    is_usable_logprob,
+    join_buffers,
+    join_extras,
+    spread_over_tokens,
 )
 from rookery.training.columns import CONTEXT, EMPTY, Bool, Columns, Float32, Int64
 from rookery.training.config import BatchConfig
 from rookery.training.errors import BatchError
-from rookery.training.screening import left_out, screened, use_by_rule
-from rookery.training.tables import Counts, GroupTable, Kind, RolloutTable, SegmentTable, Use
-from rookery.training.weights import rollout_weights
+from rookery.training.loss_weights import compute_token_weights
+from rookery.training.rollout_checks import check_rollouts, fail_rollout, get_use_rule
+from rookery.training.tables import BatchCounts, GroupKind, GroupTable, RolloutTable, RolloutUse, SegmentTable
 
 log = logging.getLogger("rookery.training")
 _DEFAULT = BatchConfig()
-_TALLIED = (
+_COUNTERS = (
     "sampled_tokens",
     "masked_tokens",
     "left_out_tokens",
@@ -54,19 +56,19 @@ _TALLIED = (
 
 
 class Batch(Columns, frozen=True, eq=False, kw_only=True):
-    """The segments one after another: segment `s` is `[offsets[s], offsets[s + 1])` of every column."""
+    """A batch of concatenated segments: segment `s` is `[offsets[s], offsets[s + 1])` of every column."""
 
     offsets: Int64
     segments: SegmentTable
     rollouts: RolloutTable
     groups: GroupTable
-    counts: Counts
+    counts: BatchCounts
     denominator: float
-    """What `normalise` counted: tokens, rollouts or groups."""
+    """The number of tokens, rollouts or groups that `normalise` divides by."""
     config: BatchConfig
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return len(self.tokens)
 
     def __repr__(self) -> str:
@@ -76,48 +78,49 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
 
     @property
     def lengths(self) -> Int64:
-        """Tokens of each segment."""
+        """The number of tokens of each segment."""
         return np.diff(self.offsets)
 
     @property
     def whole(self) -> bool:
-        """Whether all segments that the batch was made with are still in it."""
+        """Whether the batch still contains all segments that it was made with."""
         return len(self.segments) == self.counts.segments
 
     def select(self, segments: Sequence[int] | Int64) -> "Batch":
-        """A part of the batch. Weights stay: the losses of parts add up to the loss of the whole."""
+        """Return a part of the batch. Weights do not change, so the losses of all parts add up to the loss of
+        the batch."""
         rows = np.asarray(segments, dtype=np.int64).reshape(-1)
         if len(rows) and not (rows.min() >= 0 and rows.max() < len(self.segments)):
             raise IndexError(f"the batch has segments 0 to {len(self.segments) - 1}, not {rows.tolist()}")
         if len(np.unique(rows)) != len(rows):
             raise BatchError("a segment is selected twice: its tokens would train twice")
         lengths = self.lengths[rows]
-        places = ranges(self.offsets[rows], lengths)
+        places = concatenate_ranges(self.offsets[rows], lengths)
         return msgspec.structs.replace(
             self,
             **self.each(lambda _, column: column[places]),
-            offsets=starts(lengths),
+            offsets=get_offsets(lengths),
             segments=self.segments.take(rows),
         )
 
     def leave_out(self, rollouts: Mapping[int, str]) -> "Batch":
-        """Return the batch without these rollouts: rows of its table, and why each is left out.
+        """Return the batch without some rollouts, given by their row and the reason.
 
-        Their segments stay in place, so that numbers of segments keep their meaning, and no token of them trains.
-        Advantages and weights are computed again over the others, as if these had failed. Columns of your own
-        (`changed`) and the weights of a part of a batch (`select`) stay as they are.
+        Their segments stay in place, so that indices of segments do not change, but none of their tokens
+        trains. Advantages and weights are computed again over the others, as if these rollouts had failed.
+        Columns replaced with `changed`, and the weights of a part made with `select`, do not change.
         """
         if not rollouts:
             return self
         whole = self.whole and self._has_own_rules()
         table, counts = self.rollouts, self.counts
-        use: list[Use] = [
+        use: list[RolloutUse] = [
             "leave_out" if row in rollouts and one != "missing" else one for row, one in enumerate(table.use)
         ]
         advantage, weight, denominator, valid = table.advantage, table.weight, self.denominator, self.groups.valid
-        kinds: Sequence[Kind] = self.groups.kind
+        kinds: Sequence[GroupKind] = self.groups.kind
         if whole:
-            compared = _compared(table.reward, use, table.group, len(self.groups), self.config)
+            compared = _compute_baselines(table.reward, use, table.group, len(self.groups), self.config)
             advantage, use, valid, kinds = compared.advantage, compared.uses, compared.valid, compared.kinds
         gone = np.array([new != old for new, old in zip(use, table.use, strict=True)], dtype=np.bool_)
         rows, lengths = self.segments.rollout, self.lengths
@@ -125,7 +128,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         removed = np.where(gone, table.trained if whole else here, 0)
         trained = table.trained - removed
         if whole:
-            weight, denominator = rollout_weights(
+            weight, denominator = compute_token_weights(
                 trained, table.group.astype(np.int64), self.config.normalise, length=self.config.length
             )
         off = np.repeat(gone[rows], lengths)
@@ -134,12 +137,14 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
             columns[name] = getattr(self, name).copy()
             columns[name][off] = empty
         if whole:
-            columns["advantages"] = spread(advantage[rows], lengths, columns["mask"])
-            columns["weights"] = spread(weight[rows], lengths, columns["mask"])
-        by_segment = trained_by_segment(columns["mask"], self.offsets)
+            columns["advantages"] = spread_over_tokens(advantage[rows], lengths, columns["mask"])
+            columns["weights"] = spread_over_tokens(weight[rows], lengths, columns["mask"])
+        by_segment = count_trained_tokens(columns["mask"], self.offsets)
         untrained = int(self.segments.trained.sum() - by_segment.sum())
         problem = [rollouts.get(row, "") or said for row, said in enumerate(table.problem or [""] * len(table))]
-        digest = digests(self.tokens, columns["mask"], columns["logprobs"], columns["versions"], self.offsets)
+        digest = compute_digests(
+            self.tokens, columns["mask"], columns["logprobs"], columns["versions"], self.offsets
+        )
         return msgspec.structs.replace(
             self,
             **columns,
@@ -164,84 +169,85 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         )
 
     def _has_own_rules(self) -> bool:
-        """Whether advantages and weights are those of the tables, and not a trainer's own."""
+        """Return whether advantages and weights are those of the tables, not replaced by a trainer."""
         rows, lengths = self.segments.rollout, self.lengths
         return all(
-            np.array_equal(getattr(self, name), spread(value[rows], lengths, self.mask))
+            np.array_equal(getattr(self, name), spread_over_tokens(value[rows], lengths, self.mask))
             for name, value in (("advantages", self.rollouts.advantage), ("weights", self.rollouts.weight))
         )
 
 
-class _Compared(msgspec.Struct):
-    """The rollouts of all groups, each compared with the others of its group."""
+class _GroupBaselines(msgspec.Struct):
+    """Advantages of all rollouts, and the state of each group's baseline."""
 
     advantage: Float64
-    uses: list[Use]
+    uses: list[RolloutUse]
     valid: npt.NDArray[np.int32]
-    kinds: list[Kind]
+    kinds: list[GroupKind]
 
 
-def _compared(
-    rewards: Float64, uses: Sequence[Use], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
-) -> _Compared:
-    """Compute advantages group by group; leave out a group that teaches nothing if the config says so."""
-    found = _Compared(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
+def _compute_baselines(
+    rewards: Float64, uses: Sequence[RolloutUse], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
+) -> _GroupBaselines:
+    """Compute advantages group by group. Leave out groups with zero advantage if the config says so."""
+    found = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
     bounds = np.searchsorted(of_group, np.arange(groups + 1)).tolist()
     for group in range(groups):
         rows = range(bounds[group], bounds[group + 1])
         counted = [float(rewards[at]) if uses[at] in ("train", "mask") else None for at in rows]
-        own = advantages(counted, baseline=config.baseline, scale=config.scale)
+        own = compute_advantages(counted, baseline=config.baseline, scale=config.scale)
         found.advantage[rows.start : rows.stop] = own
         found.valid[group] = sum(reward is not None for reward in counted)
-        found.kinds.append(_kind(counted))
+        found.kinds.append(_get_group_kind(counted))
         if config.uninformative == "leave_out" and not own.any():
             for at in rows:
                 found.uses[at] = "missing" if found.uses[at] == "missing" else "leave_out"
     return found
 
 
-def _kind(rewards: Sequence[float | None]) -> Kind:
+def _get_group_kind(rewards: Sequence[float | None]) -> GroupKind:
     count = sum(reward is not None for reward in rewards)
     if count < 2:
         return "short" if count else "failed"
-    return "informative" if informative(rewards) else "uniform"
+    return "informative" if is_informative(rewards) else "uniform"
 
 
 def make_batch(groups: Iterable[Group], config: BatchConfig = _DEFAULT, *, strict: bool | None = None) -> Batch:
-    """Make a batch of groups as `engine.groups` hands them out.
+    """Make a batch from groups of an engine.
 
-    A rollout that cannot be trained on (a missing logprob, a segment that contradicts its record) is left out as
-    if it had failed: `batch.counts.left_out_rollouts` counts these, `batch.rollouts.problem` has the reasons. With
-    `strict` (by default `config.strict`) it raises `BatchError`. A group given twice always does.
+    A rollout that cannot be trained on (a missing log probability, a segment that contradicts its record) is
+    left out as if it had failed. `batch.counts.left_out_rollouts` counts these, and `batch.rollouts.problem`
+    has the reasons. With `strict` (default: `config.strict`) it raises `BatchError`. A duplicate group always
+    raises.
     """
     if strict is not None:
         config = msgspec.structs.replace(config, strict=strict)
-    return _Making(list(groups), config).batch()
+    return _BatchBuilder(list(groups), config).batch()
 
 
-class _Making:
-    """One batch while it is made. `picked` are the segments that will be in it, by rollout row and number."""
+class _BatchBuilder:
+    """Builds one batch."""
 
     def __init__(self, groups: list[Group], config: BatchConfig) -> None:
         self.config = config
         self.groups = groups
-        _no_group_twice(groups)
+        _reject_duplicates(groups)
         given = [rollout for group in groups for rollout in group.rollouts]
-        self.records = screened(groups, config)
+        self.records = check_rollouts(groups, config)
         self.problems = [
             new.outcome.detail if old.valid and isinstance(new.outcome, Failed) else ""
             for old, new in zip(given, self.records, strict=True)
         ]
         sizes = np.array([len(group.rollouts) for group in groups], dtype=np.int64)
         self.of_group: Int64 = np.repeat(np.arange(len(groups)), sizes)
-        self.uses: list[Use] = [_use(rollout, config) for rollout in self.records]
+        self.uses: list[RolloutUse] = [_get_use(rollout, config) for rollout in self.records]
         self._leave_out_groups_too_far_apart()
-        rewards = np.array([_reward(rollout) for rollout in self.records], dtype=np.float64)
-        compared = _compared(rewards, self.uses, self.of_group.astype(np.int32), len(groups), config)
+        rewards = np.array([_reward_or_nan(rollout) for rollout in self.records], dtype=np.float64)
+        compared = _compute_baselines(rewards, self.uses, self.of_group.astype(np.int32), len(groups), config)
         self.advantage, self.uses = compared.advantage, compared.uses
         self.kinds, self.baseline = compared.kinds, compared.valid
         self.trained: Int64 = np.zeros(len(self.records), dtype=np.int64)
-        self.tally = dict.fromkeys(_TALLIED, 0)
+        self.tally = dict.fromkeys(_COUNTERS, 0)
 
     def _leave_out_groups_too_far_apart(self) -> None:
         """Leave out groups whose rewards are so far apart that floats cannot compare them."""
@@ -251,12 +257,12 @@ class _Making:
             row = rows.stop
             rewards = [self.records[at].reward if self.uses[at] in ("train", "mask") else None for at in rows]
             try:
-                advantages(rewards, baseline=self.config.baseline, scale=self.config.scale)
+                compute_advantages(rewards, baseline=self.config.baseline, scale=self.config.scale)
             except BatchError as error:
                 problem = f"group {group.index} (task {group.task.id}): {error}"
                 for at in rows:
                     if self.records[at].valid:
-                        self.records[at] = left_out(self.records[at], BatchError(problem), self.config)
+                        self.records[at] = fail_rollout(self.records[at], BatchError(problem), self.config)
                         self.uses[at], self.problems[at] = "missing", problem
 
     def _warn(self) -> None:
@@ -272,20 +278,20 @@ class _Making:
         picked = self._picked()
         segments = [self.records[row].segments[number] for row, number in picked]
         lengths: Int64 = np.array([len(segment) for segment in segments], dtype=np.int64)
-        offsets = starts(lengths)
+        offsets = get_offsets(lengths)
         rows: Int64 = np.array([row for row, _ in picked], dtype=np.int64)
-        tokens = joined([segment.tokens for segment in segments], "<i4")
-        mask = joined([segment.mask for segment in segments], np.bool_)
-        logprobs = joined([segment.logprobs for segment in segments], "<f4")
-        sampled_by = versions(segments, mask)
+        tokens = join_buffers([segment.tokens for segment in segments], "<i4")
+        mask = join_buffers([segment.mask for segment in segments], np.bool_)
+        logprobs = join_buffers([segment.logprobs for segment in segments], "<f4")
+        sampled_by = get_token_versions(segments, mask)
         self._only_what_trains(mask, logprobs, offsets, rows)
         context = ~mask
         logprobs[context] = 0.0
         sampled_by[context] = CONTEXT
         del context
-        by_segment = trained_by_segment(mask, offsets)
+        by_segment = count_trained_tokens(mask, offsets)
         np.add.at(self.trained, rows, by_segment)
-        weights, denominator = rollout_weights(
+        weights, denominator = compute_token_weights(
             self.trained, self.of_group, self.config.normalise, length=self.config.length
         )
         columns: dict[str, Any] = {
@@ -293,18 +299,18 @@ class _Making:
             "mask": mask,
             "logprobs": logprobs,
             "versions": sampled_by,
-            "advantages": spread(self.advantage[rows], lengths, mask),
-            "weights": spread(weights[rows], lengths, mask),
-            "extras": extras(segments, [self.records[row].id for row in rows.tolist()], self.config.extras),
+            "advantages": spread_over_tokens(self.advantage[rows], lengths, mask),
+            "weights": spread_over_tokens(weights[rows], lengths, mask),
+            "extras": join_extras(segments, [self.records[row].id for row in rows.tolist()], self.config.extras),
         }
         table = SegmentTable(
             rollout=rows.astype(np.int32),
             number=np.array([number for _, number in picked], dtype=np.int32),
             trained=by_segment.astype(np.int32),
-            digest=digests(tokens, mask, logprobs, sampled_by, offsets),
+            digest=compute_digests(tokens, mask, logprobs, sampled_by, offsets),
             turns=tuple(segment.turns for segment in segments),
         )
-        counts = Counts(
+        counts = BatchCounts(
             groups=len(self.groups),
             rollouts=len(self.records),
             valid=sum(rollout.valid for rollout in self.records),
@@ -326,17 +332,17 @@ class _Making:
         )
         if self.config.segments == "all" or by_segment.all():
             return made
-        rest = made.select(np.flatnonzero(by_segment))  # no logprob in the others: nothing of them trains
+        rest = made.select(np.flatnonzero(by_segment))  # the other segments do not train
         counts = msgspec.structs.replace(counts, segments=len(rest.segments), tokens=len(rest))
         return msgspec.structs.replace(rest, counts=counts)
 
     def _picked(self) -> list[tuple[int, int]]:
-        """The segments that go into the batch, and the count of what does not."""
+        """Return row and number of the segments in the batch, and count the tokens of the others."""
         included, picked = self.config.segments, []
         for row, (rollout, use) in enumerate(zip(self.records, self.uses, strict=True)):
             if not rollout.valid:
                 continue
-            self.tally["without_ids"] += _without_ids(rollout)
+            self.tally["without_ids"] += _count_tokens_without_ids(rollout)
             zero = included == "nonzero" and self.advantage[row] == 0.0
             for number, segment in enumerate(rollout.segments):
                 trains = segment.trained
@@ -364,12 +370,12 @@ class _Making:
             )
         if self.tally["without_ids"]:
             raise BatchError(
-                f"the rollouts sampled {self.tally['without_ids']} tokens, and none of them has a segment: "
-                "ask for groups with load_tokens=True"
+                f"the rollouts sampled {self.tally['without_ids']} tokens, but none of them has a "
+                "segment: request groups with load_tokens=True"
             )
 
     def _drop(self, row: int, segment: Segment) -> None:
-        """Counts a segment as if it were there: the same tokens train, under the same rules."""
+        """Count a dropped segment by the same rules as if it were in the batch."""
         mask = np.frombuffer(segment.mask, dtype=np.bool_).copy()
         logprobs = np.frombuffer(segment.logprobs, dtype="<f4")
         rows, offsets = np.array([row]), np.array([0, len(segment)])
@@ -382,14 +388,14 @@ class _Making:
     def _only_what_trains(
         self, mask: Bool, logprobs: Float32, offsets: Int64, rows: Int64, *, dropped: bool = False
     ) -> None:
-        """Clears the mask where a token does not train after all."""
+        """Clear the mask of sampled tokens that do not train."""
         for at, row in enumerate(rows.tolist()):
             if self.uses[row] != "train":
                 mask[offsets[at] : offsets[at + 1]] = False
         first = offsets[:-1]
         self.tally["unpredicted"] += int(mask[first].sum())
         mask[first] = False
-        without = ~usable(logprobs)
+        without = ~is_usable_logprob(logprobs)
         without &= mask
         count = int(without.sum())
         if not count:
@@ -411,7 +417,7 @@ class _Making:
             member=np.array([rollout.member for rollout in records], dtype=np.int32),
             task=tuple(rollout.task for rollout in records),
             valid=np.array([rollout.valid for rollout in records], dtype=np.bool_),
-            reward=np.array([_reward(rollout) for rollout in records], dtype=np.float64),
+            reward=np.array([_reward_or_nan(rollout) for rollout in records], dtype=np.float64),
             advantage=self.advantage,
             weight=weights,
             trained=self.trained,
@@ -433,28 +439,28 @@ class _Making:
         )
 
 
-def _reward(rollout: Rollout) -> float:
+def _reward_or_nan(rollout: Rollout) -> float:
     return math.nan if rollout.reward is None else rollout.reward
 
 
-def _use(rollout: Rollout, config: BatchConfig) -> Use:
-    return use_by_rule(rollout, config) if rollout.valid else "missing"
+def _get_use(rollout: Rollout, config: BatchConfig) -> RolloutUse:
+    return get_use_rule(rollout, config) if rollout.valid else "missing"
 
 
-def _no_group_twice(groups: list[Group]) -> None:
-    """Raise if a group or a member of a group is given twice: it would train twice."""
+def _reject_duplicates(groups: list[Group]) -> None:
+    """Raise if a group or a member of a group occurs twice, because it would train twice."""
     seen: set[tuple[object, ...]] = set()
     for group in groups:
-        # Engines count their groups from 0, so that an index alone does not tell two of them apart.
+        # Each engine numbers its groups from 0, so an index alone does not identify a group.
         name = (group.index, group.task.id, *(rollout.seed for rollout in group.rollouts))
         if name in seen:
-            raise BatchError(f"group {group.index} (task {group.task.id}) is there twice: it would train twice")
+            raise BatchError(f"group {group.index} (task {group.task.id}) occurs twice and would train twice")
         seen.add(name)
         if len({rollout.member for rollout in group.rollouts}) != len(group.rollouts):
-            raise BatchError(f"group {group.index} (task {group.task.id}) has a member twice")
+            raise BatchError(f"group {group.index} (task {group.task.id}) contains a member twice")
 
 
-def _without_ids(rollout: Rollout) -> int:
-    """Sampled tokens of a rollout that its segments lack."""
+def _count_tokens_without_ids(rollout: Rollout) -> int:
+    """Return how many sampled tokens of a rollout are missing in its segments."""
     sampled = rollout.usage.sampled_tokens
     return max(0, sampled - sum(segment.trained for segment in rollout.segments)) if sampled else 0

@@ -1,43 +1,45 @@
-"""Whether a batch still is what it was made to be.
+"""Verify that a batch is consistent.
 
-Arrays pass through many hands before they train: padding, slicing, moving between processes. A mask that is off
-by one still trains, and the loss still falls.
+Batches are padded, sliced and moved between processes before they train. With a loss mask that is off by one,
+training still runs and the loss still falls.
 
-Promises:
-- a mask, logprobs or versions that are not of the same tokens are found, also when all have moved together;
-- a token that is there twice, is lost, or has lost its version is found;
-- weights and advantages that are not their rollout's are found;
-- what is wrong is said with its place.
+Guarantees:
+- A mask, log probabilities or versions that belong to other tokens are detected, even if all were shifted
+  together.
+- A token that is duplicated, lost, or has lost its version is detected.
+- Weights and advantages that are not those of their rollout are detected.
+- The error names the position.
 """
 
 import numpy as np
 
 from rookery.core import Group
-from rookery.training.arrays import digests, trained_by_segment, usable
+from rookery.training.arrays import compute_digests, count_trained_tokens, is_usable_logprob
 from rookery.training.batches import Batch
 from rookery.training.columns import CONTEXT, DTYPES, EMPTY, Array, Bool
 from rookery.training.errors import BatchError
 
 
-def check(batch: Batch, groups: list[Group] | None = None) -> None:
-    """Raises `BatchError` for the first thing that is wrong. With the groups, the bytes are compared to theirs."""
-    _shape(batch)
-    _columns(batch)
-    _tables(batch)
-    now = digests(batch.tokens, batch.mask, batch.logprobs, batch.versions, batch.offsets)
-    _none(
+def check_batch(batch: Batch, groups: list[Group] | None = None) -> None:
+    """Raise `BatchError` for the first inconsistency. With `groups`, also compare the batch with their recorded
+    bytes."""
+    _check_shapes(batch)
+    _check_columns(batch)
+    _check_tables(batch)
+    now = compute_digests(batch.tokens, batch.mask, batch.logprobs, batch.versions, batch.offsets)
+    _raise_if_any(
         batch,
         np.repeat(now != batch.segments.digest, batch.lengths),
-        "is not as recorded: its segment has changed",
+        "differs from the record: its segment has changed",
     )
     if groups is not None:
-        _source(batch, groups)
+        _check_source(batch, groups)
 
 
-def _shape(batch: Batch) -> None:
+def _check_shapes(batch: Batch) -> None:
     offsets, tokens = batch.offsets, len(batch.tokens)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 1).any():
-        raise BatchError(f"the offsets do not cut {tokens} tokens into segments")
+        raise BatchError(f"the offsets do not divide {tokens} tokens into segments")
     for name, dtype in DTYPES.items():
         column: Array = getattr(batch, name)
         if column.shape != (tokens,) or column.dtype != dtype:
@@ -50,32 +52,34 @@ def _shape(batch: Batch) -> None:
         if len(getattr(table, name)) != len(offsets) - 1:
             raise BatchError(f"{len(getattr(table, name))} entries of {name} for {len(offsets) - 1} segments")
     if len(table) and not (table.rollout.min() >= 0 and table.rollout.max() < len(batch.rollouts)):
-        raise BatchError("a segment is of a rollout that the batch does not know")
+        raise BatchError("a segment refers to an unknown rollout")
 
 
-def _columns(batch: Batch) -> None:
+def _check_columns(batch: Batch) -> None:
     mask = batch.mask
-    _none(batch, mask != (batch.versions != CONTEXT), "trains without a version, or has one and does not train")
-    _none(batch, batch.versions < CONTEXT, "has a version below 0")
+    _raise_if_any(
+        batch, mask != (batch.versions != CONTEXT), "trains without a version, or has a version and does not train"
+    )
+    _raise_if_any(batch, batch.versions < CONTEXT, "has a version below 0")
     for name, empty in EMPTY.items():
-        _none(batch, (getattr(batch, name) != empty) & ~mask, f"does not train and has {name}")
-    good = usable(batch.logprobs)
+        _raise_if_any(batch, (getattr(batch, name) != empty) & ~mask, f"does not train and has {name}")
+    good = is_usable_logprob(batch.logprobs)
     if batch.config.without_logprob == "train":
         good |= np.isnan(batch.logprobs)
-    _none(batch, mask & ~good, "trains without a usable logprob")
+    _raise_if_any(batch, mask & ~good, "trains without a usable logprob")
     first = np.zeros(len(mask), dtype=np.bool_)
     first[batch.offsets[:-1]] = True
-    _none(batch, mask & first, "trains with nothing before it")
+    _raise_if_any(batch, mask & first, "trains without a preceding token")
     rows = np.repeat(batch.segments.rollout, batch.lengths)
     for name, value in (("weights", batch.rollouts.weight), ("advantages", batch.rollouts.advantage)):
         wrong = getattr(batch, name) != value.astype(np.float32)[rows]
-        _none(batch, wrong & mask, f"has {name} that are not its rollout's")
+        _raise_if_any(batch, wrong & mask, f"has {name} of another rollout")
 
 
-def _tables(batch: Batch) -> None:
+def _check_tables(batch: Batch) -> None:
     segments, rollouts, counts = batch.segments, batch.rollouts, batch.counts
-    trained = trained_by_segment(batch.mask, batch.offsets)
-    _none(
+    trained = count_trained_tokens(batch.mask, batch.offsets)
+    _raise_if_any(
         batch,
         np.repeat(trained != segments.trained, batch.lengths),
         "is of a segment with more or fewer trained tokens",
@@ -102,11 +106,11 @@ def _tables(batch: Batch) -> None:
         raise BatchError("the rollouts' trained tokens do not add up to the batch's")
 
 
-def _source(batch: Batch, groups: list[Group]) -> None:
-    """The recorded bytes, segment by segment, without anything that the batch says of itself."""
+def _check_source(batch: Batch, groups: list[Group]) -> None:
+    """Compare the batch with the recorded bytes of each segment."""
     records = [rollout for group in groups for rollout in group.rollouts]
     if tuple(rollout.id for rollout in records) != batch.rollouts.id:
-        raise BatchError("the batch was not made of these groups")
+        raise BatchError("the batch was made from other groups")
     bounds = batch.offsets.tolist()
     for at, (row, number) in enumerate(zip(batch.segments.rollout, batch.segments.number, strict=True)):
         part, source = slice(bounds[at], bounds[at + 1]), records[row].segments[number]
@@ -119,13 +123,18 @@ def _source(batch: Batch, groups: list[Group]) -> None:
         if len(mask) != len(source) or batch.tokens[part].astype("<i4").tobytes() != source.tokens:
             raise BatchError(f"the tokens of segment {number} of rollout {records[row].id} are not those recorded")
         if (mask & ~sampled).any() or (batch.versions[part] != versions)[mask].any():
-            raise BatchError(f"segment {number} of rollout {records[row].id} trains what was not sampled so")
-        same = (batch.logprobs[part] == logprobs) | ~usable(logprobs)
+            raise BatchError(
+                f"segment {number} of rollout {records[row].id} trains tokens that were not sampled, or "
+                "with another version"
+            )
+        same = (batch.logprobs[part] == logprobs) | ~is_usable_logprob(logprobs)
         if not same[mask].all():
-            raise BatchError(f"segment {number} of rollout {records[row].id} has other logprobs than recorded")
+            raise BatchError(
+                f"segment {number} of rollout {records[row].id} has other log probabilities than recorded"
+            )
 
 
-def _none(batch: Batch, wrong: Bool, what: str) -> None:
+def _raise_if_any(batch: Batch, wrong: Bool, what: str) -> None:
     if wrong.any():
         token = int(wrong.argmax())
         at = int(np.searchsorted(batch.offsets, token, side="right")) - 1

@@ -1,8 +1,8 @@
-"""The columns of token data, in whichever form: flat, packed into a row, padded, shifted to the logits.
+"""The columns of token data, which all forms of a batch share: flat, packed, padded and shifted to the logits.
 
-Promises:
-- a form has every column of the batch, each with the same places;
-- places that hold no token have the value that trains nothing.
+Guarantees:
+- Each form has every column, and all columns have the same positions.
+- Positions without a token have values that do not train.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Bool: TypeAlias = npt.NDArray[np.bool_]
 Array: TypeAlias = npt.NDArray[Any]
 
 CONTEXT: Final = -1
-"""The version of a token that does not train."""
+"""The policy version of tokens that do not train."""
 EMPTY: Final[dict[str, Any]] = {
     "mask": False,
     "logprobs": 0.0,
@@ -27,7 +27,7 @@ EMPTY: Final[dict[str, Any]] = {
     "advantages": 0.0,
     "weights": 0.0,
 }
-"""What stands where a token does not train, or where there is none."""
+"""Values of positions that do not train or hold no token."""
 DTYPES: Final[dict[str, Any]] = {
     "tokens": np.int32,
     "mask": np.bool_,
@@ -39,34 +39,35 @@ DTYPES: Final[dict[str, Any]] = {
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One value for each token in each column."""
+    """Columns with one value per token."""
 
     tokens: Int32
     mask: Bool
-    """True where the token trains."""
+    """The loss mask: True for tokens that train."""
     logprobs: Float32
-    """Of the sampler, at the time; 0 where the mask is False."""
+    """Log probabilities of the sampling policy; 0 where the mask is False."""
     versions: Int32
     """The policy version that sampled the token; -1 where the mask is False."""
     advantages: Float32
-    """Of the token's rollout; 0 where the mask is False."""
+    """Advantage of the token's rollout; 0 where the mask is False."""
     weights: Float32
-    """The loss is the sum of weight times the token's loss; 0 where the mask is False."""
+    """The loss is the sum of weight times loss per token; 0 where the mask is False."""
     extras: dict[str, Array]
-    """By name: an array with one more axis than the columns."""
+    """Arrays by name, with one more axis than the columns."""
 
     def each(self, change: Callable[[str, Array], Array]) -> dict[str, Any]:
-        """All columns and extras, changed. The name of an extra is not told: it could be that of a column."""
+        """Apply a function to all columns and extras. Extras are passed with an empty name, which cannot clash
+        with a column."""
         found: dict[str, Any] = {name: change(name, getattr(self, name)) for name in DTYPES}
         found["extras"] = {name: change("", extra) for name, extra in self.extras.items()}
         return found
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Size of the arrays in bytes."""
         columns: list[Array] = [getattr(self, name) for name in DTYPES]
         return sum(column.nbytes for column in [*columns, *self.extras.values()])
 
     def changed(self, **columns: Any) -> Self:
-        """The same with other columns: a trainer's own advantages, say."""
+        """Return a copy with other columns, for example with a trainer's own advantages."""
         return msgspec.structs.replace(self, **columns)

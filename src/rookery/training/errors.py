@@ -1,9 +1,9 @@
-"""The error of `rookery.training`."""
+"""The exception of `rookery.training`."""
 
 from rookery.core import RookeryError
 
 
 class BatchError(RookeryError):
-    """Data cannot be trained on as it is. Its code says whose fault that is: `bug.batch` unless given."""
+    """Data cannot be trained on. Its code names the cause; the default is `bug.batch`."""
 
     cause = "bug.batch"

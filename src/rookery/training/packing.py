@@ -1,13 +1,14 @@
-"""Segments in rows: packed, padded, and dealt out to ranks.
+"""Pack segments into rows, pad them, and distribute them to ranks.
 
-Promises:
-- every segment is in exactly one row, whole and in one piece; a segment that does not fit is never cut: its
-  rollout is left out and counted, or refused with `strict`;
-- the same batch gives the same rows; within a row, segments stand in the batch's order;
-- document boundaries are told three ways (`position_ids`, `cu_seqlens`, `seq_idx`), which agree; padding is a
-  document of its own;
-- weights are those of the batch: whichever way it is cut, the losses of the parts add up to the loss of the whole;
-- every rank gets as many rows as any other, so that none waits for another for ever.
+Guarantees:
+- Every segment is in exactly one row and is never cut. If a segment does not fit, its rollout is left out and
+  counted, or rejected with `strict`.
+- The same batch gives the same rows. Within a row, segments are in the order of the batch.
+- Sequence boundaries are given in three consistent forms: `position_ids`, `cu_seqlens` and `seq_idx`. Padding
+  is a sequence of its own.
+- Weights are those of the batch: however it is divided, the losses of the parts add up to the loss of the
+  batch.
+- Every rank gets the same number of rows, so that no rank waits forever.
 """
 
 import logging
@@ -20,8 +21,8 @@ import msgspec
 import numpy as np
 
 from rookery.core import UsageError
-from rookery.training.advantages import chosen
-from rookery.training.arrays import ranges, starts
+from rookery.training.advantages import check_choice
+from rookery.training.arrays import concatenate_ranges, get_offsets
 from rookery.training.batches import Batch
 from rookery.training.columns import EMPTY, Array, Bool, Columns, Int32, Int64
 from rookery.training.errors import BatchError
@@ -29,84 +30,85 @@ from rookery.training.errors import BatchError
 log = logging.getLogger("rookery.training")
 Side: TypeAlias = Literal["left", "right"]
 Oversize: TypeAlias = Literal["leave_out", "refuse", "alone"]
-"""What becomes of a segment that is longer than a row: its rollout is left out, `BatchError` is raised, or the
-segment gets a row of its own that is as long as it is."""
+"""What happens to a segment that is longer than a row: its rollout is left out, `BatchError` is raised, or the
+segment gets its own, longer row."""
 
 
-class Row(Columns, frozen=True, eq=False, kw_only=True):
-    """Segments one after another, as kernels for variable lengths want them. Each is a document."""
+class PackedRow(Columns, frozen=True, eq=False, kw_only=True):
+    """A row of concatenated segments for kernels with variable sequence lengths. Each segment is one sequence."""
 
     position_ids: Int64
-    """From 0 at the beginning of each document."""
+    """Starts at 0 in each sequence."""
     cu_seqlens: Int32
-    """Where each document begins, and where the last one ends."""
+    """Start offset of each sequence, and the end of the last."""
     seq_idx: Int32
-    """Which document of the row each token is of."""
+    """Index of the sequence that each token belongs to."""
     max_seqlen: int
-    """Of the longest document."""
+    """Length of the longest sequence."""
     segments: Int64
-    """The batch's segments in it, in order; padding is a document after them."""
+    """Indices of the batch's segments in this row; padding is a sequence after them."""
     padding: int
-    """Places at the end that hold no token."""
+    """Number of padding positions at the end."""
 
     def __len__(self) -> int:
-        """Places, padding included."""
+        """The number of positions, padding included."""
         return len(self.tokens)
 
 
-class Padded(Columns, frozen=True, eq=False, kw_only=True):
-    """One segment a row, all rows of one length: columns of shape [segments, length]."""
+class PaddedBatch(Columns, frozen=True, eq=False, kw_only=True):
+    """One segment per row, all rows of the same length: columns of shape [segments, length]."""
 
     attention_mask: Bool
-    """True where there is a token."""
+    """True for tokens, False for padding."""
     position_ids: Int64
-    """From 0 at the first token of each segment, on whichever side the padding is."""
+    """Starts at 0 at the first token of each segment, on whichever side the padding is."""
     segments: Int64
 
 
-class Packed(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Which segments share a row. Rows are made when they are asked for: a plan costs next to nothing."""
+class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """Assignment of segments to rows. Rows are built on access."""
 
     batch: Batch
-    """The batch that was packed, without the rollouts that were left out. Its segments have the same numbers."""
+    """The packed batch. Rollouts that were left out do not train in it; indices of segments are unchanged."""
     length: int
-    """Tokens that a row may have."""
+    """Maximum number of tokens in a row."""
     plan: tuple[tuple[int, ...], ...]
-    """The segments of each row."""
+    """Indices of the segments in each row."""
     pad: int | None = None
-    """The id that fills rows up to `length`; None: rows are as long as what is in them."""
+    """Token ID that fills rows up to `length`; None: rows are not padded."""
     left_out: tuple[str, ...] = ()
-    """IDs of rollouts that have a segment longer than a row: no segment of them is in any row."""
+    """IDs of rollouts with a segment longer than a row. None of their segments is in a row."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return len(self.plan)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[PackedRow]:
         return (self.row(at) for at in range(len(self.plan)))
 
-    def row(self, at: int) -> Row:
-        return _row(self.batch, self.plan[at], self.length, self.pad)
+    def row(self, at: int) -> PackedRow:
+        return _make_row(self.batch, self.plan[at], self.length, self.pad)
 
     @property
     def efficiency(self) -> float:
-        """The share of the rows' places that hold tokens; 1 where there is nothing to hold."""
+        """Share of positions that hold tokens; 1 if there are none."""
         lengths = self.batch.lengths
         used = [sum(int(lengths[one]) for one in row) for row in self.plan]
         places = sum(max(self.length, tokens) for tokens in used)
         return sum(used) / places if places else 1.0
 
-    def split(self, ranks: int) -> "list[Packed]":
-        """For each rank its rows, as many as any other's: rows of nothing but padding make up for what is missing.
+    def split(self, ranks: int) -> "list[PackedBatch]":
+        """Distribute the rows to ranks. Each gets the same number of rows; rows of padding only are added if
+        needed.
 
-        The tokens of the ranks are as even as whole rows allow. Where gradients are averaged over ranks, as
-        data-parallel trainers do, multiply the loss by the number of ranks.
+        The tokens of the ranks are as even as whole rows allow. If gradients are averaged over ranks, as in
+        data-parallel training, multiply the loss by the number of ranks.
         """
-        _whole_number("ranks", ranks)
+        _check_positive_int("ranks", ranks)
         lengths = self.batch.lengths
         tokens = [sum(int(lengths[one]) for one in row) for row in self.plan]
         each = -(-len(self.plan) // ranks)
-        dealt = _dealt(tokens, ranks, at_most=each)
+        dealt = _distribute(tokens, ranks, at_most=each)
         return [
             msgspec.structs.replace(self, plan=tuple(self.plan[at] for at in mine) + ((),) * (each - len(mine)))
             for mine in dealt
@@ -115,28 +117,28 @@ class Packed(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 def pack(
     batch: Batch, length: int, *, pad: int | None = None, oversize: Oversize = "leave_out", strict: bool = False
-) -> Packed:
-    """Put segments into rows of at most `length` tokens: each, longest first, into the fullest row with room.
+) -> PackedBatch:
+    """Pack segments into rows of at most `length` tokens (best-fit decreasing).
 
-    With `pad`, rows are filled up to `length` with that ID. A rollout with a longer segment is left out as if it
-    had failed (see `Batch.leave_out`); `packed.left_out` names it, `packed.batch.counts` counts it. `strict`
-    raises `BatchError` instead, as `oversize="refuse"` does.
+    With `pad`, rows are filled up to `length` with that token ID. A rollout with a longer segment is left out
+    as if it had failed (see `Batch.leave_out`); `packed.left_out` contains its ID, and `packed.batch.counts`
+    counts it. `strict` raises `BatchError` instead, as `oversize="refuse"` does.
     """
-    _whole_number("length", length)
-    chosen("oversize", oversize, Oversize)
+    _check_positive_int("length", length)
+    check_choice("oversize", oversize, Oversize)
     if strict:
         oversize = "refuse"
     lengths = batch.lengths
     out: list[int] = []
     if oversize != "alone" and len(lengths) and lengths.max() > length:
-        problem = _oversize(batch, length)
+        problem = _describe_oversize(batch, length)
         if oversize == "refuse":
             raise BatchError(problem)
         out = sorted(set(batch.segments.rollout[lengths > length].tolist()))
         batch = batch.leave_out(dict.fromkeys(out, f"a segment is longer than a row of {length} tokens"))
         log.warning("%d rollouts are left out of the rows: %s", len(out), problem)
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free places, row), in order
+    room: list[tuple[int, int]] = []  # (free positions, row), sorted
     packed = ~np.isin(batch.segments.rollout, out)
     for one in np.argsort(-lengths, kind="stable").tolist():
         if not packed[one]:
@@ -150,7 +152,7 @@ def pack(
             rows.append([])
         rows[row].append(one)
         insort(room, (free - size, row))
-    return Packed(
+    return PackedBatch(
         batch=batch,
         length=length,
         plan=tuple(sorted(tuple(sorted(row)) for row in rows)),
@@ -159,30 +161,31 @@ def pack(
     )
 
 
-def _oversize(batch: Batch, length: int) -> str:
+def _describe_oversize(batch: Batch, length: int) -> str:
     lengths = batch.lengths
     at = int(lengths.argmax())
     rollout = batch.rollouts.id[int(batch.segments.rollout[at])]
     return (
-        f"{int((lengths > length).sum())} segments are longer than a row of {length} tokens, the longest has "
-        f"{int(lengths[at])} (rollout {rollout}): make rows longer, limit the context, or set oversize='alone'"
+        f"{int((lengths > length).sum())} segments are longer than a row of {length} tokens; the "
+        f"longest has {int(lengths[at])} (rollout {rollout}): use longer rows, limit the context, or "
+        "set oversize='alone'"
     )
 
 
-def split(batch: Batch, ranks: int) -> list[Batch]:
-    """A batch for each rank, even in tokens. Weights stay: the losses of all ranks add up to the whole loss."""
-    _whole_number("ranks", ranks)
-    return [batch.select(mine) for mine in _dealt(batch.lengths.tolist(), ranks)]
+def split_batch(batch: Batch, ranks: int) -> list[Batch]:
+    """Return one batch per rank, balanced by tokens. The losses of all ranks add up to the loss of the batch."""
+    _check_positive_int("ranks", ranks)
+    return [batch.select(mine) for mine in _distribute(batch.lengths.tolist(), ranks)]
 
 
-def padded(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int = 1) -> Padded:
-    """One segment a row, filled up with `pad` to the longest, or to the next multiple above it."""
-    chosen("side", side, Side)
-    _whole_number("multiple", multiple)
+def pad_batch(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int = 1) -> PaddedBatch:
+    """Return one segment per row, padded with `pad` to the longest, rounded up to a multiple."""
+    check_choice("side", side, Side)
+    _check_positive_int("multiple", multiple)
     lengths, count = batch.lengths, len(batch.segments)
     width = -(-int(lengths.max(initial=0)) // multiple) * multiple
     first = np.zeros(count, dtype=np.int64) if side == "right" else width - lengths
-    places = ranges(np.arange(count) * width + first, lengths)
+    places = concatenate_ranges(np.arange(count) * width + first, lengths)
 
     def put(name: str, column: Array) -> Array:
         fill = pad if name == "tokens" else EMPTY.get(name, 0)
@@ -193,8 +196,8 @@ def padded(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int = 
     there = np.zeros(count * width, dtype=np.bool_)
     there[places] = True
     positions = np.zeros(count * width, dtype=np.int64)
-    positions[places] = ranges(np.zeros(count, dtype=np.int64), lengths)
-    return Padded(
+    positions[places] = concatenate_ranges(np.zeros(count, dtype=np.int64), lengths)
+    return PaddedBatch(
         **batch.each(put),
         attention_mask=there.reshape(count, width),
         position_ids=positions.reshape(count, width),
@@ -202,13 +205,13 @@ def padded(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int = 
     )
 
 
-def _row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -> Row:
+def _make_row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -> PackedRow:
     segments = np.array(plan, dtype=np.int64)
     lengths = batch.lengths[segments]
     tokens = int(lengths.sum())
-    # A row of nothing still goes through the model where other ranks have rows: it needs a place.
+    # An empty row also needs a position, because it passes through the model while other ranks have rows.
     padding = max(0, length - tokens) if pad is not None else int(not tokens)
-    places = ranges(batch.offsets[segments], lengths)
+    places = concatenate_ranges(batch.offsets[segments], lengths)
 
     def put(name: str, column: Array) -> Array:
         fill: Any = (pad or 0) if name == "tokens" else EMPTY.get(name, 0)
@@ -217,10 +220,10 @@ def _row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -> Row
         return found
 
     documents = np.append(lengths, padding) if padding else lengths
-    return Row(
+    return PackedRow(
         **batch.each(put),
-        position_ids=ranges(np.zeros(len(documents), dtype=np.int64), documents),
-        cu_seqlens=starts(documents).astype(np.int32),
+        position_ids=concatenate_ranges(np.zeros(len(documents), dtype=np.int64), documents),
+        cu_seqlens=get_offsets(documents).astype(np.int32),
         seq_idx=np.repeat(np.arange(len(documents), dtype=np.int32), documents),
         max_seqlen=int(documents.max(initial=0)),
         segments=segments,
@@ -228,19 +231,20 @@ def _row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -> Row
     )
 
 
-def _dealt(sizes: Sequence[int], hands: int, at_most: int | None = None) -> list[list[int]]:
-    """Numbers of the sizes for each hand: the largest first, to the hand that has least and may have more."""
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    least = [(0, hand) for hand in range(hands)]
+def _distribute(sizes: Sequence[int], ranks: int, at_most: int | None = None) -> list[list[int]]:
+    """Distribute items by size, largest first, each to the least loaded rank that may take more; return their
+    indices."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    least = [(0, rank) for rank in range(ranks)]
     heapify(least)
     for one in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
-        total, hand = least[0]
-        dealt[hand].append(one)
-        full = at_most is not None and len(dealt[hand]) == at_most
-        heapreplace(least, (2**62 if full else total + sizes[one], hand))
+        total, rank = least[0]
+        dealt[rank].append(one)
+        full = at_most is not None and len(dealt[rank]) == at_most
+        heapreplace(least, (2**62 if full else total + sizes[one], rank))
     return [sorted(mine) for mine in dealt]
 
 
-def _whole_number(name: str, value: int) -> None:
+def _check_positive_int(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")

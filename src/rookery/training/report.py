@@ -1,12 +1,13 @@
-"""What is missing, and whether what is missing differs from what is there.
+"""Report which rollouts are missing, and whether missing rollouts differ from valid ones.
 
-A failure that strikes long rollouts more often than short ones biases what trains, whatever the baseline is. No
-estimator repairs that; it has to be seen.
+If failures hit long rollouts more often than short ones, the training data is biased. No baseline corrects
+that, so it has to be visible.
 
-Promises:
-- every rollout is counted once, and each missing one under its cause;
-- durations of valid and missing rollouts stand side by side, with the chance that a missing one was longer;
-- it is plain data, and lines for people.
+Guarantees:
+- Every rollout is counted once, and each missing one under its cause.
+- Durations of valid and missing rollouts are reported side by side, with the probability that a missing one was
+  longer.
+- The report is plain data, and can be formatted as text.
 """
 
 from collections import Counter
@@ -19,13 +20,13 @@ import numpy.typing as npt
 
 from rookery.core import Cancelled, Failed, Group, Rollout, Truncated, label
 from rookery.core.estimates import RewardEstimate
-from rookery.training.advantages import informative
+from rookery.training.advantages import is_informative
 
 MAX_LINES = 8
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """Of some numbers. All 0 where there are none."""
+class Distribution(msgspec.Struct, frozen=True):
+    """Summary statistics of some numbers; all 0 if there are none."""
 
     count: int = 0
     mean: float = 0.0
@@ -34,49 +35,49 @@ class Spread(msgspec.Struct, frozen=True):
     most: float = 0.0
 
 
-class Missing(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts without a reward, of one cause."""
+class MissingByCause(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts without a reward, for one cause."""
 
     fault: str
     """`infra`, `task`, `bug`, or `cancelled`."""
     rollouts: int
     share: float
-    """Of all rollouts."""
-    seconds: Spread
+    """Share of all rollouts."""
+    seconds: Distribution
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment's rollouts."""
+class EnvironmentCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts of one environment."""
 
     rollouts: int
     missing: int
     share: float
-    """Missing, of its own rollouts."""
+    """Share of the environment's rollouts that are missing."""
     causes: dict[str, int]
 
 
-class Band(msgspec.Struct, frozen=True, kw_only=True):
+class DurationBand(msgspec.Struct, frozen=True, kw_only=True):
     """A quarter of the rollouts, by duration."""
 
     upto: float
-    """Seconds."""
+    """Upper bound in seconds."""
     rollouts: int
     missing: int
     share: float
 
 
-class TruncatedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Valid rollouts that a budget ended, of one reason."""
+class TruncatedRollouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Valid rollouts that were truncated for one reason."""
 
     rollouts: int
     share: float
-    """Of the valid rollouts."""
+    """Share of the valid rollouts."""
     reward: float
-    """The mean of theirs."""
+    """Mean reward."""
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
-    """How far behind the policy the trained tokens are, in versions."""
+    """How many policy versions the trained tokens are behind."""
 
     current: int
     tokens: dict[int, int]
@@ -87,8 +88,8 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts with tokens of more than one version."""
 
 
-class PerTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean of one estimate per task."""
+class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean of an estimate over tasks."""
 
     mean: float | None
     standard_error: float | None
@@ -97,8 +98,8 @@ class PerTask(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks with too few valid rollouts for this estimate."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What some groups hold and what they lack."""
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the valid and missing rollouts of some groups."""
 
     groups: int
     informative: int
@@ -107,60 +108,60 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     short: int
     """Groups with one valid rollout."""
     failed: int
-    """Groups with none."""
+    """Groups without a valid rollout."""
     rollouts: int
     valid: int
     reward: float
-    """The mean over valid rollouts; 0 without any."""
+    """Mean over valid rollouts; 0 if there are none."""
     standard_error: float | None
-    """Of `reward`, clustered by task; None with fewer than two tasks that have a valid rollout."""
+    """Standard error of `reward`, clustered by task; None with fewer than two tasks that have a valid rollout."""
     interval95: tuple[float, float] | None
-    """Of `reward`, clustered by task."""
-    per_task: dict[str, PerTask]
+    """95% confidence interval of `reward`, clustered by task."""
+    per_task: dict[str, TaskEstimate]
     """`avg@k` and, for rewards of 0 and 1, `pass@k`; empty for groups of one."""
-    truncated: dict[str, TruncatedPart]
-    missing: dict[str, Missing]
-    """By cause, the most frequent first."""
+    truncated: dict[str, TruncatedRollouts]
+    missing: dict[str, MissingByCause]
+    """By cause, most frequent first."""
     retried: dict[str, int]
-    """Attempts that failed, by cause, of rollouts that then came to a reward."""
-    environments: dict[str, Place]
-    valid_seconds: Spread
-    missing_seconds: Spread
+    """Failed attempts by cause, of rollouts that are valid after a retry."""
+    environments: dict[str, EnvironmentCounts]
+    valid_seconds: Distribution
+    missing_seconds: Distribution
     longer: float | None
-    """The chance that a missing rollout took longer than a valid one: 0.5 where duration does not matter."""
-    by_duration: tuple[Band, ...]
+    """Probability that a missing rollout took longer than a valid one; 0.5 means that duration is unrelated."""
+    by_duration: tuple[DurationBand, ...]
     staleness: Staleness | None
-    metrics: dict[str, Spread]
-    """Of valid rollouts, by name."""
+    metrics: dict[str, Distribution]
+    """Metrics of valid rollouts, by name."""
 
     def plain(self) -> dict[str, Any]:
-        """As data that encodes as JSON."""
+        """Return the report as data that can be encoded as JSON."""
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return found
 
     def lines(self) -> list[str]:
-        """For people."""
-        return _lines(self)
+        """Return the report as lines of text."""
+        return _format_report(self)
 
 
-def report(
+def build_report(
     groups: Iterable[Group], *, environment: str | Callable[[Group], str] = "", current: int | None = None
-) -> Report:
-    """A report of these groups.
+) -> GroupReport:
+    """Build a report of groups.
 
-    `environment` names theirs, or tells it for each group where there are several. `current` is the policy's
-    version now; without it, the newest one seen.
+    `environment` is their name, or a function that returns it for each group. `current` is the current policy
+    version; the default is the newest version seen.
     """
     given = list(groups)
     records = [rollout for group in given for rollout in group.rollouts]
     valid = [rollout for rollout in records if rollout.valid]
     lost = [rollout for rollout in records if not rollout.valid]
-    kinds = Counter(_kind(group) for group in given)
-    there, gone = _seconds(valid), _seconds(lost)
+    kinds = Counter(_get_group_kind(group) for group in given)
+    there, gone = _get_durations(valid), _get_durations(lost)
     estimate = RewardEstimate()
     for rollout in valid:
         estimate.add(rollout.task, rollout.reward or 0.0)
-    return Report(
+    return GroupReport(
         groups=len(given),
         informative=kinds["informative"],
         uniform=kinds["uniform"],
@@ -171,25 +172,25 @@ def report(
         reward=estimate.mean,
         standard_error=estimate.standard_error,
         interval95=estimate.interval95,
-        per_task=_per_task(estimate, records),
-        truncated=_truncated(valid),
-        missing=_missing(lost, len(records)),
-        retried=_retried(valid),
-        environments=_environments(given, environment),
-        valid_seconds=spread_of(there),
-        missing_seconds=spread_of(gone),
-        longer=_longer(gone, there),
-        by_duration=_bands(there, gone),
-        staleness=_staleness(valid, current),
-        metrics=_metrics(valid),
+        per_task=_estimate_per_task(estimate, records),
+        truncated=_count_truncated(valid),
+        missing=_count_missing(lost, len(records)),
+        retried=_count_retried(valid),
+        environments=_count_environments(given, environment),
+        valid_seconds=get_distribution(there),
+        missing_seconds=get_distribution(gone),
+        longer=_chance_missing_longer(gone, there),
+        by_duration=_make_duration_bands(there, gone),
+        staleness=_measure_staleness(valid, current),
+        metrics=_summarize_metrics(valid),
     )
 
 
-def _per_task(estimate: RewardEstimate, records: list[Rollout]) -> dict[str, PerTask]:
+def _estimate_per_task(estimate: RewardEstimate, records: list[Rollout]) -> dict[str, TaskEstimate]:
     tasks = len({rollout.task for rollout in records})
     k = max((rollout.member + 1 for rollout in records), default=0)
     return {
-        name: PerTask(
+        name: TaskEstimate(
             mean=one.mean,
             standard_error=one.standard_error,
             tasks=one.tasks,
@@ -199,61 +200,64 @@ def _per_task(estimate: RewardEstimate, records: list[Rollout]) -> dict[str, Per
     }
 
 
-def duration(rollout: Rollout) -> float:
-    """Seconds of the last attempt: what a rollout of this kind takes, without what was tried before it."""
+def get_duration(rollout: Rollout) -> float:
+    """Return the seconds of the last attempt, without earlier attempts."""
     if rollout.attempts and rollout.attempts[-1].ended:
         return max(0.0, rollout.attempts[-1].ended - rollout.attempts[-1].started)
     timing = rollout.timing
     return timing.setup + timing.run + timing.score
 
 
-def spread_of(values: npt.ArrayLike) -> Spread:
+def get_distribution(values: npt.ArrayLike) -> Distribution:
     numbers = np.asarray(values, dtype=np.float64)
     if not len(numbers):
-        return Spread()
+        return Distribution()
     p50, p95 = np.quantile(numbers, [0.5, 0.95]).tolist()
-    return Spread(len(numbers), float(numbers.mean()), p50, p95, float(numbers.max()))
+    return Distribution(len(numbers), float(numbers.mean()), p50, p95, float(numbers.max()))
 
 
-def _kind(group: Group) -> str:
+def _get_group_kind(group: Group) -> str:
     rewards = [rollout.reward for rollout in group.valid]
     return (
         ("failed", "short")[len(rewards)]
         if len(rewards) < 2
         else "informative"
-        if informative(rewards)
+        if is_informative(rewards)
         else "uniform"
     )
 
 
-def _cause(rollout: Rollout) -> tuple[str, str]:
-    """Cause and fault of a rollout without a reward."""
+def _get_cause(rollout: Rollout) -> tuple[str, str]:
+    """Return cause and fault of a rollout without a reward."""
     match rollout.outcome:
         case Failed(fault, cause):
             return cause, fault
         case Cancelled():
             return label(rollout.outcome), "cancelled"
-        case _:  # scored, says its outcome, and yet without a reward
+        case _:  # inconsistent record: completed, but without a reward
             return "unscored", "bug"
 
 
-def _seconds(rollouts: list[Rollout]) -> npt.NDArray[np.float64]:
-    return np.array([duration(rollout) for rollout in rollouts], dtype=np.float64)
+def _get_durations(rollouts: list[Rollout]) -> npt.NDArray[np.float64]:
+    return np.array([get_duration(rollout) for rollout in rollouts], dtype=np.float64)
 
 
-def _missing(lost: list[Rollout], rollouts: int) -> dict[str, Missing]:
+def _count_missing(lost: list[Rollout], rollouts: int) -> dict[str, MissingByCause]:
     found: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in lost:
-        found.setdefault(_cause(rollout), []).append(rollout)
+        found.setdefault(_get_cause(rollout), []).append(rollout)
     return {
-        cause: Missing(
-            fault=fault, rollouts=len(some), share=len(some) / rollouts, seconds=spread_of(_seconds(some))
+        cause: MissingByCause(
+            fault=fault,
+            rollouts=len(some),
+            share=len(some) / rollouts,
+            seconds=get_distribution(_get_durations(some)),
         )
         for (cause, fault), some in sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     }
 
 
-def _retried(valid: list[Rollout]) -> dict[str, int]:
+def _count_retried(valid: list[Rollout]) -> dict[str, int]:
     found = Counter(
         label(attempt.outcome)
         for rollout in valid
@@ -263,35 +267,39 @@ def _retried(valid: list[Rollout]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _truncated(valid: list[Rollout]) -> dict[str, TruncatedPart]:
+def _count_truncated(valid: list[Rollout]) -> dict[str, TruncatedRollouts]:
     found: dict[str, list[float]] = {}
     for rollout in valid:
         if isinstance(rollout.outcome, Truncated):
             found.setdefault(rollout.outcome.reason, []).append(rollout.reward or 0.0)
     return {
-        reason: TruncatedPart(
+        reason: TruncatedRollouts(
             rollouts=len(rewards), share=len(rewards) / len(valid), reward=float(np.mean(rewards))
         )
         for reason, rewards in sorted(found.items())
     }
 
 
-def _environments(groups: list[Group], environment: str | Callable[[Group], str]) -> dict[str, Place]:
+def _count_environments(
+    groups: list[Group], environment: str | Callable[[Group], str]
+) -> dict[str, EnvironmentCounts]:
     found: dict[str, list[Rollout]] = {}
     for group in groups:
         name = environment if isinstance(environment, str) else environment(group)
         found.setdefault(name, []).extend(group.rollouts)
     places = {}
     for name, rollouts in sorted(found.items()):
-        causes = Counter(_cause(rollout)[0] for rollout in rollouts if not rollout.valid)
+        causes = Counter(_get_cause(rollout)[0] for rollout in rollouts if not rollout.valid)
         gone = causes.total()
         share = gone / len(rollouts) if rollouts else 0.0
-        places[name] = Place(rollouts=len(rollouts), missing=gone, share=share, causes=dict(causes.most_common()))
+        places[name] = EnvironmentCounts(
+            rollouts=len(rollouts), missing=gone, share=share, causes=dict(causes.most_common())
+        )
     return places
 
 
-def _longer(gone: npt.NDArray[np.float64], there: npt.NDArray[np.float64]) -> float | None:
-    """By ranks (Mann and Whitney), a tie counting half."""
+def _chance_missing_longer(gone: npt.NDArray[np.float64], there: npt.NDArray[np.float64]) -> float | None:
+    """Return the probability by the Mann-Whitney U statistic; ties count half."""
     if not len(gone) or not len(there):
         return None
     ordered = np.sort(there)
@@ -300,8 +308,10 @@ def _longer(gone: npt.NDArray[np.float64], there: npt.NDArray[np.float64]) -> fl
     return float((below + ties / 2).mean() / len(there))
 
 
-def _bands(there: npt.NDArray[np.float64], gone: npt.NDArray[np.float64]) -> tuple[Band, ...]:
-    """Quarters of all rollouts by duration, and how much of each is missing."""
+def _make_duration_bands(
+    there: npt.NDArray[np.float64], gone: npt.NDArray[np.float64]
+) -> tuple[DurationBand, ...]:
+    """Return quarters of all rollouts by duration, with the share of missing ones in each."""
     together = np.concatenate([there, gone])
     if not len(together):
         return ()
@@ -312,11 +322,11 @@ def _bands(there: npt.NDArray[np.float64], gone: npt.NDArray[np.float64]) -> tup
         missing = int((of_gone == at).sum())
         rollouts = missing + int((of_there == at).sum())
         if rollouts:
-            found.append(Band(upto=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
+            found.append(DurationBand(upto=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
     return tuple(found)
 
 
-def _staleness(valid: list[Rollout], current: int | None) -> Staleness | None:
+def _measure_staleness(valid: list[Rollout], current: int | None) -> Staleness | None:
     tokens: Counter[int] = Counter()
     mixed = 0
     for rollout in valid:
@@ -339,16 +349,16 @@ def _staleness(valid: list[Rollout], current: int | None) -> Staleness | None:
     )
 
 
-def _metrics(valid: list[Rollout]) -> dict[str, Spread]:
+def _summarize_metrics(valid: list[Rollout]) -> dict[str, Distribution]:
     found: dict[str, list[float]] = {}
     for rollout in valid:
         for name, value in rollout.metrics.items():
             if np.isfinite(value):
                 found.setdefault(name, []).append(value)
-    return {name: spread_of(values) for name, values in sorted(found.items())}
+    return {name: get_distribution(values) for name, values in sorted(found.items())}
 
 
-def _lines(found: Report) -> list[str]:
+def _format_report(found: GroupReport) -> list[str]:
     lines = [
         (
             f"groups    {found.groups}: {found.informative} informative, {found.uniform} uniform, "
@@ -356,13 +366,15 @@ def _lines(found: Report) -> list[str]:
         ),
         (
             f"rollouts  {found.rollouts}: {found.valid} valid, mean reward "
-            f"{found.reward:.3f}{_error(found.standard_error)}"
+            f"{found.reward:.3f}{_format_error(found.standard_error)}"
         ),
     ]
     for name, one in found.per_task.items():
         if one.mean is not None:
             left_out = f", {one.tasks_left_out} left out" if one.tasks_left_out else ""
-            lines.append(f"{name:<9} {one.mean:.3f}{_error(one.standard_error)}, over {one.tasks} tasks{left_out}")
+            lines.append(
+                f"{name:<9} {one.mean:.3f}{_format_error(one.standard_error)}, over {one.tasks} tasks{left_out}"
+            )
     for reason, part in found.truncated.items():
         lines.append(
             f"truncated {reason}: {part.rollouts} ({part.share:.1%} of valid), mean reward {part.reward:.3f}"
@@ -370,7 +382,7 @@ def _lines(found: Report) -> list[str]:
     for cause, part_missing in list(found.missing.items())[:MAX_LINES]:
         lines.append(
             f"missing   {cause} ({part_missing.fault}): {part_missing.rollouts} ({part_missing.share:.1%}), "
-            f"{_spread(part_missing.seconds)}"
+            f"{_format_distribution(part_missing.seconds)}"
         )
     rest = list(found.missing.values())[MAX_LINES:]
     if rest:
@@ -382,7 +394,10 @@ def _lines(found: Report) -> list[str]:
             for name, place in list(found.environments.items())[:MAX_LINES]
             if name
         ]
-        lines.append(f"duration  valid {_spread(found.valid_seconds)}; missing {_spread(found.missing_seconds)}")
+        lines.append(
+            f"duration  valid {_format_distribution(found.valid_seconds)}; "
+            f"missing {_format_distribution(found.missing_seconds)}"
+        )
         bands = ", ".join(f"{band.share:.1%} up to {band.upto:.3g} s" for band in found.by_duration)
         lines.append(f"duration  missing by quarter: {bands}")
     if found.longer is not None:
@@ -399,9 +414,9 @@ def _lines(found: Report) -> list[str]:
     return lines
 
 
-def _error(error: float | None) -> str:
+def _format_error(error: float | None) -> str:
     return f" ± {error:.2g}" if error is not None else ""
 
 
-def _spread(spread: Spread) -> str:
+def _format_distribution(spread: Distribution) -> str:
     return f"mean {spread.mean:.3g} s, p50 {spread.p50:.3g} s, p95 {spread.p95:.3g} s"

@@ -1,8 +1,8 @@
-"""What a batch knows of its segments, rollouts and groups, a row for each.
+"""Tables of a batch, with one row per segment, rollout and group.
 
-Promises:
-- every member of every group has its row, also those that are missing, so that nothing is hidden from the trainer;
-- the counts of sampled tokens add up: each one trains, or stands under the one reason why it does not.
+Guarantees:
+- Every member of every group has a row, missing ones included.
+- The counts of sampled tokens add up: each token trains, or is counted under the one reason why it does not.
 """
 
 from typing import Literal, TypeAlias
@@ -14,25 +14,25 @@ import numpy.typing as npt
 from rookery.training.advantages import Float64
 from rookery.training.columns import Bool, Int32, Int64
 
-Kind: TypeAlias = Literal["informative", "uniform", "short", "failed"]
-"""Of a group: its valid rewards differ; are all the same; there is one of them; there is none."""
-Use: TypeAlias = Literal["train", "mask", "leave_out", "missing"]
-"""Of a rollout: its tokens train; it is in the baseline only; it is left out by a rule; it has no reward."""
+GroupKind: TypeAlias = Literal["informative", "uniform", "short", "failed"]
+"""State of a group: its valid rewards differ, are all equal, there is only one, or there is none."""
+RolloutUse: TypeAlias = Literal["train", "mask", "leave_out", "missing"]
+"""Use of a rollout: its tokens train; it only counts in the baseline; a rule leaves it out; it has no reward."""
 
 
 class SegmentTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A row for each segment in the batch, in the order of the columns."""
+    """One row per segment of the batch, in the order of the columns."""
 
     rollout: Int32
-    """Its row in the table of rollouts."""
+    """Index in the rollout table."""
     number: Int32
-    """Which of its rollout's segments it is."""
+    """Index among the segments of its rollout."""
     trained: Int32
-    """How many of its tokens train."""
+    """Number of trained tokens."""
     digest: npt.NDArray[np.uint32]
-    """CRC-32 of its tokens, mask, logprobs and versions, as they were when the batch was made."""
+    """CRC-32 of tokens, mask, log probabilities and versions when the batch was made."""
     turns: tuple[tuple[int, ...], ...]
-    """The turns that train in it."""
+    """Turns that train in it."""
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -48,75 +48,78 @@ class SegmentTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class RolloutTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A row for each member of each group, valid or not, in order."""
+    """One row per member of each group, valid or not, in order."""
 
     id: tuple[str, ...]
     group: Int32
-    """Its row in the table of groups."""
+    """Index in the group table."""
     member: Int32
     task: tuple[str, ...]
     valid: Bool
     reward: Float64
-    """NaN where there is none."""
+    """NaN if there is none."""
     advantage: Float64
     weight: Float64
-    """Of each of its trained tokens."""
+    """Weight of each of its trained tokens."""
     trained: Int64
-    """Tokens of it that train, over all of its segments, in the batch or dropped for a zero advantage."""
+    """Number of trained tokens in all its segments, including segments dropped for a zero advantage."""
     outcome: tuple[str, ...]
-    """`completed`, `truncated.time`, `sandbox.lost`, `cancelled.user`."""
+    """For example `completed`, `truncated.time`, `sandbox.lost` or `cancelled.user`."""
     truncated: tuple[str, ...]
-    """The reason, or nothing."""
-    use: tuple[Use, ...]
+    """Reason of the truncation, or an empty string."""
+    use: tuple[RolloutUse, ...]
     turns: Int32
-    """Model calls of the policy."""
+    """Number of model calls of the policy."""
     problem: tuple[str, ...] = ()
-    """Why the rollout was left out although it has a reward; empty for the others."""
+    """Why a rollout with a reward was left out; empty for all others."""
 
     def __len__(self) -> int:
         return len(self.id)
 
 
 class GroupTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A row for each group, in the order given."""
+    """One row per group, in the order given."""
 
     index: Int64
     task: tuple[str, ...]
     valid: Int32
-    """Rollouts that are in the baseline."""
-    kind: tuple[Kind, ...]
+    """Number of rollouts in the baseline."""
+    kind: tuple[GroupKind, ...]
 
     def __len__(self) -> int:
         return len(self.index)
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of everything. `sampled_tokens` is the sum of `trained_tokens` and the five after it."""
+class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of rollouts and tokens by what happened to them.
+
+    `sampled_tokens` is the sum of `trained_tokens` and the five fields after it.
+    """
 
     groups: int
     rollouts: int
     valid: int
     """Rollouts with a reward."""
     segments: int
-    """In the batch."""
+    """Segments in the batch."""
     tokens: int
-    """In the batch, prompts included."""
+    """Tokens in the batch, prompts included."""
     sampled_tokens: int
-    """In the segments of valid rollouts."""
+    """Sampled tokens in the segments of valid rollouts."""
     trained_tokens: int
     masked_tokens: int
-    """Of truncated rollouts that are in the baseline only."""
+    """Tokens of truncated rollouts that only count in the baseline."""
     left_out_tokens: int
-    """Of rollouts and groups that a rule leaves out."""
+    """Tokens of rollouts and groups that a rule leaves out."""
     dropped_tokens: int
-    """Of segments that are not in the batch because their advantage is zero; they are in the denominators."""
+    """Tokens of segments left out for a zero advantage; they count in the denominators."""
     without_logprob: int
-    """Masked because the engine gave no usable logprob."""
+    """Tokens masked because the engine returned no usable log probability."""
     unpredicted: int
-    """Masked because nothing stands before them: no logit predicts the first token of a segment."""
+    """Masked first tokens of segments, which no logit predicts."""
     trained_without_logprob: int = 0
-    """Among `trained_tokens`: their logprob is NaN, by the rule `train`."""
+    """Part of `trained_tokens`: tokens whose log probability is NaN, by the rule `train`."""
     left_out_rollouts: int = 0
-    """Rollouts that were left out because they could not be put into the batch or into its rows."""
+    """Rollouts that could not be put into the batch or its rows."""
     without_ids: int = 0
-    """Sampled tokens that the engine counted and gave no ids for: they are in no segment."""
+    """Sampled tokens that the engine counted but returned no token IDs for."""

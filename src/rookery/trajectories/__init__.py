@@ -1,30 +1,30 @@
-"""Turns as they happened, and the segments that train.
+"""Record model calls as turns and build the token segments for training.
 
 Promises:
-- what trains is what was sampled: tokens are only ever copied from what an engine returned;
-- every sampled token of the role is trained exactly once, also where histories branch;
-- a turn extends another only where its prompt ids begin with the other's prompt and sampled ids, exactly;
-- a history that was edited forks; one that is only spelled differently does not.
+- sampled tokens are copied from the engine's response and never re-tokenised;
+- every sampled token of a role is trained exactly once, also if histories branch;
+- a turn extends another only if its prompt starts with exactly the other's prompt and sampled token IDs;
+- a history that was edited forks; a history whose JSON is only formatted differently does not.
 """
 
-from rookery.trajectories.canonical import MessageError, key_of, message_of
-from rookery.trajectories.histories import Entry
-from rookery.trajectories.recorder import Counts, Kind, Place, Recorder
-from rookery.trajectories.segments import answered, segments, transcript
-from rookery.trajectories.strands import Cut, Node
+from rookery.trajectories.branches import CutPoint, RecordedTurn
+from rookery.trajectories.client_messages import MessageError, get_message_key, parse_message
+from rookery.trajectories.message_tree import MessageInput
+from rookery.trajectories.recorder import HistoryMatch, MatchKind, Recorder, TurnCounts
+from rookery.trajectories.segments import build_segments, build_transcript, get_continued_response
 
 __all__ = [
-    "Counts",
-    "Cut",
-    "Entry",
-    "Kind",
+    "CutPoint",
+    "HistoryMatch",
+    "MatchKind",
     "MessageError",
-    "Node",
-    "Place",
+    "MessageInput",
+    "RecordedTurn",
     "Recorder",
-    "answered",
-    "key_of",
-    "message_of",
-    "segments",
-    "transcript",
+    "TurnCounts",
+    "build_segments",
+    "build_transcript",
+    "get_continued_response",
+    "get_message_key",
+    "parse_message",
 ]

@@ -1,14 +1,14 @@
-"""Turns model calls into turns that store only what is new.
+"""Record model calls as turns that store only what is new. Runs in the runner or the gateway shard.
 
 Promises:
-- a call extends the longest earlier turn whose messages and answer its history begins with, however old it is;
-- a turn shares ids with another only where its prompt begins with the other's ids, exactly; where it should and
-  does not, that is counted, and the whole prompt is kept;
-- a turn reaches the sink once; one that the sink refuses, or whose arrays do not fit, was never there;
-- calls may overlap: what is found before a call can be recorded after any others;
-- a recorder made anew from its turns goes on as if it had never stopped.
+- a call extends the longest earlier turn whose messages and reply its history starts with, however old it is;
+- a turn shares tokens with another only if its prompt starts with exactly the other's tokens; if the messages
+  match and the tokens do not, the turn is counted as drifted and its whole prompt is stored;
+- a turn is passed to the sink once; a turn that the sink rejects, or whose arrays do not fit, is not recorded;
+- calls may overlap: a match made before a call stays valid while other calls are recorded;
+- a recorder restored from its turns continues as if it had never stopped.
 
-A recorder belongs to one thread; only the ids of nodes may be read from others.
+A recorder belongs to one thread. Only the tokens of recorded turns may be read from other threads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,243 +18,271 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from rookery.core import JournalError, Message, Turn
-from rookery.trajectories.histories import Entry, Step, Tree, read
-from rookery.trajectories.strands import Agreement, Cut, Node, Strand, begins_with, cuts_of, grown
+from rookery.trajectories.branches import (
+    CutPoint,
+    PrefixMatcher,
+    RecordedTurn,
+    TokenBranch,
+    append_tokens,
+    extends_branch,
+    unpack_cuts,
+)
+from rookery.trajectories.message_tree import MessageInput, MessageNode, MessageTree, parse_messages
 
-Kind: TypeAlias = Literal["root", "extends", "forks"]
+MatchKind: TypeAlias = Literal["root", "extends", "forks"]
 
 
-class Counts(msgspec.Struct):
-    """How turns came to be. Each is one of roots, extended, drifted and untold; forks and partial count some of
-    them again."""
+class TurnCounts(msgspec.Struct):
+    """Counts of recorded turns by how they relate to earlier turns.
+
+    Each turn is exactly one of roots, extended, drifted and without_tokens; forks and partial count some of them
+    again.
+    """
 
     turns: int = 0
     roots: int = 0
-    """They extend no earlier turn."""
+    """Turns that extend no earlier turn."""
     extended: int = 0
-    """Their prompt begins with the ids of the turn that their messages extend."""
+    """Turns whose prompt starts with the tokens of the turn that their messages extend."""
     drifted: int = 0
-    """Their prompt should begin with an earlier turn's ids, going by the messages, and does not."""
-    untold: int = 0
-    """They extend a turn by their messages, but there are no ids to compare."""
+    """Turns whose messages extend an earlier turn, but whose prompt does not start with its tokens."""
+    without_tokens: int = 0
+    """Turns whose messages extend an earlier turn, with no token IDs to compare."""
     forks: int = 0
-    """They share messages with an earlier history that goes on in another way."""
+    """Turns that share messages with an earlier history that continues differently."""
     partial: int = 0
-    """Their client closed the stream before the answer was complete."""
+    """Turns whose client closed the stream before the reply was complete."""
 
 
-class Place:
-    """Where a call stands among the histories of its role."""
+class HistoryMatch:
+    """How the messages of a call relate to the histories recorded for its role."""
 
-    __slots__ = ("_raws", "_step", "kind", "new", "role", "scope", "turn")
+    __slots__ = ("_entries", "_node", "kind", "new_messages", "role", "scope", "turn")
 
     def __init__(
         self,
         role: str,
         scope: bytes,
-        kind: Kind,
-        step: Step | None,
-        new: tuple[Message, ...],
-        raws: Sequence[object],
+        kind: MatchKind,
+        node: MessageNode | None,
+        new_messages: tuple[Message, ...],
+        entries: Sequence[object],
     ) -> None:
         self.role = role
         self.scope = scope
-        self.kind: Kind = kind
-        """`root`: it shares no message with an earlier history; `extends`: it begins with the whole of one;
-        `forks`: it shares some, and departs from it before its end."""
-        self.turn = step.node if step is not None else None
-        """The longest earlier turn whose messages and answer it begins with; None at a root."""
-        self.new = new
-        """The messages after that turn, as they came."""
-        self._step = step
-        """The place of that turn; None where the tree was not there yet, and for calls without messages."""
-        self._raws = raws
+        self.kind: MatchKind = kind
+        """`root`: shares no message with an earlier history; `extends`: starts with a whole earlier history;
+        `forks`: shares some messages with an earlier history and departs from it before its end."""
+        self.turn = node.best_turn if node is not None else None
+        """The longest earlier turn whose messages and reply the call starts with; None at a root."""
+        self.new_messages = new_messages
+        """The messages after `turn`."""
+        self._node = node
+        """The tree node of `turn`; None if the tree did not exist yet, and for calls without messages."""
+        self._entries = entries
 
     def messages(self) -> tuple[Message, ...]:
-        """The whole history. Answers are as they were sampled, also where the client left their reasoning out."""
-        known = [step.message for step in self._step.up()] if self._step is not None else []
-        return (*reversed(known), *self.new)
+        """Return the whole history. Replies are as sampled, also if the client left out their reasoning."""
+        known = [node.message for node in self._node.path_to_root()] if self._node is not None else []
+        return (*reversed(known), *self.new_messages)
 
 
-class _Trees:
-    """What one role and scope said: its histories, and its calls that had only ids."""
+class _ScopeHistory:
+    """The recorded calls of one role and scope: the message tree, and the calls that had only token IDs."""
 
     def __init__(self) -> None:
-        self.tree = Tree()
-        self.bare: dict[Strand, list[Node]] = {}
-        """Turns without messages, by the strand that they lie on, in order of length."""
+        self.tree = MessageTree()
+        self.token_calls: dict[TokenBranch, list[RecordedTurn]] = {}
+        """Turns without messages by branch, in order of length."""
 
-    def longest(self, agreement: Agreement) -> Node | None:
-        """The longest turn without messages that a prompt begins with."""
-        best: Node | None = None
-        for strand, nodes in self.bare.items():
-            agreed = agreement.with_strand(strand)
-            node = next((found for one in reversed(nodes) if (found := _within(one, agreed)) is not None), None)
-            if node is not None and (best is None or (node.end, node.index) > (best.end, best.index)):
-                best = node
+    def find_longest(self, matcher: PrefixMatcher) -> RecordedTurn | None:
+        """Return the longest turn without messages whose tokens the prompt starts with."""
+        best: RecordedTurn | None = None
+        for branch, turns in self.token_calls.items():
+            length = matcher.common_length(branch)
+            turn = next((fit for one in reversed(turns) if (fit := _truncate_to(one, length)) is not None), None)
+            if turn is not None and (best is None or (turn.end, turn.index) > (best.end, best.index)):
+                best = turn
         return best
 
 
+class _RecordedPosition(msgspec.Struct, frozen=True):
+    """Where a recorded turn is stored."""
+
+    history: _ScopeHistory
+    node: MessageNode | None
+    turn: RecordedTurn
+
+
 class Recorder:
-    """Makes the turns of one attempt and hands each to `sink` once."""
+    """Records the turns of one attempt and passes each to `sink` once."""
 
     def __init__(self, attempt: str, sink: Callable[[Turn], None]) -> None:
         self._attempt = attempt
         self._sink = sink
-        self._trees: dict[tuple[str, bytes], _Trees] = {}
+        self._histories: dict[tuple[str, bytes], _ScopeHistory] = {}
         self.count = 0
         """The index of the next turn."""
-        self.counts = Counts()
+        self.counts = TurnCounts()
 
     @classmethod
     def restore(cls, attempt: str, turns: Iterable[Turn], sink: Callable[[Turn], None]) -> Self:
-        """A recorder that goes on after `turns`, which are on disk already; other attempts' are left out."""
+        """Return a recorder that continues after `turns`, which are stored already.
+
+        Turns of other attempts are ignored.
+        """
         recorder = cls(attempt, sink)
-        ends: dict[int, _End] = {}
+        positions: dict[int, _RecordedPosition] = {}
         for turn in sorted((turn for turn in turns if turn.attempt == attempt), key=lambda turn: turn.index):
-            if turn.index in ends:
-                raise JournalError(f"attempt {attempt} has two turns {turn.index}")
-            recorder._replay(turn, ends)
+            if turn.index in positions:
+                raise JournalError(f"attempt {attempt} has two turns with index {turn.index}")
+            recorder._replay(turn, positions)
         return recorder
 
     def adopt(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Takes over the turns of another recorder of the same attempt, under numbers that are free here.
+        """Append the turns of another recorder of the same attempt, renumbered after the own turns.
 
-        Those whose parent is not among them cannot be placed: that is a `JournalError`, and nothing is taken.
+        Raises `JournalError`, and appends nothing, if the parent of a turn is missing.
         """
-        other = Recorder.restore(self._attempt, turns, _nowhere)
+        other = Recorder.restore(self._attempt, turns, lambda _: None)
         ordered = sorted(turns, key=lambda turn: turn.index)
-        places = {turn.index: self.count + at for at, turn in enumerate(ordered)}
-        moved = [
+        indices = {turn.index: self.count + n for n, turn in enumerate(ordered)}
+        renumbered = [
             msgspec.structs.replace(
-                turn, index=places[turn.index], parent=None if turn.parent is None else places[turn.parent]
+                turn, index=indices[turn.index], parent=None if turn.parent is None else indices[turn.parent]
             )
             for turn in ordered
         ]
-        for turn in moved:
+        for turn in renumbered:
             self._sink(turn)
             self.count = turn.index + 1
-        for name in Counts.__struct_fields__:
+        for name in TurnCounts.__struct_fields__:
             setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
-        return moved
+        return renumbered
 
-    # ---- finding
+    # ---- lookup
 
-    def find(self, role: str, entries: Sequence[Entry], scope: bytes = b"") -> Place:
-        """Where a call with these messages stands; without messages it is a call with token ids in.
+    def match_history(self, role: str, entries: Sequence[MessageInput], scope: bytes = b"") -> HistoryMatch:
+        """Find the earlier turn that a call continues. A call without messages has a token prompt.
 
-        `scope` is a digest of whatever else shapes the prompt, as tools do: histories share nothing across scopes.
+        `scope` is a digest of whatever else shapes the prompt, such as tools. Scopes share no history.
         """
-        trees = self._trees.get((role, scope))
-        if (
-            trees is None or not entries
-        ):  # a scope is remembered with its first turn: calls that fail leave nothing
-            return Place(role, scope, "root", None, read(entries), entries)
-        found = trees.tree.find(entries)
-        kind: Kind = "root" if not found.shared else "extends" if found.ends else "forks"
-        return Place(role, scope, kind, found.step, found.new, found.raws)
+        history = self._histories.get((role, scope))
+        if history is None or not entries:  # only a recorded turn creates a scope: failed calls leave nothing
+            return HistoryMatch(role, scope, "root", None, parse_messages(entries), entries)
+        match = history.tree.find(entries)
+        kind: MatchKind = "root" if not match.shared else "extends" if match.is_leaf else "forks"
+        return HistoryMatch(role, scope, kind, match.node, match.new_messages, match.new_entries)
 
-    def _of(self, role: str, scope: bytes) -> _Trees:
-        trees = self._trees.get((role, scope))
-        if trees is None:
-            trees = self._trees[role, scope] = _Trees()
-        return trees
+    def _get_history(self, role: str, scope: bytes) -> _ScopeHistory:
+        history = self._histories.get((role, scope))
+        if history is None:
+            history = self._histories[role, scope] = _ScopeHistory()
+        return history
 
     # ---- recording
 
     def record(
         self,
-        place: Place,
+        match: HistoryMatch,
         *,
         prompt: bytes | None = None,
-        added: bytes | None = None,
+        appended: bytes | None = None,
         response: Message,
         sampled: bytes,
-        **rest: Any,
+        **fields: Any,
     ) -> Turn:
-        """Commits one turn.
+        """Commit one turn.
 
-        `prompt` are all ids that went in. A caller that made them out of `place.turn.tokens()` gives those `added`
-        to them instead: then nothing is compared, and the cost does not depend on the history.
+        `prompt` holds all token IDs of the prompt. A caller that built the prompt from `match.turn.tokens()`
+        passes the IDs `appended` to them instead: then nothing is compared, and the cost is independent of the
+        history.
         """
-        step, trees = place._step, self._of(place.role, place.scope)
-        if step is None and place.new:
-            step = trees.tree.top
-        there = trees.tree.follow(step, place.new) if step is not None else []
-        messages = place.new
-        if added is not None:
-            if prompt is not None or place.turn is None or place.turn.strand is None:
-                raise ValueError("`added` ids go after those of the place's turn, and come without a `prompt`")
-            exact: Node | None = place.turn
-            parent, new = exact, added
+        node, history = match._node, self._get_history(match.role, match.scope)
+        if node is None and match.new_messages:
+            node = history.tree.root
+        existing = history.tree.find_existing(node, match.new_messages) if node is not None else []
+        messages = match.new_messages
+        if appended is not None:
+            if prompt is not None or match.turn is None or match.turn.branch is None:
+                raise ValueError("`appended` needs a matched turn with token IDs, and excludes `prompt`")
+            prefix_turn: RecordedTurn | None = match.turn
+            parent, new_tokens = prefix_turn, appended
         else:
-            new = prompt or b""
-            parent = place.turn
+            new_tokens = prompt or b""
+            parent = match.turn
             if (
                 parent is not None
-                and step is not None
-                and not there
-                and len(step.nodes) == 1
-                and begins_with(new, parent)
+                and node is not None
+                and not existing
+                and len(node.turns) == 1
+                and extends_branch(new_tokens, parent)
             ):
-                exact = parent
+                prefix_turn = parent
             else:
-                exact, at = _exact(trees, step, there, new)
-                if exact is not None and step is not None and at is not None:
-                    messages = _between(at, step, place.new)
-            if exact is not None:
-                parent, new = exact, new[exact.end :]
-            elif parent is not None and parent.short and step is not None:
-                # The client read less of a partial answer than it was sent, and the prompt does not begin with
-                # those tokens: it continues from an earlier turn, and what it read is a message of its own.
-                at = next((one for one in step.up() if any(not node.short for node in one.nodes)), trees.tree.top)
-                parent = max((one for one in at.nodes if not one.short), key=_index, default=None)
-                messages = _between(at, step, place.new)
+                prefix_turn, prefix_node = _find_prefix_turn(history, node, existing, new_tokens)
+                if prefix_turn is not None and node is not None and prefix_node is not None:
+                    messages = _messages_after(prefix_node, node, match.new_messages)
+            if prefix_turn is not None:
+                parent, new_tokens = prefix_turn, new_tokens[prefix_turn.end :]
+            elif parent is not None and parent.truncated and node is not None:
+                # The client read less of a partial reply than it was sent, and the prompt does not start with
+                # those tokens. The turn extends an earlier turn, and what the client read becomes one of its
+                # messages.
+                ancestor = next(
+                    (one for one in node.path_to_root() if any(not turn.truncated for turn in one.turns)),
+                    history.tree.root,
+                )
+                full = (turn for turn in ancestor.turns if not turn.truncated)
+                parent = max(full, key=lambda turn: turn.index, default=None)
+                messages = _messages_after(ancestor, node, match.new_messages)
         turn = Turn(
             attempt=self._attempt,
             index=self.count,
-            role=place.role,
+            role=match.role,
             parent=None if parent is None else parent.index,
-            scope=place.scope if parent is None else b"",
+            scope=match.scope if parent is None else b"",
             messages=messages,
             response=response,
-            prefix=0 if exact is None else exact.length,
-            prompt=new,
+            prefix=0 if prefix_turn is None else prefix_turn.length,
+            prompt=new_tokens,
             sampled=sampled,
-            **rest,
+            **fields,
         )
-        drifted = (there != [] or exact is not place.turn) and _drifts(turn, exact, step, there)
+        drifted = (existing != [] or prefix_turn is not match.turn) and _is_drifted(
+            turn, prefix_turn, node, existing
+        )
         self._sink(turn)
-        self._commit(turn, exact, drifted, trees, step, there, place.new, place._raws)
+        self._commit(turn, prefix_turn, drifted, history, node, existing, match.new_messages, match._entries)
         return turn
 
     def _commit(
         self,
         turn: Turn,
-        exact: Node | None,
+        prefix_turn: RecordedTurn | None,
         drifted: bool,
-        trees: _Trees,
-        step: Step | None,
-        there: list[Step],
+        history: _ScopeHistory,
+        node: MessageNode | None,
+        existing: list[MessageNode],
         messages: Sequence[Message],
-        raws: Sequence[object],
-    ) -> "_End":
-        ids: tuple[Strand | None, int, int] = (None, 0, 0)
-        if turn.sampled:  # without, nobody knows what the prompt was followed by
-            ids = grown(exact, turn.prompt, turn.sampled)
-        cuts: list[Cut] = []
-        if turn.partial and ids[0] is not None:
-            cuts = cuts_of(turn.cuts)
-            # Of what was sampled, only what the client was sent can be continued.
-            ids = (ids[0], ids[1], ids[1] + 4 * cuts[-1].tokens) if cuts else (None, 0, 0)
-        node = Node(turn.index, turn.response, turn.finish, *ids, cuts)
+        entries: Sequence[object],
+    ) -> _RecordedPosition:
+        location: tuple[TokenBranch | None, int, int] = (None, 0, 0)
+        if turn.sampled:  # a later prompt can only be compared with prompt and sampled tokens together
+            location = append_tokens(prefix_turn, turn.prompt, turn.sampled)
+        cuts: list[CutPoint] = []
+        if turn.partial and location[0] is not None:
+            cuts = unpack_cuts(turn.cuts)
+            # Only the sampled tokens that the client received can be continued.
+            location = (location[0], location[1], location[1] + 4 * cuts[-1].tokens) if cuts else (None, 0, 0)
+        recorded = RecordedTurn(turn.index, turn.response, turn.finish, *location, cuts)
         counts = self.counts
-        if step is not None:
-            shared = there[-1] if there else step
-            counts.forks += shared.depth > 0 and trees.tree.goes_on(shared)
-            step = trees.tree.add(step, there, messages, raws, node)
-        elif node.strand is not None:
-            trees.bare.setdefault(node.strand, []).append(node)
+        if node is not None:
+            shared = existing[-1] if existing else node
+            counts.forks += shared.depth > 0 and history.tree.has_children(shared)
+            node = history.tree.add(node, existing, messages, entries, recorded)
+        elif recorded.branch is not None:
+            history.token_calls.setdefault(recorded.branch, []).append(recorded)
         if turn.parent is None:
             counts.roots += 1
         elif drifted:
@@ -262,94 +290,88 @@ class Recorder:
         elif turn.prefix:
             counts.extended += 1
         else:
-            counts.untold += 1
+            counts.without_tokens += 1
         counts.turns += 1
         counts.partial += turn.partial
         self.count = turn.index + 1
-        return _End(trees, step, node)
+        return _RecordedPosition(history, node, recorded)
 
-    def _replay(self, turn: Turn, ends: "dict[int, _End]") -> None:
+    def _replay(self, turn: Turn, positions: dict[int, _RecordedPosition]) -> None:
         if turn.parent is None:
-            trees = self._of(turn.role, turn.scope)
-            step, exact = (trees.tree.top if turn.messages else None), None
+            history = self._get_history(turn.role, turn.scope)
+            node, prefix_turn = (history.tree.root if turn.messages else None), None
         else:
-            end = ends.get(turn.parent)
-            if end is None:
+            position = positions.get(turn.parent)
+            if position is None:
                 raise JournalError(
-                    f"turn {turn.index} of attempt {turn.attempt} extends turn {turn.parent}, which is not there"
+                    f"turn {turn.index} of attempt {turn.attempt} extends turn {turn.parent}, which is missing"
                 )
-            trees, step = end.trees, end.step
-            exact = end.node if turn.prefix else None
-            if exact is not None and exact.cuts and exact.length != turn.prefix:
-                tokens = turn.prefix - exact.prompt_end // 4
-                cut = next((cut for cut in exact.cuts if cut.tokens == tokens), None)
+            history, node = position.history, position.node
+            prefix_turn = position.turn if turn.prefix else None
+            if prefix_turn is not None and prefix_turn.cuts and prefix_turn.length != turn.prefix:
+                tokens = turn.prefix - prefix_turn.prompt_end // 4
+                cut = next((cut for cut in prefix_turn.cuts if cut.tokens == tokens), None)
                 if cut is not None:
-                    exact = exact.upto(cut)
-                    if step is not None:
-                        step, exact = trees.tree.shorten(step, exact)
-            if exact is not None and exact.length != turn.prefix:
+                    prefix_turn = prefix_turn.truncate_at(cut)
+                    if node is not None:
+                        node, prefix_turn = history.tree.add_truncated(node, prefix_turn)
+            if prefix_turn is not None and prefix_turn.length != turn.prefix:
                 raise JournalError(
                     f"turn {turn.index} of attempt {turn.attempt} extends {turn.prefix} tokens of turn "
-                    f"{turn.parent}, which has {exact.length}"
+                    f"{turn.parent}, which has {prefix_turn.length}"
                 )
-        there = trees.tree.follow(step, turn.messages) if step is not None else []
-        drifted = _drifts(turn, exact, step, there)
-        ends[turn.index] = self._commit(turn, exact, drifted, trees, step, there, turn.messages, ())
+        existing = history.tree.find_existing(node, turn.messages) if node is not None else []
+        drifted = _is_drifted(turn, prefix_turn, node, existing)
+        positions[turn.index] = self._commit(
+            turn, prefix_turn, drifted, history, node, existing, turn.messages, ()
+        )
 
 
-def _index(node: Node) -> int:
-    return node.index
+def _truncate_to(turn: RecordedTurn, end: int) -> RecordedTurn | None:
+    """Return the turn, or the longest truncation of a partial turn, that ends at or before offset `end`."""
+    if turn.end <= end:
+        return turn
+    cut = next((cut for cut in reversed(turn.cuts) if turn.prompt_end + 4 * cut.tokens <= end), None)
+    return turn.truncate_at(cut) if cut is not None else None
 
 
-def _within(node: Node, end: int) -> Node | None:
-    """The node, or as much of a partial turn as lies before `end`; None where nothing does."""
-    if node.end <= end:
-        return node
-    cut = next((cut for cut in reversed(node.cuts) if node.prompt_end + 4 * cut.tokens <= end), None)
-    return node.upto(cut) if cut is not None else None
-
-
-def _nowhere(turn: Turn) -> None:
-    """For a recorder that only reads."""
-
-
-class _End(msgspec.Struct, frozen=True):
-    """Where a recorded turn lies."""
-
-    trees: _Trees
-    step: Step | None
-    node: Node
-
-
-def _exact(trees: _Trees, step: Step | None, there: list[Step], prompt: bytes) -> tuple[Node | None, Step | None]:
-    """The turn whose ids the prompt begins with, and its step: the deepest in the history, there the longest."""
+def _find_prefix_turn(
+    history: _ScopeHistory, node: MessageNode | None, existing: list[MessageNode], prompt: bytes
+) -> tuple[RecordedTurn | None, MessageNode | None]:
+    """Find the turn whose tokens the prompt starts with: the deepest in the history, and there the longest."""
     if not prompt:
         return None, None
-    agreement = Agreement(prompt)
-    if step is None:
-        return trees.longest(agreement), None
-    for one in chain(reversed(there), step.up()):
-        exact = [node for node in one.nodes if agreement.with_node(node)]
-        if exact:
-            return max(exact, key=lambda node: (node.end, node.index)), one
+    matcher = PrefixMatcher(prompt)
+    if node is None:
+        return history.find_longest(matcher), None
+    for candidate in chain(reversed(existing), node.path_to_root()):
+        turns = [turn for turn in candidate.turns if matcher.starts_with(turn)]
+        if turns:
+            return max(turns, key=lambda turn: (turn.end, turn.index)), candidate
     return None, None
 
 
-def _between(parent: Step, step: Step, new: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages after `parent`, where `new` are those after `step`, on the same way."""
-    if parent.depth >= step.depth:
-        return new[parent.depth - step.depth :]
-    known = [one.message for one in step.up() if one.depth > parent.depth]
-    return (*reversed(known), *new)
+def _messages_after(
+    ancestor: MessageNode, node: MessageNode, new_messages: tuple[Message, ...]
+) -> tuple[Message, ...]:
+    """Return the messages after `ancestor`, where `new_messages` follow `node` on the same path."""
+    if ancestor.depth >= node.depth:
+        return new_messages[ancestor.depth - node.depth :]
+    between = [one.message for one in node.path_to_root() if one.depth > ancestor.depth]
+    return (*reversed(between), *new_messages)
 
 
-def _drifts(turn: Turn, exact: Node | None, step: Step | None, there: list[Step]) -> bool:
-    """Whether a turn with ids lies further on the way than the one whose ids the prompt begins with."""
-    if step is None or not (turn.prompt or turn.prefix):
+def _is_drifted(
+    turn: Turn, prefix_turn: RecordedTurn | None, node: MessageNode | None, existing: list[MessageNode]
+) -> bool:
+    """Return whether a turn with tokens lies deeper in the history than the turn whose tokens the prompt
+    extends.
+    """
+    if node is None or not (turn.prompt or turn.prefix):
         return False
-    for one in chain(reversed(there), step.up()):
-        if exact is not None and exact in one.nodes:
+    for candidate in chain(reversed(existing), node.path_to_root()):
+        if prefix_turn is not None and prefix_turn in candidate.turns:
             return False
-        if one.told:
+        if candidate.has_tokens:
             return True
     return False

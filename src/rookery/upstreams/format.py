@@ -1,27 +1,27 @@
-"""What the wire formats share: a settled request, and an answer that is gathered from a stream.
+"""Shared parts of the wire formats: the `Format` protocol, and the parser for streamed replies.
 
-A format is how one endpoint is spoken: a request out, a whole answer in, or its events one by one. Formats are
-pure: no socket, no clock.
+A format describes one endpoint: how a request is encoded, and how a complete or a streamed reply is decoded.
+Formats are pure: no socket, no clock.
 
-Promises, of every format:
-- an answer is understood completely or raises `WireError`: nothing is padded, guessed or cut to fit;
-- token ids and logprobs describe the same tokens, or the answer is refused;
-- what a gathering gives piece by piece, joined, is the answer that it gives at the end;
-- an answer without its finish is not complete, and is never given as one.
+Promises of every format:
+- a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
+- token IDs and logprobs describe the same tokens, or the reply is refused;
+- the deltas of a stream, joined, are the reply that the parser returns at the end;
+- a reply without its finish reason is incomplete, and is never returned as complete.
 """
 
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from rookery.core import Finish, Message, Sampling, Span, ToolCall, floats
-from rookery.upstreams.complaints import Complaint
-from rookery.upstreams.ids import ids_bytes
+from rookery.core import Finish, Message, Span, ToolCall, floats
+from rookery.upstreams.error_replies import ServerError
 from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest
-from rookery.upstreams.sse import Events, TooLong
+from rookery.upstreams.sse import Events, EventTooLong
+from rookery.upstreams.token_ids import pack_ids
 
 MAX_GATHERED: Final = 256 << 20
-"""Bytes of text and tokens that one streamed answer may have."""
+"""The maximum size of a streamed reply: bytes of text and token data."""
 
 FINISH: Final[dict[str, Finish]] = {
     "stop": "stop",
@@ -37,74 +37,64 @@ FINISH: Final[dict[str, Finish]] = {
 Tops = tuple[tuple[int, float], ...]
 
 
-class WireError(Exception):
-    """An answer that cannot be understood; the text says what is wrong with it."""
+class ReplyFormatError(Exception):
+    """A reply that cannot be parsed; the message says why."""
 
 
-class Complained(Exception):  # noqa: N818  (never leaves the room)
-    """An answer that turned into a complaint."""
+class ErrorReply(Exception):  # noqa: N818  (control flow: handled by `HttpUpstream`)
+    """The body of a successful response, or an event of a stream, is an error message."""
 
-    def __init__(self, said: Complaint, data: bytes) -> None:
+    def __init__(self, said: ServerError, data: bytes) -> None:
         super().__init__(said.text)
         self.said = said
         self.data = data
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it will be sent: what the upstream settled about it."""
+class WireOptions(msgspec.Struct, frozen=True):
+    """How a request is encoded for one server, besides what the request says."""
 
-    request: ModelRequest
-    model: str
-    sampling: Sampling
-    without: frozenset[str] = frozenset()
-    """Fields that the server refuses."""
-    reasoning: bool = False
-    """Whether the reasoning of earlier answers goes along."""
     stream: bool = False
-    id: str = ""
-    """What the call is called at the engine, where that has a use."""
-
-    @property
-    def seen(self) -> bool:
-        """Whether the caller looks at the logprobs itself."""
-        return self.request.want_logprobs or self.request.top_logprobs > 0
+    omit: frozenset[str] = frozenset()
+    """Fields that the server rejects, and paths of endpoints that it lacks."""
+    resend_reasoning: bool = False
+    """Send the reasoning of earlier replies back to the server."""
 
 
 class About(msgspec.Struct, frozen=True, gc=False):
-    """What is known about an answer besides its bytes."""
+    """What is known about a reply besides its bytes."""
 
     version: int = 0
-    """Taken where the answer says none."""
+    """The policy version, if the reply reports none."""
     queued: float = 0.0
     replica: str = ""
 
 
 class Format(Protocol):
-    """One endpoint."""
+    """Encode requests for one endpoint, and decode its replies."""
 
     path: str
-    """Of the endpoint; below `/v1`, unless it begins with a slash."""
+    """The endpoint's path, relative to `/v1` unless it begins with a slash."""
 
-    def encode(self, ask: Ask) -> bytes: ...
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes: ...
 
-    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply: ...
+    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply: ...
 
     def streams(self, request: ModelRequest) -> bool:
-        """Whether the endpoint can stream what is asked for."""
+        """Return True if the endpoint can stream the reply to this request."""
         ...
 
-    def gather(self, ask: Ask) -> "Gather": ...
+    def stream_parser(self, request: ModelRequest) -> "StreamParser": ...
 
 
-def finish_of(reason: str) -> Finish:
+def parse_finish(reason: str) -> Finish:
     finish = FINISH.get(reason)
     if finish is None:
-        raise WireError(f"unknown finish_reason {reason[:80]!r}")
+        raise ReplyFormatError(f"unknown finish_reason {reason[:80]!r}")
     return finish
 
 
-def version_number(value: object) -> int | None:
-    """A policy version, where the value is one: an integer, or a string of digits."""
+def parse_version(value: object) -> int | None:
+    """Return a policy version from an integer or a string of digits; None for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
@@ -112,24 +102,24 @@ def version_number(value: object) -> int | None:
     return None
 
 
-def packed(values: list[float]) -> bytes:
-    """Logprobs as float32."""
+def pack_logprobs(values: list[float]) -> bytes:
+    """Pack logprobs as float32."""
     try:
         return floats(values)
     except OverflowError:
-        raise WireError("the answer has a logprob that is not a 32-bit float") from None
+        raise ReplyFormatError("the reply has a logprob that does not fit a 32-bit float") from None
 
 
-def joined_json(lists: list[msgspec.Raw]) -> msgspec.Raw:
-    """JSON lists, one after the other, as one."""
+def join_json_lists(lists: list[msgspec.Raw]) -> msgspec.Raw:
+    """Concatenate JSON lists."""
     if len(lists) == 1:
         return lists[0]
     inner = (bytes(one).strip()[1:-1].strip() for one in lists)
     return msgspec.Raw(b"[" + b",".join(part for part in inner if part) + b"]")
 
 
-class Gather:
-    """An answer under way. Subclasses read one event; what is new is taken after every read."""
+class StreamParser:
+    """Incremental parser for one streamed reply. A subclass implements `event`."""
 
     __slots__ = (
         "_calls",
@@ -152,37 +142,37 @@ class Gather:
         "_size",
         "_tops",
         "_versions",
-        "ask",
         "count",
         "done",
         "finish",
         "prompt_tokens",
+        "request",
         "sampled_tokens",
     )
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, request: ModelRequest) -> None:
+        self.request = request
         self.finish: Finish | None = None
         self.done = False
-        """Whether the stream said that it has ended."""
+        """True if the stream announced its end."""
         self.count = 0
-        """Tokens so far."""
+        """The number of tokens so far."""
         self.prompt_tokens: int | None = None
         self.sampled_tokens: int | None = None
         self._events = Events()
         self._size = 0
-        self._prompt = ask.request.tokens
+        self._prompt = request.tokens
         self._prompt_told = bool(self._prompt)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str], list[str]]] = []
-        """Id, name and arguments of each call, as they came."""
+        """ID, name pieces and argument pieces of each tool call."""
         self._ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._tops: list[Tops] = []
         self._seen: list[msgspec.Raw] = []
         self._versions: list[tuple[int, int]] = []
-        """From which token on which version, where the events say one."""
+        """Token index and policy version, for each change of the version that the events report."""
         self._first = 0
         self._fresh_content: list[str] = []
         self._fresh_reasoning: list[str] = []
@@ -193,11 +183,11 @@ class Gather:
         self._fresh_seen: list[msgspec.Raw] = []
 
     def feed(self, data: bytes) -> Delta | None:
-        """What these bytes add to the answer, if anything."""
+        """Parse bytes of the stream; return what they add to the reply, or None."""
         try:
             events = self._events.feed(data)
-        except TooLong:
-            raise WireError("the answer has an event that does not end") from None
+        except EventTooLong:
+            raise ReplyFormatError("the stream has an event that is too long") from None
         for event in events:
             if event == b"[DONE]":
                 self.done = True
@@ -206,21 +196,21 @@ class Gather:
         return self._take()
 
     def event(self, data: bytes) -> None:
-        """Takes in one event."""
+        """Parse the data of one event."""
         raise NotImplementedError
 
     def ended(self) -> str:
-        """The stream is at its end: what is missing, in words; nothing where the answer is whole."""
+        """Call at the end of the stream. Return what is missing; empty if the reply is complete."""
         if self.finish is not None:
             return ""
-        if self._events.half:
+        if self._events.incomplete:
             return "the stream ended in the middle of an event"
-        return "the stream ended without the answer's finish"
+        return "the stream ended without a finish reason"
 
     def reply(self, about: About) -> ModelReply:
-        """The whole answer."""
+        """Return the complete reply."""
         if self.finish is None:
-            raise WireError("the answer has no finish_reason: it is not complete")
+            raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
         sampled, logprobs = b"".join(self._ids), b"".join(self._logprobs)
         version, spans = self._spans(about.version)
         prompt = self._prompt
@@ -237,20 +227,20 @@ class Gather:
             replica=about.replica,
             spans=spans,
             tops=tuple(self._tops),
-            logprob_content=joined_json(self._seen) if self._seen else None,
+            logprob_content=join_json_lists(self._seen) if self._seen else None,
         )
 
     # --------------------------------------------------------------------------------- for the formats
 
     def tokens(self, ids: list[int], logprobs: list[float] | None) -> None:
-        """Sampled tokens, and the logprobs of the same ones."""
+        """Add sampled tokens with their logprobs."""
         if not ids and not logprobs:
             return
         if logprobs is not None and len(logprobs) != len(ids):
-            raise WireError(f"the answer has {len(ids)} token ids but {len(logprobs)} logprobs")
+            raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(logprobs)} logprobs")
         known = self._logprobs or self._fresh_logprobs
         if self.count and bool(known) != (logprobs is not None):
-            raise WireError("the answer has logprobs for some of its tokens only")
+            raise ReplyFormatError("the reply has logprobs for only some of its tokens")
         if not self._fresh_ids:
             self._first = len(ids)
         self._fresh_ids += ids
@@ -274,22 +264,22 @@ class Gather:
         self._fresh_seen.append(content)
 
     def version(self, number: int) -> None:
-        """The next tokens are of this version."""
+        """Set the policy version of the following tokens."""
         if not self._versions or self._versions[-1][1] != number:
             self._versions.append((self.count, number))
 
     def called(self, index: int, name_of: str | None, name: str | None, arguments: str | None) -> None:
-        """A piece of a tool call. Servers that do not number their calls begin each with its id and name."""
+        """Add a piece of a tool call."""
         calls = self._calls
         if not 0 <= index <= len(calls):
-            raise WireError(f"a piece of tool call {index}, and there are {len(calls)}")
+            raise ReplyFormatError(f"a piece of tool call {index}, and there are {len(calls)}")
         if index == len(calls):
             begun = (name_of or f"call_{index}", [name] if name else [], [] if arguments is None else [arguments])
             calls.append(begun)
             self._fresh_calls.append(CallDelta(index, begun[0], name or "", arguments or ""))
             return
         _, names, parts = calls[index]
-        # Some servers repeat the name with every piece: it is told once.
+        # Some servers repeat the name in every piece; it is passed on once.
         if named := bool(name and not names):
             names.append(name or "")
         if arguments is not None:
@@ -316,14 +306,14 @@ class Gather:
             self._fresh_reasoning = []
         if ids:
             try:
-                sampled = ids_bytes(ids)
+                sampled = pack_ids(ids)
             except ValueError as error:
-                raise WireError(f"the answer has {error}") from None
+                raise ReplyFormatError(f"the reply has {error}") from None
             self._ids.append(sampled)
             self._fresh_ids = []
             more["first"] = self._first
             if self._fresh_logprobs:
-                logprobs = packed(self._fresh_logprobs)
+                logprobs = pack_logprobs(self._fresh_logprobs)
                 self._logprobs.append(logprobs)
                 self._fresh_logprobs = []
         if calls:
@@ -334,7 +324,7 @@ class Gather:
             self._tops += self._fresh_tops
             self._fresh_tops = []
         if self._fresh_seen:
-            seen = joined_json(self._fresh_seen)
+            seen = join_json_lists(self._fresh_seen)
             more["logprob_content"] = seen
             self._seen.append(seen)
             self._fresh_seen = []
@@ -343,7 +333,7 @@ class Gather:
         self._prompt_told = self._prompt_told or bool(prompt)
         self._size += len(content) + len(reasoning) + len(sampled) + len(logprobs)
         if self._size > MAX_GATHERED:
-            raise WireError(f"the answer is longer than {MAX_GATHERED >> 20} MB")
+            raise ReplyFormatError(f"the reply is longer than {MAX_GATHERED >> 20} MB")
         return Delta(content, reasoning, sampled=sampled, logprobs=logprobs, prompt=prompt, **more)
 
     def _message(self) -> Message:

@@ -17,16 +17,24 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from rookery.core import Finish, Message, ints
-from rookery.upstreams.complaints import complaint, head_of
-from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, packed
-from rookery.upstreams.ids import written
+from rookery.upstreams.error_replies import parse_error, preview
+from rookery.upstreams.format import (
+    About,
+    ErrorReply,
+    Format,
+    ReplyFormatError,
+    StreamParser,
+    Tops,
+    WireOptions,
+    pack_logprobs,
+)
+from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
 from rookery.upstreams.openai import Chat
+from rookery.upstreams.openai_format import RESERVED, Id
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.served import HttpUpstream
-from rookery.upstreams.servers import SIZE_SECONDS
-from rookery.upstreams.structured import llamacpp_constraint, token_options
-from rookery.upstreams.wire import RESERVED, Id
+from rookery.upstreams.structured_output import llamacpp_constraint, token_options
+from rookery.upstreams.token_ids import encode_prompt
 
 _FINISH: Final[dict[str, Finish]] = {"eos": "stop", "word": "stop", "limit": "length"}
 # Temperature comes first, as in vLLM and SGLang; llama.cpp's own order applies it last.
@@ -61,16 +69,16 @@ def _read(data: bytes) -> _Completion:
     try:
         completion = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a completion of llama.cpp: {error}; it begins {head_of(data)}") from None
+        raise ReplyFormatError(f"not a completion of llama.cpp: {error}; it begins {preview(data)}") from None
     if completion.error is not None:
-        raise Complained(complaint(data), data)
+        raise ErrorReply(parse_error(data), data)
     return completion
 
 
 def _logprobs(completion: _Completion) -> list[float]:
-    """Return the log probabilities of the sampled tokens. Raises `WireError` if they are of other tokens."""
+    """Return the log probabilities of the sampled tokens."""
     if [entry.id for entry in completion.completion_probabilities] != completion.tokens:
-        raise WireError("the log probabilities in the reply are not those of its tokens")
+        raise ReplyFormatError("the log probabilities in the reply are not those of its tokens")
     return [entry.logprob for entry in completion.completion_probabilities]
 
 
@@ -86,7 +94,7 @@ def _tops(completion: _Completion, count: int) -> tuple[Tops, ...]:
 def _finish(completion: _Completion) -> Finish:
     finish = _FINISH.get(completion.stop_type)
     if finish is None:
-        raise WireError(f"unknown stop_type {completion.stop_type[:80]!r}")
+        raise ReplyFormatError(f"unknown stop_type {completion.stop_type[:80]!r}")
     return finish
 
 
@@ -95,10 +103,10 @@ class NativeCompletion:
 
     path = "/completion"
 
-    def encode(self, ask: Ask) -> bytes:
-        request, sampling = ask.request, ask.sampling
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        sampling = request.sampling
         body: dict[str, Any] = {
-            "prompt": written(request.tokens, request.memo),
+            "prompt": encode_prompt(request.tokens, request.memo),
             "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
             "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
@@ -113,36 +121,36 @@ class NativeCompletion:
             body["stop"] = sampling.stop
         if (seed := request.seed if sampling.seed is None else sampling.seed) is not None:
             body["seed"] = seed % 2**32
-        if ask.stream:
+        if options.stream:
             body["stream"] = True
         return _encode(body | dict(token_options(sampling.extra, llamacpp_constraint, "llamacpp")))
 
-    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         completion = _read(data)
         if not completion.stop:
-            raise WireError("the reply does not say how it ended: it is not complete")
+            raise ReplyFormatError("the reply does not say how it ended: it is not complete")
         return ModelReply(
             message=Message("assistant", completion.content),
             finish=_finish(completion),
-            prompt=ask.request.tokens,
+            prompt=request.tokens,
             sampled=ints(completion.tokens),
-            logprobs=packed(_logprobs(completion)),
+            logprobs=pack_logprobs(_logprobs(completion)),
             version=about.version,
-            prompt_tokens=len(ask.request.tokens) // 4,
+            prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(completion.tokens),
             queued=about.queued,
             replica=about.replica,
-            tops=_tops(completion, ask.request.top_logprobs),
+            tops=_tops(completion, request.top_logprobs),
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (every call can be streamed)
         return True
 
-    def gather(self, ask: Ask) -> Gather:
-        return _Stream(ask)
+    def stream_parser(self, request: ModelRequest) -> StreamParser:
+        return _Stream(request)
 
 
-class _Stream(Gather):
+class _Stream(StreamParser):
     """A streamed reply. Each event holds what is new; the last one says how the reply ended."""
 
     __slots__ = ()
@@ -151,7 +159,7 @@ class _Stream(Gather):
         completion = _read(data)
         if completion.tokens:
             self.tokens(completion.tokens, _logprobs(completion))
-            if tops := _tops(completion, self.ask.request.top_logprobs):
+            if tops := _tops(completion, self.request.top_logprobs):
                 self.alternatives(list(tops))
         if completion.content:
             self.text(completion.content)
@@ -168,10 +176,10 @@ class LlamaCppUpstream(HttpUpstream):
     """Inference through llama.cpp's `llama-server`."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {"n_predict", "n_probs", "return_tokens", "cache_prompt"}
-    vitals = "/health"
+    health_path = "/health"
 
-    def format(self, replica: Replica, ask: Ask) -> Format:  # noqa: ARG002  (all servers are alike)
-        return _COMPLETION if ask.request.tokens else _CHAT
+    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all servers are alike)
+        return _COMPLETION if request.tokens else _CHAT
 
     async def size(self, replica: Replica) -> int | None:
         """Return the number of slots: calls beyond them wait in the server."""

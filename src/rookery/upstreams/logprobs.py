@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from rookery.upstreams.format import Tops, WireError
+from rookery.upstreams.format import ReplyFormatError, Tops
 
 _NAMED: Final = "token_id:"
 """How a token is written that is named by its id."""
@@ -82,7 +82,7 @@ def apart(data: bytes) -> Apart | None:
     return Apart(data[:begin] + _HERE + data[end:], content, [entry.logprob for entry in entries])
 
 
-def values_of(given: Logprobs) -> list[float] | None:
+def logprob_values(given: Logprobs) -> list[float] | None:
     if given.content is not None:
         return [entry.logprob for entry in given.content]
     return given.token_logprobs
@@ -93,7 +93,7 @@ def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw |
     try:
         return seen_logprobs(_decode_logprobs(given))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"the answer's logprobs cannot be read: {error}") from None
 
 
 def seen_logprobs(
@@ -109,7 +109,7 @@ def seen_logprobs(
             return [entry.logprob for entry in entries], said.content, tops
         return said.token_logprobs, None, _listed(said.top_logprobs or [])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"the answer's logprobs cannot be read: {error}") from None
 
 
 def _tops(content: msgspec.Raw) -> tuple[Tops, ...]:

@@ -1,8 +1,7 @@
-"""Any OpenAI-compatible server: `/chat/completions`, and `/completions` where token ids go in.
+"""Upstream for any OpenAI-compatible server: `/chat/completions`, and `/completions` for calls with token IDs.
 
-Promises:
-- as those of `http.py` and `wire.py`;
-- token ids and logprobs are asked for as vLLM has them; a server that refuses to give them is asked without.
+Runs in runner processes and gateway shards. Token IDs and logprobs are requested with vLLM's fields; a server that
+rejects these fields is called without them.
 """
 
 from collections.abc import Mapping
@@ -10,45 +9,35 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from rookery.upstreams.chunks import Chunks
-from rookery.upstreams.format import About, Ask, Format, Gather
+from rookery.upstreams.format import About, Format, StreamParser, WireOptions
+from rookery.upstreams.http_upstream import HttpUpstream
+from rookery.upstreams.openai_format import RESERVED, decode_reply, encode_request
+from rookery.upstreams.openai_stream import Chunks
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.served import HttpUpstream, whole
-from rookery.upstreams.structured import token_options
-from rookery.upstreams.urls import redact
-from rookery.upstreams.wire import RESERVED, decode_reply, encode_request
+from rookery.upstreams.structured_output import token_options
 
-__all__ = ["CHAT", "COMPLETIONS", "Chat", "OpenAIUpstream", "redact", "whole"]
+__all__ = ["CHAT", "COMPLETIONS", "Chat", "OpenAIUpstream"]
 
 
 class Chat:
-    """`/chat/completions`, and its older sister."""
+    """Format of `/chat/completions`."""
 
     path = "chat/completions"
 
-    def more(self, ask: Ask) -> dict[str, Any] | None:  # noqa: ARG002  (a kind may)
-        """Fields of the kind's own."""
+    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:  # noqa: ARG002  (a kind may)
+        """Return fields that only this kind of engine has."""
         return None
 
-    def encode(self, ask: Ask) -> bytes:
-        return encode_request(
-            ask.request,
-            model=ask.model,
-            sampling=ask.sampling,
-            without=ask.without,
-            reasoning=ask.reasoning,
-            stream=ask.stream,
-            more=self.more(ask),
-        )
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        return encode_request(request, options, self.extra_fields(request))
 
-    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
-        request = ask.request
+    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         return decode_reply(
             data,
             want_tokens=request.want_tokens,
             prompt=request.tokens,
-            seen=ask.seen,
+            seen=request.shows_logprobs,
             named=request.top_logprobs > 0,
             about=about,
             memo=request.memo,
@@ -57,24 +46,25 @@ class Chat:
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)
         return True
 
-    def gather(self, ask: Ask) -> Gather:
-        return Chunks(ask)
+    def stream_parser(self, request: ModelRequest) -> StreamParser:
+        return Chunks(request)
 
 
 class Completions(Chat):
-    """`/completions`, with token ids as its prompt."""
+    """Format of `/completions`, with token IDs as the prompt."""
 
     path = "completions"
 
-    def encode(self, ask: Ask) -> bytes:
-        return super().encode(with_options(ask, token_options(ask.sampling.extra, None, "openai")))
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        return super().encode(with_extra(request, token_options(request.sampling.extra, None, "openai")), options)
 
 
-def with_options(ask: Ask, extra: Mapping[str, Any]) -> Ask:
-    """The ask with other options of the engine's."""
-    if extra == ask.sampling.extra:
-        return ask
-    return msgspec.structs.replace(ask, sampling=msgspec.structs.replace(ask.sampling, extra=dict(extra)))
+def with_extra(request: ModelRequest, extra: Mapping[str, Any]) -> ModelRequest:
+    """Return the request with other engine options in `sampling.extra`."""
+    if extra == request.sampling.extra:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, extra=dict(extra))
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 CHAT: Final = Chat()
@@ -82,9 +72,9 @@ COMPLETIONS: Final = Completions()
 
 
 class OpenAIUpstream(HttpUpstream):
-    """The `openai` upstream."""
+    """Inference through any OpenAI-compatible server."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED
 
-    def format(self, replica: Replica, ask: Ask) -> Format:  # noqa: ARG002  (all are equal)
-        return COMPLETIONS if ask.request.tokens else CHAT
+    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002
+        return COMPLETIONS if request.tokens else CHAT

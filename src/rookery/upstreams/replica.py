@@ -1,14 +1,16 @@
-"""One server: its connections, its places, and one exchange of bytes with it.
+"""One server of an upstream: its connections, its concurrency gate, and one HTTP exchange with it.
+
+Runs in runner processes and gateway shards.
 
 Promises:
-- an exchange gives the whole answer or raises `Failure`, which says whether it may be tried again;
-- an answer longer than `MAX_ANSWER` is refused while it comes in, not after;
-- the bytes of a stream are passed on as they arrive; who is slow to take them slows the server down;
-- a stream that ends in the middle is a failure, and one that may be tried again only if nothing was passed on;
-- cancelling or running out of time closes the connection: engines learn to abort from that;
-- time in which the server was frozen is not part of a call's deadline;
-- what a call receives, and when, is kept in its `CallProgress`, by which a hung server is recognised;
-- no redirect is followed and no proxy taken from the environment: the key goes to this server alone.
+- an exchange returns the complete response or raises `Failure`, which says whether it may be retried;
+- a response longer than `MAX_ANSWER` is refused while it is received, not afterwards;
+- the bytes of a stream are passed on as they arrive; a slow consumer slows the server down;
+- a stream that ends in the middle is a failure, and may be retried only if nothing was passed on;
+- cancelling a call, or its timeout, closes the connection: engines abort a call when that happens;
+- time during which the server was frozen does not count towards a call's deadline;
+- `CallProgress` records what a call received and when, which is how a hung server is recognised;
+- no redirect is followed and no proxy is taken from the environment: the key is sent to this server only.
 """
 
 import asyncio
@@ -22,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from yarl import URL
 
 from rookery import __version__
-from rookery.core import UpstreamError, cause_of
-from rookery.core.apart import apart
-from rookery.upstreams.choose import mark
-from rookery.upstreams.complaints import Complaint, complaint
+from rookery.core import UpstreamError, get_cause
+from rookery.core.lifetimes import detached_context
+from rookery.upstreams.concurrency_gate import ConcurrencyGate
+from rookery.upstreams.error_replies import ServerError, parse_error
 from rookery.upstreams.health import Health
 from rookery.upstreams.http import (
     BadAnswer,
@@ -38,36 +40,36 @@ from rookery.upstreams.http import (
     TooLong,
     header_lines,
 )
-from rookery.upstreams.places import Places
+from rookery.upstreams.replica_choice import stable_hash
 from rookery.upstreams.retry import Kind
 from rookery.upstreams.urls import Address, redact
 
 if TYPE_CHECKING:
-    from rookery.upstreams.hangs import UpstreamEvidence
+    from rookery.upstreams.hang_detector import UpstreamEvidence
 
 MAX_ANSWER: Final = 256 << 20
 MAX_COMPLAINT: Final = 64 << 10
 CONNECT_SECONDS: Final = 10.0
 FAREWELL_SECONDS: Final = 5.0
-"""How long the end of a stream may take after the answer's finish."""
+"""How long the end of a stream may take after the reply is complete."""
 _AHEAD: Final = 64 << 10
-"""Bytes of a stream that are read ahead of a slow `news`, about twice."""
+"""Bytes of a stream that are read ahead of a slow `on_delta`; up to twice as many are buffered."""
 _DRAINS: Final = 256
 _JSON: Final = header_lines({"Accept": "application/json", "Content-Type": "application/json"})
 _EVENTS: Final = header_lines({"Accept": "text/event-stream", "Content-Type": "application/json"})
 
 
-class Answer(NamedTuple):
-    """A complete HTTP answer."""
+class RawResponse(NamedTuple):
+    """A complete HTTP response."""
 
     status: int
     headers: Mapping[str, str]
-    """By names in any case."""
+    """Case-insensitive."""
     body: bytes
 
 
-class Failure(Exception):  # noqa: N818  (never leaves the room: `error` does)
-    """An exchange that gave no answer: the error to raise, and what kind it is to the retry controller."""
+class Failure(Exception):  # noqa: N818  (internal: the caller sees `error`)
+    """An exchange without a usable response: the error to raise, and its kind for the retry decision."""
 
     def __init__(self, kind: Kind, error: UpstreamError, retry_after: float | None = None) -> None:
         super().__init__(str(error))
@@ -76,8 +78,8 @@ class Failure(Exception):  # noqa: N818  (never leaves the room: `error` does)
         self.retry_after = retry_after
 
 
-class Unheard(Exception):  # noqa: N818  (never leaves the room: `error` does)
-    """What `news` raised. It is not the server's doing."""
+class CallbackError(Exception):
+    """Wraps an exception that `on_delta` raised. The server is not responsible for it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -85,28 +87,28 @@ class Unheard(Exception):  # noqa: N818  (never leaves the room: `error` does)
 
 
 class Sink(Protocol):
-    """Where the bytes of a stream go."""
+    """The consumer of a stream's bytes."""
 
     @property
-    def whole(self) -> bool:
-        """Whether the answer has its finish: what may still come is not needed."""
+    def complete(self) -> bool:
+        """True if the reply has its finish reason; the rest of the stream is not needed."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether the stream said that it has ended."""
+        """True if the stream announced its end."""
         ...
 
     @property
-    def told(self) -> bool:
-        """Whether anything was passed on."""
+    def delivered(self) -> bool:
+        """True if a delta was passed to the caller."""
         ...
 
     async def feed(self, data: bytes) -> None: ...
 
 
 class CallProgress:
-    """What one model call under way has received from its replica, and when. Times are the event loop's."""
+    """What a model call in flight has received, and when. Times are those of the event loop."""
 
     __slots__ = ("affinity", "bytes", "deadline", "heard", "hung", "last", "replica", "sent", "streamed")
 
@@ -116,52 +118,52 @@ class CallProgress:
         self.streamed = streamed
         self.sent = now
         self.heard = now
-        """When the last byte came, or when the call was sent."""
+        """When the last byte arrived, or when the call was sent."""
         self.last = now
-        """As `heard`, or when the call was last found to be working."""
+        """As `heard`, or when an examination last found the call to be working."""
         self.bytes = 0
         self.deadline: asyncio.Timeout | None = None
         self.hung: UpstreamEvidence | None = None
-        """Why the call was given up, once its replica was found hung."""
+        """Set when the call was given up because its replica hangs."""
 
     def received(self, count: int) -> None:
-        """Note bytes of the answer."""
+        """Count received bytes."""
         self.bytes += count
         self.heard = self.last = asyncio.get_running_loop().time()
         self.replica.progressed(self)
 
 
 class Replica:
-    """One server of an upstream. Everything it says about itself is free of secrets."""
+    """One server of an upstream. Its name and error messages contain no secrets."""
 
     def __init__(self, address: Address, *, concurrency: int, key: str | None) -> None:
         self.name = address.shown
-        self.salt = mark(address.shown)
+        self.salt = stable_hash(address.shown)
         self.models = address.endpoint("models")
-        self.places = Places(concurrency)
+        self.gate = ConcurrencyGate(concurrency)
         self.health = Health()
         self.lacks: frozenset[str] = frozenset()
-        """Endpoints that it was found not to have."""
+        """Paths of endpoints that the server does not have."""
         self.refresh_at = inf
-        """When to ask it again how much it can take."""
+        """When to request its concurrency limit again."""
         self.load = 0
-        """Calls that wait for a place or hold one."""
+        """Calls in flight and calls that wait for the concurrency gate."""
         self._address = address
         self._endpoints: dict[str, URL] = {}
         self._deadlines: set[asyncio.Timeout] = set()
         self._frozen: dict[asyncio.Timeout, float] | None = None
-        """Seconds that were left to each call when the server was frozen."""
+        """The seconds left to each call when the server was frozen; None if it is not frozen."""
         self._draining: set[asyncio.Task[None]] = set()
         self.calls: set[CallProgress] = set()
-        """Model calls under way."""
+        """Model calls in flight."""
         self._call_of_task: dict[asyncio.Task[Any] | None, CallProgress] = {}
-        """The same by the task that makes the call."""
+        """The calls in flight by the task that makes them."""
         self.hung = False
-        """Whether it was found hung: it must give a token before it gets calls again."""
+        """True if the server was found hung: it must sample a token before it receives calls again."""
         self._progress: list[tuple[CallProgress, float]] = []
-        """The two calls that made progress last, the latest first, and when."""
-        self.longest_answer = 0.0
-        """Seconds that the longest of its answers took."""
+        """The two calls that last received bytes, latest first, and when."""
+        self.longest_call = 0.0
+        """The duration of its longest call in seconds."""
         self._progress_waiters: list[asyncio.Future[None]] = []
         self._headers = {
             "Accept-Encoding": "identity",  # on a local network, inflating costs more than sending
@@ -180,7 +182,7 @@ class Replica:
 
     @property
     def limit(self) -> int:
-        return self.places.limit
+        return self.gate.limit
 
     def endpoint(self, path: str) -> URL:
         url = self._endpoints.get(path)
@@ -189,14 +191,14 @@ class Replica:
         return url
 
     def error(self, cause: str, what: str) -> UpstreamError:
-        """The error that names this server, what happened, and what to do."""
+        """Return an error that names this server, what happened, and what to do."""
         text = self.scrub(f"{self.name}: {what}")
-        return UpstreamError(f"{text.rstrip('.')}. {cause_of(cause).advice}", cause=cause)
+        return UpstreamError(f"{text.rstrip('.')}. {get_cause(cause).advice}", cause=cause)
 
     def scrub(self, text: str) -> str:
-        """The text without the key, should a server have quoted it."""
+        """Remove the key from a text, in case the server quoted it."""
         for secret in self._secrets:
-            if len(secret) >= 4:  # "x" or "-" stands for no key at all, and occurs in every text
+            if len(secret) >= 4:  # placeholders such as "x" and "-" occur in every text
                 text = text.replace(secret, "***")
         return text
 
@@ -222,8 +224,8 @@ class Replica:
         if self._client is not None:
             await self._client.close()
 
-    async def exchange(self, url: URL, body: bytes | None, *, seconds: float) -> Answer:
-        """POST `body`, or GET where there is none; the complete answer, whatever its status."""
+    async def exchange(self, url: URL, body: bytes | None, *, seconds: float) -> RawResponse:
+        """POST `body`, or GET if it is None. Return the complete response, whatever its status."""
         call = self._call_of_task.get(asyncio.current_task())
         response: Response | None = None
         client = self._open()
@@ -237,17 +239,18 @@ class Replica:
                     response = await client.send(method, url.raw_path_qs, _JSON, body or b"")
                     if call is not None:
                         call.received(1)
-                    return Answer(response.status, response.headers, await self._read(response))
+                    return RawResponse(response.status, response.headers, await self._read(response))
                 finally:
                     self._deadlines.discard(deadline)
         except (HttpFailure, TimeoutError) as error:
             raise self._failure(error, seconds, answering=response is not None, call=call) from error
 
-    async def stream(self, url: URL, body: bytes, *, seconds: float, sink: Sink) -> Answer:
-        """POST `body`; the bytes of an event stream go to `sink` as they arrive, and the answer has none.
+    async def stream(self, url: URL, body: bytes, *, seconds: float, sink: Sink) -> RawResponse:
+        """POST `body` and pass the bytes of an event stream to `sink` as they arrive.
 
-        Returns at the end of the stream, whether or not the answer is whole. Every other answer, an error's above
-        all, comes back complete and without having gone anywhere."""
+        Returns at the end of the stream, whether or not the reply is complete, with an empty body. Any other
+        response, for example an error, is returned with its body, and `sink` receives nothing.
+        """
         call = self._call_of_task.get(asyncio.current_task())
         response: Response | None = None
         client = self._open()
@@ -260,21 +263,23 @@ class Replica:
                     response = await client.send("POST", url.raw_path_qs, _EVENTS, body)
                     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
                     if response.status != 200 or kind != "text/event-stream":
-                        return Answer(response.status, response.headers, await self._read(response))
+                        return RawResponse(response.status, response.headers, await self._read(response))
                     await self._events(response, sink, deadline, call)
-                    return Answer(response.status, response.headers, b"")
+                    return RawResponse(response.status, response.headers, b"")
                 finally:
                     self._deadlines.discard(deadline)
         except (HttpFailure, TimeoutError) as error:
-            if response is not None and sink.whole:  # all of the answer is there: only its farewell is missing
-                return Answer(response.status, response.headers, b"")
+            if (
+                response is not None and sink.complete
+            ):  # the reply is complete: only the end of the stream is missing
+                return RawResponse(response.status, response.headers, b"")
             if response is None or isinstance(error, TimeoutError | TooLong):
                 failure = self._failure(error, seconds, answering=response is not None, call=call)
-                if sink.told:
+                if sink.delivered:
                     failure.kind = "final"
                 raise failure from error
             what = f"the connection ended in the middle of the stream ({_reason(error)})"
-            raise Failure("final" if sink.told else "dropped", self.error("upstream.cut", what)) from error
+            raise Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what)) from error
         finally:
             if response is not None:
                 self._leave(response, drain=sink.done)
@@ -287,26 +292,29 @@ class Replica:
             if call is not None:
                 call.received(len(data))
             await sink.feed(data)
-            if sink.whole and not hurried:
+            if sink.complete and not hurried:
                 hurried = True
                 soon = asyncio.get_running_loop().time() + FAREWELL_SECONDS
                 if (when := deadline.when()) is None or when > soon:
                     deadline.reschedule(soon)
 
     def _leave(self, response: Response, *, drain: bool) -> None:
-        """Gives the connection back. Servers end a stream a moment after they said so: closing in that moment
-        would cost a new connection for every call."""
+        """Return the connection to the pool.
+
+        Servers close a stream a moment after they announce its end; closing the connection in that moment would
+        cost a new connection for every call.
+        """
         if drain and not response.done and len(self._draining) < _DRAINS and not self._closed:
-            task = asyncio.get_running_loop().create_task(_drain(response), context=apart())
+            task = asyncio.get_running_loop().create_task(_drain(response), context=detached_context())
             self._draining.add(task)
             task.add_done_callback(self._draining.discard)
         else:
             response.close()
 
-    # ------------------------------------------------------------------------------------------ frozen
+    # ---- frozen
 
     def frozen(self) -> None:
-        """The server stands still: what passes from now on is nobody's time."""
+        """Stop the deadlines of all calls: the server was frozen."""
         if self._frozen is None:
             now = asyncio.get_running_loop().time()
             self._frozen = {}
@@ -316,7 +324,7 @@ class Replica:
                     deadline.reschedule(None)
 
     def thawed(self) -> None:
-        """It goes on: so do the deadlines of its calls."""
+        """Restart the deadlines of all calls: the server continues."""
         left, self._frozen = self._frozen or {}, None
         now = asyncio.get_running_loop().time()
         for deadline, seconds in left.items():
@@ -330,7 +338,7 @@ class Replica:
     # ---- hung servers
 
     def progressed(self, call: CallProgress) -> None:
-        """A model call received something."""
+        """Note that a call received bytes."""
         now = asyncio.get_running_loop().time()
         latest = self._progress
         if latest and latest[0][0] is call:
@@ -340,12 +348,12 @@ class Replica:
         self._wake()
 
     def begun(self, call: CallProgress) -> None:
-        """A model call begins; what the current task now exchanges with the server is part of it."""
+        """Register a model call; exchanges of the current task belong to it from now on."""
         self.calls.add(call)
         self._call_of_task[asyncio.current_task()] = call
 
     def ended(self, call: CallProgress) -> None:
-        """A model call is over, answered or not."""
+        """Remove a model call that has ended."""
         self.calls.discard(call)
         self._call_of_task.pop(asyncio.current_task(), None)
         self._wake()
@@ -358,11 +366,11 @@ class Replica:
             self._progress_waiters.clear()
 
     def others_progress(self, call: CallProgress) -> float | None:
-        """When a call other than this one last received something; None: never."""
+        """Return when another call last received bytes; None if none ever did."""
         return next((when for other, when in self._progress if other is not call), None)
 
     def next_progress(self) -> "asyncio.Future[None]":
-        """A future that is done when any call next receives something or ends."""
+        """Return a future that is done when any call next receives bytes or ends."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._progress_waiters = [one for one in self._progress_waiters if not one.done()]
         self._progress_waiters.append(waiter)
@@ -373,23 +381,23 @@ class Replica:
         return [call for call in self.calls if now - call.sent >= seconds]
 
     def mark_hung(self, now: float, reason: str) -> None:
-        """Send it no further calls until it gives a token again, where there are other replicas."""
+        """Exclude the replica until it samples a token again, if there are other replicas."""
         self.hung = True
         self.health.failed("gone", f"{self.name} hangs ({reason})", now=now)
 
     def give_up(self, call: CallProgress, evidence: "UpstreamEvidence") -> None:
-        """End a call under way with `upstream.hung`."""
+        """End a call in flight with the error `upstream.hung`."""
         call.hung = evidence
         if call.deadline is not None and not call.deadline.expired():
             call.deadline.reschedule(asyncio.get_running_loop().time())
 
     def hung_error(self, evidence: "UpstreamEvidence") -> UpstreamError:
-        """The error of a call whose server hangs."""
+        """Return the error of a call whose server hangs."""
         error = self.error("upstream.hung", f"the server hangs: {evidence.text}")
         error.evidence = evidence
         return error
 
-    # ------------------------------------------------------------------------------------------ failures
+    # ---- failures
 
     def _failure(
         self,
@@ -403,7 +411,7 @@ class Replica:
             case TimeoutError() if call is not None and call.hung is not None:
                 return Failure("hung", self.hung_error(call.hung))
             case TimeoutError():
-                what = f"no complete answer within {seconds:.3g} s"
+                what = f"no complete reply within {seconds:.3g} s"
                 return Failure("final", self.error("upstream.timeout", what))
             case NotConnected():
                 kind: Kind = "final" if error.why in ("tls", "closed") else "connect"
@@ -411,13 +419,13 @@ class Replica:
             case Dropped():
                 return Failure("dropped", self.error("upstream.unreachable", _reason(error)))
             case Broken() if not answering:
-                what = "the connection was closed before an answer came"
+                what = "the connection was closed before a response arrived"
                 return Failure("dropped", self.error("upstream.unreachable", what))
             case TooLong():
-                what = f"the answer is longer than {MAX_ANSWER >> 20} MB"
+                what = f"the response is longer than {MAX_ANSWER >> 20} MB"
                 return Failure("final", self.error("upstream.protocol", what))
             case BadAnswer():
-                what = f"the answer is not HTTP ({_reason(error)})"
+                what = f"the response is not valid HTTP ({_reason(error)})"
                 return Failure("final", self.error("upstream.protocol", what))
         return Failure("final", self.error("upstream.protocol", _reason(error)))
 
@@ -426,14 +434,14 @@ class Replica:
             return await response.read(MAX_COMPLAINT, cut=True)
         if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
             response.close()
-            what = f"the answer is packed as {packed[:40]!r}, which was not asked for"
+            what = f"the response has the content encoding {packed[:40]!r}, which was not requested"
             raise Failure("final", self.error("upstream.protocol", what))
         return await response.read(MAX_ANSWER)
 
-    def refusal(self, answer: Answer) -> tuple[Failure, Complaint]:
-        """What an answer that is not a success means."""
+    def refusal(self, answer: RawResponse) -> tuple[Failure, ServerError]:
+        """Return the failure and the parsed error of a response that is not a success."""
         status = answer.status
-        said = complaint(answer.body)
+        said = parse_error(answer.body)
         words = f"answered {status}" + (f": {said.text}" if said.text else "")
         kind: Kind = "final"
         after = None
@@ -452,12 +460,12 @@ class Replica:
         else:
             cause = "upstream.protocol"
             if location := answer.headers.get("Location"):
-                words = f"answered {status}: go to {redact(location)[:200]!r} instead"
+                words = f"answered {status}, a redirect to {redact(location)[:200]!r}"
         return Failure(kind, self.error(cause, words), after), said
 
 
 async def _drain(response: Response) -> None:
-    """Reads what is left, which is nothing but the end; so the connection can be used again."""
+    """Read the end of a stream, so that the connection can be reused."""
     try:
         async with asyncio.timeout(1.0):
             while await response.chunk():
@@ -467,7 +475,7 @@ async def _drain(response: Response) -> None:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None where there is none that can be read."""
+    """Parse a Retry-After header, a number or a date, to seconds; None if it is missing or invalid."""
     if value is None:
         return None
     try:

@@ -1,12 +1,13 @@
-"""SGLang: token ids in through `/generate`, messages through `/chat/completions`.
+"""Upstream for SGLang: token IDs through `/generate`, messages through `/chat/completions`.
+
+Runs in runner processes and gateway shards.
 
 Promises:
-- as those of `http.py`;
-- a stream is understood whether its events hold everything so far, which is the default, or what is new; the cost
-  of an event does not grow with what was told before;
-- a chat whose tokens are wanted is not streamed, since the server refuses that: its news come in one piece;
-- a call that is given up is aborted by its name, since the server is slow to notice a closed connection;
-- the version is the server's own where it says one, by token where it changed within a stream.
+- a stream is parsed whether its events repeat everything so far (the default) or hold only what is new; the cost
+  of an event does not grow with the length of the reply;
+- a chat call that wants tokens is not streamed, since the server refuses that: it has a single delta;
+- an abandoned call is aborted by ID, since the server notices a closed connection late;
+- the version is the one that the server reports, per token if it changes within a stream.
 """
 
 from collections.abc import Callable
@@ -15,27 +16,26 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 
 from rookery.core import Message, ints
-from rookery.upstreams.complaints import Complaint, complaint, head_of, text_of
+from rookery.upstreams.error_replies import ServerError, error_text, parse_error, preview
 from rookery.upstreams.format import (
     About,
-    Ask,
-    Complained,
+    ErrorReply,
     Format,
-    Gather,
+    ReplyFormatError,
+    StreamParser,
     Tops,
-    WireError,
-    finish_of,
-    packed,
-    version_number,
+    WireOptions,
+    pack_logprobs,
+    parse_finish,
+    parse_version,
 )
-from rookery.upstreams.ids import written
+from rookery.upstreams.http_upstream import MISSING, SIZE_SECONDS, HttpUpstream
 from rookery.upstreams.openai import Chat
+from rookery.upstreams.openai_format import RESERVED, Id
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.served import HttpUpstream
-from rookery.upstreams.servers import MISSING, SIZE_SECONDS
-from rookery.upstreams.structured import sglang_constraint, token_options
-from rookery.upstreams.wire import RESERVED, Id
+from rookery.upstreams.structured_output import sglang_constraint, token_options
+from rookery.upstreams.token_ids import encode_prompt
 
 _OUTSIDE: Final = frozenset(
     {
@@ -54,7 +54,7 @@ _OUTSIDE: Final = frozenset(
         "session_params",
     }
 )
-"""Fields of `sampling.extra` that are the request's own and not the sampling's."""
+"""Fields of `sampling.extra` that belong to the request, not to `sampling_params`."""
 _NOTHING: Final = msgspec.Raw(b"null")
 
 
@@ -99,15 +99,15 @@ def _read(data: bytes) -> tuple[_Answer, _Meta]:
     try:
         answer = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not an answer with tokens: {error}; it begins {head_of(data)}") from None
+        raise ReplyFormatError(f"not a reply with tokens: {error}; it begins {preview(data)}") from None
     if answer.error is not None:
-        raise Complained(complaint(data), data)
+        raise ErrorReply(parse_error(data), data)
     if answer.meta_info is None:
-        raise WireError(f"no meta_info in the answer; it begins {head_of(data)}")
+        raise ReplyFormatError(f"no meta_info in the answer; it begins {preview(data)}")
     finish = answer.meta_info.finish_reason
     if isinstance(finish, _Finish) and finish.type == "abort" and (finish.status_code or 0) >= 400:
-        said = Complaint(text_of(finish.message or "aborted"), str(finish.status_code))
-        raise Complained(said, _encode({"error": {"message": said.text, "code": finish.status_code}}))
+        said = ServerError(error_text(finish.message or "aborted"), str(finish.status_code))
+        raise ErrorReply(said, _encode({"error": {"message": said.text, "code": finish.status_code}}))
     return answer, answer.meta_info
 
 
@@ -119,41 +119,41 @@ def _ids(text: bytes | msgspec.Raw) -> list[int] | None:
     try:
         return _decode_ids(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's token ids cannot be read: {error}") from None
+        raise ReplyFormatError(f"cannot parse the token IDs of the reply: {error}") from None
 
 
 def _entries(text: bytes | msgspec.Raw) -> list[_Entry] | None:
     try:
         return _decode_entries(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"cannot parse the logprobs of the reply: {error}") from None
 
 
 def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
     try:
         listed = _decode_tops(text) or []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the answer's top logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"cannot parse the top logprobs of the reply: {error}") from None
     return [tuple((entry.id, entry.logprob) for entry in entries or ()) for entries in listed]
 
 
 def _same(ids: list[int], entries: list[_Entry]) -> list[float]:
-    """The logprobs, which name the tokens that they are of."""
+    """Return the logprobs, after checking that they belong to these tokens."""
     if len(ids) != len(entries):
-        raise WireError(f"the answer has {len(ids)} token ids but {len(entries)} logprobs")
+        raise ReplyFormatError(f"the answer has {len(ids)} token ids but {len(entries)} logprobs")
     if any(entry.id != token for entry, token in zip(entries, ids, strict=True)):
-        raise WireError("the answer's logprobs are of other tokens than its ids")
+        raise ReplyFormatError("the logprobs in the reply belong to other tokens than its token IDs")
     return [entry.logprob for entry in entries]
 
 
 class Generate:
-    """`/generate`."""
+    """Format of `/generate`."""
 
     path = "/generate"
 
-    def encode(self, ask: Ask) -> bytes:
-        request, sampling = ask.request, ask.sampling
-        params: dict[str, Any] = {"max_new_tokens": sampling.max_tokens}  # left out it would be 128
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        sampling = request.sampling
+        params: dict[str, Any] = {"max_new_tokens": sampling.max_tokens}  # the default is 128
         if sampling.temperature is not None:
             params["temperature"] = sampling.temperature
         if sampling.top_p is not None:
@@ -166,52 +166,55 @@ class Generate:
             params["stop_token_ids"] = request.stop_ids
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
-        body: dict[str, Any] = {"input_ids": written(request.tokens, request.memo), "sampling_params": params}
+        body: dict[str, Any] = {
+            "input_ids": encode_prompt(request.tokens, request.memo),
+            "sampling_params": params,
+        }
         for name, value in token_options(sampling.extra, sglang_constraint, "sglang").items():
             (body if name in _OUTSIDE else params)[name] = value
-        if request.want_tokens or ask.seen:
+        if request.want_tokens or request.shows_logprobs:
             body["return_logprob"] = True
             if request.top_logprobs:
                 body["top_logprobs_num"] = request.top_logprobs
-        if ask.stream:
+        if options.stream:
             body["stream"] = True
-        body["rid"] = ask.id
+        body["rid"] = request.id
         return _encode(body)
 
-    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
+    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         answer, meta = _read(data)
         if meta.finish_reason is None:
-            raise WireError("the answer has no finish_reason: it is not complete")
+            raise ReplyFormatError("the answer has no finish_reason: it is not complete")
         entries = _entries(meta.output_token_logprobs)
         ids = _ids(answer.output_ids)
         if ids is None:
             if entries is None:
-                raise WireError("the answer has no token ids")
+                raise ReplyFormatError("the answer has no token ids")
             ids = [entry.id for entry in entries]
-        version = version_number(meta.weight_version)
+        version = parse_version(meta.weight_version)
         return ModelReply(
             message=Message("assistant", answer.text or ""),
-            finish=finish_of(_finish(meta.finish_reason)),
-            prompt=ask.request.tokens,
+            finish=parse_finish(_finish(meta.finish_reason)),
+            prompt=request.tokens,
             sampled=ints(ids),
-            logprobs=b"" if entries is None else packed(_same(ids, entries)),
+            logprobs=b"" if entries is None else pack_logprobs(_same(ids, entries)),
             version=about.version if version is None else version,
-            prompt_tokens=len(ask.request.tokens) // 4,
+            prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(ids),
             queued=about.queued,
             replica=about.replica,
-            tops=tuple(_alternatives(meta.output_top_logprobs)) if ask.request.top_logprobs else (),
+            tops=tuple(_alternatives(meta.output_top_logprobs)) if request.top_logprobs else (),
         )
 
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)
         return True
 
-    def gather(self, ask: Ask) -> Gather:
-        return _Tokens(ask)
+    def stream_parser(self, request: ModelRequest) -> StreamParser:
+        return _Tokens(request)
 
 
 class _Growing:
-    """A JSON list that comes again and again, longer each time: gives what is new of it."""
+    """Return the new entries of a JSON list that is sent repeatedly and grows."""
 
     __slots__ = ("_last",)
 
@@ -219,7 +222,7 @@ class _Growing:
         self._last = b"["
 
     def new(self, text: bytes) -> bytes | None:
-        """The new entries as a list; None where it is not the same list."""
+        """Return the new entries as a JSON list; None if it is another list."""
         if not text.startswith(self._last):
             return None
         tail = text[len(self._last) :].lstrip()
@@ -231,13 +234,13 @@ class _Growing:
         return b"[" + tail
 
 
-class _Tokens(Gather):
+class _Tokens(StreamParser):
     """Events hold everything so far, or with the server's `--incremental-streaming-output` what is new."""
 
     __slots__ = ("_growing_entries", "_growing_ids", "_growing_tops", "_incremental", "_text")
 
-    def __init__(self, ask: Ask) -> None:
-        super().__init__(ask)
+    def __init__(self, request: ModelRequest) -> None:
+        super().__init__(request)
         self._incremental: bool | None = None
         self._growing_ids = _Growing()
         self._growing_entries = _Growing()
@@ -246,7 +249,7 @@ class _Tokens(Gather):
 
     def event(self, data: bytes) -> None:
         answer, meta = _read(data)
-        if (version := version_number(meta.weight_version)) is not None:
+        if (version := parse_version(meta.weight_version)) is not None:
             self.version(version)
         reason = None if meta.finish_reason is None else _finish(meta.finish_reason)
         ids, entries, tops = self._new(answer, meta, aborted=reason == "abort")
@@ -257,7 +260,7 @@ class _Tokens(Gather):
         if answer.text:
             self._said(answer.text)
         if reason is not None:
-            self.finish = finish_of(reason)
+            self.finish = parse_finish(reason)
 
     def _new(
         self, answer: _Answer, meta: _Meta, *, aborted: bool
@@ -266,7 +269,7 @@ class _Tokens(Gather):
             bytes, (answer.output_ids, meta.output_token_logprobs, meta.output_top_logprobs)
         )
         total = meta.completion_tokens
-        want = self.ask.request.top_logprobs > 0
+        want = self.request.top_logprobs > 0
         if self._incremental is not True and (text := self._growing_ids.new(listed)) is not None:
             ids = _ids(text) or []
             if total is None or self.count + len(ids) == total:
@@ -282,8 +285,8 @@ class _Tokens(Gather):
             if entries is None or len(entries) == len(ids):
                 return ids, entries, _alternatives(topped) if want else None
         if not aborted:
-            raise WireError(f"an event with {len(ids)} tokens after {self.count}, of {total}")
-        # Aborted while it waited for its turn: all of the logprobs, and of the ids the last one.
+            raise ReplyFormatError(f"an event with {len(ids)} tokens after {self.count}, of {total}")
+        # Aborted in the queue: the event has all logprobs, but only the last token ID.
         entries = entries[self.count :] if entries is not None and len(entries) == total else []
         return [entry.id for entry in entries], entries, None
 
@@ -295,9 +298,9 @@ class _Tokens(Gather):
 
 
 class _SglangChat(Chat):
-    def more(self, ask: Ask) -> dict[str, Any] | None:
-        fields: dict[str, Any] = {"rid": ask.id}
-        if ask.request.want_tokens:
+    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
+        fields: dict[str, Any] = {"rid": request.id}
+        if request.want_tokens:
             fields["return_prompt_token_ids"] = True
         return fields
 
@@ -310,7 +313,7 @@ _CHAT: Final = _SglangChat()
 
 
 class SglangUpstream(HttpUpstream):
-    """The `sglang` upstream."""
+    """Inference through SGLang."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {
         "input_ids",
@@ -322,20 +325,20 @@ class SglangUpstream(HttpUpstream):
         "return_token_ids",
         "return_prompt_token_ids",
     }
-    names = True
-    vitals = "/health"
-    freezing: ClassVar[dict[str, tuple[str, bytes]]] = {
-        # Retracted, not in place: what is computed of a call's past is of the old weights, and hinders new ones.
+    needs_ids = True
+    health_path = "/health"
+    control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
+        # `retract`, not `in_place`: the KV cache of a call belongs to the old weights.
         "keep": ("/pause_generation", b'{"mode":"retract"}'),
         "abort": ("/pause_generation", b'{"mode":"abort"}'),
         "thaw": ("/continue_generation", b"{}"),
     }
 
-    def format(self, replica: Replica, ask: Ask) -> Format:  # noqa: ARG002  (all are equal)
-        return _GENERATE if ask.request.tokens else _CHAT
+    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all are equal)
+        return _GENERATE if request.tokens else _CHAT
 
-    def farewell(self, ask: Ask) -> tuple[str, bytes] | None:
-        return "/abort_request", _encode({"rid": ask.id})
+    def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:
+        return "/abort_request", _encode({"rid": request.id})
 
     async def size(self, replica: Replica) -> int | None:
         for path in ("/server_info", "/get_server_info"):

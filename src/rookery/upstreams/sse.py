@@ -1,9 +1,9 @@
-"""Server-sent events, taken apart as their bytes arrive. Pure: no socket, no clock.
+"""Incremental parser for server-sent events. Pure: no socket, no clock.
 
 Promises:
-- an event is given when its last byte is there, not before and not later, wherever the bytes were split;
-- every line ending of the standard is understood, comments and unknown fields are passed over;
-- what is kept between two reads is one unfinished event, and never more than `MAX_EVENT` bytes of it.
+- an event is returned as soon as its last byte has arrived, however the bytes are split;
+- every line ending of the standard is accepted; comments and unknown fields are skipped;
+- at most one incomplete event is buffered, and at most `MAX_EVENT` bytes of it.
 """
 
 from typing import Final
@@ -14,79 +14,79 @@ _END: Final = b"\n\n"
 _DATA: Final = b"data: "
 
 
-class TooLong(Exception):  # noqa: N818  (never leaves the room)
-    """An event that does not end."""
+class EventTooLong(Exception):  # noqa: N818  (converted to `ReplyFormatError` by the caller)
+    """An event is longer than `MAX_EVENT`."""
 
 
 class Events:
-    """One stream. What an event holds is its data, lines joined as the standard says."""
+    """Parse one stream into the data of its events; several data lines are joined with newlines."""
 
-    __slots__ = ("_begun", "_carriage", "_kept", "_seen")
+    __slots__ = ("_begun", "_buffer", "_carriage", "_seen")
 
     def __init__(self) -> None:
-        self._kept = bytearray()
-        """The beginning of an event that has not ended."""
+        self._buffer = bytearray()
+        """The beginning of an incomplete event."""
         self._seen = 0
-        """Up to where it was looked through for its end."""
+        """The prefix of the buffer that was already searched for the end of the event."""
         self._carriage = False
-        """Whether the last byte was a carriage return, which a newline may belong to."""
+        """True if the last byte was a carriage return, which may be the first half of a line ending."""
         self._begun = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that end in these bytes; those without any data are no events."""
+        """Return the data of the events that these bytes complete. Events without data are skipped."""
         if self._carriage or b"\r" in data:
-            data = self._plain(data)
+            data = self._normalize_newlines(data)
         if not self._begun and data:
-            data = self._first(data)
-        kept = self._kept
-        if kept:
-            kept += data
-            end = kept.rfind(_END, max(0, self._seen - 1))
+            data = self._strip_bom(data)
+        buffer = self._buffer
+        if buffer:
+            buffer += data
+            end = buffer.rfind(_END, max(0, self._seen - 1))
             if end < 0:
-                self._seen = len(kept)
+                self._seen = len(buffer)
                 self._check()
                 return []
-            data = bytes(memoryview(kept)[: end + 2])
-            del kept[: end + 2]
+            data = bytes(memoryview(buffer)[: end + 2])
+            del buffer[: end + 2]
         else:
             end = data.rfind(_END)
             if end < 0:
-                kept += data
-                self._seen = len(kept)
+                buffer += data
+                self._seen = len(buffer)
                 self._check()
                 return []
-            kept += data[end + 2 :]
+            buffer += data[end + 2 :]
             data = data[: end + 2]
-        self._seen = len(kept)
+        self._seen = len(buffer)
         found = []
         for event in data.split(_END):
             if event.startswith(_DATA) and b"\n" not in event:  # how every engine writes them
                 found.append(event[6:])
-            elif event and (joined := _joined(event)) is not None:
+            elif event and (joined := _join_data_lines(event)) is not None:
                 found.append(joined)
         return found
 
     @property
-    def half(self) -> bool:
-        """Whether an event has begun and not ended."""
-        return bool(self._kept.strip(b"\n"))
+    def incomplete(self) -> bool:
+        """True if the stream is in the middle of an event."""
+        return bool(self._buffer.strip(b"\n"))
 
     def _check(self) -> None:
-        if len(self._kept) > MAX_EVENT:
-            raise TooLong
+        if len(self._buffer) > MAX_EVENT:
+            raise EventTooLong
 
-    def _first(self, data: bytes) -> bytes:
-        """Without the mark that some servers begin with. It may come in pieces."""
-        if self._kept:
-            data = bytes(self._kept) + data
-            self._kept.clear()
+    def _strip_bom(self, data: bytes) -> bytes:
+        """Remove a byte order mark, which may arrive in pieces."""
+        if self._buffer:
+            data = bytes(self._buffer) + data
+            self._buffer.clear()
         if len(data) < len(_BOM) and _BOM.startswith(data):
             return data
         self._begun = True
         return data.removeprefix(_BOM)
 
-    def _plain(self, data: bytes) -> bytes:
-        """With newlines alone as line endings. A lone carriage return at the end is one already."""
+    def _normalize_newlines(self, data: bytes) -> bytes:
+        """Convert all line endings to newlines. A carriage return at the end counts as one at once."""
         if self._carriage and data.startswith(b"\n"):
             data = data[1:]
             if not data:
@@ -97,8 +97,8 @@ class Events:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
-def _joined(event: bytes) -> bytes | None:
-    """The data lines of an event, joined; None where there are none."""
+def _join_data_lines(event: bytes) -> bytes | None:
+    """Return the joined data lines of an event, or None if it has none."""
     lines = []
     for line in event.split(b"\n"):
         name, _, value = line.partition(b":")

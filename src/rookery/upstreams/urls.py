@@ -1,10 +1,10 @@
-"""Where a server is: every way people write a base URL, brought to one form.
+"""Normalise the base URLs of model servers.
 
 Promises:
 - `http://h:p`, `http://h:p/`, `http://h:p/v1` and `http://h:p/v1/` are the same server;
 - any other path is kept, and endpoints are appended to it;
-- a URL that cannot work raises `UsageError` in words when it is read, not when it is first called;
-- what is shown of a URL never holds a name, a password or a query.
+- an invalid URL raises `UsageError` when it is parsed, not at the first call;
+- the URL in messages and logs never contains a user name, a password or a query.
 """
 
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -18,7 +18,7 @@ _ENDPOINTS = ("/chat/completions", "/completions", "/models", "/inference/v1/gen
 
 
 class Address:
-    """One server's base URL: its endpoints, the credentials that were written in it, and how to show it."""
+    """The base URL of a server: its endpoints, its credentials, and a form without secrets to show."""
 
     __slots__ = ("_base", "_query", "_root", "login", "shown")
 
@@ -41,7 +41,7 @@ class Address:
             self.login = (unquote(parts.username), unquote(parts.password or ""))
 
     def endpoint(self, name: str) -> URL:
-        """Of the OpenAI protocol; with a slash before its name, one of the engine's own, beside `/v1`."""
+        """Return the URL of an endpoint below `/v1`; with a leading slash, of one beside `/v1`."""
         name, mark, asked = name.partition("?")
         base = self._root if name.startswith("/") else f"{self._base}/"
         query = f"{self._query}{'&' if self._query else mark}{asked}" if mark else self._query
@@ -52,28 +52,28 @@ def _split(text: str) -> SplitResult:
     shown = redact(text)
     hint = "write it like http://127.0.0.1:8000/v1"
     if not text or any(c.isspace() or not c.isprintable() for c in text):
-        raise UsageError(f"the model server's URL {shown!r} is empty or holds a blank; {hint}")
+        raise UsageError(f"the model server's URL {shown!r} is empty or contains white space; {hint}")
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError:  # its text is left out: it quotes parts that may be a password
-        raise UsageError(f"the model server's URL {shown!r} cannot be read; {hint}") from None
+    except ValueError:  # the error is not shown: it may quote a password
+        raise UsageError(f"the model server's URL {shown!r} is invalid; {hint}") from None
     if parts.scheme not in ("http", "https") or "://" not in text:
         near = suggestion(text.partition(":")[0], ("embedded",))
         raise UsageError(
             f"the model server's URL {shown!r} does not begin with http:// or https://{near or f'; {hint}'}"
         )
     if not parts.hostname or port == 0:
-        raise UsageError(f"the model server's URL {shown!r} names no host or port; {hint}")
+        raise UsageError(f"the model server's URL {shown!r} has no host or port; {hint}")
     try:
         URL(text)
-    except ValueError:  # its text is left out: it quotes parts that may be a password
-        raise UsageError(f"the model server's URL {shown!r} cannot be read; {hint}") from None
+    except ValueError:  # the error is not shown: it may quote a password
+        raise UsageError(f"the model server's URL {shown!r} is invalid; {hint}") from None
     return parts
 
 
 def redact(url: str) -> str:
-    """The URL without what may be secret in it: user, password, query and fragment. Never raises."""
+    """Remove user, password, query and fragment from a URL. Never raises."""
     head = url.partition("#")[0].partition("?")[0]
     scheme, mark, rest = head.partition("://")
     if not mark:

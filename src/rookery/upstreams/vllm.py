@@ -1,11 +1,13 @@
-"""vLLM: token ids in through `/inference/v1/generate`, messages through `/chat/completions`.
+"""Upstream for vLLM: token IDs through `/inference/v1/generate`, messages through `/chat/completions`.
+
+Runs in runner processes and gateway shards.
 
 Promises:
 - a server that lacks the token endpoint, or disables it (403 unless it runs with `--enable-scale-out`), is
-  detected by the first call and asked through `/completions` from then on;
-- a stream of the token endpoint that says it has ended, without a finish, was aborted: its last event has no
-  tokens, and the server leaves such events out; it is never taken for a complete answer;
-- freezing uses `/pause` and `/resume`, which exist where vLLM runs in its development mode, as does its size.
+  detected by the first call; its calls use `/completions` from then on;
+- a stream of the token endpoint that announces its end without a finish reason was aborted: vLLM omits the last
+  event if it has no tokens. It is never taken for a complete reply;
+- freezing uses `/pause` and `/resume`, which exist in vLLM's development mode, as does the reported concurrency.
 """
 
 from typing import Any, ClassVar, Final
@@ -13,20 +15,29 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from rookery.core import Message, ints
-from rookery.upstreams.complaints import complaint, head_of, text_of
-from rookery.upstreams.format import About, Ask, Complained, Format, Gather, Tops, WireError, finish_of, packed
-from rookery.upstreams.ids import written
-from rookery.upstreams.logprobs import Logprobs, read_logprobs, values_of
-from rookery.upstreams.openai import Chat, with_options
+from rookery.upstreams.error_replies import error_text, parse_error, preview
+from rookery.upstreams.format import (
+    About,
+    ErrorReply,
+    Format,
+    ReplyFormatError,
+    StreamParser,
+    Tops,
+    WireOptions,
+    pack_logprobs,
+    parse_finish,
+)
+from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
+from rookery.upstreams.logprobs import Logprobs, logprob_values, read_logprobs
+from rookery.upstreams.openai import Chat, with_extra
+from rookery.upstreams.openai_format import RESERVED, Id
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
-from rookery.upstreams.served import HttpUpstream
-from rookery.upstreams.servers import SIZE_SECONDS
-from rookery.upstreams.structured import token_options, vllm_constraint
-from rookery.upstreams.wire import RESERVED, Id
+from rookery.upstreams.structured_output import token_options, vllm_constraint
+from rookery.upstreams.token_ids import encode_prompt
 
 _OUTSIDE: Final = frozenset({"priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "features"})
-"""Fields of `sampling.extra` that are the request's own and not the sampling's."""
+"""Fields of `sampling.extra` that belong to the request, not to `sampling_params`."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -54,27 +65,29 @@ _decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def _read(data: bytes, ask: Ask) -> _Answer:
+def _read(data: bytes, request: ModelRequest) -> _Answer:
     try:
-        return (_decode_seen if ask.seen else _decode)(data)
+        return (_decode_seen if request.shows_logprobs else _decode)(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not an answer with tokens: {error}; it begins {head_of(data)}") from None
+        raise ReplyFormatError(f"not a reply with tokens: {error}; it begins {preview(data)}") from None
 
 
-def _logprobs(choice: _Choice, ask: Ask) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
-    """The values; as they were written and with their alternatives, where the caller looks at them."""
-    if ask.seen:
+def _logprobs(
+    choice: _Choice, request: ModelRequest
+) -> tuple[list[float] | None, msgspec.Raw | None, tuple[Tops, ...]]:
+    """Return the logprobs; if the caller wants them, also as written, and with alternatives."""
+    if request.shows_logprobs:
         return read_logprobs(choice.logprobs)  # type: ignore[arg-type]
-    return None if choice.logprobs is None else values_of(choice.logprobs), None, ()
+    return None if choice.logprobs is None else logprob_values(choice.logprobs), None, ()
 
 
 class Generate:
-    """`/inference/v1/generate`: ids in, ids out, no text."""
+    """Format of `/inference/v1/generate`: token IDs in, token IDs out, no text."""
 
     path = "/inference/v1/generate"
 
-    def encode(self, ask: Ask) -> bytes:
-        request, sampling = ask.request, ask.sampling
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        sampling = request.sampling
         params: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
             if (value := getattr(sampling, name)) is not None:
@@ -82,43 +95,42 @@ class Generate:
         if sampling.stop:
             params["stop"] = sampling.stop
         else:
-            params["detokenize"] = False  # there is no text in the answer: only stop texts need it
+            params["detokenize"] = False  # the reply has no text; only stop strings need it
         if request.stop_ids:
             params["stop_token_ids"] = request.stop_ids
-        if request.want_tokens or ask.seen:
+        if request.want_tokens or request.shows_logprobs:
             params["logprobs"] = request.top_logprobs
-        body: dict[str, Any] = {"model": ask.model} if ask.model else {}
-        body["token_ids"] = written(request.tokens, request.memo)
+        body: dict[str, Any] = {"model": request.model} if request.model else {}
+        body["token_ids"] = encode_prompt(request.tokens, request.memo)
         body["sampling_params"] = params
         for name, value in token_options(sampling.extra, vllm_constraint, "vllm").items():
             (body if name in _OUTSIDE else params)[name] = value
-        if ask.stream:
+        if options.stream:
             body["stream"] = True
-        if ask.id:
-            body["request_id"] = ask.id
+        if request.id:
+            body["request_id"] = request.id
         return _encode(body)
 
-    def decode(self, data: bytes, ask: Ask, about: About) -> ModelReply:
-        request = ask.request
-        answer = _read(data, ask)
+    def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
+        answer = _read(data, request)
         if not answer.choices:
-            said = f": {text_of(answer.error)}" if answer.error else f"; it begins {head_of(data)}"
-            raise WireError(f"no choices in the answer{said}")
+            said = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
+            raise ReplyFormatError(f"no choices in the answer{said}")
         choice = answer.choices[0]
         if choice.finish_reason is None:
-            raise WireError("the answer has no finish_reason: it is not complete")
+            raise ReplyFormatError("the answer has no finish_reason: it is not complete")
         ids = choice.token_ids
         if ids is None:
-            raise WireError("the answer has no token ids")
-        values, written, tops = _logprobs(choice, ask)
+            raise ReplyFormatError("the reply has no token IDs")
+        values, written, tops = _logprobs(choice, request)
         if values is not None and len(values) != len(ids):
-            raise WireError(f"the answer has {len(ids)} token ids but {len(values)} logprobs")
+            raise ReplyFormatError(f"the answer has {len(ids)} token ids but {len(values)} logprobs")
         return ModelReply(
             message=Message("assistant", ""),
-            finish=finish_of(choice.finish_reason),
+            finish=parse_finish(choice.finish_reason),
             prompt=request.tokens,
             sampled=ints(ids),
-            logprobs=b"" if values is None else packed(values),
+            logprobs=b"" if values is None else pack_logprobs(values),
             version=about.version,
             prompt_tokens=len(request.tokens) // 4,
             sampled_tokens=len(ids),
@@ -131,29 +143,29 @@ class Generate:
     def streams(self, request: ModelRequest) -> bool:  # noqa: ARG002  (whatever it is)
         return True
 
-    def gather(self, ask: Ask) -> Gather:
-        return _Tokens(ask)
+    def stream_parser(self, request: ModelRequest) -> StreamParser:
+        return _Tokens(request)
 
 
-class _Tokens(Gather):
+class _Tokens(StreamParser):
     __slots__ = ()
 
     def event(self, data: bytes) -> None:
-        chunk = _read(data, self.ask)
+        chunk = _read(data, self.request)
         if chunk.error is not None:
-            raise Complained(complaint(data), data)
+            raise ErrorReply(parse_error(data), data)
         if not chunk.choices:
             return
         choice = chunk.choices[0]
         if choice.token_ids:
-            values, written, tops = _logprobs(choice, self.ask)
+            values, written, tops = _logprobs(choice, self.request)
             if written is not None:
                 self.as_written(written)
             if tops:
                 self.alternatives(list(tops))
             self.tokens(choice.token_ids, values)
         if choice.finish_reason is not None:
-            self.finish = finish_of(choice.finish_reason)
+            self.finish = parse_finish(choice.finish_reason)
 
     def ended(self) -> str:
         if self.finish is None and self.done:
@@ -162,25 +174,27 @@ class _Tokens(Gather):
 
 
 class _VllmChat(Chat):
-    def more(self, ask: Ask) -> dict[str, Any] | None:
-        return {"request_id": ask.id} if ask.id else None
+    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
+        return {"request_id": request.id} if request.id else None
 
 
 class _VllmCompletions(_VllmChat):
-    """Where the token endpoint is missing."""
+    """Format of `/completions`, for servers without the token endpoint."""
 
     path = "completions"
 
-    def encode(self, ask: Ask) -> bytes:
-        return super().encode(with_options(ask, token_options(ask.sampling.extra, vllm_constraint, "vllm")))
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        return super().encode(
+            with_extra(request, token_options(request.sampling.extra, vllm_constraint, "vllm")), options
+        )
 
-    def more(self, ask: Ask) -> dict[str, Any] | None:
-        fields: dict[str, Any] = super().more(ask) or {}
-        if ask.sampling.max_tokens is None:
-            fields["max_tokens"] = None  # said, it means all that fits; left out, 16
-        if ask.request.stop_ids:
-            fields["stop_token_ids"] = ask.request.stop_ids
-        if ask.request.top_logprobs:
+    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
+        fields: dict[str, Any] = super().extra_fields(request) or {}
+        if request.sampling.max_tokens is None:
+            fields["max_tokens"] = None  # null means as many as fit; the default is 16
+        if request.stop_ids:
+            fields["stop_token_ids"] = request.stop_ids
+        if request.top_logprobs:
             fields["return_tokens_as_token_ids"] = True
         return fields
 
@@ -191,7 +205,7 @@ _COMPLETIONS: Final = _VllmCompletions()
 
 
 class VllmUpstream(HttpUpstream):
-    """The `vllm` upstream."""
+    """Inference through vLLM."""
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {
         "token_ids",
@@ -201,21 +215,21 @@ class VllmUpstream(HttpUpstream):
         "include_reasoning",
         "output_kind",
     }
-    vitals = "/health"
-    freezing: ClassVar[dict[str, tuple[str, bytes]]] = {
+    health_path = "/health"
+    control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         "keep": ("/pause?mode=keep", b"{}"),
         "abort": ("/pause?mode=abort", b"{}"),
         "thaw": ("/resume", b"{}"),
     }
 
-    def format(self, replica: Replica, ask: Ask) -> Format:
-        if not ask.request.tokens:
+    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
+        if not request.tokens:
             return _CHAT
         path = _GENERATE.path
-        return _COMPLETIONS if path in replica.lacks or path in ask.without else _GENERATE
+        return _COMPLETIONS if path in replica.lacks or path in omit else _GENERATE
 
-    def optional(self, spoken: Format) -> bool:
-        return spoken is _GENERATE
+    def is_optional(self, endpoint: Format) -> bool:
+        return endpoint is _GENERATE
 
     async def size(self, replica: Replica) -> int | None:
         url = replica.endpoint("/server_info?config_format=json")

@@ -1,30 +1,30 @@
-"""A Python that remembers, in a sandbox, with limits, that recovers.
+"""Persistent Python workers: run cells in an interpreter inside a sandbox, with limits and recovery.
 
-Promises:
-- state persists from cell to cell; a cell over its limit, or one that crashes its Python, costs that cell alone:
-  the state is again the one before it, from a savepoint that is made while nobody waits;
-- every ending has its own word, and the result says in words what was kept and what was undone;
-- nothing that comes back from the sandbox is unpickled or evaluated;
-- it needs Python 3.8 or newer in the sandbox, with its standard library, and nothing else.
+Guarantees:
+- state persists from cell to cell. A cell that exceeds a limit or crashes the interpreter costs only that cell:
+  the worker returns to the state before it, from a savepoint that is taken while nobody waits;
+- every outcome has its own status, and the result says what was restored and what was lost;
+- nothing that comes out of the sandbox is unpickled or evaluated;
+- a sandbox needs Python 3.8 or newer with its standard library, and nothing else.
 
     async with await Worker.open(sandbox, limits=WorkerLimits(wall=5), functions={"search": search}) as worker:
         cell = await worker.run("x = 6 * 7\\nx")   # cell.status == "ok", cell.value == "42"
 
-| name | what it is |
+| name | purpose |
 |---|---|
-| `Worker.open(sandbox, *, limits, functions, restarts, cwd, env, timeout)` | starts one; a context manager |
+| `Worker.open(sandbox, *, limits, functions, restarts, cwd, env, timeout)` | starts a worker; a context manager |
 | `worker.run(source, *, limits, on_output, figures, files) -> Cell` | runs a cell; never raises for what it did |
-| `worker.savepoint() -> Savepoint` | waits until it is known whether there is a way back |
-| `worker.ready() -> int` | brings it back where it ended between cells; how often its state was lost so far |
-| `WorkerLimits`, `CellLimits` | of the worker and of one cell; a cell's None is the worker's |
-| `HostFunction(call=…, timeout=…)` | what cells can call; a bare callable does too |
-| `sandbox_for(limits, spec)` | a spec in which these limits hold and savepoints have room |
-| `WorkerRecoveryError` | it cannot be brought back: the attempt ends |
+| `worker.savepoint() -> Savepoint` | waits until it is known whether there is a savepoint |
+| `worker.ready() -> int` | restarts a worker that ended between cells; returns how often its state was lost |
+| `WorkerLimits`, `CellLimits` | limits of a worker and of one cell; None in a cell's limits means the worker's |
+| `HostFunction(call=…, timeout=…)` | function that cells can call; a plain callable also works |
+| `sandbox_for(limits, spec)` | a spec whose sandbox can enforce these limits and hold savepoints |
+| `WorkerRecoveryError` | the worker cannot be restarted; it ends the attempt |
 """
 
 from rookery.core import WorkerRecoveryError
 from rookery.workers.cells import Cell, CellStatus, Recovered
-from rookery.workers.functions import HostFunction
+from rookery.workers.host_functions import HostFunction
 from rookery.workers.limits import CellLimits, WorkerLimits, sandbox_for
 from rookery.workers.worker import Savepoint, Worker
 

@@ -1,10 +1,4 @@
-"""How a cell ended, in a form for records and in words for a model.
-
-Promises:
-- every ending has one word: `ok`, `runtime`, `syntax`, `crash`, and the sandbox's own for its limits;
-- `recovered` says whether the Python went on as it was, went back to the state before the cell, or is empty;
-- `notice` says in words what was ended, what was kept and what was undone; empty when there is nothing to say.
-"""
+"""The result of a cell, for records and for the model. Runs in our process."""
 
 import signal
 from typing import Literal, TypeAlias
@@ -28,29 +22,31 @@ Recovered: TypeAlias = Literal["none", "kept", "reset"]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One cell that was run. All texts are bounded; what was dropped of the streams is counted in bytes."""
+    """Result of a cell. All texts have limited length; `*_dropped` counts the missing bytes of a stream."""
 
     number: int
     status: CellStatus
     value: str = ""
-    """Of the last expression, as `repr` shows it, bounded; empty when there is none, or it is None."""
+    """Representation of the last expression's value; empty if there is none or it is None."""
     stdout: str = ""
     stderr: str = ""
     stdout_dropped: int = 0
     stderr_dropped: int = 0
     error: str = ""
-    """The traceback, with the user's frames alone."""
+    """Traceback with the user's frames only."""
     detail: str = ""
-    """Why it ended as it did, where `status` alone does not say."""
+    """Cause of the outcome, if `status` alone does not say it."""
     figures: tuple[str, ...] = ()
-    """Files below the working folder that open figures were saved to."""
+    """Files in the working directory to which open matplotlib figures were saved."""
     files: tuple[str, ...] = ()
-    """Files below the working folder that changed meanwhile, where asked for; at most a hundred."""
+    """Files below the working directory that changed, if requested; at most a hundred."""
     usage: ExecUsage = ExecUsage()
     function_seconds: float = 0.0
-    """Spent in host functions; no part of `usage.wall`."""
+    """Time spent in host functions; not part of `usage.wall`."""
     recovered: Recovered = "none"
+    """`none`: the interpreter continues; `kept`: it is back in the state before the cell; `reset`: it is empty."""
     notice: str = ""
+    """For the model: what was killed, restored and lost; empty if there is nothing to report."""
 
     @property
     def ok(self) -> bool:
@@ -64,34 +60,44 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def notice_of(
-    detail: str, recovered: Recovered, *, why: str = "", ended: int = 0, lost: int = 0, others: int = 0
+def build_notice(
+    detail: str,
+    recovered: Recovered,
+    *,
+    no_savepoint_reason: str = "",
+    killed: int = 0,
+    lost_descriptors: int = 0,
+    survivors: int = 0,
 ) -> str:
-    """`ended`: the cell's processes; `lost`: pipes and sockets; `others`: earlier cells' processes that go on."""
+    """Return the text that tells the model how a cell ended.
+
+    `killed` counts the cell's processes, `lost_descriptors` the closed pipes and sockets of earlier cells,
+    `survivors` the processes of earlier cells that continue.
+    """
     if recovered == "none":
         return detail
-    said = [detail]
-    if ended:
-        who = _count(ended, "process", "processes")
-        said.append(f"{who} that the cell had started {_were(ended)} ended with it.")
+    sentences = [detail]
+    if killed:
+        processes = _count(killed, "process", "processes")
+        sentences.append(f"{processes} that the cell had started {_were(killed)} killed with it.")
     if recovered == "kept":
-        said.append(
+        sentences.append(
             "Python is back in the state before this cell: variables, functions and imports of earlier cells are "
             "there; nothing that this cell defined or changed is."
         )
-        if lost:
-            what = _count(lost, "pipe or socket", "pipes and sockets")
-            said.append(f"{what} that earlier cells had opened {_were(lost)} closed.")
+        if lost_descriptors:
+            descriptors = _count(lost_descriptors, "pipe or socket", "pipes and sockets")
+            sentences.append(f"{descriptors} that earlier cells had opened {_were(lost_descriptors)} closed.")
     else:
-        said.append(
+        sentences.append(
             "The state was reset: all variables, functions and imports are gone"
-            + (f", because no savepoint was there ({why})." if why else ".")
+            + (f", because there was no savepoint ({no_savepoint_reason})." if no_savepoint_reason else ".")
         )
-    said.append("Files that were written stay.")
-    if others:
-        who = _count(others, "process", "processes")
-        said.append(f"{who} of earlier cells {'goes' if others == 1 else 'go'} on.")
-    return " ".join(filter(None, said))
+    sentences.append("Files that were written stay.")
+    if survivors:
+        processes = _count(survivors, "process", "processes")
+        sentences.append(f"{processes} of earlier cells {'continues' if survivors == 1 else 'continue'}.")
+    return " ".join(filter(None, sentences))
 
 
 def _count(number: int, one: str, many: str) -> str:

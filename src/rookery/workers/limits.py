@@ -1,9 +1,7 @@
-"""What a worker and each of its cells may use.
+"""Limits of a worker and of its cells.
 
-Promises:
-- a limit that makes no sense is a `UsageError` that names it, when the value is made or merged;
-- a cell can be given less or more time, output and processes than its worker says, but never more memory;
-- `sandbox_for` asks for a sandbox in which the limits hold and a savepoint has room.
+Invalid limits raise a `UsageError` that names the field. A cell can have less or more time, output and
+processes than its worker's limits say, but never more memory.
 """
 
 import math
@@ -15,15 +13,15 @@ from rookery.core import SandboxSpec, UsageError
 
 MB = 1 << 20
 OVERHEAD = 64 * MB
-"""Of the sandbox, for all that is not the worker's own state: the monitor, page tables, files in memory."""
-OTHERS = 16
-"""Processes of the sandbox that are none of a cell's."""
-LEAST_MEMORY = 32 * MB
-MOST_SECONDS = 1e7
+"""Memory of the sandbox for everything but the interpreter: the monitor, page tables, files in memory."""
+OTHER_PROCESSES = 16
+"""Processes of the sandbox that belong to no cell."""
+MIN_MEMORY = 32 * MB
+MAX_SECONDS = 1e7
 
 
 class CellLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """For one cell; what is None is as the worker says."""
+    """Limits of one cell. None: the worker's limit applies."""
 
     wall: float | None = None
     cpu_seconds: float | None = None
@@ -33,65 +31,69 @@ class CellLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     display: int | None = None
 
     def __post_init__(self) -> None:
-        _checked(self)
+        _check_limits(self)
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """For a worker: its memory, and what each of its cells may use unless the cell says otherwise."""
+    """Limits of a worker, and defaults for its cells."""
 
     wall: float = 10.0
-    """Seconds of one cell, without the time that host functions take."""
+    """Seconds of one cell, not including calls of host functions."""
     cpu_seconds: float | None = None
-    """Processor seconds of one cell and of all that it starts."""
+    """CPU seconds of one cell and of everything that it starts."""
     memory: int | None = 512 * MB
-    """Bytes of the Python itself, and of all processes that a cell has at a time together."""
+    """Bytes of the interpreter and all processes of a cell together."""
     output: int = 64 << 10
-    """Bytes kept of each of stdout and stderr: the head and the tail. 64 times that ends the cell."""
+    """Bytes kept of stdout and of stderr: head and tail. A cell that writes 64 times as much is killed."""
     processes: int | None = 64
-    """That a cell may have at a time besides the Python itself."""
+    """Processes that a cell may have at a time, besides the interpreter."""
     display: int = 8192
-    """Characters of the last expression's value."""
+    """Characters shown of the last expression's value."""
     calls: int = 1000
-    """Of host functions, by one cell."""
+    """Calls of host functions by one cell."""
 
     def __post_init__(self) -> None:
-        _checked(self)
+        _check_limits(self)
 
     def for_cell(self, cell: CellLimits | None) -> "WorkerLimits":
-        """These, with what the cell says."""
+        """Return these limits, overridden by those of a cell."""
         if cell is None:
             return self
-        said = {name: value for name in cell.__struct_fields__ if (value := getattr(cell, name)) is not None}
-        if self.memory is not None and said.get("memory", 0) > self.memory:
+        own = {name: value for name in cell.__struct_fields__ if (value := getattr(cell, name)) is not None}
+        if self.memory is not None and own.get("memory", 0) > self.memory:
             raise UsageError(
-                f"limits.memory: a cell cannot have {said['memory']} bytes where its worker has {self.memory}"
+                f"limits.memory: a cell cannot have {own['memory']} bytes; its worker has {self.memory}"
             )
-        return msgspec.structs.replace(self, **said)
+        return msgspec.structs.replace(self, **own)
 
 
-def _checked(limits: Any) -> None:
+def _check_limits(limits: Any) -> None:
     for name in ("wall", "cpu_seconds"):
         value = getattr(limits, name)
         if value is not None and (
-            isinstance(value, bool) or not math.isfinite(value) or not 0 < value <= MOST_SECONDS
+            isinstance(value, bool) or not math.isfinite(value) or not 0 < value <= MAX_SECONDS
         ):
             raise UsageError(f"limits.{name}: {value!r} is not a number of seconds above 0")
-    least = {"memory": LEAST_MEMORY, "output": 0, "processes": 0, "display": 16, "calls": 0}
-    for name, bound in least.items():
+    minimums = {"memory": MIN_MEMORY, "output": 0, "processes": 0, "display": 16, "calls": 0}
+    for name, bound in minimums.items():
         value = getattr(limits, name, None)
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or not bound <= value < 1 << 60
         ):
-            raise UsageError(f"limits.{name}: {value!r} is not a whole number of at least {bound}")
+            raise UsageError(f"limits.{name}: {value!r} is not a whole number of at minimums {bound}")
     for name, most in (("display", MB), ("processes", 1 << 20), ("calls", 1 << 30), ("output", 1 << 30)):
         value = getattr(limits, name, None)
         if value is not None and value > most:
-            raise UsageError(f"limits.{name}: {value} is more than {most}, the most there can be")
+            raise UsageError(f"limits.{name}: {value} is above the maximum of {most}")
 
 
 def sandbox_for(limits: WorkerLimits, spec: SandboxSpec | None = None) -> SandboxSpec:
-    """The spec, with room for a worker of these limits and for a savepoint of all of its memory."""
+    """Return a spec with enough memory and processes for a worker with these limits and for its savepoint."""
     spec = spec or SandboxSpec()
     memory = None if limits.memory is None else max(2 * limits.memory + OVERHEAD, spec.memory or 0)
-    pids = None if limits.processes is None or spec.pids is None else max(limits.processes + OTHERS, spec.pids)
+    pids = (
+        None
+        if limits.processes is None or spec.pids is None
+        else max(limits.processes + OTHER_PROCESSES, spec.pids)
+    )
     return msgspec.structs.replace(spec, memory=memory if limits.memory is not None else spec.memory, pids=pids)

@@ -1,13 +1,14 @@
-"""A worker: a Python that remembers, in a sandbox, with limits, that recovers.
+"""A worker: a persistent Python interpreter in a sandbox, with limits and recovery. Runs in our process.
 
-Promises:
-- what one cell defines, the next finds; a cell that fails leaves what it changed, as in any Python;
-- a cell that exceeds a limit, crashes the Python or is cancelled is ended with everything that it started, and the
-  state is again the one before it; where no savepoint could be kept it is empty; the cell's result says which;
-- the end of the Python is noticed when it happens, also between cells;
-- every wait is bounded; a stub that does not keep its deadlines is ended by the sandbox and started anew;
+Guarantees:
+- what one cell defines, the next cell sees. A cell that raises keeps its changes, as in any Python session;
+- a cell that exceeds a limit, crashes the interpreter or is cancelled is killed with everything that it
+  started, and the worker returns to the state before it, or to an empty state if there is no savepoint. The
+  result says which;
+- the end of the interpreter is noticed at once, also between cells;
+- every wait is bounded. A monitor that misses its deadlines is killed by the sandbox and restarted;
 - the state may be lost `restarts` times;
-- when it cannot be brought back, and only then, `WorkerRecoveryError` is raised, by this call and every later one;
+- only if the worker cannot be restarted, `WorkerRecoveryError` is raised, by this call and every later one;
 - `close` runs on every path, is idempotent, and leaves no process.
 """
 
@@ -21,41 +22,41 @@ from typing import Any
 import msgspec
 
 from rookery.core import SandboxError, UsageError, WorkerRecoveryError
-from rookery.core.closing import AsyncClosing
 from rookery.core.errors import describe
+from rookery.core.lifetimes import AsyncClosesOnExit
+from rookery.sandbox_runtime.worker import protocol as p
 from rookery.sandboxes import OnOutput, Sandbox
-from rookery.sandboxes.protocol import Counting
-from rookery.sandboxes.shell import EXHAUSTING
-from rookery.workers import endings
+from rookery.sandboxes.protocol import SupportsLimitCounters
+from rookery.sandboxes.shell import EXHAUSTION_STATUSES
+from rookery.workers import cell_report
+from rookery.workers.cell_run import GRACE_SECONDS, CellRun
 from rookery.workers.cells import Cell
-from rookery.workers.functions import HostFunction, checked
-from rookery.workers.inside import frames as f
+from rookery.workers.host_functions import HostFunction, check_functions
 from rookery.workers.limits import CellLimits, WorkerLimits
-from rookery.workers.link import Link
-from rookery.workers.running import GRACE, Run
+from rookery.workers.worker_process import WorkerProcess
 
-MOST_SOURCE = 16 << 20
-MOST_NOTES = 3
+MAX_SOURCE = 16 << 20
+MAX_NOTES = 3
 _FIRST_TAG = 1 << 50
 
 
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether there is a way back to the present state."""
+    """Whether the worker can return to its present state."""
 
     made: bool
     seconds: float = 0.0
-    why: str = ""
-    """Why there is none."""
+    reason: str = ""
+    """Why there is no savepoint."""
 
 
-class Worker(AsyncClosing):
-    """Runs one cell at a time. Use it on the loop it was made on."""
+class Worker(AsyncClosesOnExit):
+    """Runs one cell at a time. Bound to the event loop on which it was created."""
 
     def __init__(
         self,
         sandbox: Sandbox,
         limits: WorkerLimits,
-        declared: dict[str, HostFunction],
+        functions: dict[str, HostFunction],
         restarts: int,
         cwd: str | None,
         env: Mapping[str, str],
@@ -65,22 +66,22 @@ class Worker(AsyncClosing):
         self.restarts_left = restarts
         self.losses = 0
         self._sandbox = sandbox
-        self._counting = sandbox if isinstance(sandbox, Counting) else None
-        self._functions = declared
+        self._counting = sandbox if isinstance(sandbox, SupportsLimitCounters) else None
+        self._functions = functions
         self._cwd = cwd
         self._env = env
         self._timeout = timeout
         self._tag = _FIRST_TAG + (secrets.randbits(20) << 20)
         self._number = 0
         self._lock = asyncio.Lock()
-        self._link: Link | None = None
+        self._process: WorkerProcess | None = None
         self._hello: asyncio.Future[list[bytes]] | None = None
-        self._run: Run | None = None
+        self._run: CellRun | None = None
         self._notes: list[str] = []
-        """What happened between cells; the next one tells."""
-        self._saved: Savepoint | None = None
-        self._saved_news = asyncio.Event()
-        self._given_up: WorkerRecoveryError | None = None
+        """What happened between cells; reported with the next cell."""
+        self._savepoint: Savepoint | None = None
+        self._savepoint_changed = asyncio.Event()
+        self._failure: WorkerRecoveryError | None = None
         self._closed = False
 
     @classmethod
@@ -95,31 +96,31 @@ class Worker(AsyncClosing):
         env: Mapping[str, str] | None = None,
         timeout: float = 30.0,
     ) -> "Worker":
-        """Starts a Python in the sandbox; the sandbox stays the caller's.
+        """Start an interpreter in a sandbox, which stays the caller's.
 
-        `restarts`: how often the state may be lost, for whatever reason. `timeout`: for this call, and for
-        bringing the worker back. `UsageError` for limits that cannot be; `SandboxError(sandbox.refused)` where
-        this sandbox cannot hold them.
+        `restarts` is how often the state may be lost, for any reason. `timeout` limits this call and every
+        restart. Invalid limits raise `UsageError`; `SandboxError(sandbox.refused)` if the sandbox cannot
+        enforce them.
         """
         limits = limits or WorkerLimits()
-        declared = checked(functions or {})
+        checked = check_functions(functions or {})
         if restarts < 0 or not timeout > 0:
-            raise UsageError("restarts is a number from 0 on, and timeout a number of seconds above 0")
+            raise UsageError("restarts must be at least 0, and timeout above 0 seconds")
         room = sandbox.spec.memory
         if limits.memory is not None and room is not None and limits.memory > room:
             raise UsageError(
-                f"limits.memory: the sandbox has {room} bytes in all, so a worker in it cannot have "
-                f"{limits.memory}; see `sandbox_for`"
+                f"limits.memory: {limits.memory} is more than the sandbox's {room} bytes; create the sandbox with "
+                "`sandbox_for(limits)`"
             )
-        worker = cls(sandbox, limits, declared, restarts, cwd, dict(env or {}), timeout)
+        worker = cls(sandbox, limits, checked, restarts, cwd, dict(env or {}), timeout)
         try:
-            await worker._start(sweep=False)
+            await worker._start(kill_leftovers=False)
         except WorkerRecoveryError as error:
-            # It never was: that is no recovery.
-            code = "sandbox.refused" if isinstance(error.__cause__, _Refused) else "sandbox.create"
+            # It never ran, so this is not a failed recovery.
+            code = "sandbox.refused" if isinstance(error.__cause__, _UnsupportedLimit) else "sandbox.create"
             if error.code == "sandbox.exhausted":
                 code = error.code
-            raise SandboxError(f"a worker could not be started: {error}", cause=code) from error
+            raise SandboxError(f"the worker could not be started: {error}", cause=code) from error
         return worker
 
     # ---- running cells
@@ -133,260 +134,273 @@ class Worker(AsyncClosing):
         figures: bool = True,
         files: bool = False,
     ) -> Cell:
-        """Runs a cell and tells how it ended; never raises for what the cell did.
+        """CellRun a cell and return its result; never raises for what the cell did.
 
-        `figures`: save matplotlib's open figures as files. `files`: also tell which files changed.
+        `figures`: save open matplotlib figures as files. `files`: also list the files that changed.
         """
-        bounds = self.limits.for_cell(limits)
+        cell_limits = self.limits.for_cell(limits)
         text = source.encode("utf-8", "surrogatepass")
-        if len(text) > MOST_SOURCE:
-            raise UsageError(f"a cell of {len(text)} bytes; {MOST_SOURCE} is the most")
+        if len(text) > MAX_SOURCE:
+            raise UsageError(f"the source of a cell has {len(text)} bytes; the limit is {MAX_SOURCE}")
         async with self._lock:
             await self._ready()
             self._number += 1
-            run = self._run = Run(self._number, bounds, on_output)
-            flags = (f.FIGURES if figures else 0) | (f.FILES if files else 0)
+            run = self._run = CellRun(self._number, cell_limits, on_output)
+            flags = (p.FIGURES if figures else 0) | (p.FILES if files else 0)
             try:
-                return await self._ran(run, text, flags)
+                return await self._run_cell(run, text, flags)
             finally:
                 self._run = None
-                await run.over()
+                await run.close()
 
     async def savepoint(self, *, timeout: float = 30.0) -> Savepoint:
-        """Waits until it is known whether there is a way back to the present state; `TimeoutError` if not."""
+        """Wait until it is known whether there is a savepoint of the present state.
+
+        Raise `TimeoutError` if late.
+        """
         async with asyncio.timeout(timeout), self._lock:
             await self._ready()
-            while self._saved is None and self._link is not None and not self._link.ended.done():
-                self._saved_news.clear()
-                await self._saved_news.wait()
-            return self._saved or Savepoint(made=False, why="the worker is gone")
+            while self._savepoint is None and self._process is not None and not self._process.ended.done():
+                self._savepoint_changed.clear()
+                await self._savepoint_changed.wait()
+            return self._savepoint or Savepoint(made=False, reason="the worker has ended")
 
     async def ready(self) -> int:
-        """Brings it back where it ended between cells. How often the state was lost so far: what has to be there
-        before a cell is put there again when that changed."""
+        """Restart the worker if it ended between cells. Return how often its state was lost so far.
+
+        If that number changed, the caller has to prepare the state again.
+        """
         async with self._lock:
             await self._ready()
             return self.losses
 
     async def _ready(self) -> None:
-        """A worker that is there, brought back where it ended between cells."""
         if self._closed:
             raise SandboxError("the worker is closed", cause="sandbox.lost")
-        if self._given_up is not None:
-            raise self._given_up
-        if self._link is None or self._link.ended.done():
-            detail = await self._post_mortem()
+        if self._failure is not None:
+            raise self._failure
+        if self._process is None or self._process.ended.done():
+            detail = await self._explain_exit()
             await self._restart(detail)
-            self._notes.append(endings.restarted(detail))
+            self._notes.append(cell_report.build_restart_notice(detail))
 
-    async def _ran(self, run: "Run", text: bytes, flags: int) -> Cell:
-        link = self._link
-        assert link is not None
-        bounds = run.bounds
-        head = f.CELL_HEAD.pack(
+    async def _run_cell(self, run: "CellRun", text: bytes, flags: int) -> Cell:
+        process = self._process
+        assert process is not None
+        limits = run.limits
+        head = p.CELL_HEAD.pack(
             run.number,
-            bounds.wall,
-            bounds.cpu_seconds or 0.0,
-            bounds.memory or 0,
-            bounds.output,
-            bounds.processes or 0 if bounds.processes is None else max(1, bounds.processes),
-            bounds.display,
-            bounds.calls,
+            limits.wall,
+            limits.cpu_seconds or 0.0,
+            limits.memory or 0,
+            limits.output,
+            limits.processes or 0 if limits.processes is None else max(1, limits.processes),
+            limits.display,
+            limits.calls,
             flags,
         )
-        self._saved = None
+        self._savepoint = None
         notes, self._notes = self._notes, []
         try:
-            await link.send(f.CELL, head, text)
-            before = self._struck()  # now, when nobody waits for it
-            ended = await self._outcome(run, link)
+            await process.send(p.CELL, head, text)
+            before = self._count_limit_hits()  # after sending: the cell does not wait for it
+            ended = await self._wait_for_report(run, process)
         except BaseException:
-            await self._cancel(run, link)
+            await self._cancel(run, process)
             raise
         if run.error is not None:
             error = run.error
-            await self._cancel(run, link)
+            await self._cancel(run, process)
             raise error
         if ended is None:
-            detail = await self._post_mortem()
+            detail = await self._explain_exit()
             await self._restart(detail)
-            cell = endings.lost(run.number, detail, time.monotonic() - run.began)
+            cell = cell_report.build_lost_cell(run.number, detail, time.monotonic() - run.began)
         else:
-            after = self._struck()
-            cell = endings.cell_of(ended, bounds, oom=after[0] > before[0], refused=after[1] > before[1])
+            after = self._count_limit_hits()
+            cell = cell_report.build_cell(ended, limits, oom=after[0] > before[0], refused=after[1] > before[1])
             if cell.recovered == "reset":
-                self._spend(cell.notice)
+                self._count_loss(cell.notice)
         notice = " ".join(filter(None, (*notes, *self._notes, cell.notice)))
         self._notes = []
-        return msgspec.structs.replace(cell, **run.streams(), notice=notice)
+        return msgspec.structs.replace(cell, **run.output_fields(), notice=notice)
 
-    async def _outcome(self, run: "Run", link: Link) -> "endings.Ended | None":
-        """What the stub says of the cell; None when it is gone, or does not answer in time."""
+    async def _wait_for_report(self, run: "CellRun", process: WorkerProcess) -> "cell_report.CellReport | None":
+        """Return the monitor's report of the cell; None if the monitor is gone or does not respond in time."""
         while not run.done.done():
             if run.error is not None:
                 return None
-            if link.ended.done():
+            if process.ended.done():
                 return None
-            # While a function of ours runs it is that one's deadline that counts.
-            limit = run.began + run.bounds.wall + run.outside + GRACE
+            # While a host function runs, its own deadline counts.
+            limit = run.began + run.limits.wall + run.call_seconds + GRACE_SECONDS
             left = 1.0 if run.calling else limit - time.monotonic()
             if left <= 0:
-                await link.kill()
+                await process.kill()
                 return None
-            await run.news(link, left)
+            await run.wait_for_event(process, left)
         return run.done.result()
 
-    async def _cancel(self, run: "Run", link: Link) -> None:
-        """Ends the cell, for a caller that does not wait for it any more; the state is again the one before it."""
+    async def _cancel(self, run: "CellRun", process: WorkerProcess) -> None:
+        """End a cell whose caller does not wait any more, and return to the state before it."""
         try:
-            await asyncio.shield(asyncio.ensure_future(self._cancelled(run, link)))
+            await asyncio.shield(asyncio.ensure_future(self._cancel_cell(run, process)))
         except asyncio.CancelledError:
-            await link.kill()  # twice cancelled: the next call starts anew
+            await process.kill()  # cancelled twice: the next call restarts the worker
             raise
 
-    async def _cancelled(self, run: "Run", link: Link) -> None:
+    async def _cancel_cell(self, run: "CellRun", process: WorkerProcess) -> None:
         run.error = None
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await link.send(f.CANCEL, f.SIZE.pack(run.number))
-                run.began = time.monotonic() - run.bounds.wall - run.outside
-                ended = await self._outcome(run, link)
-                if ended is None or ended.recovery == f.NONE:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await process.send(p.CANCEL, p.SIZE.pack(run.number))
+                run.began = time.monotonic() - run.limits.wall - run.call_seconds
+                ended = await self._wait_for_report(run, process)
+                if ended is None or ended.recovery == p.NOT_NEEDED:
                     return
-                cell = endings.cell_of(ended, run.bounds)
+                cell = cell_report.build_cell(ended, run.limits)
                 self._notes.append(f"Cell {run.number} was cancelled. {cell.notice}")
                 if cell.recovered == "reset":
-                    self._spend(cell.notice)
+                    self._count_loss(cell.notice)
                 return
-        await link.kill()
+        await process.kill()
 
-    def _struck(self) -> tuple[int, int]:
-        return self._counting.struck() if self._counting is not None else (0, 0)
+    def _count_limit_hits(self) -> tuple[int, int]:
+        return self._counting.count_limit_hits() if self._counting is not None else (0, 0)
 
     # ---- frames
 
-    def _frame(self, kind: int, payload: bytes) -> None:
+    def _on_frame(self, kind: int, payload: bytes) -> None:
         run = self._run
-        if kind == f.OUTPUT:
+        if kind == p.OUTPUT:
             if run is not None:
-                run.output(payload)
-        elif kind == f.SAVED:
-            last, made, took = f.SAVED_HEAD.unpack_from(payload)
-            why = payload[f.SAVED_HEAD.size :].decode("utf-8", "replace")
-            if last == self._number:  # else it is about a state that is no more
-                self._saved = Savepoint(made=bool(made), seconds=took, why=why)
-                self._saved_news.set()
-        elif kind == f.DONE:
-            ended = endings.Ended.read(payload)
+                run.add_output(payload)
+        elif kind == p.SAVED:
+            last, made, seconds = p.SAVED_HEAD.unpack_from(payload)
+            reason = payload[p.SAVED_HEAD.size :].decode("utf-8", "replace")
+            if last == self._number:  # otherwise it is about an earlier state
+                self._savepoint = Savepoint(made=bool(made), seconds=seconds, reason=reason)
+                self._savepoint_changed.set()
+        elif kind == p.DONE:
+            ended = cell_report.CellReport.decode(payload)
             if run is None or ended.number != run.number or run.done.done():
-                raise f.Garbage("an ending of no cell")
+                raise p.MalformedFrame("a report of another cell")
             run.done.set_result(ended)
             run.wake()
-        elif kind == f.CALL:
-            if run is None or f.SIZE.unpack_from(payload)[0] != run.number or run.calling:
-                raise f.Garbage("a call of no cell")
-            assert self._link is not None
-            run.call(self._link, self._functions, payload[4:])
-        elif kind == f.DIED:
-            what, reason = (text.decode("utf-8", "replace") for text in f.unpacked(payload, 1)[:2])
-            kept = payload[0] == f.KEPT
-            self._notes = [*self._notes[-MOST_NOTES:], endings.died(what[:200], reason[:200], kept=kept)]
-            if not kept:
-                self._spend("the Python ended between cells")
-        elif kind == f.HELLO and self._hello is not None and not self._hello.done():
-            self._hello.set_result(f.unpacked(payload))
+        elif kind == p.CALL:
+            if run is None or p.SIZE.unpack_from(payload)[0] != run.number or run.calling:
+                raise p.MalformedFrame("a call of another cell")
+            assert self._process is not None
+            run.start_call(self._process, self._functions, payload[4:])
+        elif kind == p.DIED:
+            cause, reason = (text.decode("utf-8", "replace") for text in p.unpack_texts(payload, 1)[:2])
+            restored = payload[0] == p.RESTORED
+            self._notes = [
+                *self._notes[-MAX_NOTES:],
+                cell_report.build_death_notice(cause[:200], reason[:200], restored=restored),
+            ]
+            if not restored:
+                self._count_loss("the Python ended between cells")
+        elif kind == p.HELLO and self._hello is not None and not self._hello.done():
+            self._hello.set_result(p.unpack_texts(payload))
         else:
-            raise f.Garbage(f"a frame of kind {kind}")
+            raise p.MalformedFrame(f"a frame of kind {kind}")
 
     # ---- starting and starting anew
 
-    async def _start(self, *, sweep: bool) -> None:
-        """`WorkerRecoveryError` when there is no stub at its end, and then nothing of it."""
-        self._saved = None
+    async def _start(self, *, kill_leftovers: bool) -> None:
+        """Start the monitor. Raise `WorkerRecoveryError` and leave nothing behind if that fails."""
+        self._savepoint = None
         hello = self._hello = asyncio.get_running_loop().create_future()
-        together = self._counting is not None and self._counting.held_together
-        room = (self._sandbox.spec.memory or 0) if together else 0
-        head = f.SETUP_HEAD.pack(self._tag, self.limits.memory or 0, room, f.SWEEP if sweep else 0, self._number)
+        shared = self._counting is not None and self._counting.memory_limit_is_shared
+        room = (self._sandbox.spec.memory or 0) if shared else 0
+        head = p.SETUP_HEAD.pack(
+            self._tag, self.limits.memory or 0, room, p.KILL_LEFTOVERS if kill_leftovers else 0, self._number
+        )
         try:
             async with asyncio.timeout(self._timeout):
-                link = self._link = await Link.start(self._sandbox, self._cwd, self._env, self._frame)
-                await link.send(f.SETUP, head, f.packed([name.encode() for name in self._functions]))
-                await asyncio.wait({hello, link.ended}, return_when=asyncio.FIRST_COMPLETED)
+                process = self._process = await WorkerProcess.start(
+                    self._sandbox, self._cwd, self._env, self._on_frame
+                )
+                await process.send(p.SETUP, head, p.pack_texts([name.encode() for name in self._functions]))
+                await asyncio.wait({hello, process.ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not hello.done():
-                    result = await link.result()
-                    exhausted = result is not None and result.status in EXHAUSTING
+                    result = await process.result()
+                    exhausted = result is not None and result.status in EXHAUSTION_STATUSES
                     cause = "sandbox.exhausted" if exhausted else None
-                    raise SandboxError(await self._post_mortem(), cause=cause)
-                _capable(hello.result())
+                    raise SandboxError(await self._explain_exit(), cause=cause)
+                _check_capabilities(hello.result())
         except BaseException as error:
-            if self._link is not None:
-                await self._link.kill()
-                self._link = None
-            if isinstance(error, SandboxError | TimeoutError | OSError | _Refused):
-                what = (
-                    f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else describe(error)
+            if self._process is not None:
+                await self._process.kill()
+                self._process = None
+            if isinstance(error, SandboxError | TimeoutError | OSError | _UnsupportedLimit):
+                cause_text = (
+                    f"no response within {self._timeout:g} s"
+                    if isinstance(error, TimeoutError)
+                    else describe(error)
                 )
                 exhausted = isinstance(error, SandboxError) and error.code == "sandbox.exhausted"
                 cause = "sandbox.exhausted" if exhausted else None
                 raise WorkerRecoveryError(
-                    f"a Python in sandbox {self._sandbox.id}: {what}", cause=cause
+                    f"no interpreter in sandbox {self._sandbox.id}: {cause_text}", cause=cause
                 ) from error
             raise
 
     async def _restart(self, detail: str) -> None:
-        if self._link is not None:
-            await self._link.kill()
-            self._link = None
+        if self._process is not None:
+            await self._process.kill()
+            self._process = None
         if self._closed:
-            raise SandboxError("the worker was closed while it ran a cell", cause="sandbox.lost")
-        self._spend(detail)
-        if self._given_up is None:
+            raise SandboxError("the worker was closed while a cell was running", cause="sandbox.lost")
+        self._count_loss(detail)
+        if self._failure is None:
             try:
-                await self._start(sweep=True)
+                await self._start(kill_leftovers=True)
             except WorkerRecoveryError as error:
-                self._given_up = error
-        if self._given_up is not None:
-            self._given_up.after_cell = self._number > 0
-            raise self._given_up
+                self._failure = error
+        if self._failure is not None:
+            self._failure.after_cell = self._number > 0
+            raise self._failure
 
-    def _spend(self, what: str) -> None:
-        """One of the times that the state may be lost."""
+    def _count_loss(self, what: str) -> None:
+        """Count a loss of the state."""
         self.restarts_left -= 1
         self.losses += 1
         if self.restarts_left < 0:
-            self._given_up = WorkerRecoveryError(
-                f"the worker in sandbox {self._sandbox.id} lost its state more often than it may; "
+            self._failure = WorkerRecoveryError(
+                f"the worker in sandbox {self._sandbox.id} lost its state more often than `restarts` allows; "
                 f"the last time: {what}"
             )
 
-    async def _post_mortem(self) -> str:
-        """Why the stub is gone."""
-        link = self._link
-        if link is None:
+    async def _explain_exit(self) -> str:
+        """Return why the monitor is gone."""
+        process = self._process
+        if process is None:
             return "the worker's process ended"
-        if link.problem is not None:
-            return f"the worker's process said what it never says ({describe(link.problem)})"
-        result = await link.result()
-        ending = "without a word" if result is None else f"as {result.status} {result.detail}".strip()
-        return f"the worker's process ended {ending}" + (f": {link.words[-500:]}" if link.words else "")
+        if process.problem is not None:
+            return f"the worker's process sent invalid data ({describe(process.problem)})"
+        result = await process.result()
+        ending = "for an unknown reason" if result is None else f"as {result.status} {result.detail}".strip()
+        return f"the worker's process ended {ending}" + (f": {process.stderr[-500:]}" if process.stderr else "")
 
     async def close(self) -> None:
-        """Ends the Python and everything that its cells left running."""
+        """End the interpreter and everything that its cells left running."""
         self._closed = True
-        link, self._link = self._link, None
-        if link is not None:
-            await asyncio.shield(asyncio.ensure_future(link.close()))
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.shield(asyncio.ensure_future(process.close()))
 
 
-class _Refused(Exception):  # noqa: N818  (no error of anybody's)
-    """This platform cannot hold a limit."""
+class _UnsupportedLimit(Exception):  # noqa: N818  (becomes a SandboxError)
+    """This platform cannot enforce a limit."""
 
 
-def _capable(said: list[bytes]) -> None:
-    """What the stub found that it can do."""
-    if len(said) < 3:
-        raise SandboxError("the worker's process began with the wrong words")
-    if not said[1]:
-        raise _Refused(
-            "limits.processes: this system cannot tell whose an orphaned process is (no child subreaper)"
+def _check_capabilities(capabilities: list[bytes]) -> None:
+    """Check what the monitor said that it can do."""
+    if len(capabilities) < 3:
+        raise SandboxError("the worker's first message is malformed")
+    if not capabilities[1]:
+        raise _UnsupportedLimit(
+            "limits.processes: this system cannot track orphaned processes (no child subreaper)"
         )

@@ -1,29 +1,29 @@
-"""Environments of these tests that look into their boxes."""
+"""Environments for tests that inspect their sandboxes."""
 
 import asyncio
 from typing import Any
 
 from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
-from rookery.environments.watched import WatchedSandbox
+from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway.door import Door
 from rookery.sandboxes.protocol import Command, Sandbox
 
-BOXES: list[int] = []
-"""Pids of the first processes of boxes whose agents were started."""
+SANDBOX_PIDS: list[int] = []
+"""PID of process 1 of each sandbox in which an agent was started."""
 
 
 class Known(AgentEnvironment):
-    """Tells the pid that a box dies with."""
+    """Records the PID whose death ends the sandbox."""
 
-    async def _command(self, ctx: Context, box: Sandbox, door: Door) -> Command:
-        inner: Any = box._inner if isinstance(box, WatchedSandbox) else box
-        BOXES.append(inner._given.pid)
-        return await super()._command(ctx, box, door)
+    async def _command(self, ctx: Context, sandbox: Sandbox, session: Door) -> Command:
+        inner: Any = sandbox._inner if isinstance(sandbox, SandboxProxy) else sandbox
+        SANDBOX_PIDS.append(inner._handle.pid)
+        return await super()._command(ctx, sandbox, session)
 
 
 class Watching(AgentEnvironment):
-    """Scores what a program that outlived its agent was answered, once it was refused."""
+    """Waits until the model calls of a program that outlived its agent are refused."""
 
     async def score(self, ctx: Context) -> float:
         box = await ctx.sandbox()

@@ -15,11 +15,11 @@ import pytest
 from rookery import Engine
 from rookery.core import Group, Rollout, RookeryError, Sampling, label
 from rookery.environments.agent import AgentEnvironment, find_launcher
-from rookery.environments.agent.installing import agents_home, installed, own_python
+from rookery.environments.agent.installation import get_agents_dir, host_python, install_agent
 from rookery.upstreams import UpstreamConfig
 from tests.engine.conftest import QUICK
+from tests.engine_standins import StandinServer
 from tests.servers import Answer, ModelServer, Request
-from tests.standins import StandinServer
 
 PLAIN = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -125,7 +125,7 @@ def trainable(rollout: Rollout, turns: int) -> None:
 def agent_there(name: str) -> str:
     """Why a real agent cannot be had here, or nothing; installed once, for all who run these tests."""
     try:
-        asyncio.run(installed(find_launcher(name), own_python(), home=agents_home()))
+        asyncio.run(install_agent(find_launcher(name), host_python(), home=get_agents_dir()))
     except RookeryError as error:
         return str(error)
     return ""

@@ -26,8 +26,8 @@ from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.kit import (
     Step,
     agents_at,
-    agents_home,
     all_of,
+    get_agents_dir,
     real_agent,
     scripted,
     scripted_engine,
@@ -124,7 +124,7 @@ async def played(
 ) -> AsyncIterator[Played]:
     """Completed and right, with every token that was sampled trained once."""
     real_agent(name)
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment(launcher or name, args=args)
         async with (
             ModelServer(engine) as server,

@@ -8,7 +8,7 @@ import pytest
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.folders import StepFolder, asks_a_server, harbor_task, stdio
-from tests.environments.agent.kit import agents_at, agents_home, all_of, real_agent, scripted_engine, trainable
+from tests.environments.agent.kit import agents_at, all_of, get_agents_dir, real_agent, scripted_engine, trainable
 from tests.servers import ModelServer
 
 __all__ = ["boxes"]
@@ -31,7 +31,7 @@ async def test_it_calls_a_tool_of_the_tasks_server(name: str, tmp_path: Path) ->
         files={"server.py": SERVER},
     )
     task = harbor_task(tmp_path, step, settings=stdio("python3", "/workspace/server.py", name="my vault"))
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment(name)
         async with (
             ModelServer(asks_a_server(*TOOLS[name])) as server,

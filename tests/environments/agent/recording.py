@@ -90,7 +90,7 @@ class Recording:
                 headers=scrubber.headers(one.headers),
                 body=scrubber.body(one.json),
                 status=one.status,
-                answer=scrubber.body(answered(one)),
+                answer=scrubber.body(score_answer(one)),
             )
             for one in self.heard
         ]
@@ -178,7 +178,7 @@ async def _passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, he
     return body
 
 
-def answered(one: Heard) -> dict[str, Any] | None:
+def score_answer(one: Heard) -> dict[str, Any] | None:
     """What a model said in an exchange: its text, reasoning and calls; None where none was asked."""
     if one.status != 200 or not one.events:
         return None

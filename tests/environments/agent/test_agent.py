@@ -8,9 +8,9 @@ import pytest
 from rookery.core import label
 from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import boxes
+from tests.engine_standins import standin
 from tests.environments.agent.kit import agents_at, all_of, program, scripted_engine, standin_engine
 from tests.servers import ModelServer
-from tests.standins import standin
 
 __all__ = ["boxes"]
 pytestmark = pytest.mark.usefixtures("boxes")
@@ -86,7 +86,7 @@ async def test_what_an_agent_writes_into_its_file_is_scored_and_not_what_it_prin
     assert found["other"].info["agents"][0]["files"] == {"log.txt": "logged\n"}
 
 
-async def test_programs_are_graded_in_sandboxes_that_no_agent_was_in(tmp_path: Path) -> None:
+async def test_programs_are_graded_in_sandsandboxes_that_no_agent_was_in(tmp_path: Path) -> None:
     """And have neither the agent's packages nor a way to the gateway."""
     cases = [{"stdin": "4", "stdout": "8"}]
     right = "print(2 * int(input()))"
@@ -118,12 +118,12 @@ async def test_a_task_that_cannot_be_scored_is_the_tasks_fault_before_anything_s
     assert all("agents" not in one.info for one in found[:1])
 
 
-async def test_a_program_that_a_box_lacks_is_named(tmp_path: Path) -> None:
+async def test_a_program_that_a_sandbox_lacks_is_named(tmp_path: Path) -> None:
     env = AgentEnvironment({**SHELL, "command": ["frobnicate", "{prompt}"], "needs": ["sh", "frobnicate"]})
     async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path) as made:
         (found,) = await all_of(made, [{"prompt": "x", "answer": 1}])
     assert label(found.outcome) == "agent.missing", found.outcome
-    assert "needs frobnicate in its box" in str(found.outcome)
+    assert "frobnicate" in str(found.outcome)
 
 
 async def test_without_recording_the_same_environment_evaluates(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ async def test_without_recording_the_same_environment_evaluates(tmp_path: Path) 
     assert not sum(segment.trained for segment in found.segments)
 
 
-async def test_an_installed_agent_is_there_in_every_box_and_cannot_be_changed(tmp_path: Path) -> None:
+async def test_an_installed_agent_is_there_in_every_sandbox_and_cannot_be_changed(tmp_path: Path) -> None:
     launcher = {
         **SHELL,
         "command": ["sh", "-c", "echo no > {agent}/x; cat {agent}/x > answer.txt", "sh", "{prompt}"],

@@ -20,7 +20,7 @@ def rows(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("boxes")
-def test_a_launcher_of_ones_own_runs_by_its_file(tmp_path: Path) -> None:
+def test_a_launcher_from_a_user_runs_by_its_file(tmp_path: Path) -> None:
     rows(tmp_path)
     done = called(
         *("run", "agent", "--launcher", "mine.toml", "--tasks", "tasks.jsonl", "--policy", "embedded", "-k", "2"),
@@ -34,20 +34,22 @@ def test_a_launcher_of_ones_own_runs_by_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--launcher", "nobody"], "there is no launcher 'nobody'"),
+        (["--launcher", "nobody"], "'nobody'"),
         (["--launcher", "nowhere.toml"], "does not exist"),
-        (["--launcher", "program"], "needs a program of yours"),
+        (["--launcher", "program"], "script=FILE"),
         ([], "launcher"),
         (["--launcher", "mine.toml", "--network", "none"], "network is 'none'"),
         (["--launcher", "mine.toml", "--sandbox", "subprocess", "--unsafe"], "cannot restrict the network"),
         (
             ["--launcher", "mine.toml", "--sandbox", "subprocess", "--unsafe", "--network", "all"],
-            "folders of its own",
+            "isolated file system",
         ),
-        (["--launcher", "mine.toml", "--public-url", "http://127.0.0.1:9"], "say where it is to listen"),
+        (["--launcher", "mine.toml", "--public-url", "http://127.0.0.1:9"], "--gateway-listen"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(options: list[str], said: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_reported_before_anything_starts(
+    options: list[str], said: str, tmp_path: Path
+) -> None:
     rows(tmp_path)
     done = called("run", "agent", "--tasks", "tasks.jsonl", "--policy", "embedded", *options, cwd=tmp_path)
     assert done.code == 2, done

@@ -11,8 +11,8 @@ from tests.environments.agent.folders import StepFolder, harbor_task
 from tests.environments.agent.kit import (
     PLAIN,
     agents_at,
-    agents_home,
     all_of,
+    get_agents_dir,
     program,
     real_agent,
     scripted,
@@ -56,7 +56,7 @@ async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollo
     tmp_path: Path,
     engine: PrivateEngine,
 ) -> None:
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment(SIX, script=program(tmp_path, USES, before=PLAIN))
         async with (
             ModelServer(scripted("hm", "42")) as server,
@@ -70,9 +70,7 @@ async def test_an_installed_agent_in_a_container_to_a_scored_and_trainable_rollo
 
 
 @pytest.mark.long
-async def test_steps_of_a_task_in_a_container_each_with_an_agent_of_its_own(
-    tmp_path: Path, engine: PrivateEngine
-) -> None:
+async def test_steps_of_a_task_in_a_container_each_with_an_agent(tmp_path: Path, engine: PrivateEngine) -> None:
     """As root, who may remove the folder that the next one starts in."""
     steps = (
         StepFolder("one", "true"),
@@ -102,7 +100,7 @@ if ask(messages)["content"] == "42" and sys.argv[1] == "one":
 async def test_an_agent_that_cannot_start_in_an_image_is_no_failure_of_the_policy(tmp_path: Path) -> None:
     """This image lacks a library that its packages need."""
     real_agent("openai-sdk")
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-sdk", script=program(tmp_path, "pass", before=""))
         async with ModelServer("ok") as server, scripted_engine(server, env, tmp_path, sandbox=BOX) as made:
             (found,) = await all_of(made, [ROW])

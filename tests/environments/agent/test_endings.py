@@ -81,11 +81,14 @@ async def test_an_agents_deadline_at_a_hung_model_server_is_infra(tmp_path: Path
 async def test_a_deadline_of_the_run_is_kept_a_moment_before_it(tmp_path: Path) -> None:
     text = "ask(messages)\nprint(42, flush=True)\nwhile True: time.sleep(60)"
     env = AgentEnvironment("program", script=program(tmp_path, text))
-    async with (
-        ModelServer(scripted("ok")) as server,
-        scripted_engine(server, env, tmp_path, limits=Limits(run=2.0)) as made,
-    ):
-        (found,) = await all_of(made, [ROW])
+    for seconds in (2.0, 10.0, 60.0):  # on a busy machine the program needs longer until it prints
+        async with (
+            ModelServer(scripted("ok")) as server,
+            scripted_engine(server, env, tmp_path, limits=Limits(run=seconds)) as made,
+        ):
+            (found,) = await all_of(made, [ROW])
+        if found.reward == 1.0:
+            break
     assert label(found.outcome) == "truncated.time", found.outcome
     assert (found.reward, found.usage.turns) == (1.0, 1)
 
@@ -163,15 +166,17 @@ async def test_an_agent_that_attacks_the_gateway_or_another_session_gets_nowhere
         assert (one.reward, one.usage.turns) == (1.0, 1 + len(reached)), "all that it reached is its own"
 
 
-async def test_a_box_that_is_lost_under_its_agent_is_infra_and_the_policys_when_repeated(tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_lost_under_its_agent_is_infra_and_the_policys_when_repeated(
+    tmp_path: Path,
+) -> None:
     text = "ask(messages)\nwhile True: time.sleep(60)"
     env = agent_envs.Known("program", script=program(tmp_path, text))
-    agent_envs.BOXES.clear()
+    agent_envs.SANDBOX_PIDS.clear()
     async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
         taking = asyncio.create_task(all_of(made, [ROW]))
         for attempt in (1, 2):
             await asyncio.wait_for(server.requested(attempt), 60)
-            os.kill(agent_envs.BOXES[-1], signal.SIGKILL)
+            os.kill(agent_envs.SANDBOX_PIDS[-1], signal.SIGKILL)
         (found,) = await taking
     assert found.outcome == Truncated("lost"), (found.outcome, found.attempts)
     assert [label(attempt.outcome) for attempt in found.attempts] == ["sandbox.lost", "sandbox.lost"]
@@ -182,12 +187,12 @@ async def test_a_box_that_is_lost_under_its_agent_is_infra_and_the_policys_when_
 async def test_cancelling_a_run_ends_its_agents(tmp_path: Path) -> None:
     text = "ask(messages)\nwhile True: time.sleep(60)"
     env = agent_envs.Known("program", script=program(tmp_path, text))
-    agent_envs.BOXES.clear()
+    agent_envs.SANDBOX_PIDS.clear()
     async with ModelServer(scripted("ok")) as server:
         async with scripted_engine(server, env, tmp_path) as made:
             taking = asyncio.create_task(all_of(made, [ROW, ROW]))
             await asyncio.wait_for(server.requested(2), 60)
             taking.cancel()
             await asyncio.wait({taking})
-        assert len(agent_envs.BOXES) == 2
-        assert not any(Path(f"/proc/{pid}").exists() for pid in agent_envs.BOXES)
+        assert len(agent_envs.SANDBOX_PIDS) == 2
+        assert not any(Path(f"/proc/{pid}").exists() for pid in agent_envs.SANDBOX_PIDS)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rookery.core import TaskError, label
 from rookery.environments import Log
 from rookery.environments.agent import AgentEnvironment, find_launcher
-from rookery.environments.agent.mcp import mcp_text
+from rookery.environments.agent.mcp_config import render_mcp_config
 from rookery.tasks.swe import SweStep, SweTask
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.folders import SAID, SERVER, START, StepFolder, asks_a_server, harbor_task, stdio
-from tests.environments.agent.kit import agents_at, agents_home, all_of, real_agent, scripted_engine, trainable
+from tests.environments.agent.kit import agents_at, all_of, get_agents_dir, real_agent, scripted_engine, trainable
 from tests.servers import ModelServer
 
 __all__ = ["boxes"]
@@ -42,7 +42,7 @@ END
 async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) -> None:
     real_agent("openai-agents")
     task = harbor_task(tmp_path, HEARD, settings=stdio("python3", "-I", START, "/workspace/server.py", "stdio"))
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
         async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as made:
             (found,) = await all_of(made, [task])
@@ -54,13 +54,13 @@ async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("boxes")
 @pytest.mark.long
-async def test_a_server_that_the_tasks_setup_started_is_asked_at_the_boxs_loopback(tmp_path: Path) -> None:
+async def test_a_server_that_the_tasks_setup_started_is_asked_at_the_sandboxs_loopback(tmp_path: Path) -> None:
     real_agent("openai-agents")
     files = {**HEARD.files, "setup.sh": HTTP.format(start=START)}
     step = StepFolder(HEARD.instruction, check=HEARD.check, files=files)
     served = "env = { WORD = 'of the task' }\n[[environment.mcp_servers]]\nname = 'vault'\n"
     served += "transport = 'streamable-http'\nurl = 'http://127.0.0.1:8765/mcp'"
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
         async with ModelServer(POLICY) as server, scripted_engine(server, env, tmp_path) as made:
             (found,) = await all_of(made, [harbor_task(tmp_path, step, settings=served)])
@@ -80,7 +80,7 @@ def told(name: str, task: SweTask, lines: list[dict[str, Any]] | None = None) ->
     """The servers as this launcher's agent reads of them."""
     log = Log(lambda _, fields: (lines if lines is not None else []).append(fields))
     launcher = find_launcher(name)
-    text = mcp_text(launcher, task, log)
+    text = render_mcp_config(launcher, task, log)
     assert launcher.mcp is not None
     found = tomllib.loads(text) if launcher.mcp.format == "toml" else json.loads(text)
     entries: dict[str, Any] = found["mcp_servers" if launcher.mcp.format == "toml" else "mcpServers"]
@@ -110,14 +110,14 @@ def test_names_that_no_agent_could_take_are_changed_and_stay_apart() -> None:
         assert [one["args"] for one in found.values()] == [["0"], ["1"], ["2"], ["3"]]
 
 
-def test_codex_is_told_of_times_and_tools() -> None:
+def test_codex_is_reported_of_times_and_tools() -> None:
     task = served({"name": "a", "command": "x", "tools": ["one"], "timeout": 3, "start_timeout": 9})
     found = told("codex", task)["a"]
     assert (found["startup_timeout_sec"], found["tool_timeout_sec"], found["enabled_tools"]) == (9.0, 3.0, ["one"])
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000/mcp", "http://localhost/mcp", "http://[::1]:9/"])
-def test_an_address_of_the_boxs_own_loopback_is_handed_over(url: str) -> None:
+def test_an_address_of_the_sandboxs_own_loopback_is_passed_on(url: str) -> None:
     task = served({"name": "a", "url": url, "transport": "streamable-http"})
     assert told("claude-code", task)["a"] == {"type": "http", "url": url}
     assert told("codex", task)["a"] == {"url": url, "startup_timeout_sec": 60.0}
@@ -130,7 +130,7 @@ def test_an_address_elsewhere_is_the_tasks_fault(url: str) -> None:
 
 
 @pytest.mark.usefixtures("boxes")
-async def test_what_is_no_server_of_the_box_is_the_tasks_fault_before_the_agent_starts(tmp_path: Path) -> None:
+async def test_what_is_no_server_of_the_sandbox_is_the_tasks_fault_before_the_agent_starts(tmp_path: Path) -> None:
     step = StepFolder("x")
     settings = "[[environment.mcp_servers]]\nname = 'far'\ntransport = 'sse'\nurl = 'http://far/sse'"
     env = AgentEnvironment({"name": "idle", "command": ["true", "{prompt}"]})
@@ -140,14 +140,16 @@ async def test_what_is_no_server_of_the_box_is_the_tasks_fault_before_the_agent_
     assert "agents" not in found.info
 
 
-def test_a_folder_of_a_servers_own_is_where_it_starts(tmp_path: Path) -> None:
+def test_a_directory_of_a_servers_own_is_where_it_starts(tmp_path: Path) -> None:
     found = told("claude-code", served({"name": "a", "command": "pwd", "cwd": str(tmp_path)}))["a"]
     done = subprocess.run([found["command"], *found["args"]], capture_output=True, check=True, cwd="/")
     assert done.stdout.decode().strip() == str(tmp_path)
 
 
-def test_an_agent_that_knows_no_mcp_is_started_without_and_that_is_said() -> None:
+def test_an_agent_that_does_not_support_mcp_is_started_without_and_that_is_reported() -> None:
     lines: list[dict[str, Any]] = []
     task = served({"name": "a", "command": "x"})
-    assert mcp_text(find_launcher("mini-swe-agent"), task, Log(lambda _, fields: lines.append(fields))) == ""
+    assert (
+        render_mcp_config(find_launcher("mini-swe-agent"), task, Log(lambda _, fields: lines.append(fields))) == ""
+    )
     assert "without the task's servers" in lines[0]["message"]

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from rookery.core import RookeryError, SandboxSpec, UsageError, label
-from rookery.engine import EngineConfig, doors
-from rookery.engine.checks import no_way
+from rookery.engine import EngineConfig, run_services
+from rookery.engine.preflight import find_gateway_problems
 from rookery.environments.agent import AgentEnvironment
-from rookery.sandboxes.procs import children_of
+from rookery.sandbox_runtime.processes import list_children
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine, trainable
@@ -170,7 +170,7 @@ async def test_an_agent_calls_at_the_public_url_and_nowhere_else(tmp_path: Path)
 
 @in_boxes
 @pytest.mark.long
-async def test_boxes_with_a_listener_of_their_own_need_no_public_url(tmp_path: Path) -> None:
+async def test_sandboxes_with_a_listener_need_no_public_url(tmp_path: Path) -> None:
     """Where there is one it is not theirs: they reach nothing else."""
     port = free_port()
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
@@ -187,10 +187,10 @@ async def test_boxes_with_a_listener_of_their_own_need_no_public_url(tmp_path: P
 @pytest.mark.long
 @in_boxes
 @needs_server
-async def test_an_agent_at_the_far_end_of_a_tunnel_that_dies_once(
+async def test_an_agent_behind_a_tunnel_that_dies_once(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
     waiting = asyncio.Event()
     play = scripted("hm", "42")
@@ -233,21 +233,23 @@ async def test_an_agent_at_the_far_end_of_a_tunnel_that_dies_once(
         ("http://me:hidden@far:80", "127.0.0.1:9000", "scheme, host, port and path alone"),
         ("http://far:80/?key=hidden", "127.0.0.1:9000", "scheme, host, port and path alone"),
         ("far:80", "", "neither a URL nor ssh:"),
-        ("http://far:80", "", "say where it is to listen"),
+        ("http://far:80", "", "--gateway-listen"),
         ("http://far:80", "9000", "listens at HOST:PORT"),
         ("http://far:80", "0.0.0.0:0", "listens at HOST:PORT"),
         ("http://far:80", "0.0.0.0:http", "listens at HOST:PORT"),
-        ("", "0.0.0.0:9000", "name that too"),
-        ("ssh:far", "0.0.0.0:9000", "name that too"),
+        ("", "0.0.0.0:9000", "--public-url"),
+        ("ssh:far", "0.0.0.0:9000", "--public-url"),
     ],
 )
-def test_addresses_that_cannot_be_are_said_when_the_engine_is_built(public: str, listen: str, said: str) -> None:
+def test_addresses_that_are_invalid_are_reported_when_the_engine_is_built(
+    public: str, listen: str, said: str
+) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         EngineConfig(environment="agent", public=public, gateway_listen=listen)
     assert "hidden" not in str(caught.value)
 
 
-def test_addresses_that_can_be_are_taken() -> None:
+def test_addresses_that_are_valid_are_accepted() -> None:
     for public, listen in (("https://far/deep/", "[::]:9000"), ("http://[::1]:80", "localhost:80"), ("", "")):
         EngineConfig(environment="agent", public=public, gateway_listen=listen)
 
@@ -255,12 +257,12 @@ def test_addresses_that_can_be_are_taken() -> None:
 @pytest.mark.parametrize(
     "public", ["", "http://127.0.0.1:9000", "http://localhost:9000", "http://[::1]:1", "ssh:far"]
 )
-def test_a_container_that_could_not_reach_the_address_is_said_before_one_is_made(public: str) -> None:
-    (said,) = no_way(SandboxSpec(provider="docker", network="all"), public)
-    assert "which a container does not reach" in said
-    assert no_way(SandboxSpec(provider="docker", network="model"), public) == []
-    assert no_way(SandboxSpec(provider="local", network="all"), public) == []
-    assert no_way(SandboxSpec(provider="docker", network="all"), "http://172.17.0.1:9000") == []
+def test_a_container_that_could_not_reach_the_address_is_reported_before_one_is_made(public: str) -> None:
+    (said,) = find_gateway_problems(SandboxSpec(provider="docker", network="all"), public)
+    assert "--public-url" in said
+    assert find_gateway_problems(SandboxSpec(provider="docker", network="model"), public) == []
+    assert find_gateway_problems(SandboxSpec(provider="local", network="all"), public) == []
+    assert find_gateway_problems(SandboxSpec(provider="docker", network="all"), "http://172.17.0.1:9000") == []
 
 
 def nobody(_: int) -> str:
@@ -279,21 +281,21 @@ def somebody(port: int) -> str:
         (somebody, "does not lead to this run's gateway: it is answered with 200 with a session's key and 200"),
     ],
 )
-async def test_a_public_url_that_leads_elsewhere_is_said_before_the_run_begins(
+async def test_a_public_url_that_leads_elsewhere_is_reported_before_the_run_begins(
     public: Callable[[int], str], said: str, tmp_path: Path
 ) -> None:
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
-    before = set(children_of(os.getpid()))
+    before = set(list_children(os.getpid()))
     async with ModelServer("ok") as model:
         options = {"public": public(model.port), "gateway_listen": f"127.0.0.1:{free_port()}", "sandbox": ALL}
         with pytest.raises(UsageError, match=said):
             async with scripted_engine(model, env, tmp_path, **options):
                 raise AssertionError
-    await eventually(lambda: set(children_of(os.getpid())) <= before)
+    await eventually(lambda: set(list_children(os.getpid())) <= before)
 
 
 @in_boxes
-async def test_a_port_that_is_taken_is_said_before_the_run_begins(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_is_reported_before_the_run_begins(tmp_path: Path) -> None:
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
     async with ModelServer("ok") as model:
         options = {"public": model.url, "gateway_listen": f"127.0.0.1:{model.port}", "sandbox": ALL}
@@ -305,15 +307,15 @@ async def test_a_port_that_is_taken_is_said_before_the_run_begins(tmp_path: Path
 @pytest.mark.long
 @in_boxes
 @needs_server
-async def test_a_tunnel_that_cannot_be_made_is_said_before_the_run_begins(
+async def test_a_tunnel_that_cannot_be_made_is_reported_before_the_run_begins(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
     (server.folder / "keys").write_text("")
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
-    before = set(children_of(os.getpid()))
+    before = set(list_children(os.getpid()))
     async with ModelServer("ok") as model:
         with pytest.raises(RookeryError, match=r"cannot be made: .*Permission denied"):
             async with scripted_engine(model, env, tmp_path, public="ssh:here", sandbox=ALL):
                 raise AssertionError
-    await eventually(lambda: set(children_of(os.getpid())) <= before)
+    await eventually(lambda: set(list_children(os.getpid())) <= before)

@@ -11,8 +11,8 @@ from rookery.environments.agent import AgentEnvironment
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.kit import (
     agents_at,
-    agents_home,
     all_of,
+    get_agents_dir,
     program,
     real_agent,
     scripted,
@@ -22,7 +22,8 @@ from tests.environments.agent.kit import (
 from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+# The first test that uses an agent installs it.
+pytestmark = [pytest.mark.usefixtures("boxes"), pytest.mark.timeout(900)]
 
 OPENAI = """
 import os, socket, sys
@@ -44,7 +45,7 @@ except OSError:
 
 async def test_a_program_with_the_openai_package(tmp_path: Path) -> None:
     real_agent("openai-sdk")
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-sdk", script=program(tmp_path, OPENAI, before=""))
         async with (
             ModelServer(scripted("hm", "42")) as server,
@@ -67,7 +68,7 @@ async def test_a_killed_shard_costs_an_agent_nothing_but_its_sdks_retry(tmp_path
             answer.hold = waiting
         return answer
 
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-sdk", script=program(tmp_path, text, before=""))
         async with ModelServer(held) as server, scripted_engine(server, env, tmp_path) as made:
             taking = asyncio.create_task(all_of(made, [{"prompt": "6 * 7?", "answer": 42}]))
@@ -99,7 +100,7 @@ print(said)
 
 async def test_a_program_with_the_anthropic_package_that_streams(tmp_path: Path) -> None:
     real_agent("anthropic-sdk")
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("anthropic-sdk", script=program(tmp_path, ANTHROPIC, before=""))
         async with (
             ModelServer(scripted("hm", "42")) as server,
@@ -112,7 +113,7 @@ async def test_a_program_with_the_anthropic_package_that_streams(tmp_path: Path)
 
 async def test_openai_agents_with_a_tool_call(tmp_path: Path) -> None:
     real_agent("openai-agents")
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("openai-agents")
         steps = scripted(("shell", {"command": "echo $((6 * 7)) > answer.txt"}), "it is done")
         async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as made:
@@ -135,7 +136,7 @@ async def test_mini_swe_agent_writes_a_program_that_is_graded_by_its_tests(tmp_p
         ("bash", {"command": "cat solution.py"}),
         ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
     )
-    with agents_at(agents_home()):
+    with agents_at(get_agents_dir()):
         env = AgentEnvironment("mini-swe-agent")
         async with ModelServer(steps) as server, scripted_engine(server, env, tmp_path) as made:
             (found,) = await all_of(made, [row])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rookery.core import Limits, Rollout, label
-from rookery.environments.agent import AgentEnvironment, kinds
-from rookery.environments.swe.gate import Gate
+from rookery.environments.agent import AgentEnvironment, task_kinds
+from rookery.environments.swe.grading_slots import GradingSlots
 from rookery.scoring.swe import SweGrader
 from tests.cli.sandbox_kit import boxes
 from tests.environments.agent.folders import StepFolder, harbor_task, texts_of, turn
@@ -51,7 +51,7 @@ SECOND = StepFolder(
 )
 
 
-async def test_each_step_is_told_to_an_agent_of_its_own_and_graded_and_files_stay(tmp_path: Path) -> None:
+async def test_each_step_is_reported_to_an_agent_and_graded_and_files_stay(tmp_path: Path) -> None:
     tasks = [
         harbor_task(tmp_path, FIRST, SECOND, name="mean"),
         harbor_task(tmp_path, FIRST, SECOND, name="final", head='multi_step_reward_strategy = "final"'),
@@ -102,12 +102,12 @@ async def test_a_first_step_that_failed_ends_the_task_where_the_task_says_so(tmp
 
 @pytest.mark.long
 async def test_a_steps_own_time_ends_its_agent_and_what_is_there_is_graded(tmp_path: Path) -> None:
-    late = StepFolder(
+    timed_out = StepFolder(
         "Slow", "grep -q x slow.txt", files={"slow.txt": "x\n"}, settings="agent = { timeout_sec = 1.0 }"
     )
     tasks = [
-        harbor_task(tmp_path, FIRST, late, name="second"),
-        harbor_task(tmp_path, late, FIRST, name="first"),
+        harbor_task(tmp_path, FIRST, timed_out, name="second"),
+        harbor_task(tmp_path, timed_out, FIRST, name="first"),
     ]
     env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
     play = says(**{"First,": "echo 1 > one.txt", "Slow": "exec sleep 600"})
@@ -133,7 +133,7 @@ while True:
 """
 
 
-async def test_a_budget_is_the_attempts_and_ends_it_in_whichever_step(tmp_path: Path) -> None:
+async def test_a_budget_is_the_attempts_and_ends_it_in_any_step(tmp_path: Path) -> None:
     """Also where the agent ends by itself as soon as it is refused: no step begins with nothing left."""
     tasks = [
         harbor_task(tmp_path, FIRST, StepFolder("Second", "grep -q x two.txt"), name="second"),
@@ -178,7 +178,9 @@ async def test_every_step_has_the_tasks_servers_and_a_script_that_fails_is_the_t
 
 
 @pytest.mark.long
-async def test_what_an_agent_did_to_its_own_folders_is_the_policys_in_the_next_step_too(tmp_path: Path) -> None:
+async def test_what_an_agent_did_to_its_own_directories_is_the_policys_in_the_next_step_too(
+    tmp_path: Path,
+) -> None:
     """It gets no other attempt by it, and its next agent is the launcher's own program."""
     home = "/tmp/rookery-agent"
     commands = {
@@ -201,7 +203,7 @@ async def test_what_an_agent_did_to_its_own_folders_is_the_policys_in_the_next_s
     assert all(len(one.attempts) == 1 for one in found.values())
 
 
-async def test_a_tasks_own_keys_do_not_lead_an_agent_away_from_its_door(tmp_path: Path) -> None:
+async def test_a_tasks_own_keys_do_not_lead_an_agent_away_from_its_session(tmp_path: Path) -> None:
     task = harbor_task(
         tmp_path,
         StepFolder("First", "grep -qx mine one.txt"),
@@ -216,7 +218,7 @@ async def test_a_tasks_own_keys_do_not_lead_an_agent_away_from_its_door(tmp_path
 
 @pytest.mark.long
 @pytest.mark.long
-async def test_no_more_boxes_are_graded_at_once_than_the_machine_has_places_for(
+async def test_no_more_sandboxes_are_graded_at_once_than_the_machine_has_slots_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between steps too; what waits, waits off the clock of its session as well."""
@@ -234,8 +236,8 @@ async def test_no_more_boxes_are_graded_at_once_than_the_machine_has_places_for(
             now -= 1
 
     monkeypatch.setattr(SweGrader, "grade", counted)
-    gate = Gate(1, f"test-{os.getpid()}")
-    monkeypatch.setattr(kinds, "_gate", lambda: gate)
+    gate = GradingSlots(1, f"test-{os.getpid()}")
+    monkeypatch.setattr(task_kinds, "_grading_slots", lambda: gate)
     env = AgentEnvironment("program", script=program(tmp_path, OBEYS))
     play = says(**{"First,": "echo 1 > one.txt", "Second": "true"})
     async with ModelServer(play) as server, scripted_engine(server, env, tmp_path) as made:
@@ -245,7 +247,7 @@ async def test_no_more_boxes_are_graded_at_once_than_the_machine_has_places_for(
 
 
 @pytest.mark.long
-async def test_an_agent_that_removes_its_working_folder_is_graded_all_the_same(tmp_path: Path) -> None:
+async def test_an_agent_that_removes_its_working_directory_is_graded_anyway(tmp_path: Path) -> None:
     """It is the policy's, and no fault of the task or its image."""
     task = harbor_task(
         tmp_path, StepFolder("Removes"), StepFolder("Second"), settings="workdir = '/work/deep/app'"

@@ -15,7 +15,7 @@ from rookery.core import Group, Rollout, Segment, Task, Turn
 from rookery.engine.retry import RetryPolicy
 from rookery.environments.rlm import RlmEnvironment
 from rookery.journal import RunReader
-from rookery.trajectories import segments
+from rookery.trajectories import build_segments
 from tests.servers import Answer, ModelServer, Request
 
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
@@ -115,7 +115,7 @@ def trained_once(models: Models, found: list[Segment]) -> bool:
 
 
 def by_role(turns: list[Turn]) -> dict[str, list[Segment]]:
-    return {role: segments(turns, role) for role in {turn.role for turn in turns}}
+    return {role: build_segments(turns, role) for role in {turn.role for turn in turns}}
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

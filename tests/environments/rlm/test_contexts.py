@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rookery.environments.rlm.contexts import put
+from rookery.environments.rlm.contexts import place_context
 from rookery.environments.rlm.recipes import Recipe
 from tests.environments.rlm.helpers import until
 
@@ -29,7 +29,7 @@ async def test_one_that_is_given_up_while_it_is_made_leaves_nothing_on_the_host(
 
     monkeypatch.setattr(Recipe, "write", write)
     sandbox: Any = None
-    putting = asyncio.create_task(put(sandbox, Recipe(kind="needle", seed=1, size=10_000)))
+    putting = asyncio.create_task(place_context(sandbox, Recipe(kind="needle", seed=1, size=10_000)))
     await until(begun.is_set)
     putting.cancel()
     with pytest.raises(asyncio.CancelledError):

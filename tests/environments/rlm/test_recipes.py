@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rookery.core import Task
 from rookery.environments.rlm import RlmEnvironment
 from rookery.environments.rlm.options import KINDS
-from rookery.environments.rlm.recipes import Recipe, tasks_of
+from rookery.environments.rlm.recipes import Recipe, generate_tasks
 from tests.environments.rlm.helpers import Models, all_played, one, said
 from tests.environments.rlm.policies import solved
 
@@ -67,7 +67,7 @@ def test_any_prefix_of_the_tasks_is_balanced_and_ids_are_unique() -> None:
     assert len({task.id for task in tasks}) == 24
     assert [task.data["kind"] for task in tasks[:6]] == [*KINDS, *KINDS]
     assert [task.data["megabytes"] for task in tasks[:6]] == [1, 1, 1, 50, 50, 50]
-    assert tasks_of(KINDS, (1.0,), 3, 5)[0] == tasks_of(KINDS, (1.0,), 9, 5)[0]
+    assert generate_tasks(KINDS, (1.0,), 3, 5)[0] == generate_tasks(KINDS, (1.0,), 9, 5)[0]
     assert len(msgspec.json.encode(tasks)) < 24 * 1000, "a task is its recipe, not its context"
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from rookery.core import Message, SandboxSpec, Task
-from rookery.environments.swe.bash import FOLDER
-from rookery.sandboxes import Home, open_provider
+from rookery.environments.swe.bash_tool import FOLDER
+from rookery.sandboxes import ProviderHome, open_provider
 from rookery.sandboxes.protocol import Sandbox
-from rookery.tasks.swe import Part, SweStep, SweTask, Verifier, task_of
+from rookery.tasks.swe import FileMapping, SweStep, SweTask, Verifier, make_task
 from tests.environments.helpers import Attempt
 from tests.servers import Answer, Request
 
 
 @asynccontextmanager
 async def box(tmp_path: Path, **fields: Any) -> AsyncIterator[Sandbox]:
-    provider = open_provider("local", Home(folder=tmp_path / "boxes", run="test"))
+    provider = open_provider("local", ProviderHome(folder=tmp_path / "boxes", run="test"))
     try:
         yield await provider.create(SandboxSpec(provider="local", **fields), attempt="a1")
     finally:
@@ -98,7 +98,7 @@ def small_task(
                 name=f"s{number}",
                 instruction=said,
                 setup=begin,
-                tests=(Part(source=str(tests), target="/tests"),),
+                tests=(FileMapping(source=str(tests), target="/tests"),),
                 verifier=Verifier(mode=mode, timeout=60.0),
                 **(fields.pop("step", {}) if not number else {}),
             )
@@ -108,7 +108,7 @@ def small_task(
         format="rows",
         folder=str(top),
         steps=tuple(made),
-        files=(Part(source=str(seeds), target="/workspace"),),
+        files=(FileMapping(source=str(seeds), target="/workspace"),),
         **fields,
     )
-    return task_of(task, (Message("user", instruction),))
+    return make_task(task, (Message("user", instruction),))

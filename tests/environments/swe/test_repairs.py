@@ -12,14 +12,14 @@ import pytest_asyncio
 
 from rookery.core import ExecResult, SandboxSpec, TaskError, UsageError
 from rookery.environments.swe import SweEnvironment, repairs
-from rookery.sandboxes import Command, Home, Sandbox, open_provider
+from rookery.sandboxes import Command, ProviderHome, Sandbox, open_provider
 from rookery.sandboxes.protocol import Provider
-from rookery.scoring.swe import Prepared, SweGrade, SweGrader, prepare
-from rookery.scoring.swe.prepare import Clock
-from rookery.scoring.swe.solving import solve
+from rookery.scoring.swe import PreparedSandbox, SweGrade, SweGrader, prepare
+from rookery.scoring.swe.preparation import Deadline
+from rookery.scoring.swe.reference_solution import run_solution
 from rookery.tasks import load_tasks
 from rookery.tasks.cache import VARIABLE
-from rookery.tasks.swe import SweTask, swe_task
+from rookery.tasks.swe import SweTask, get_swe_task
 from tests.environments.swe.wrong_repairs import CHEATS, WRONG, changed, texts
 
 SPEC = SandboxSpec(provider="local", wall=600.0)
@@ -41,7 +41,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def provider(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Provider]:
-    made = open_provider("local", Home(folder=tmp_path_factory.mktemp("home"), run="repairs"))
+    made = open_provider("local", ProviderHome(folder=tmp_path_factory.mktemp("home"), run="repairs"))
     try:
         yield made
     finally:
@@ -50,14 +50,14 @@ async def provider(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pr
 
 @pytest.fixture(scope="module")
 def tasks() -> dict[str, SweTask]:
-    return {task.id: swe_task(task) for task in repairs.repairs()}
+    return {task.id: get_swe_task(task) for task in repairs.repairs()}
 
 
 class Ready:
     """A task in a box, of which each submission gets a copy."""
 
     def __init__(
-        self, provider: Provider, task: SweTask, spec: SandboxSpec, box: Sandbox, prepared: Prepared
+        self, provider: Provider, task: SweTask, spec: SandboxSpec, box: Sandbox, prepared: PreparedSandbox
     ) -> None:
         self._provider, self._task, self._spec = provider, task, spec
         self._box, self._prepared = box, prepared
@@ -71,7 +71,9 @@ class Ready:
         box = await self._box.fork(self._prepared.snapshot)
         try:
             if solved:
-                await solve(box, self._task, step, several=self._prepared.several, clock=Clock(300))
+                await run_solution(
+                    box, self._task, step, multi_user=self._prepared.multi_user, deadline=Deadline(300)
+                )
             for name, text in (files or {}).items():
                 await box.write(f"{self._task.workdir}/{name}", text.encode())
             grader = SweGrader(self._open, self._task, self._spec)
@@ -193,7 +195,7 @@ def test_every_task_is_there_in_both_formats(kind: repairs.RepairsFormat) -> Non
     assert [task.id for task in loaded] == list(NAMES)
     for task in loaded:
         assert task.invalid == ""
-        found = swe_task(task)
+        found = get_swe_task(task)
         assert found.format == kind
         assert found.workdir == "/workspace"
         assert found.steps[0].solution
@@ -201,7 +203,7 @@ def test_every_task_is_there_in_both_formats(kind: repairs.RepairsFormat) -> Non
         assert (found.image is None) == (kind == "open-instruct")
 
 
-def test_both_formats_hold_the_same() -> None:
+def test_both_formats_have_the_same_content() -> None:
     one, other = repairs.folder("open-instruct"), repairs.folder("harbor")
     for name in NAMES:
         for part in ("instruction.md", "environment/seeds", "tests", "solution"):
@@ -209,14 +211,14 @@ def test_both_formats_hold_the_same() -> None:
         assert _bytes(one / name / "setup.sh") == _bytes(other / name / "environment" / "setup.sh")
 
 
-def test_folders_are_made_once_and_the_same_again(tmp_path: Path) -> None:
+def test_directories_are_made_once_and_the_same_again(tmp_path: Path) -> None:
     for kind in repairs.FORMATS:
         made = repairs.folder(kind)
         before = made.stat().st_ino
         repairs.write(kind, tmp_path / kind)
         assert _bytes(made) == _bytes(tmp_path / kind)
         assert repairs.folder(kind).stat().st_ino == before
-        with pytest.raises(UsageError, match="exists already"):
+        with pytest.raises(UsageError, match=kind):
             repairs.write(kind, tmp_path / kind)
 
 
@@ -237,7 +239,7 @@ def test_no_answer_is_in_what_the_agent_gets() -> None:
 
 
 def test_the_page_names_every_task_as_it_is() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "repairs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "repairs.md").read_text()
     for name in NAMES:
         found = repairs.about(name)
         assert f"| `{name}` | {found.language} | {found.difficulty} | {found.words} |" in page
@@ -247,11 +249,11 @@ def test_the_page_names_every_task_as_it_is() -> None:
 def test_the_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [task.id for task in load_tasks("repairs")] == list(NAMES)
     assert load_tasks("repairs").source == "repairs"
-    assert {swe_task(task).format for task in load_tasks("repairs-harbor")} == {"harbor"}
+    assert {get_swe_task(task).format for task in load_tasks("repairs-harbor")} == {"harbor"}
     assert list(SweEnvironment().tasks()) == list(repairs.repairs())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "repairs").mkdir()
-    with pytest.raises(UsageError, match="holds no tasks"):
+    with pytest.raises(UsageError, match="contains no tasks"):
         load_tasks("repairs")
 
 
@@ -266,13 +268,15 @@ def test_names_of_the_set_are_checked() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_box_without_a_compiler_is_told_by_name(provider: Provider, tasks: dict[str, SweTask]) -> None:
+async def test_a_sandbox_without_a_compiler_is_reported_by_name(
+    provider: Provider, tasks: dict[str, SweTask]
+) -> None:
     box = await provider.create(SPEC, attempt="bare")
     try:
         few = 'mkdir bin && for name in bash sh python3 rm; do ln -s "$(command -v "$name")" bin; done'
         assert (await box.exec(Command(argv=("sh", "-c", few)))).ok
         bare = msgspec.structs.replace(tasks["turned-pictures"], env={"PATH": "/work/bin"})
-        with pytest.raises(TaskError, match=r"not in the box: gcc make$") as failed:
+        with pytest.raises(TaskError, match=r"gcc make$") as failed:
             await prepare(box, bare, timeout=60)
         assert failed.value.code == "task.setup"
     finally:

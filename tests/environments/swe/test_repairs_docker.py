@@ -11,13 +11,14 @@ import pytest_asyncio
 
 from rookery.core import SandboxSpec
 from rookery.environments.swe import repairs, sandbox_for
-from rookery.sandboxes import Home
+from rookery.sandboxes import ProviderHome
+from rookery.sandboxes.docker.client import BlockingEngineClient
 from rookery.sandboxes.docker.provider import DockerProvider
-from rookery.sandboxes.images.engine import Engine
-from rookery.sandboxes.images.giving import give
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.images.engine_images import EngineImages
+from rookery.sandboxes.images.engine_loader import load_image
+from rookery.sandboxes.images.references import parse_reference
 from rookery.tasks import load_tasks
-from rookery.tasks.swe import swe_task
+from rookery.tasks.swe import get_swe_task
 from tests.environments.swe.system_image import system_at
 from tests.environments.swe.test_repairs import NAMES, cached, is_wrong, ready  # noqa: F401  (a fixture)
 from tests.environments.swe.wrong_repairs import WRONG
@@ -50,7 +51,7 @@ def stocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 async def docker(
     stocked: engines.PrivateEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[DockerProvider]:
-    home = Home(folder=tmp_path_factory.mktemp("home") / "sandboxes", run=f"repairs-{os.getpid()}")
+    home = ProviderHome(folder=tmp_path_factory.mktemp("home") / "sandboxes", run=f"repairs-{os.getpid()}")
     provider = DockerProvider(home, image=IMAGE, engine=stocked.socket)
     try:
         yield provider
@@ -59,8 +60,8 @@ async def docker(
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_the_gate_in_containers(docker: DockerProvider, name: str) -> None:
-    task = swe_task(next(task for task in repairs.repairs() if task.id == name))
+async def test_repairs_grade_in_containers(docker: DockerProvider, name: str) -> None:
+    task = get_swe_task(next(task for task in repairs.repairs() if task.id == name))
     async with ready(docker, task, SPEC) as made:
         right = await made.graded(solved=True)
         assert (right.reward, right.weaker) == (1.0, ""), right
@@ -69,7 +70,7 @@ async def test_the_gate_in_containers(docker: DockerProvider, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["cache-expiry", "ring-buffer", "option-order"])
-async def test_the_gate_in_images_that_harbor_builds(
+async def test_repairs_grade_in_images_that_harbor_builds(
     docker: DockerProvider,
     stocked: engines.PrivateEngine,
     name: str,
@@ -78,9 +79,11 @@ async def test_the_gate_in_images_that_harbor_builds(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{stocked.socket}")
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "images"))
-    task = swe_task(next(task for task in load_tasks("repairs-harbor") if task.id == name))
+    task = get_swe_task(next(task for task in load_tasks("repairs-harbor") if task.id == name))
     assert task.image is not None
-    image = await asyncio.to_thread(give, parse(task.image), Engine(stocked.socket))
+    image = await asyncio.to_thread(
+        load_image, parse_reference(task.image), EngineImages(BlockingEngineClient(stocked.socket))
+    )
     spec = msgspec.structs.replace(sandbox_for(task, SPEC), image=image)
     async with ready(docker, task, spec) as made:
         right = await made.graded(solved=True)

@@ -40,7 +40,7 @@ async def played(
         return group.rollouts[0]
 
 
-async def test_an_agent_that_repairs_and_submits_is_paid(server: ModelServer, tmp_path: Path) -> None:
+async def test_an_agent_that_repairs_and_submits_gets_the_reward(server: ModelServer, tmp_path: Path) -> None:
     rollout = await played(
         server,
         tmp_path,
@@ -59,7 +59,7 @@ async def test_an_agent_that_repairs_and_submits_is_paid(server: ModelServer, tm
     assert [tool["function"]["name"] for tool in first["tools"]] == ["bash", "edit", "submit"]
     looked, edited, tried = told(server.requests[-1])
     assert looked == "/workspace\nadd.sh\n-1\n[exit code 0]"
-    assert "is edited" in edited
+    assert "was edited" in edited
     assert tried == "5\n[exit code 0]"
     assert rollout.metrics["bash_calls"] == 2
 
@@ -122,7 +122,7 @@ async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(server: Mod
     assert not server.requests
 
 
-async def test_steps_follow_one_another_in_the_same_box(server: ModelServer, tmp_path: Path) -> None:
+async def test_steps_follow_one_another_in_the_same_sandbox(server: ModelServer, tmp_path: Path) -> None:
     more = (("Now print the word done as well.", "bash add.sh 2 3 | grep -qx done\n"),)
 
     def play(fixes: bool) -> tuple[Answer, ...]:
@@ -199,7 +199,7 @@ async def test_an_mcp_server_of_the_task_is_a_tool(server: ModelServer, tmp_path
     assert {"whoami", "small_bash"} <= set(names)
     answers = told(server.requests[-1])
     assert "/workspace" in answers[0]
-    assert "not there any more" in answers[2]
+    assert "no longer available" in answers[2]
 
 
 async def test_a_server_of_the_sandbox_is_there_again_in_the_next_step(

@@ -14,7 +14,13 @@ from rookery.core import Completed, Limits, Task, UsageError
 from rookery.environments.agent import AgentEnvironment
 from rookery.environments.swe import SweEnvironment
 from rookery.tasks import check_tasks, load_tasks
-from rookery.tasks.swe import GRADE_SHARE, GRADED_RUNS, SCORE_ROOM, swe_task, with_test_timeout
+from rookery.tasks.swe import (
+    GRADING_OVERHEAD_SECONDS,
+    GRADING_TIME_SHARE,
+    RUNS_PER_GRADING,
+    get_swe_task,
+    with_test_timeout,
+)
 from tests.cli.helpers import rookery
 from tests.environments.swe.kit import SUBMIT, scripted
 from tests.servers import ModelServer
@@ -34,13 +40,13 @@ def task_of(folder: Path, **more: Any) -> Task:
 def seconds(env: SweEnvironment, task: Task, run: Limits = NONE) -> tuple[float, float | None]:
     """Of one run of the tests, and of the stage that grades."""
     limits = env.limits_for(task, run)
-    timed = with_test_timeout(swe_task(task), limits.test_timeout, env.test_timeout)
+    timed = with_test_timeout(get_swe_task(task), limits.test_timeout, env.test_timeout)
     return timed.steps[-1].verifier.timeout, limits.score
 
 
 def graded(timeout: float) -> float:
     """The limit of the stage that grades, for tests with this timeout."""
-    return (GRADED_RUNS * timeout + 2 * SCORE_ROOM) / GRADE_SHARE
+    return (RUNS_PER_GRADING * timeout + 2 * GRADING_OVERHEAD_SECONDS) / GRADING_TIME_SHARE
 
 
 def test_the_run_wins_over_the_task_and_the_task_over_the_environment(tmp_path: Path) -> None:
@@ -81,11 +87,11 @@ def test_a_key_of_the_task_is_for_each_step_that_does_not_say_it_itself(tmp_path
     ]
     (tmp_path / "t.jsonl").write_text(json.dumps({"id": "x", "steps": steps, "test_timeout": 6}))
     (task,) = load_tasks(tmp_path / "t.jsonl")
-    assert [step.verifier.timeout for step in swe_task(task).steps] == [6, 7, 8]
+    assert [step.verifier.timeout for step in get_swe_task(task).steps] == [6, 7, 8]
     assert "test_timeout" not in task.data
 
 
-def test_rows_with_a_folder_and_sidecars_may_say_it(tmp_path: Path) -> None:
+def test_rows_with_a_directory_and_sidecars_may_say_it(tmp_path: Path) -> None:
     data = tmp_path / "task-data" / "one"
     (data / "tests").mkdir(parents=True)
     for name, text in (
@@ -97,7 +103,7 @@ def test_rows_with_a_folder_and_sidecars_may_say_it(tmp_path: Path) -> None:
     rows = [{"env_config": {"task_id": "one"}, **more} for more in ({}, {"test_timeout": 8})]
     rows.append({"env_config": {"task_id": "one", "test_timeout": 7}})
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [swe_task(task).steps[0].verifier.timeout for task in load_tasks(tmp_path / "t.jsonl")]
+    found = [get_swe_task(task).steps[0].verifier.timeout for task in load_tasks(tmp_path / "t.jsonl")]
     assert found == [9, 8, 7]
 
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import msgspec
 
-from rookery.gateway.renderings.embedded import Embedded
-from rookery.gateway.renderings.offloop import Offloop
-from rookery.gateway.renderings.protocol import Rendering
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
+from rookery.gateway.chat_renderers.protocol import ChatRenderer
+from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.protocol import Upstream
@@ -20,13 +20,13 @@ from tests.gateway.rooms import Noting
 
 @asynccontextmanager
 async def rendered(
-    folder: Path, upstream: Upstream | None = None, rendering: Rendering | None = None
+    folder: Path, upstream: Upstream | None = None, rendering: ChatRenderer | None = None
 ) -> AsyncIterator[tuple[Gateway, Noting]]:
     """A shard that records tokens; without an upstream, of the real embedded policy. All calls are noted."""
     real = upstream or EmbeddedUpstream(UpstreamConfig(kind="embedded", urls=("embedded",)))
     noting = Noting(real)
     async with served(folder, noting) as gateway:
-        offloop = Offloop(rendering or Embedded())
+        offloop = ThreadedRenderer(rendering or EmbeddedRenderer())
         roles = cast("dict[str, Any]", gateway.shard.registry.roles)
         roles["policy"] = msgspec.structs.replace(roles["policy"], record="tokens", rendering=offloop)
         try:

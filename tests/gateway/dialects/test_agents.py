@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rookery.upstreams.protocol import ModelRequest
+from tests.gateway.chat_renderers.support import rendering
 from tests.gateway.dialects.agents import (
     CODEX_HEADERS,
     HEADERS,
@@ -23,7 +24,6 @@ from tests.gateway.dialects.agents import (
 )
 from tests.gateway.dialects.kit import exact, rendered, sent
 from tests.gateway.kit import Gateway, Registered
-from tests.gateway.renderings.support import rendering
 from tests.gateway.rooms import Noting, Script
 
 pytestmark = pytest.mark.needs("tokenizers")
@@ -37,7 +37,11 @@ async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, No
     def answer(_: ModelRequest) -> list[int]:
         text = left.pop(0)
         cut = len(text) // 3
-        return [*family.tokenizer.encode(text[:cut]), *family.tokenizer.encode(text[cut:]), family.stop[0]]
+        return [
+            *family.tokenizer.encode(text[:cut]),
+            *family.tokenizer.encode(text[cut:]),
+            family.stop_token_ids[0],
+        ]
 
     async with rendered(folder, Script(answer, family), family) as (gateway, noting):
         yield gateway, noting, await gateway.register(id="agent")

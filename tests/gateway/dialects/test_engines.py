@@ -7,6 +7,7 @@ import pytest
 
 from rookery.upstreams import UpstreamConfig, open_upstream
 from rookery.upstreams.embedded import chat
+from tests.engine_standins import EngineName, standin
 from tests.gateway.dialects.kit import exact, rendered
 from tests.gateway.dialects.test_anthropic_client import TOOLS as CLAUDE_TOOLS
 from tests.gateway.dialects.test_anthropic_client import client as anthropic_client
@@ -15,7 +16,6 @@ from tests.gateway.kit import served
 from tests.gateway.rooms import Noting
 from tests.gateway.test_openai_client import client as openai_client
 from tests.servers import Answer, ModelServer
-from tests.standins import Speaks, standin
 
 
 def goes_on(turn: Any) -> bool:
@@ -26,7 +26,7 @@ def goes_on(turn: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, kind: Speaks) -> None:
+async def test_what_an_engine_sampled_trains_once_whoever_asked(tmp_path: Path, kind: EngineName) -> None:
     async with standin(kind, weights=None) as engine:
         upstream = open_upstream(UpstreamConfig(kind=kind, urls=(engine.url,)))
         async with rendered(tmp_path, upstream) as (gateway, noting):

@@ -16,7 +16,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
 from rookery.core import ToolCall
-from rookery.gateway.dialects import BadRequestError, chat, completions, dialects, messages, responses, shared
+from rookery.gateway.dialects import BadRequestError, chat, completions, load_dialects, messages, responses, shared
 from tests.gateway.kit import Gateway, Registered, served
 from tests.gateway.scripted import Play, Scripted
 
@@ -81,7 +81,7 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
 
 
 def ask(dialect: str, **fields: Any) -> Any:
-    return dialects()[dialect].ask(msgspec.json.encode(LEAST[dialect] | fields))
+    return load_dialects()[dialect].parse_request(msgspec.json.encode(LEAST[dialect] | fields))
 
 
 @pytest.mark.parametrize(("dialect", "fields"), REFUSED)

@@ -8,7 +8,7 @@ import pytest
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
 
 from rookery.core import ToolCall
-from rookery.gateway.renderings.embedded import Embedded
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.upstreams.embedded import chat
 from tests.gateway.dialects.kit import exact, rendered
 from tests.gateway.kit import served
@@ -69,7 +69,7 @@ async def test_previous_response_ids_do_as_well(tmp_path: Path) -> None:
 
 
 async def test_a_sub_agent_is_a_tree_whose_tokens_train_once(tmp_path: Path) -> None:
-    upstream = Script(lambda _: [*b"fine", chat.END], Embedded())
+    upstream = Script(lambda _: [*b"fine", chat.END], EmbeddedRenderer())
     async with rendered(tmp_path, upstream) as (gateway, noting):
         session = await gateway.register(id="real")
         async with client(gateway, session) as own:

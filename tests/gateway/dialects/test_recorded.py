@@ -21,16 +21,16 @@ from pydantic import TypeAdapter
 
 from rookery.core import Message, ToolCall
 from rookery.environments.agent import find_launcher
+from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
+from rookery.gateway.chat_renderers.protocol import ChatRenderer
 from rookery.gateway.door import KEY
-from rookery.gateway.renderings.embedded import Embedded
-from rookery.gateway.renderings.protocol import Rendering
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import ModelRequest
+from tests.gateway.chat_renderers.support import rendering
 from tests.gateway.dialects.agents import blocks, output
 from tests.gateway.dialects.kit import events_of, exact, rendered
 from tests.gateway.dialects.recordings import Exchange, clients, conversations
 from tests.gateway.kit import Answered, Gateway, Registered, Wire, request
-from tests.gateway.renderings.support import rendering
 from tests.gateway.rooms import Noting, Script
 
 CONVERSATIONS = [(client, name) for client in clients() for name in conversations(client)]
@@ -65,7 +65,7 @@ def qwen(answer: dict[str, Any]) -> list[int]:
     text = thought + answer["text"]
     text = "\n".join([text, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
     cut = text.index(answer["reasoning"]) + 4
-    return [*family.tokenizer.encode(text[:cut]), *family.tokenizer.encode(text[cut:]), family.stop[0]]
+    return [*family.tokenizer.encode(text[:cut]), *family.tokenizer.encode(text[cut:]), family.stop_token_ids[0]]
 
 
 def embedded(answer: dict[str, Any]) -> list[int]:
@@ -79,13 +79,13 @@ class Format:
     """A chat format, and an answer in its ids."""
 
     ids: Callable[[dict[str, Any]], list[int]]
-    rendering: Callable[[], Rendering]
+    rendering: Callable[[], ChatRenderer]
     thinks: bool
 
 
 FORMATS = {
     "qwen3": Format(qwen, lambda: rendering("qwen3"), thinks=True),
-    "embedded": Format(embedded, Embedded, thinks=False),
+    "embedded": Format(embedded, EmbeddedRenderer, thinks=False),
 }
 
 

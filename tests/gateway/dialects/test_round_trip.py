@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message, ToolCall, Turn
-from rookery.gateway.dialects import dialects
+from rookery.gateway.dialects import load_dialects
 from rookery.gateway.dialects.messages import MessagesDialect
-from rookery.gateway.dialects.protocol import Ask, BadRequestError
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest
 from rookery.gateway.dialects.responses import ResponsesDialect
 from rookery.gateway.numbers import Respelled, alike
-from rookery.gateway.session import Reply
 from rookery.gateway.tools import ToolsError
-from rookery.trajectories import key_of
+from rookery.trajectories import get_message_key
+from rookery.upstreams.protocol import ModelReply
 from tests.gateway.scripted import ANY_SPEED
 
 MESSAGES, RESPONSES = MessagesDialect(), ResponsesDialect()
@@ -65,8 +65,8 @@ def conversations(draw: Any) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def reply(message: Message) -> Reply:
-    return Reply(message, "stop", Turn(attempt="x", index=0, response=message))
+def reply(message: Message) -> ModelReply:
+    return ModelReply(message=message, finish="stop", recorded_turn=Turn(attempt="x", index=0, response=message))
 
 
 def hinted(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def hinted(draw: Callable[[Any], Any], block: dict[str, Any]) -> dict[str, Any]:
 def as_anthropic(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
     """The request of a client that keeps its history in Anthropic's shape."""
     body: dict[str, Any] = {"messages": [], "stream": draw(st.booleans())}
-    asked = Ask(own=True)
+    asked = ClientRequest(dialect_data=True)
     for message in messages:
         if message.role == "system":
             block = hinted(draw, {"type": "text", "text": message.text})
             body["system"] = draw(st.sampled_from([message.text, [block]]))
             continue
         if message.role == "assistant":
-            said = msgspec.json.decode(MESSAGES.whole(asked, [reply(message)]))
+            said = msgspec.json.decode(MESSAGES.format_response(asked, [reply(message)]))
             body["messages"].append({"role": "assistant", "content": said["content"]})
             continue
         block = {"type": "text", "text": message.text}
@@ -110,14 +110,14 @@ def as_openai(draw: Any, messages: tuple[Message, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {"input": [], "tools": TOOLS, "stream": draw(st.booleans())}
     ids, sealed = draw(st.booleans()), draw(st.booleans())
     include = ["reasoning.encrypted_content"] if sealed else []
-    asked = RESPONSES.ask(msgspec.json.encode({"input": "x", "tools": TOOLS, "include": include}))
+    asked = RESPONSES.parse_request(msgspec.json.encode({"input": "x", "tools": TOOLS, "include": include}))
     custom: set[str] = set()
     for at, message in enumerate(messages):
         if message.role == "system":
             body["instructions"] = message.text
         elif message.role == "assistant":
             named = msgspec.structs.replace(asked, id=f"{at:024x}")
-            for item in msgspec.json.decode(RESPONSES.whole(named, [reply(message)]))["output"]:
+            for item in msgspec.json.decode(RESPONSES.format_response(named, [reply(message)]))["output"]:
                 if not ids:
                     del item["id"], item["status"]
                 if sealed and item["type"] == "reasoning":
@@ -145,9 +145,11 @@ def spelled(draw: Any, body: dict[str, Any]) -> bytes:
 @given(st.data(), conversations(), st.sampled_from(["messages", "responses"]))
 def test_a_conversation_comes_back_as_it_was(data: st.DataObject, said: tuple[Message, ...], name: str) -> None:
     write = as_anthropic if name == "messages" else as_openai
-    found = dialects()[name].ask(spelled(data.draw, write(data.draw, said))).messages
+    found = load_dialects()[name].parse_request(spelled(data.draw, write(data.draw, said))).messages
     assert all(isinstance(message, Message) for message in found)
-    assert [key_of(message) for message in found if isinstance(message, Message)] == [key_of(one) for one in said]
+    assert [get_message_key(message) for message in found if isinstance(message, Message)] == [
+        get_message_key(one) for one in said
+    ]
     assert [one.reasoning for one in found if isinstance(one, Message)] == [one.reasoning for one in said]
 
 
@@ -170,7 +172,7 @@ def test_items_without_ids_are_one_answer_where_they_can_be(items: str, expected
         "c": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         "o": {"type": "function_call_output", "call_id": "1", "output": "o"},
     }
-    found = RESPONSES.ask(msgspec.json.encode({"input": [kinds[one] for one in items.split()]})).messages
+    found = RESPONSES.parse_request(msgspec.json.encode({"input": [kinds[one] for one in items.split()]})).messages
     told = [
         (one.reasoning or "") + one.text + "c" * len(one.tool_calls) for one in found if isinstance(one, Message)
     ]
@@ -187,7 +189,7 @@ def test_items_with_ids_are_one_answer_exactly_where_the_ids_say_so() -> None:
         "fc": {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
     }
     items = [item("msg", "1"), item("rs", "1"), item("msg", "1"), item("fc", "2"), item("msg", "3")]
-    found = RESPONSES.ask(msgspec.json.encode({"input": items})).messages
+    found = RESPONSES.parse_request(msgspec.json.encode({"input": items})).messages
     assert [(one.text, one.reasoning, len(one.tool_calls)) for one in found if isinstance(one, Message)] == [
         ("aa", "r", 0),
         ("", None, 1),
@@ -244,9 +246,9 @@ json_values = st.recursive(
     st.sampled_from(["completions", "messages", "responses"]), st.binary(max_size=20) | json_values.map(json.dumps)
 )
 def test_whatever_the_body_is_it_is_a_request_or_an_error_in_words(name: str, body: bytes | str) -> None:
-    found: Ask | str
+    found: ClientRequest | str
     try:
-        found = dialects()[name].ask(body.encode() if isinstance(body, str) else body)
+        found = load_dialects()[name].parse_request(body.encode() if isinstance(body, str) else body)
     except (BadRequestError, ToolsError) as error:
         found = str(error)
     assert found
@@ -264,7 +266,7 @@ def test_whatever_a_message_is_it_is_read_or_an_error_in_words(field: str, given
     name = "messages" if field == "messages" else "responses"
     found: object
     try:
-        found = dialects()[name].ask(json.dumps({field: given}).encode()).messages
+        found = load_dialects()[name].parse_request(json.dumps({field: given}).encode()).messages
     except BadRequestError as error:
         found = str(error)
     assert found
@@ -274,7 +276,7 @@ def test_whatever_a_message_is_it_is_read_or_an_error_in_words(field: str, given
 
 
 def test_every_dialect_is_found_by_its_entry_point_and_has_paths_of_its_own() -> None:
-    found = dialects()
+    found = load_dialects()
     assert {"chat", "completions", "messages", "responses"} <= set(found)
     assert [name for name, dialect in found.items() if dialect.name != name] == []
     paths = [path for dialect in found.values() for path in dialect.paths]
@@ -292,7 +294,7 @@ def test_every_dialect_is_found_by_its_entry_point_and_has_paths_of_its_own() ->
 def test_an_error_has_its_providers_shape_and_only_what_a_retry_can_mend_is_retried(
     name: str, problem: Any, retried: bool
 ) -> None:
-    status, body = dialects()[name].error(problem, "said so", "messages")
+    status, body = load_dialects()[name].format_error(problem, "said so", "messages")
     found = msgspec.json.decode(body)
     assert (status >= 500) == retried
     assert status not in (408, 409, 429)
@@ -341,7 +343,7 @@ def test_arguments_that_went_through_javascript_are_those_that_were_sampled(
     call = ToolCall("c", "f", sampled)
     respelled.note(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
     restored = respelled.restored(Message("assistant", None, (ToolCall("c", "f", back),)))
-    assert key_of(restored) == key_of(Message("assistant", None, (call,)))
+    assert get_message_key(restored) == get_message_key(Message("assistant", None, (call,)))
     edited = ToolCall("c", "f", json.dumps({**given, "d": other}))
     assert respelled.restored(Message("assistant", None, (edited,))).tool_calls == (edited,)
     elsewhere = ToolCall("another", "f", back)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from rookery.core import Finish, Message, ToolCall, UpstreamError
-from rookery.gateway.dialects.shared import CallsInOrder, Told
+from rookery.gateway.dialects.shared import CallEvent, CallSequencer
 from rookery.gateway.sent import without_half_call
 from rookery.upstreams.protocol import CallDelta, Delta
 from tests.gateway.kit import KEY, Gateway, served_beside
@@ -164,7 +164,7 @@ def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
 
 
 def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong() -> None:
-    calls = CallsInOrder()
+    calls = CallSequencer()
     _ = list(calls.feed(CallDelta(0, "a", "look", "{}")))
     _ = list(calls.feed(CallDelta(1, "b", "look", "{")))
     with pytest.raises(UpstreamError, match="came back to tool call 0"):
@@ -172,7 +172,7 @@ def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong()
 
 
 def test_a_call_without_a_name_waits_for_the_whole_answer() -> None:
-    calls = CallsInOrder()
+    calls = CallSequencer()
     told = [
         *calls.feed(CallDelta(0, "a")),
         *calls.feed(CallDelta(0, name="look")),
@@ -185,8 +185,10 @@ def test_a_call_without_a_name_waits_for_the_whole_answer() -> None:
 @settings(ANY_SPEED)
 @given(answers())
 def test_every_call_is_told_once_and_whole(answer: Told_) -> None:
-    calls = CallsInOrder()
-    told: list[Told] = [one for piece in answer.pieces for call in piece.tool_calls for one in calls.feed(call)]
+    calls = CallSequencer()
+    told: list[CallEvent] = [
+        one for piece in answer.pieces for call in piece.tool_calls for one in calls.feed(call)
+    ]
     told += calls.finish(answer.message.tool_calls)
     ends = [ToolCall(one.id, one.name, one.text) for one in told if one.kind == "end"]
     assert tuple(ends) == answer.message.tool_calls

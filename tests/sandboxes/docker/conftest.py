@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rookery.sandboxes import Home, procs
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import ProviderHome
 from rookery.sandboxes.docker.provider import DockerProvider
 from tests.sandboxes.conftest import processes_of
 from tests.sandboxes.docker import engine as engines
@@ -34,7 +35,7 @@ def engine(tars: dict[str, Path]) -> Iterator[engines.PrivateEngine]:
         yield made
     finally:
         made.stop()
-        procs.remove_tree(folder)  # hostile programs leave trees that are too deep for others
+        processes.remove_tree(folder)  # hostile programs leave trees that are too deep for others
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -43,7 +44,7 @@ async def docker(
 ) -> AsyncIterator[DockerProvider]:
     """One provider for all tests of a module, which must leave the engine and the host as it found them."""
     folder = tmp_path_factory.mktemp("home") / "sandboxes"
-    home = Home(folder=folder, run=f"docker-{os.getpid()}-{folder.parent.name}")
+    home = ProviderHome(folder=folder, run=f"docker-{os.getpid()}-{folder.parent.name}")
     before = len(os.listdir("/proc/self/fd"))
     provider = DockerProvider(home, image=engines.IMAGE, engine=engine.socket)
     try:

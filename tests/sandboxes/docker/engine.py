@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sandbox_docker import engine_words
-from rookery.sandboxes import procs
-from rookery.sandboxes.docker import asking
+from benchmarks.docker_engine import engine_words
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreachable
 from tests.sandboxes.images import libraries_of
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "sandboxes" / "root"
@@ -68,6 +68,10 @@ class PrivateEngine:
     def socket(self) -> str:
         return str(self._folder / "docker.sock")
 
+    @property
+    def client(self) -> BlockingEngineClient:
+        return BlockingEngineClient(self.socket)
+
     def _words(self) -> tuple[list[str], dict[str, str]]:
         """How it is started, and with which variables; what a killed one left is out of the way then."""
         for name in ("docker.sock", "pid"):
@@ -84,8 +88,8 @@ class PrivateEngine:
             )
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self._program.poll() is None:
-            with contextlib.suppress(asking.EngineGone):
-                asking.ask(self.socket, "GET", "/_ping", timeout=end - time.monotonic())
+            with contextlib.suppress(EngineUnreachable):
+                self.client.call("GET", "/_ping", timeout=end - time.monotonic())
                 return
             time.sleep(0.02)
         raise RuntimeError(f"the engine did not start: {(self._folder / 'log').read_text()[-2000:]}")
@@ -97,7 +101,7 @@ class PrivateEngine:
     def _end(self) -> None:
         """Its pid 1 is gone when all that lived with it is; until then another one could not have its files."""
         assert self._program is not None
-        children = procs.children_of(self._program.pid)
+        children = processes.list_children(self._program.pid)
         handles = [os.pidfd_open(child) for child in children]
         self._program.kill()
         self._program.wait()
@@ -109,7 +113,7 @@ class PrivateEngine:
     def stop(self) -> None:
         if self._program is not None and self._program.poll() is None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                for child in procs.children_of(self._program.pid):
+                for child in processes.list_children(self._program.pid):
                     os.kill(child, signal.SIGTERM)
                 self._program.wait(timeout=4)
         if self._program is not None and self._program.poll() is None:
@@ -155,7 +159,7 @@ class PrivateEngine:
         assert status == 201, said
 
     def image_id(self, name: str) -> str:
-        return str(asking.ask(self.socket, "GET", f"/images/{name}/json")["Id"])
+        return str(self.client.call("GET", f"/images/{name}/json")["Id"])
 
     def commit(self, container: str, name: str) -> None:
         """With the container's labels."""
@@ -177,17 +181,15 @@ class PrivateEngine:
         assert status == 204, said
 
     def containers(self) -> list[str]:
-        return [one["Id"] for one in asking.ask(self.socket, "GET", "/containers/json?all=1", timeout=30.0)]
+        return [one["Id"] for one in self.client.call("GET", "/containers/json?all=1", timeout=30.0)]
 
     def snapshots(self) -> list[str]:
-        found = asking.ask(self.socket, "GET", "/images/json", timeout=30.0)
+        found = self.client.call("GET", "/images/json", timeout=30.0)
         tags = [tag.rpartition("/")[2] for one in found for tag in one["RepoTags"] or ()]
         return [tag for tag in tags if tag.startswith("rookery-snapshot")]
 
     def names(self) -> list[str]:
-        return [
-            one["Names"][0][1:] for one in asking.ask(self.socket, "GET", "/containers/json?all=1", timeout=30.0)
-        ]
+        return [one["Names"][0][1:] for one in self.client.call("GET", "/containers/json?all=1", timeout=30.0)]
 
 
 def _remove_group(found: Path) -> None:
@@ -212,7 +214,7 @@ def image_at(tar: Path) -> Path:
         for library in libraries_of(path):
             usual = library.startswith(("/lib", "/usr/lib"))
             files.setdefault(library[1:] if usual else f"usr/lib/{Path(library).name}", library)
-    half = tar.with_suffix(".half")
+    half = tar.with_suffix(".incomplete")
     with tarfile.open(half, "w") as file:
         for target, source in files.items():
             file.add(os.path.realpath(source), target)

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.docker.provider import DockerProvider
 from tests.sandboxes.docker.engine import IMAGE
 
 
 async def main(folder: str, socket: str, count: str) -> None:
-    provider = DockerProvider(Home(folder=Path(folder), run="killed"), image=IMAGE, engine=socket)
+    provider = DockerProvider(ProviderHome(folder=Path(folder), run="killed"), image=IMAGE, engine=socket)
     boxes = await asyncio.gather(*(provider.create(SandboxSpec(), attempt="a") for _ in range(int(count))))
     for box in boxes:
         await box.start(Command(argv=("sh", "-c", "trap '' TERM HUP; while :; do sleep 1; done")))

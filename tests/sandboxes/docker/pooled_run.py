@@ -37,7 +37,7 @@ class Working(Environment):
         await box.write("mine", b"x")
         ctx.info |= {"files": found.stdout.decode(), "box": box.id, "image": box.spec.image, "pids": box.spec.pids}
         if Working.home is not None:
-            held = {lease.id: lease.attempt for lease in leases.read_all(Working.home / "sandboxes")}
+            held = {lease.id: lease.attempt for lease in leases.read_leases(Working.home / "sandboxes")}
             ctx.info["leased"] = held[box.id]
         await ctx.policy.chat(ctx.task.prompt)
 

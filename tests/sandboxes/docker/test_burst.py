@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.docker import api, provider
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.docker import client, provider
 from rookery.sandboxes.docker.provider import DockerProvider
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
 
@@ -49,7 +49,7 @@ class Full:
         self.most_making = max(self.most_making, self.making)
         try:
             # As many as will ever come at once are here before the first one is answered.
-            if self.most_making >= provider.AT_ONCE:
+            if self.most_making >= provider.PARALLEL_CREATIONS:
                 self.turn.set()
             await self.turn.wait()
             return web.json_response({"message": "there is no room"}, status=500)
@@ -62,7 +62,7 @@ class Full:
 
 
 async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reused(
-    home: Home, tmp_path: Path
+    home: ProviderHome, tmp_path: Path
 ) -> None:
     full = Full()
     app = web.Application()
@@ -76,13 +76,13 @@ async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reu
             ended = await asyncio.gather(
                 *(docker.create(SPEC, attempt=str(at), timeout=90.0) for at in range(500)), return_exceptions=True
             )
-        assert {type(one) for one in ended} == {api.Refused}
+        assert {type(one) for one in ended} == {client.EngineAPIError}
         assert all("there is no room" in str(one) for one in ended)
         assert full.asked["POST containers"] == 500
         assert full.asked["GET images"] == 2  # one of the reaper's
         assert (full.asked["GET info"], full.asked["GET _ping"]) == (1, 0)  # for all of them
-        assert full.most_making == provider.AT_ONCE <= api.CONNECTIONS // 2
-        assert full.connections <= api.CONNECTIONS + 2  # and the reaper's
+        assert full.most_making == provider.PARALLEL_CREATIONS <= client.MAX_CONNECTIONS // 2
+        assert full.connections <= client.MAX_CONNECTIONS + 2  # and the reaper's
     finally:
         await docker.close()
         await runner.cleanup()
@@ -90,7 +90,7 @@ async def test_a_burst_of_500_is_paced_over_connections_that_are_bounded_and_reu
 
 @pytest.mark.needs("docker")
 @pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.long)])
-async def test_a_burst_is_made_by_a_real_engine(home: Home, engine: PrivateEngine, count: int) -> None:
+async def test_a_burst_is_made_by_a_real_engine(home: ProviderHome, engine: PrivateEngine, count: int) -> None:
     docker = DockerProvider(home, engine=engine.socket)
     try:
         made = await asyncio.gather(
@@ -109,7 +109,7 @@ async def test_a_burst_is_made_by_a_real_engine(home: Home, engine: PrivateEngin
         session = docker.engine._session
         assert session is not None
         assert session.connector is not None
-        assert sum(map(len, session.connector._conns.values())) <= api.CONNECTIONS
+        assert sum(map(len, session.connector._conns.values())) <= client.MAX_CONNECTIONS
     finally:
         await docker.close()
     assert engine.containers() == []

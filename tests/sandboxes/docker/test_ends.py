@@ -16,8 +16,8 @@ import pytest
 from rookery import Context, Engine, Environment
 from rookery.core import SandboxError, SandboxSpec, label
 from rookery.engine.retry import RetryPolicy
-from rookery.sandboxes import Command, Home, leases
-from rookery.sandboxes.docker import api, asking, orphans
+from rookery.sandboxes import Command, ProviderHome, leases
+from rookery.sandboxes.docker import client, orphans
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.reaper import reap
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
@@ -37,7 +37,7 @@ def again(engine: PrivateEngine) -> Iterator[PrivateEngine]:
 
 
 async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_for_it(
-    home: Home, again: PrivateEngine
+    home: ProviderHome, again: PrivateEngine
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=again.socket)
     try:
@@ -47,7 +47,7 @@ async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_fo
         assert (await process.wait(timeout=10)).status == "lost"
         with pytest.raises(SandboxError, match="lost"):
             await sandbox.exec(Command(argv=("true",)))
-        with pytest.raises(api.EngineGone) as caught:
+        with pytest.raises(client.EngineUnreachable) as caught:
             await provider.create(SPEC, attempt="b", timeout=0.3)
         assert caught.value.fault == "infra"
         creation = asyncio.create_task(provider.create(SPEC, attempt="c"))
@@ -61,15 +61,17 @@ async def test_a_dead_engine_loses_its_containers_and_the_next_creation_waits_fo
     assert again.containers() == []
 
 
-async def test_a_container_that_could_not_be_removed_is_owed(
-    home: Home, again: PrivateEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_container_that_could_not_be_removed_is_removed_later(
+    home: ProviderHome, again: PrivateEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DockerProvider, "remove", partialmethod(DockerProvider.remove, seconds=0.2))
+    monkeypatch.setattr(
+        DockerProvider, "remove_container", partialmethod(DockerProvider.remove_container, seconds=0.2)
+    )
     provider = DockerProvider(home, image=IMAGE, engine=again.socket)
     sandbox = await provider.create(SPEC, attempt="a")
     again.kill()
     await sandbox.close()
-    assert leases.path_of(home.folder, sandbox.id).exists()
+    assert leases.lease_path(home.folder, sandbox.id).exists()
     again.start()
     await provider.close()
     assert again.containers() == []
@@ -144,19 +146,19 @@ async def test_rollouts_of_a_killed_engine_end_as_infra_and_the_run_goes_on_when
 async def _release(engine: PrivateEngine, running: "asyncio.Task[list[object]]") -> None:
     """Lets every container go on that is there, until the run has ended."""
     done: set[str] = set()
-    place = api.Engine(engine.socket)
+    place = client.EngineClient(engine.socket)
     try:
         while not running.done():
-            for one in await place.call("GET", api.path("containers", "json")):
+            for one in await place.call("GET", client.api_path("containers", "json")):
                 if one["Id"] not in done:
                     body = {"Cmd": ["touch", "/work/go"], "User": "1000", "AttachStdout": True}
                     asked = await place.call(
-                        "POST", api.path("containers", one["Id"], "exec"), body, ok=(404, 409)
+                        "POST", client.api_path("containers", one["Id"], "exec"), body, ok=(404, 409)
                     )
                     if asked is not None:
-                        started = api.path("exec", asked["Id"], "start")
+                        started = client.api_path("exec", asked["Id"], "start")
                         await place.call("POST", started, {"Detach": False}, ok=(404, 409))
-                        ended = await place.call("GET", api.path("exec", asked["Id"], "json"), ok=(404,))
+                        ended = await place.call("GET", client.api_path("exec", asked["Id"], "json"), ok=(404,))
                         if ended is not None and ended["ExitCode"] == 0:  # its pid 1 may not have made /work yet
                             done.add(one["Id"])
             await asyncio.wait({running}, timeout=0.2)
@@ -172,7 +174,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
         assert len(engine.containers()) == 3
-        assert orphans.reap(engine.socket) == []
+        assert orphans.reap(client.BlockingEngineClient(engine.socket)) == []
         assert reap(folder, now=time.time()) == []
         assert len(engine.containers()) == 3
     finally:
@@ -187,7 +189,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(engine: PrivateEngine, tmp_
 
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
 async def test_the_next_start_removes_what_a_killed_owner_left(
-    home: Home, engine: PrivateEngine, tmp_path: Path, count: int
+    home: ProviderHome, engine: PrivateEngine, tmp_path: Path, count: int
 ) -> None:
     """Of containers that stand still: they do not see their owner go."""
     words = [
@@ -213,7 +215,7 @@ async def test_the_next_start_removes_what_a_killed_owner_left(
     provider = DockerProvider(home, image=IMAGE, engine=engine.socket)
     try:
         sandbox = await provider.create(SPEC, attempt="next", timeout=200.0)
-        assert engine.names() == [orphans.name_of(sandbox.id)]
+        assert engine.names() == [orphans.container_name(sandbox.id)]
     finally:
         await provider.close()
     assert engine.containers() == []
@@ -224,16 +226,16 @@ def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_pa
     """Never started, they do not end by themselves."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    mine = leases.lease("mine", "r", "a", "docker", tmp_path)
+    mine = leases.create_lease("mine", "r", "a", "docker", tmp_path)
     gone = msgspec.structs.replace(mine, id="gone", owner_pid=dead.pid, owner_started=1)
     late = msgspec.structs.replace(mine, id="late", deadline=1.0)
     made = {
-        "mine": orphans.labels(mine),
-        "gone": orphans.labels(gone),
-        "late": orphans.labels(late),
-        "elsewhere": {**orphans.labels(gone), orphans.MACHINE: "another"},
-        "unseen": {**orphans.labels(gone), orphans.BOOT: orphans._boot().partition("/")[0] + "/1"},
-        "reborn": {**orphans.labels(mine), orphans.BOOT: "before/1"},
+        "mine": orphans.make_labels(mine),
+        "gone": orphans.make_labels(gone),
+        "late": orphans.make_labels(late),
+        "elsewhere": {**orphans.make_labels(gone), orphans.MACHINE: "another"},
+        "unseen": {**orphans.make_labels(gone), orphans.BOOT: orphans._boot_id().partition("/")[0] + "/1"},
+        "reborn": {**orphans.make_labels(mine), orphans.BOOT: "before/1"},
         "foreign": {"team": "blue"},
     }
     for name, labels in made.items():
@@ -241,12 +243,13 @@ def test_only_containers_of_dead_owners_are_reaped(engine: PrivateEngine, tmp_pa
     for name in ("mine", "gone", "foreign"):
         engine.commit(f"reap-{name}", f"rookery-snapshot:{name}")
     try:
-        assert sorted(orphans.reap(engine.socket)) == ["gone", "late", "mine"]  # that one is `reborn`
+        reaped = orphans.reap(client.BlockingEngineClient(engine.socket))
+        assert sorted(reaped) == ["gone", "late", "mine"]  # `mine` is the lease of `reborn`
         assert sorted(engine.names()) == ["reap-elsewhere", "reap-foreign", "reap-mine", "reap-unseen"]
     finally:
         for name in engine.names():
-            orphans.remove(engine.socket, name)
+            orphans.remove_container(client.BlockingEngineClient(engine.socket), name)
         left = engine.snapshots()
         for name in left:
-            asking.ask(engine.socket, "DELETE", f"/images/{name}?force=1", timeout=10.0)
+            client.BlockingEngineClient(engine.socket).call("DELETE", f"/images/{name}?force=1", timeout=10.0)
     assert sorted(left) == ["rookery-snapshot:foreign", "rookery-snapshot:mine"]

@@ -116,7 +116,7 @@ async def test_a_tree_that_an_engine_cannot_remove_does_not_keep_its_container(
         assert (await sandbox.exec(Command(argv=("python3", "-c", deep), wall=60.0))).ok
     finally:
         await sandbox.close()
-    assert orphans.name_of(sandbox.id) not in engine.names()
+    assert orphans.container_name(sandbox.id) not in engine.names()
 
 
 async def test_a_guard_killed_for_want_of_memory_is_the_commands_memory_limit(docker: DockerProvider) -> None:

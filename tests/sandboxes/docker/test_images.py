@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxError, SandboxSpec
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.docker import api
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.docker import client
 from rookery.sandboxes.docker.provider import DockerProvider
-from rookery.sandboxes.images.content import Store
-from rookery.sandboxes.images.making import Making
-from rookery.sandboxes.images.progress import Progress
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.images.installer import ImageInstaller
+from rookery.sandboxes.images.progress import ImageProgress
+from rookery.sandboxes.images.references import parse_reference
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.docker.engine import BARE, PrivateEngine
 from tests.sandboxes.images import archived, system_at
 from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
@@ -45,7 +45,7 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def docker(engine: PrivateEngine, top: Path) -> AsyncIterator[DockerProvider]:
-    provider = DockerProvider(Home(folder=top / "home", run="images"), engine=engine.socket)
+    provider = DockerProvider(ProviderHome(folder=top / "home", run="images"), engine=engine.socket)
     yield provider
     await provider.close()
     assert engine.containers() == []
@@ -83,8 +83,8 @@ async def test_files_become_an_image_of_the_engine(
     docker: DockerProvider, system: Path, packed: bytes, tmp_path: Path, engine: PrivateEngine, form: str
 ) -> None:
     made = Made(packed, tar_of(member("mark", MARK)), tar_of(member("etc/.wh.of-the-image")), WorkingDir="/srv")
-    told: list[Progress] = []
-    docker.on_image = told.append
+    told: list[ImageProgress] = []
+    docker.on_image_progress = told.append
     image: object
     if form == "layout":
         image = f"oci:{made.layout(tmp_path / 'layout')}"
@@ -117,11 +117,11 @@ async def test_files_become_an_image_of_the_engine(
 async def test_an_image_is_given_once_however_many_ask_and_its_bytes_are_told(
     docker: DockerProvider, packed: bytes
 ) -> None:
-    told: list[Progress] = []
-    docker.on_image = told.append
+    told: list[ImageProgress] = []
+    docker.on_image_progress = told.append
     with Registry() as registry:
         image = registry.push("team/app:1", Made(packed, tar_of(member("mark", MARK)), Env=["LEVEL=two"]))
-        found = await asyncio.gather(*(docker.image(image) for _ in range(100)))
+        found = await asyncio.gather(*(docker.get_image(image) for _ in range(100)))
         assert {one["Id"] for one in found} == {found[0]["Id"]}
         assert set(Counter(registry.fetched()).values()) == {1}
     assert await said(docker, image, "cat /mark; echo $LEVEL") == "here\ntwo\n"
@@ -133,8 +133,8 @@ async def test_a_key_goes_to_the_registry_and_into_no_word_of_ours(
     docker: DockerProvider, packed: bytes, top: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    told: list[Progress] = []
-    docker.on_image = told.append
+    told: list[ImageProgress] = []
+    docker.on_image_progress = told.append
     with Registry(auth="basic") as registry:
         image = registry.push("team/secret:1", Made(packed, tar_of(member("mark", MARK))))
         with pytest.raises(SandboxError, match="docker login") as caught:
@@ -159,8 +159,8 @@ async def test_an_image_that_cannot_be_had_is_the_tasks_fault_with_its_name_and_
         for image, words in (
             (f"{registry.host}/no/such:thing", "check the name"),
             ("engine:no/such:thing", "pull, load or build it there"),
-            ("UPPER:1", "cannot be the name"),
-            ("./nowhere", "no folder and no archive"),
+            ("UPPER:1", "is not a valid image name"),
+            ("./nowhere", "does not exist"),
             (f"oci:{tmp_path}/nowhere", "there is no"),
             (f"dockerfile:{tmp_path}", "there is no file"),
         ):
@@ -188,8 +188,8 @@ async def test_an_image_that_went_since_is_given_again(
 ) -> None:
     image = Made(packed, tar_of(member("mark", MARK))).layout(tmp_path / "layout")
     assert await said(docker, image, "cat /mark") == "here\n"
-    known = await docker.image(str(image))
-    await docker.engine.call("DELETE", api.path("images", known["Id"], force="1"))
+    known = await docker.get_image(str(image))
+    await docker.engine.call("DELETE", client.api_path("images", known["Id"], force="1"))
     assert await said(docker, image, "cat /mark") == "here\n"
 
 
@@ -207,8 +207,12 @@ async def test_a_name_of_the_store_is_given_with_what_its_layers_say_together(
     third = tar_of(folder("opt/"), member("opt/.wh..wh..opq"), link("opt/link", "new"), member("opt/new", MARK))
     passwd = tar_of(member("etc/passwd", b"root:x:0:0::/:/bin/sh\nagent:x:1234:1234::/:/bin/sh\n"))
     made = Made(packed, second, third, passwd, Env=["LEVEL=four"], WorkingDir="/opt", User="agent")
-    store = Store(top / "store")
-    Making(store, parse(f"oci:{made.layout(tmp_path / 'layout')}"), name=parse("mine/imported:1").name).run()
+    store = ImageStore(top / "store")
+    ImageInstaller(
+        store,
+        parse_reference(f"oci:{made.layout(tmp_path / 'layout')}"),
+        name=parse_reference("mine/imported:1").name,
+    ).install()
     script = "pwd; ls; cat link; echo $LEVEL; id -u; ls -l /srv/data | cat; ls -ldn /srv/data"
     text = await said(docker, "mine/imported:1", script, user="image")
     assert text.splitlines()[:6] == ["/opt", "link", "new", "here", "four", "1234"]
@@ -217,7 +221,7 @@ async def test_a_name_of_the_store_is_given_with_what_its_layers_say_together(
 
 
 async def test_who_gives_up_leaves_the_giving_to_others_and_closing_ends_it(
-    engine: PrivateEngine, packed: bytes, top: Path, home: Home
+    engine: PrivateEngine, packed: bytes, top: Path, home: ProviderHome
 ) -> None:
     docker = DockerProvider(home, engine=engine.socket)
     with Registry() as registry:

@@ -12,7 +12,7 @@ import pytest
 from rookery import Engine
 from rookery.core import label
 from rookery.journal import RunReader
-from rookery.sandboxes import Home, leases
+from rookery.sandboxes import ProviderHome, leases
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.pools import Pool
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
@@ -27,7 +27,7 @@ async def test_a_run_over_two_images_gets_warm_containers_and_leaves_none(
     engine: PrivateEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 60.0)  # a slow machine hits too
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 60.0)  # a slow machine hits too
     engine.tag(IMAGE, SECOND)
     tasks = [{"prompt": str(n), "image": (IMAGE, SECOND)[n % 2]} for n in range(4)]
     async with ModelServer(lambda _: OK) as model:
@@ -51,14 +51,14 @@ async def test_a_run_over_two_images_gets_warm_containers_and_leaves_none(
 
 
 async def test_a_warm_container_is_the_attempts_own_from_the_moment_it_is_handed_out(
-    engine: PrivateEngine, home: Home, monkeypatch: pytest.MonkeyPatch
+    engine: PrivateEngine, home: ProviderHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rookery.sandboxes.pools.MOMENT", 60.0)
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 60.0)
     pool = Pool(DockerProvider(home, engine=engine.socket))
     try:
         pool.expect([(SPEC, 1)])
         box = await pool.create(SPEC, attempt="7.0.1")
-        (held,) = [lease for lease in leases.read_all(home.folder) if lease.id == box.id]
+        (held,) = [lease for lease in leases.read_leases(home.folder) if lease.id == box.id]
         assert (pool.hits, held.attempt, held.owner_pid) == (1, "7.0.1", os.getpid())
     finally:
         await pool.close()
@@ -95,4 +95,4 @@ async def test_nothing_is_left_of_a_run_that_was_killed_with_warm_containers(
 
     assert engine.containers() == []
     folder = tmp_path / "runs" / "latest" / "sandboxes"
-    assert not folder.exists() or leases.read_all(folder) == []
+    assert not folder.exists() or leases.read_leases(folder) == []

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import ExecResult, SandboxSpec
-from rookery.sandboxes import Command, Home, Sandbox
+from rookery.sandboxes import Command, ProviderHome, Sandbox
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.sandboxes.local.provider import LocalProvider
 from tests.sandboxes.docker.engine import IMAGE, PrivateEngine
@@ -128,7 +128,7 @@ OTHERS = [
     (sh("what the engine mounts", "ls -d /sys /dev/mqueue /.rookery 2>/dev/null"), "", "/.rookery\n/dev/mqueue\n/sys"),
     (sh("files of the engine's", "cat /etc/resolv.conf 2>/dev/null"), "", "nameserver 127.0.0.1"),
 ]  # fmt: skip
-"""Programs that can tell which of the two they are in, and what they say there. docs/docker.md says the same."""
+"""Programs that can tell which of the two they are in, and what they say there. docs/guides/containers.md says the same."""
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ async def pair(engine: PrivateEngine, image: str, tmp_path_factory: pytest.TempP
     patch = pytest.MonkeyPatch()
     patch.setenv("ROOKERY_IMAGES", str(top / "store"))
     patch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    local = LocalProvider(Home(folder=top / "local", run="same-local"))
-    docker = DockerProvider(Home(folder=top / "docker", run="same-docker"), engine=engine.socket)
+    local = LocalProvider(ProviderHome(folder=top / "local", run="same-local"))
+    docker = DockerProvider(ProviderHome(folder=top / "docker", run="same-docker"), engine=engine.socket)
     try:
         yield Pair((local, docker), image)
     finally:

@@ -8,7 +8,16 @@ from msgspec.structs import replace
 
 from rookery.core import SandboxSpec
 from rookery.core.sandboxes import Mount
-from rookery.sandboxes.docker import asking, wanted
+from rookery.sandboxes.docker import client
+from rookery.sandboxes.docker.container_config import (
+    choose_user,
+    choose_workdir,
+    creation_request,
+    find_engine_problems,
+    find_spec_problems,
+    guard_settings,
+    may_support_quota,
+)
 
 INFO = {"OSType": "linux", "Driver": "overlay2", "DriverStatus": [["Backing Filesystem", "extfs"]]}
 SPEC = SandboxSpec(provider="docker", image="app:1")
@@ -16,8 +25,14 @@ IMAGE: dict[str, Any] = {"Id": "sha256:1", "Config": {"User": "agent:staff", "Wo
 
 
 def body(spec: SandboxSpec, *, quota: bool = False, **image: Any) -> dict[str, Any]:
-    return wanted.container(
-        spec, image={**IMAGE, **image}, folder="/b", line="/l", word="w", labels={"rookery.run": "r"}, quota=quota
+    return creation_request(
+        spec,
+        image={**IMAGE, **image},
+        bundle_directory="/b",
+        socket_directory="/l",
+        token="w",
+        labels={"rookery.run": "r"},
+        quota=quota,
     )
 
 
@@ -32,11 +47,11 @@ def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_n
     spec = replace(SPEC, gpus=2)
     (asked,) = body(spec)["HostConfig"]["DeviceRequests"]
     assert (asked["Count"], asked["Capabilities"]) == (2, [["gpu"]])
-    assert wanted.missing(spec, {**INFO, **has}, ["bridge"]) == []
-    assert "2 GPUs" in wanted.missing(spec, {**INFO, "Runtimes": {"runc": {}}}, ["bridge"])[0]
-    assert "gives none" in wanted.missing(spec, {**INFO, **has, "BuildahVersion": "1"}, ["bridge"])[0]
+    assert find_engine_problems(spec, {**INFO, **has}, ["bridge"]) == []
+    assert "2 GPUs" in find_engine_problems(spec, {**INFO, "Runtimes": {"runc": {}}}, ["bridge"])[0]
+    assert "Podman" in find_engine_problems(spec, {**INFO, **has, "BuildahVersion": "1"}, ["bridge"])[0]
     assert "DeviceRequests" not in body(SPEC)["HostConfig"]
-    assert "negative" in wanted.refused(replace(SPEC, gpus=-1))[0]
+    assert "negative" in find_spec_problems(replace(SPEC, gpus=-1))[0]
 
 
 @pytest.mark.parametrize(
@@ -50,19 +65,22 @@ def test_gpus_are_asked_of_an_engine_that_has_them_and_refused_by_one_that_has_n
 )
 def test_a_disk_is_limited_by_storage_that_can_and_watched_else(info: dict[str, Any], may: bool) -> None:
     spec = replace(SPEC, disk=1 << 20)
-    assert wanted.may_have_quota(info) is may
+    assert may_support_quota(info) is may
     assert body(spec, quota=may)["HostConfig"].get("StorageOpt") == ({"size": "1048576"} if may else None)
-    assert wanted.settings(spec, IMAGE, watched=not may)["file"] == (0 if may else 1 << 20)
+    assert guard_settings(spec, IMAGE, limit_file_size=not may)["file"] == (0 if may else 1 << 20)
 
 
 def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
     spec = replace(SPEC, memory=64 << 20, pids=8, cpus=1.0)
     info = {**INFO, "MemoryLimit": False, "PidsLimit": False, "CpuCfsQuota": False}
-    assert len(wanted.missing(spec, info, [])) == 3
-    assert wanted.missing(replace(SPEC, memory=None, pids=None), info, []) == []
+    assert len(find_engine_problems(spec, info, [])) == 3
+    assert find_engine_problems(replace(SPEC, memory=None, pids=None), info, []) == []
     podman = {**INFO, "MemoryLimit": True, "PidsLimit": True, "CpuCfsQuota": True, "BuildahVersion": "1"}
     for rootless, version, count in ((True, "1", 3), (True, "2", 0), (False, "1", 0)):
-        assert len(wanted.missing(spec, {**podman, "Rootless": rootless, "CgroupVersion": version}, [])) == count
+        assert (
+            len(find_engine_problems(spec, {**podman, "Rootless": rootless, "CgroupVersion": version}, []))
+            == count
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,16 +100,16 @@ def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:
 )
 def test_the_user_is_the_specs_or_the_images(asked: str | None, of_image: str, found: int | str) -> None:
     spec = replace(SPEC, user=asked)
-    assert wanted.refused(spec) == []
-    assert wanted.user_of(spec, {"Config": {"User": of_image}}) == found
-    told = wanted.settings(spec, {"Config": {"User": of_image}}, watched=False)
+    assert find_spec_problems(spec) == []
+    assert choose_user(spec, {"Config": {"User": of_image}}) == found
+    told = guard_settings(spec, {"Config": {"User": of_image}}, limit_file_size=False)
     assert (told["uid"], told["user"]) == ((1000, found) if isinstance(found, str) else (found, ""))
 
 
 def test_the_working_folder_is_the_specs_or_the_images() -> None:
-    found = [wanted.work_of(replace(SPEC, workdir=asked), IMAGE) for asked in (None, "", "sub/x", "/srv")]
+    found = [choose_workdir(replace(SPEC, workdir=asked), IMAGE) for asked in (None, "", "sub/x", "/srv")]
     assert found == ["/srv/app", "/work", "/work/sub/x", "/srv"]
-    assert wanted.work_of(SPEC, {"Config": None}) == "/work"
+    assert choose_workdir(SPEC, {"Config": None}) == "/work"
 
 
 def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both() -> None:
@@ -111,8 +129,9 @@ def test_nothing_of_the_image_or_the_engine_runs_beside_ours_and_labels_are_both
 def test_podman_is_asked_in_its_own_words() -> None:
     mounts = (Mount(source="/here", target="/etc/hosts"), Mount(source="/there", target="/data"))
     image = {**IMAGE, "Config": {"Env": ["LD_PRELOAD=/x.so", "A=b", "PATH=/opt"]}}
-    more: dict[str, Any] = {"folder": "/b", "line": "/l", "word": "w", "labels": {}, "quota": False}
-    made = wanted.container(replace(SPEC, mounts=mounts), image=image, podman=True, **more)
+    more: dict[str, Any] = {"bundle_directory": "/b", "socket_directory": "/l", "token": "w", "labels": {}}
+    more["quota"] = False
+    made = creation_request(replace(SPEC, mounts=mounts), image=image, podman=True, **more)
     assert made["Env"][:2] == ["LD_PRELOAD=", "A="]
     assert not [one for one in made["Env"] if "=" not in one]
     bound = {(one["Source"], one["Target"]) for one in made["HostConfig"]["Mounts"]}
@@ -122,7 +141,7 @@ def test_podman_is_asked_in_its_own_words() -> None:
     assert ("/b/resolv.conf", "/etc/resolv.conf") in bound
     whole = (Mount(source="/here", target="/etc"),)
     for spec in (replace(SPEC, network="all"), replace(SPEC, mounts=whole)):
-        made = wanted.container(spec, image=image, podman=True, **more)
+        made = creation_request(spec, image=image, podman=True, **more)
         assert not [one for one in made["HostConfig"]["Mounts"] if one["Target"].startswith("/etc/")]
 
 
@@ -139,5 +158,5 @@ def test_podman_is_asked_in_its_own_words() -> None:
     ],
 )
 def test_an_answer_means_what_it_says_of_itself(status: int, said: object, meant: int) -> None:
-    assert asking.status_of(status, json.dumps(said).encode()) == meant
-    assert asking.status_of(500, b"\xff no json") == 500
+    assert client.normalize_status(status, json.dumps(said).encode()) == meant
+    assert client.normalize_status(500, b"\xff no json") == 500

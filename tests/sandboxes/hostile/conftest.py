@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rookery.sandboxes import Home
+from rookery.sandboxes import ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider
 
 
@@ -61,12 +61,12 @@ def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bait]:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home(folder=tmp_path_factory.mktemp("ground") / "sandboxes", run=f"hostile-{os.getpid()}")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> ProviderHome:
+    return ProviderHome(folder=tmp_path_factory.mktemp("ground") / "sandboxes", run=f"hostile-{os.getpid()}")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def boxes(ground: Home) -> AsyncIterator[LocalProvider]:
+async def boxes(ground: ProviderHome) -> AsyncIterator[LocalProvider]:
     """A provider whose keeper must be as it was when everything is over."""
     provider = LocalProvider(ground)
     try:

@@ -29,14 +29,16 @@ WARM: list[Program] = [
         """
             import gc, inspect
             holds("a frame above", sys._getframe().f_back is None and len(inspect.stack()) == 1)
-            ours = ("Init", "Guard", "Keeper", "Boxes", "Box", "Client", "Order", "Running", "Launcher", "Zygotes")
+            ours = ("Init", "Guard", "Keeper", "SandboxRegistry", "SandboxForker", "SandboxProcess",
+                    "ClientConnection", "KeeperRequest", "RunningCommand", "Spawner", "ForkServerClient")
             for one in gc.get_objects():
                 holds(f"an object {type(one)}", type(one).__name__ not in ours)
-                if isinstance(one, dict) and one.get("__name__") in ("box", "guard", "keeper", "first", "zygote"):
+                if isinstance(one, dict) and str(one.get("__name__")).startswith("rookery."):
                     escaped.append(f"names of {one['__name__']}")
-            for name in ("box", "boxes", "first", "groups", "guard", "inside", "keeper", "kernel", "launch",
-                         "procs", "program", "python", "root", "seccomp", "trees", "zygote", "zygotes"):
-                holds(f"the module {name}", name not in sys.modules)
+            for name in sys.modules:
+                holds(f"the module {name}", name.partition(".")[0] != "rookery")
+            for path in sys.path_importer_cache:
+                holds(f"the directory {path}", "sandbox_runtime" not in path)
             for thread, frame in sys._current_frames().items():
                 while frame.f_back:
                     frame = frame.f_back
@@ -128,7 +130,7 @@ ZYGOTE = """#!{interpreter}
 import os, socket, struct, sys, time
 if sys.argv[1].startswith("/proc/self/fd/"):
     line = socket.socket(fileno=3)
-    line.send(b"here")
+    line.send(b"ready")
     while True:
         data, extra, _, _ = line.recvmsg(1 << 16, socket.CMSG_SPACE(4 * 8))
         if not data:
@@ -145,18 +147,18 @@ print("the ordinary way")
 LIES = {
     "says_nothing": "time.sleep(600)",
     "hangs_up": "pass",
-    "says_that_it_is_the_command_itself": 'os.write(fds[0], b"here"); os.read(fds[0], 16)',
+    "says_that_it_is_the_command_itself": 'os.write(fds[0], b"ready"); os.read(fds[0], 16)',
     "lets_its_own_child_say_so": """
         if os.fork() == 0:
-            os.write(fds[0], b"here"); os.read(fds[0], 16); time.sleep(600)""",
+            os.write(fds[0], b"ready"); os.read(fds[0], 16); time.sleep(600)""",
     "says_something_else": 'os.write(fds[0], b"gone" * 4000)',
     "says_too_much_on_its_line": """
         for _ in range(100000):
-            try: line.send(b"here", socket.MSG_DONTWAIT)
+            try: line.send(b"ready", socket.MSG_DONTWAIT)
             except OSError: break""",
     "claims_to_be_pid_1": """
         s = socket.socket(fileno=fds[0])
-        try: s.sendmsg([b"here"], [(socket.SOL_SOCKET, 2, struct.pack("iII", 1, os.getuid(), os.getgid()))])
+        try: s.sendmsg([b"ready"], [(socket.SOL_SOCKET, 2, struct.pack("iII", 1, os.getuid(), os.getgid()))])
         except OSError: pass
         s.detach()""",
     "ends": "os._exit(1)",

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 FIRST, LAST = 0x20000000, 0x30000000
@@ -43,7 +43,7 @@ class Box:
 
     def processes(self) -> list[int]:
         """Those of its user in its namespaces; pid 1 is gone when all of them are."""
-        first = procs.stat_of(self.pid)
+        first = processes.read_stat(self.pid)
         if first is not None and first[0] not in "ZX" and str(first[2]) == self.started:
             return [self.pid, *_below(self.pid)]
         if not self.namespaces:  # nobody but root may look; with pid 1 the kernel ends all of its namespace
@@ -65,7 +65,7 @@ class Box:
 
 def look_at(sandbox: LocalSandbox) -> Box:
     """A box that is alive."""
-    given = sandbox._given
+    given = sandbox._handle
     assert given is not None
     groups = Path(f"/proc/{given.pid}/cgroup").read_text().splitlines()
     mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -76,11 +76,11 @@ def look_at(sandbox: LocalSandbox) -> Box:
             fits = kind == "cgroup2" if not names else kind == "cgroup" and names in options.split(",")
             if fits and "/rookery/" in path:
                 folders.append(f"{folder}{path}")
-    assert not groups or folders or not given.memory
+    assert not groups or folders or not given.memory_cgroup
     return Box(
         name=given.name,
         pid=given.pid,
-        uid=given.uid,
+        uid=given.root_uid,
         started=_started(given.pid),
         namespaces=_namespaces(given.pid),
         folders=tuple(folders),
@@ -93,7 +93,7 @@ def _started(pid: int) -> str:
 
 
 def _below(pid: int) -> list[int]:
-    found = procs.children_of(pid)
+    found = processes.list_children(pid)
     for child in list(found):
         found += _below(child)
     return found
@@ -167,4 +167,4 @@ def _text(path: str) -> str:
 
 async def keeper_of(provider: LocalProvider) -> int:
     """The pid of the provider's keeper."""
-    return int((await (await provider.line()).about())["pid"])
+    return int((await (await provider.keeper()).status())["pid"])

@@ -44,8 +44,8 @@ async def make_the_guard_the_first_to_die(guard: int, program: str) -> None:
 
 
 async def kill_guard_by_memory(sandbox: LocalSandbox, program: str) -> None:
-    assert sandbox._given is not None
-    await make_the_guard_the_first_to_die(sandbox._given.pid, program)
+    assert sandbox._handle is not None
+    await make_the_guard_the_first_to_die(sandbox._handle.pid, program)
     await sandbox.write("go", b"")
 
 
@@ -111,8 +111,8 @@ async def test_a_guard_that_was_killed_with_memory_to_spare_is_lost(boxes: Local
         assert (await sandbox.exec(Command(argv=("true",)))).ok
         running = asyncio.ensure_future(sandbox.exec(Command(argv=("sleep", "600"))))
         await asyncio.sleep(0.05)
-        assert sandbox._given is not None
-        os.kill(sandbox._given.pid, 9)
+        assert sandbox._handle is not None
+        os.kill(sandbox._handle.pid, 9)
         assert (await running).status == "lost"
         with pytest.raises(SandboxError) as caught:
             await sandbox.exec(Command(argv=("true",)))

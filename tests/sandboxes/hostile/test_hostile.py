@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import bombs, lifetime, visibility
 from tests.sandboxes.hostile.all import CURIOUS, LETHAL
@@ -42,7 +42,7 @@ async def create(provider: LocalProvider, program: Program | None = None) -> tup
 
 async def limited(provider: LocalProvider) -> None:
     """Without groups it would not be the box alone that runs out."""
-    missing = (await (await provider.line()).about())["missing"]
+    missing = (await (await provider.keeper()).status())["missing_controllers"]
     if missing:
         pytest.skip(f"[probed] no group of ours can limit {missing} here")
 
@@ -77,7 +77,7 @@ async def running(sandbox: LocalSandbox) -> list[str]:
 
 @pytest.mark.parametrize("program", LETHAL, ids=lambda program: program.name)
 async def test_a_lethal_program_ends_contained(
-    program: Program, boxes: LocalProvider, ground: Home, bait: Bait
+    program: Program, boxes: LocalProvider, ground: ProviderHome, bait: Bait
 ) -> None:
     if program in bombs.PROGRAMS:
         await limited(boxes)
@@ -97,7 +97,7 @@ async def test_a_lethal_program_ends_contained(
 
 @pytest.mark.parametrize("program", CURIOUS, ids=lambda program: program.name)
 async def test_a_curious_program_finds_nothing(
-    program: Program, boxes: LocalProvider, ground: Home, bait: Bait, tmp_path: Path
+    program: Program, boxes: LocalProvider, ground: ProviderHome, bait: Bait, tmp_path: Path
 ) -> None:
     other, _ = await create(boxes)
     sandbox, box = await create(boxes, program)
@@ -183,7 +183,7 @@ async def test_a_process_that_was_stopped_on_purpose_stays_so(boxes: LocalProvid
         await sandbox.close()
 
 
-async def test_a_file_system_full_of_memory_does_not_cost_the_box(boxes: LocalProvider) -> None:
+async def test_a_file_system_full_of_memory_does_not_cost_the_sandbox(boxes: LocalProvider) -> None:
     await limited(boxes)
     spec = msgspec.structs.replace(SPEC, memory=48 * MB, disk=256 * MB)
     sandbox = await boxes.create(spec, attempt="hostile")
@@ -195,7 +195,7 @@ async def test_a_file_system_full_of_memory_does_not_cost_the_box(boxes: LocalPr
         await sandbox.close()
 
 
-async def test_root_of_a_box_is_contained_too(boxes: LocalProvider, bait: Bait) -> None:
+async def test_root_of_a_sandbox_is_contained_too(boxes: LocalProvider, bait: Bait) -> None:
     spec = msgspec.structs.replace(SPEC, user="root")
     problems = boxes.check(spec)
     if problems:

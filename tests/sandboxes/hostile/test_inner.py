@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxError
-from rookery.sandboxes import Command, Home
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local import users
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.hostile import bombs, inner
@@ -50,7 +50,7 @@ async def test_these_commands_are_warm(sandbox: LocalSandbox) -> None:
 
 @pytest.mark.parametrize("program", [*CURIOUS, *inner.WARM], ids=lambda program: program.name)
 async def test_a_curious_program_finds_nothing_when_it_is_warm(
-    program: Program, boxes: LocalProvider, ground: Home, bait: Bait
+    program: Program, boxes: LocalProvider, ground: ProviderHome, bait: Bait
 ) -> None:
     sandbox, box = await create(boxes, program)
     host = look_at_host(ground.folder)
@@ -66,7 +66,7 @@ async def test_a_curious_program_finds_nothing_when_it_is_warm(
 
 
 @pytest.mark.parametrize("program", [p for p in bombs.PROGRAMS if p.argv[0] == "python3"], ids=lambda p: p.name)
-async def test_a_warm_bomb_ends_contained(program: Program, boxes: LocalProvider, ground: Home) -> None:
+async def test_a_warm_bomb_ends_contained(program: Program, boxes: LocalProvider, ground: ProviderHome) -> None:
     await limited(boxes)
     sandbox, box = await create(boxes, program)
     host = look_at_host(ground.folder)
@@ -157,7 +157,7 @@ async def test_a_folder_is_entered_with_the_rights_of_the_command(sandbox: Local
         command = Command(argv=("python3", "-c", "pass"), env={"PATH": PATH}, cwd="private", warm=warm)
         assert (await sandbox.exec(command)).ok
         refused = await sandbox.exec(msgspec.structs.replace(command, user="nobody"))
-        assert (refused.exit_code, "working folder" in refused.detail) == (126, True), refused
+        assert (refused.exit_code, "working directory" in refused.detail) == (126, True), refused
         assert (await sandbox.exec(msgspec.structs.replace(command, user="nobody", cwd="through"))).ok
     mine = Command(argv=("mine",), env={"PATH": "/work/private/bin"})
     assert (await sandbox.exec(mine)).ok
@@ -198,14 +198,14 @@ async def test_a_name_of_the_box_is_believed_as_far_as_it_goes() -> None:
     async def nothing(path: str) -> bytes:
         raise FileNotFoundError(path)
 
-    assert await users.find("grader", read) == (4242, 4243, "grader")
-    assert await users.find("root", read) == (0, 0, "root")
-    assert await users.find("65534", nothing) == (65534, 65534, "nobody")
+    assert await users.find_user("grader", read) == (4242, 4243, "grader")
+    assert await users.find_user("root", read) == (0, 0, "root")
+    assert await users.find_user("65534", nothing) == (65534, 65534, "nobody")
     for name in ("pid1", "huge", "odd", "bad", "under", "nobody\n", "\udcff", ":", ""):
         with pytest.raises(SandboxError, match="cannot run as"):
-            await users.find(name, read)
+            await users.find_user(name, read)
     with pytest.raises(SandboxError, match="cannot be read"):
-        await users.find("grader", nothing)
+        await users.find_user("grader", nothing)
 
 
 # ---- a warm interpreter that is hostile

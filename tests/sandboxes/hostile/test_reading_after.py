@@ -118,7 +118,7 @@ async def test_the_processes_of_one_user_can_be_killed_while_others_live(boxes: 
     await limited(boxes)
     sandbox = await boxes.create(SPEC, attempt="hostile")
     try:
-        if sandbox._given is not None and sandbox._given.uid < 0:
+        if sandbox._handle is not None and sandbox._handle.root_uid < 0:
             pytest.skip("[probed] nobody but root can give a sandbox several users")
         kept = await sandbox.start(Command(argv=("sleep", "600"), user="1234"))
         assert (await sandbox.exec(Command(argv=("python3", "-c", LEASE_AND_FORKS)))).exit_code == 0

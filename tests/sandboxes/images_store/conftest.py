@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes.images.content import Store
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.images import system_at
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
     monkeypatch.setenv("ROOKERY_IMAGES", str(tmp_path / "store"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-config"))
-    return Store(tmp_path / "store")
+    return ImageStore(tmp_path / "store")
 
 
 @pytest.fixture(scope="session")

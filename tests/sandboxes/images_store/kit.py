@@ -56,7 +56,7 @@ class Made:
         self.layers = [gzip.compress(layer, 1, mtime=0) if squeeze else layer for layer in layers]
         self.config = json.dumps(
             {
-                "architecture": sources.here().split("/")[1],
+                "architecture": sources.host_platform().split("/")[1],
                 "os": "linux",
                 "config": config,
                 "rootfs": {"type": "layers", "diff_ids": [digest_of(layer) for layer in layers]},

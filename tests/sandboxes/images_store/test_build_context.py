@@ -3,13 +3,13 @@
 import tarfile
 from pathlib import Path
 
-from rookery.sandboxes.images.builders import BuiltSource
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.images.dockerfile import DockerfileSource
+from rookery.sandboxes.images.references import parse_reference
 
 
 def packed(dockerfile: Path, work: Path) -> dict[str, tuple[bytes, str, bytes]]:
     """Name → type, target of a link, content."""
-    BuiltSource(dockerfile, "shown", work)._pack(work / "context.tar")
+    DockerfileSource(dockerfile, "shown", work)._pack(work / "context.tar")
     with tarfile.open(work / "context.tar") as tar:
         return {
             info.name: (
@@ -51,7 +51,7 @@ def test_a_dockerfile_that_is_a_link_does_not_make_another_folder_the_context(tm
     folder = tmp_path / "context"
     folder.mkdir()
     (folder / "Dockerfile").symlink_to(secret / "Dockerfile")
-    found = parse(f"dockerfile:{folder}")
+    found = parse_reference(f"dockerfile:{folder}")
     assert found.path == str(folder / "Dockerfile")
     assert packed(Path(found.path), tmp_path) == {
         "Dockerfile": (tarfile.SYMTYPE, str(secret / "Dockerfile"), b""),

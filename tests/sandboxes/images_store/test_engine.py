@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.docker_engine import private_engine
 from benchmarks.peers import peers_folder
-from benchmarks.sandbox_docker import private_engine
 from rookery.core import SandboxError
-from rookery.sandboxes.images import builders, giving
-from rookery.sandboxes.images.content import Store
-from rookery.sandboxes.images.engine import Engine
-from rookery.sandboxes.images.making import Making
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.docker.client import BlockingEngineClient
+from rookery.sandboxes.images import dockerfile, engine_loader
+from rookery.sandboxes.images.engine_images import EngineImages
+from rookery.sandboxes.images.installer import ImageInstaller
+from rookery.sandboxes.images.references import parse_reference
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.images import system_at
 from tests.sandboxes.images_store.kit import Made, member, tar_of
 
@@ -48,31 +49,31 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(socket: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(socket: str, monkeypatch: pytest.MonkeyPatch) -> EngineImages:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{socket}")
-    return Engine(socket)
+    return EngineImages(BlockingEngineClient(socket))
 
 
 def test_an_image_of_the_engine_is_found_by_name_and_again_when_it_changed(
-    engine: Engine, store: Store, tmp_path: Path
+    engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
     first = Made(tar_of(member("a", b"a")), tar_of(member("b", b"b")), Env=["A=1"], WorkingDir="/")
     (name,) = engine.load(first.saved(tmp_path / "1.tar", "team/app:1"))
     assert name in ("team/app:1", "localhost/team/app:1")  # as podman has it
-    record = Making(store, parse("team/app:1")).run()
+    record = ImageInstaller(store, parse_reference("team/app:1")).install()
     assert (len(record.layers), record.config.env["A"]) == (2, "1")
     assert (store.layers / record.layers[1] / "b").read_bytes() == b"b"
     second = Made(tar_of(member("c", b"c")))
     engine.load(second.saved(tmp_path / "2.tar", "team/app:1"))
-    again = Making(store, parse("team/app:1")).run()
+    again = ImageInstaller(store, parse_reference("team/app:1")).install()
     assert (store.layers / again.layers[0] / "c").read_bytes() == b"c"
-    with pytest.raises(SandboxError, match="none of this name") as raised:
-        Making(store, parse("engine:team/app:2")).run()
+    with pytest.raises(SandboxError) as raised:
+        ImageInstaller(store, parse_reference("engine:team/app:2")).install()
     assert raised.value.code == "task.image"
 
 
 def test_a_dockerfile_is_built_once_where_a_builder_is_present(
-    engine: Engine, store: Store, tmp_path: Path
+    engine: EngineImages, store: ImageStore, tmp_path: Path
 ) -> None:
     engine.load(Made(tar_of(member("base", b"base"))).saved(tmp_path / "base.tar", "base:1"))
     context = tmp_path / "context"
@@ -81,8 +82,8 @@ def test_a_dockerfile_is_built_once_where_a_builder_is_present(
     (context / "sub/file").write_text("copied")
     (context / "ignored.log").write_text("x")
     (context / ".dockerignore").write_text("*.log\n")
-    reference = parse(f"dockerfile:{context}")
-    record = Making(store, reference).run()
+    reference = parse_reference(f"dockerfile:{context}")
+    record = ImageInstaller(store, reference).install()
     assert (record.config.workdir, record.config.env["LEVEL"]) == ("/srv", "two")
     files = {
         str(path.relative_to(store.layers / layer))
@@ -91,30 +92,32 @@ def test_a_dockerfile_is_built_once_where_a_builder_is_present(
     }
     assert {"base", "srv/sub/file"} <= files
     assert "srv/ignored.log" not in files
-    assert Making(store, reference).key == Making(store, reference).key
+    assert ImageInstaller(store, reference).key == ImageInstaller(store, reference).key
     (context / "sub/file").write_text("changed!")
-    assert Making(store, reference).run().id != record.id
+    assert ImageInstaller(store, reference).install().id != record.id
     (context / "Dockerfile").write_text("FROM base:1\nCOPY nowhere /\n")
     with pytest.raises(SandboxError, match="nowhere") as raised:
-        Making(store, reference).run()
+        ImageInstaller(store, reference).install()
     assert raised.value.code == "task.image"
 
 
-def test_without_a_builder_it_is_said(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_builder_it_is_said(store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
-    monkeypatch.setattr(builders, "_PROGRAMS", ("no-such-builder",))
-    with pytest.raises(SandboxError, match="no container engine answers") as raised:
-        Making(store, parse(f"dockerfile:{tmp_path}/Dockerfile")).run()
+    monkeypatch.setattr(dockerfile, "_PROGRAMS", ("no-such-builder",))
+    with pytest.raises(SandboxError) as raised:
+        ImageInstaller(store, parse_reference(f"dockerfile:{tmp_path}/Dockerfile")).install()
     assert raised.value.code == "task.image"
 
 
-def test_the_engine_is_given_what_it_does_not_have(engine: Engine, store: Store, tmp_path: Path) -> None:
+def test_the_engine_is_given_what_it_does_not_have(
+    engine: EngineImages, store: ImageStore, tmp_path: Path
+) -> None:
     made = Made(tar_of(member("x", b"x")), tar_of(member("y", b"y")), Env=["B=2"])
     system = system_at(tmp_path / "system", ("sh",))
     engine.load(Made(tar_of(member("z", b"z"))).saved(tmp_path / "other.tar", "given:1"))
-    known = engine.image("given:1")
+    known = engine.find_id("given:1")
     given = [
-        giving.give(parse(text), engine, store)
+        engine_loader.load_image(parse_reference(text), engine, store)
         for text in (
             f"oci:{made.layout(tmp_path / 'layout')}",
             str(made.saved(tmp_path / "saved.tar", "given:1")),
@@ -123,12 +126,12 @@ def test_the_engine_is_given_what_it_does_not_have(engine: Engine, store: Store,
         )
     ]
     assert given[3] == "given:1"
-    assert all(engine.image(name) for name in given)
-    assert engine.image(given[0]) == engine.image(given[1])
-    assert engine.image("given:1") == known  # the archive has that name too, and does not take it
-    assert giving.give(parse(str(system)), engine, store) == given[2]
+    assert all(engine.find_id(name) for name in given)
+    assert engine.find_id(given[0]) == engine.find_id(given[1])
+    assert engine.find_id("given:1") == known  # the archive has that name too, and does not take it
+    assert engine_loader.load_image(parse_reference(str(system)), engine, store) == given[2]
     # By the engine, from a registry: there is none here, which is nobody's fault but the network's or the name's.
     with pytest.raises(SandboxError) as raised:
-        giving.give(parse("127.0.0.1:9/none:1"), engine, store)
+        engine_loader.load_image(parse_reference("127.0.0.1:9/none:1"), engine, store)
     assert raised.value.code in ("sandbox.image", "task.image")
     assert "none:1" in str(raised.value)

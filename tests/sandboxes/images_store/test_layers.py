@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,26 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from rookery.sandboxes.images import layer as program
-from rookery.sandboxes.images import tars
-from rookery.sandboxes.images.settling import settle
+from rookery.sandboxes.images.overlay import finalize_layer
+from rookery.sandboxes.images.unpacker import UNPACK_COMMAND, tar_stream
+from rookery.sandboxes.images.unpacker import layer as program
 from tests.sandboxes.images_store.kit import Member, digest_of, folder, link, member, tar_of
 
 ROOT = os.geteuid() == 0
 
 
-def unpacked(data: bytes, target: Path, **more: Any) -> dict[str, Any]:
-    """By the program that unpacks, as it is started for real."""
+def unpacked(data: bytes, target: Path, *, diff_id: str = "", max_bytes: int = 1 << 30) -> dict[str, Any]:
+    """Run the unpacking process as `ImageInstaller` does."""
     target.mkdir()
-    asked = {
-        "target": str(target),
-        "length": len(data),
-        "diff": "",
-        "owners": ROOT,
-        "layered": True,
-        "most": 1 << 30,
-        **more,
-    }
-    file = Path(program.__file__)
-    words = [sys.executable, "-I", "-S", str(file), str(file.parent.parent), json.dumps(asked)]
+    words = [
+        *UNPACK_COMMAND,
+        str(target),
+        str(len(data)),
+        diff_id,
+        str(int(ROOT)),
+        "1",
+        str(max_bytes),
+    ]
     blob = target.with_suffix(".tar")
     blob.write_bytes(data)
     with blob.open("rb") as source:
@@ -98,12 +95,12 @@ def test_what_is_unpacked_is_what_tar_would_unpack(
     data = tar_of(*members, form=form)
     said = unpacked(gzip.compress(data) if squeeze else data, tmp_path / "ours")
     assert "error" not in said, said
-    assert said["diff"] == digest_of(data)
+    assert said["diff_id"] == digest_of(data)
     (tmp_path / "theirs").mkdir()
     # Names here are harmless; without -P tar makes links that lead up only at its end, over what came after them.
     words = ["tar", "-xpPf", "-", "-C", str(tmp_path / "theirs"), "--delay-directory-restore", "--warning=none"]
     subprocess.run(words, input=data, check=True)
-    for path in said["implied"]:  # what nobody says is like what is below, and here is nothing
+    for path in said["implied_directories"]:  # what nobody says is like what is below, and here is nothing
         for top in ("ours", "theirs"):
             os.chmod(tmp_path / top / path, 0o755)
             os.utime(tmp_path / top / path, (0, 0))
@@ -136,7 +133,7 @@ def test_sparse_files_of_every_kind_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 511, 512, 700, 1536])
 def test_a_stream_that_ends_in_the_middle_is_told_from_one_that_ends(tmp_path: Path, cut: int) -> None:
     data = tar_of(member("a", b"x" * 1000), member("b", b"y"))
-    said = unpacked(data[:cut], tmp_path / "out", diff=digest_of(data))
+    said = unpacked(data[:cut], tmp_path / "out", diff_id=digest_of(data))
     assert said["fault"] == "image"
 
 
@@ -202,14 +199,14 @@ def test_nothing_is_written_outside_of_the_folder(
 
 def _unpacked_here(data: bytes, target: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(target)
-    layer = program.Layer(owners=ROOT, layered=True, most=1 << 30)
+    layer = program.LayerWriter(owners=ROOT, layered=True, max_bytes=1 << 30)
     chunks = [data, b""]
-    reader = tars.Reader(lambda: chunks.pop(0) if chunks else b"")
+    reader = tar_stream.TarReader(lambda: chunks.pop(0) if chunks else b"")
     try:
         for entry in reader.entries():
             layer.add(entry, reader)
         layer.finish()
-    except tars.BadArchiveError as error:
+    except tar_stream.BadArchiveError as error:
         return {"error": str(error), "fault": "image"}
     except OSError as error:
         return {"error": str(error), "fault": "image"}
@@ -224,8 +221,8 @@ def test_bombs_end(tmp_path: Path) -> None:
         file.write(info.tobuf())
         for _ in range(40):
             file.write(bytes(1 << 20))
-    said = unpacked(zeroes.getvalue(), tmp_path / "zeroes", most=16 << 20)
-    assert "larger than" in said["error"] or "longer than" in said["error"]
+    said = unpacked(zeroes.getvalue(), tmp_path / "zeroes", max_bytes=16 << 20)
+    assert "larger than" in said["error"]
     assert sum(path.stat().st_blocks for path in (tmp_path / "zeroes").iterdir()) < 100_000
     giant = tarfile.TarInfo("giant")
     giant.pax_headers = {
@@ -274,11 +271,13 @@ def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
         member("none/.wh.x"),
     )
     said = unpacked(data, tmp_path / "out")
-    assert sorted(said["gone"]) == ["kept/file", "none/x"]
+    assert sorted(said["whiteouts"]) == ["kept/file", "none/x"]
     top = tmp_path / "out"
     assert stat.S_ISCHR((top / "kept/file").lstat().st_mode)
     assert (top / "kept/file").lstat().st_rdev == 0
-    opaque = [path for path in seen(top) if program.OPAQUE in os.listxattr(top / path, follow_symlinks=False)]
+    opaque = [
+        path for path in seen(top) if program.OPAQUE_ATTRIBUTE in os.listxattr(top / path, follow_symlinks=False)
+    ]
     assert sorted(opaque) == ["again/folder", "both/d", "gone"]
     assert (top / "both/f").read_bytes() == b"f"
     # Only what is below can be removed, and folders that are passed through are like those below.
@@ -288,7 +287,7 @@ def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
     (below / "again").mkdir()
     (below / "again").chmod(0o711)
     (below / "none").symlink_to("kept")
-    settle(top, [below], said["implied"], said["gone"], owners=ROOT)
+    finalize_layer(top, [below], said["implied_directories"], said["whiteouts"], owners=ROOT)
     assert (top / "kept/file").lstat().st_rdev == 0
     assert list((top / "none").iterdir()) == []
     assert (top / "again").stat().st_mode & 0o777 == 0o711
@@ -297,5 +296,6 @@ def test_marks_become_what_an_overlay_understands(tmp_path: Path) -> None:
 
 def test_the_content_is_the_one_that_was_signed_for(tmp_path: Path) -> None:
     data = tar_of(member("a", b"a"))
-    assert "error" not in unpacked(data, tmp_path / "right", diff=digest_of(data))
-    assert "signed for" in unpacked(data + b"more", tmp_path / "more", diff=digest_of(data))["error"]
+    assert "error" not in unpacked(data, tmp_path / "right", diff_id=digest_of(data))
+    wrong = unpacked(data + b"more", tmp_path / "more", diff_id=digest_of(data))
+    assert (wrong["fault"], digest_of(data) in wrong["error"]) == ("image", True)

@@ -9,15 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from rookery.core import SandboxError, SandboxSpec
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.images.content import Store
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.images.store import ImageStore
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 from tests.sandboxes.images_store.kit import Made, folder, link, member, tar_of
 from tests.sandboxes.keeping import SPEC
 
 
 @pytest.fixture
-async def local(home: Home) -> AsyncIterator[LocalProvider]:
+async def local(home: ProviderHome) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider(home)
     yield provider
     await provider.close()
@@ -111,7 +111,7 @@ async def test_an_image_may_have_many_layers(
 
 
 async def test_an_image_is_made_once_however_many_ask(
-    local: LocalProvider, home: Home, system: bytes, tmp_path: Path, store: Store
+    local: LocalProvider, home: ProviderHome, system: bytes, tmp_path: Path, store: ImageStore
 ) -> None:
     """Of two providers, as two processes of a run have them."""
     path = layered(system).layout(tmp_path / "layout")
@@ -133,8 +133,8 @@ async def test_an_image_is_made_once_however_many_ask(
 
 async def test_a_missing_image_is_the_tasks_fault_with_what_to_do(local: LocalProvider, tmp_path: Path) -> None:
     for image, words in (
-        ("UPPER:1", "cannot be the name"),
-        ("./nowhere", "no folder and no archive"),
+        ("UPPER:1", "is not a valid image name"),
+        ("./nowhere", "does not exist"),
         ("engine:nothing", "no container engine"),
         (f"oci:{tmp_path}/nowhere", "there is no"),
         (f"dockerfile:{tmp_path}", "there is no file"),
@@ -146,7 +146,7 @@ async def test_a_missing_image_is_the_tasks_fault_with_what_to_do(local: LocalPr
 
 
 async def test_an_image_that_is_broken_leaves_nothing(
-    local: LocalProvider, system: bytes, tmp_path: Path, store: Store
+    local: LocalProvider, system: bytes, tmp_path: Path, store: ImageStore
 ) -> None:
     made = layered(system)
     path = made.layout(tmp_path / "layout")

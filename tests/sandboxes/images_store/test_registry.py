@@ -12,11 +12,11 @@ import pytest
 from rookery.core import RookeryError, SandboxError
 from rookery.sandboxes.images import registry as registry_module
 from rookery.sandboxes.images import sources
-from rookery.sandboxes.images.content import Store
-from rookery.sandboxes.images.making import Making
-from rookery.sandboxes.images.progress import Progress
-from rookery.sandboxes.images.records import Record
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.images.installer import ImageInstaller
+from rookery.sandboxes.images.progress import ImageProgress
+from rookery.sandboxes.images.records import ImageRecord
+from rookery.sandboxes.images.references import parse_reference
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.images_store.kit import Made, digest_of, member, tar_of
 from tests.sandboxes.images_store.registries import PASSWORD, TOKEN, USER, Registry
 
@@ -31,20 +31,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module.RegistrySource.__init__, "__kwdefaults__", {"pause": 0.001})
 
 
-def pulled(store: Store, name: str, **more: object) -> Record:
-    return Making(store, parse(name), **more).run()  # type: ignore[arg-type]
+def pulled(store: ImageStore, name: str, **more: object) -> ImageRecord:
+    return ImageInstaller(store, parse_reference(name), **more).install()  # type: ignore[arg-type]
 
 
-def content(store: Store, record: Record, path: str) -> bytes:
+def content(store: ImageStore, record: ImageRecord, path: str) -> bytes:
     return next(
         found for layer in record.layers[::-1] if (found := store.layers / layer / path).exists()
     ).read_bytes()
 
 
-def test_an_image_is_pulled_by_name_and_then_is_there(store: Store) -> None:
-    told: list[Progress] = []
+def test_an_image_is_pulled_by_name_and_then_is_there(store: ImageStore) -> None:
+    told: list[ImageProgress] = []
     with Registry() as registry:
-        name = registry.push("team/app:1", IMAGE, ("windows/amd64", sources.here()))
+        name = registry.push("team/app:1", IMAGE, ("windows/amd64", sources.host_platform()))
         record = pulled(store, name, on_progress=told.append)
         assert content(store, record, "big") == BIG
         assert record.id == IMAGE.id
@@ -61,19 +61,19 @@ def test_an_image_is_pulled_by_name_and_then_is_there(store: Store) -> None:
     assert (told[-1].step, told[-1].done, told[-1].layers_done) == ("ready", told[-1].total, 2)
 
 
-def test_a_name_by_digest_is_that_very_image(store: Store) -> None:
+def test_a_name_by_digest_is_that_very_image(store: ImageStore) -> None:
     with Registry() as registry:
         registry.push("app:1", IMAGE)
         name = f"{registry.host}/app@{digest_of(IMAGE.manifest)}"
         assert pulled(store, name).id == IMAGE.id
         wrong = f"{registry.host}/app@{digest_of(b'other')}"
         registry.manifests["app", digest_of(b"other")] = (sources.MANIFESTS[0], IMAGE.manifest)
-        with pytest.raises(SandboxError, match="another content") as raised:
+        with pytest.raises(SandboxError, match="digest") as raised:
             pulled(store, wrong)
         assert raised.value.code == "task.image"
 
 
-def test_pulling_again_asks_whether_the_name_means_another_image(store: Store) -> None:
+def test_pulling_again_asks_whether_the_name_means_another_image(store: ImageStore) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         pulled(store, name)
@@ -84,7 +84,7 @@ def test_pulling_again_asks_whether_the_name_means_another_image(store: Store) -
         assert pulled(store, name).id == newer.id
 
 
-def test_a_cut_connection_goes_on_where_it_was(store: Store) -> None:
+def test_a_cut_connection_goes_on_where_it_was(store: ImageStore) -> None:
     with Registry() as registry:
         registry.cut_after = {digest_of(IMAGE.layers[1]): [300_000, 5]}
         record = pulled(store, registry.push("app:1", IMAGE))
@@ -93,20 +93,20 @@ def test_a_cut_connection_goes_on_where_it_was(store: Store) -> None:
         assert asked == ["bytes=300000-", "bytes=300005-"]
 
 
-def test_a_registry_that_cannot_go_on_starts_again(store: Store) -> None:
+def test_a_registry_that_cannot_go_on_starts_again(store: ImageStore) -> None:
     with Registry() as registry:
         registry.ranges = False
         registry.cut_after = {digest_of(IMAGE.layers[1]): [300_000]}
         assert content(store, pulled(store, registry.push("app:1", IMAGE)), "big") == BIG
 
 
-def test_a_busy_registry_is_asked_again(store: Store) -> None:
+def test_a_busy_registry_is_asked_again(store: ImageStore) -> None:
     with Registry() as registry:
         registry.busy = 3
         assert pulled(store, registry.push("app:1", IMAGE)).id == IMAGE.id
 
 
-def test_a_registry_that_stays_busy_is_infra_and_leaves_nothing(store: Store) -> None:
+def test_a_registry_that_stays_busy_is_infra_and_leaves_nothing(store: ImageStore) -> None:
     with Registry() as registry:
         registry.busy = 1000
         with pytest.raises(SandboxError, match="429") as raised:
@@ -119,22 +119,24 @@ def test_a_registry_that_stays_busy_is_infra_and_leaves_nothing(store: Store) ->
 
 
 @pytest.mark.parametrize("lies", [1, 1000])
-def test_a_wrong_digest_is_never_kept(store: Store, lies: int) -> None:
+def test_a_wrong_digest_is_never_kept(store: ImageStore, lies: int) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.lies = {digest_of(IMAGE.config): 1, digest_of(IMAGE.layers[1]): lies}
-        with pytest.raises(SandboxError, match="another content"):  # about a configuration it is final
+        with pytest.raises(SandboxError, match="digest"):  # about a configuration it is final
             pulled(store, name)
         if lies == 1:
             assert content(store, pulled(store, name), "big") == BIG
             return
-        with pytest.raises(SandboxError, match="another content") as raised:
+        with pytest.raises(SandboxError, match="digest") as raised:
             pulled(store, name)
     assert raised.value.code == "sandbox.image"
     assert store.listed() == []
 
 
-def test_no_key_goes_along_to_another_host(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_goes_along_to_another_host(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Registry() as cdn, Registry(auth="password", cdn=cdn) as registry:
         name = registry.push("app:1", IMAGE)
         cdn.blobs = IMAGE.blobs()
@@ -167,7 +169,7 @@ def _login(
 
 @pytest.mark.parametrize("how", ["anonymous", "password", "identity", "basic", "helper", "store"])
 def test_keys_come_from_dockers_own_configuration(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, caplog: pytest.LogCaptureFixture
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     auth = how if how in ("anonymous", "identity", "basic") else "password"
@@ -181,7 +183,7 @@ def test_keys_come_from_dockers_own_configuration(
             _helper(monkeypatch, tmp_path, registry.host)
             named = {"credHelpers": {registry.host: "test"}} if how == "helper" else {"credsStore": "test"}
             _login(monkeypatch, tmp_path, registry.host, None, **named)
-        told: list[Progress] = []
+        told: list[ImageProgress] = []
         assert content(store, pulled(store, name, on_progress=told.append), "big") == BIG
     kept = [path.read_bytes() for path in store.folder.rglob("*") if path.is_file()]
     said = caplog.text + repr(told)
@@ -201,7 +203,7 @@ def _helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str) -> None:
 
 
 def test_a_registry_that_wants_a_key_is_the_tasks_fault_with_what_to_do(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Registry(auth="password") as registry:
         name = registry.push("app:1", IMAGE)
@@ -210,7 +212,7 @@ def test_a_registry_that_wants_a_key_is_the_tasks_fault_with_what_to_do(
         assert raised.value.code == "task.image"
         wrong = base64.b64encode(b"robot:wrong").decode()
         _login(monkeypatch, tmp_path, registry.host, {"auth": wrong})
-        with pytest.raises(SandboxError, match="refuses the stored key") as raised:
+        with pytest.raises(SandboxError, match="refuses the stored credentials") as raised:
             pulled(store, name)
         assert wrong not in str(raised.value)
 
@@ -218,13 +220,13 @@ def test_a_registry_that_wants_a_key_is_the_tasks_fault_with_what_to_do(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("app:2", "no?ne of this name"),
-        ("windows:1", "not there for"),
-        ("old:1", "no longer in use"),
-        ("odd:1", "cannot be read"),
+        ("app:2", "does not have it"),
+        ("windows:1", "does not support"),
+        ("old:1", "obsolete schema"),
+        ("odd:1", "malformed"),
     ],
 )
-def test_an_image_that_is_missing_or_odd_is_the_tasks_fault(store: Store, name: str, words: str) -> None:
+def test_an_image_that_is_missing_or_odd_is_the_tasks_fault(store: ImageStore, name: str, words: str) -> None:
     with Registry() as registry:
         registry.push("windows:1", IMAGE, ("windows/amd64",))
         registry.manifests["old", "1"] = ("x", b'{"schemaVersion": 1}')
@@ -235,9 +237,9 @@ def test_an_image_that_is_missing_or_odd_is_the_tasks_fault(store: Store, name: 
     assert name in str(raised.value)
 
 
-def test_a_layer_that_is_longer_than_it_says_ends(store: Store) -> None:
+def test_a_layer_that_is_longer_than_it_says_ends(store: ImageStore) -> None:
     with Registry() as registry:
         name = registry.push("app:1", IMAGE)
         registry.blobs[digest_of(IMAGE.layers[0])] += bytes(1000)
-        with pytest.raises(RookeryError, match="longer than it says"):
+        with pytest.raises(RookeryError, match="longer than its manifest says"):
             pulled(store, name)

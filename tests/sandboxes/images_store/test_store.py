@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from rookery.core import SandboxError, UsageError
-from rookery.sandboxes.images import content, locks, records
-from rookery.sandboxes.images.asking import Images
-from rookery.sandboxes.images.content import Store
-from rookery.sandboxes.images.making import Making
-from rookery.sandboxes.images.records import Record
-from rookery.sandboxes.images.references import parse
+from rookery.sandboxes.images import file_locks, records, store
+from rookery.sandboxes.images.image_fetcher import ImageFetcher
+from rookery.sandboxes.images.installer import ImageInstaller
+from rookery.sandboxes.images.records import ImageRecord
+from rookery.sandboxes.images.references import parse_reference
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.images_store.kit import Made, digest_of, member, tar_of
 from tests.sandboxes.images_store.registries import Registry
 
@@ -31,39 +31,41 @@ def image(seed: int, *shared: bytes, size: int = 300_000) -> Made:
     return Made(*shared, tar_of(member(f"data-{seed}", data), *(member(f"n/{at}", b"x") for at in range(50))))
 
 
-def made(store: Store, path: Path, **more: object) -> Record:
-    return Making(store, parse(str(path)), **more).run()  # type: ignore[arg-type]
+def made(store: ImageStore, path: Path, **more: object) -> ImageRecord:
+    return ImageInstaller(store, parse_reference(str(path)), **more).install()  # type: ignore[arg-type]
 
 
 @pytest.fixture
-async def images(store: Store) -> AsyncIterator[Images]:
-    found = Images(store.folder)
+async def images(store: ImageStore) -> AsyncIterator[ImageFetcher]:
+    found = ImageFetcher(store.folder)
     yield found
     await found.close()
 
 
-async def test_a_hundred_who_ask_together_are_answered_by_one_making(store: Store, images: Images) -> None:
+async def test_a_hundred_who_ask_together_are_answered_by_one_making(
+    store: ImageStore, images: ImageFetcher
+) -> None:
     """In two sets of askers, which know nothing of each other, as processes do."""
     one = image(1, tar_of(member("base", b"b")))
-    other = Images(store.folder)
+    other = ImageFetcher(store.folder)
     try:
         with Registry() as registry:
-            name = parse(registry.push("app:1", one))
-            uses = await asyncio.gather(*(asker.hold(name) for _ in range(50) for asker in (images, other)))
+            name = parse_reference(registry.push("app:1", one))
+            uses = await asyncio.gather(*(asker.acquire(name) for _ in range(50) for asker in (images, other)))
             assert len(registry.fetched()) == 3  # configuration and two layers, once each
         assert {use.record.id for use in uses} == {one.id}
         assert set(store.listed()[0].used_by) == {os.getpid()}
         for use in uses:
-            use.close()
+            use.release()
         assert store.listed()[0].used_by == ()
     finally:
         await other.close()
 
 
-async def test_who_stops_waiting_does_not_stop_the_making(store: Store, images: Images) -> None:
+async def test_who_stops_waiting_does_not_stop_the_making(store: ImageStore, images: ImageFetcher) -> None:
     gate = threading.Event()
     with Registry() as registry:
-        name = parse(registry.push("app:1", image(1)))
+        name = parse_reference(registry.push("app:1", image(1)))
         slow = registry.manifests
 
         class Slow(dict):  # type: ignore[type-arg]
@@ -72,32 +74,32 @@ async def test_who_stops_waiting_does_not_stop_the_making(store: Store, images: 
                 return slow.get(key, default)  # type: ignore[call-overload]
 
         registry.manifests = Slow()
-        waiting = asyncio.ensure_future(images.hold(name))
+        waiting = asyncio.ensure_future(images.acquire(name))
         while not registry.seen:
             await asyncio.sleep(0.005)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         gate.set()
-        use = await images.hold(name)
+        use = await images.acquire(name)
         assert len(registry.fetched()) == 2
-        use.close()
+        use.release()
 
 
-async def test_closing_ends_what_is_being_made(store: Store) -> None:
+async def test_closing_ends_what_is_being_made(store: ImageStore) -> None:
     gate = threading.Event()
-    images = Images(store.folder)
+    images = ImageFetcher(store.folder)
     with Registry() as registry:
-        name = parse(registry.push("app:1", image(1)))
+        name = parse_reference(registry.push("app:1", image(1)))
         registry.blobs = _Gated(registry.blobs, gate)
-        waiting = asyncio.ensure_future(images.hold(name))
+        waiting = asyncio.ensure_future(images.acquire(name))
         while not registry.seen:
             await asyncio.sleep(0.005)
         await images.close()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         gate.set()
-    store.clean()
+    store.remove_leftovers()
     assert list((store.folder / "work").iterdir()) == list(store.layers.iterdir()) == []
 
 
@@ -112,9 +114,9 @@ class _Gated(dict[str, bytes]):
 
 
 @contextlib.contextmanager
-def worker(store: Store, path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    asked = {"folder": str(store.folder), "reference": parse(str(path)), "parent": os.getpid()}
-    words = [sys.executable, "-m", "rookery.sandboxes.images.worker", msgspec.json.encode(asked).decode()]
+def worker(store: ImageStore, path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    asked = {"directory": str(store.folder), "reference": parse_reference(str(path)), "parent_pid": os.getpid()}
+    words = [sys.executable, "-m", "rookery.sandboxes.images.fetch_process", msgspec.json.encode(asked).decode()]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
     try:
         yield process
@@ -125,11 +127,11 @@ def worker(store: Store, path: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.stdout.close()
 
 
-def test_a_kill_in_the_middle_leaves_nothing_half_valid(store: Store, tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_leaves_nothing_half_valid(store: ImageStore, tmp_path: Path) -> None:
     """After each word that it says, and at some moments between."""
     layers = [tar_of(*(member(f"{at}/{n}", b"x" * 500) for n in range(200))) for at in range(3)]
     path = Made(*layers).layout(tmp_path / "layout")
-    before = Making(Store(tmp_path / "whole"), parse(str(path))).run()
+    before = ImageInstaller(ImageStore(tmp_path / "whole"), parse_reference(str(path))).install()
     chosen = random.Random(5)
     for words in (1, 2, 4, 5, 6):
         with worker(store, path) as process:
@@ -155,40 +157,40 @@ def test_a_kill_in_the_middle_leaves_nothing_half_valid(store: Store, tmp_path: 
     assert {path.name for path in store.layers.iterdir()} == set(record.layers)
 
 
-def _free(store: Store, place: Path) -> bool:
-    lock = locks.attempt(store.lock_path("work", place.name), alone=True)
+def _free(store: ImageStore, place: Path) -> bool:
+    lock = file_locks.try_lock(store.lock_path("work", place.name), exclusive=True)
     if lock is not None:
         lock.close()
     return lock is not None
 
 
 def test_a_layer_that_had_not_reached_the_disk_is_made_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = image(1).layout(tmp_path / "layout")
     record = made(store, path)
     (layer,) = record.layers
     (store.layers / layer / "data-1").write_bytes(b"")  # as a file system may leave it
-    monkeypatch.setattr(content, "boot", lambda: "the next one")
+    monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "the next one")
     assert store.record(record.id) is None
-    monkeypatch.setattr("rookery.sandboxes.images.making.boot", lambda: "the next one")
+    monkeypatch.setattr("rookery.sandboxes.images.installer.boot_id", lambda: "the next one")
     made(store, path)
     assert (store.layers / layer / "data-1").stat().st_size == 300_000
     store.sync(record.layers)
-    monkeypatch.setattr(content, "boot", lambda: "one more")
+    monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "one more")
     assert store.record(record.id) is not None
 
 
-def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: Store, tmp_path: Path) -> None:
+def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: ImageStore, tmp_path: Path) -> None:
     base = tar_of(member("base", bytes(range(256)) * 1000))
     paths = {n: image(n, base).layout(tmp_path / str(n)) for n in range(4)}
     kept = {n: made(store, paths[n]) for n in range(3)}
     for n, record in kept.items():
-        use = store.use(record.id)
+        use = store.acquire(record.id)
         assert use is not None
-        use.close()
+        use.release()
         os.utime(store.lock_path("image", record.id), (4e9 + n, 4e9 + n))
-    held = store.use(kept[0].id)
+    held = store.acquire(kept[0].id)
     assert held is not None
     os.utime(store.lock_path("image", kept[0].id), (1, 1))  # the longest unused, were it not in use
     budget = store.held() - 1000
@@ -199,7 +201,7 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: Store, tm
     assert store.held() <= budget
     # Its base is shared, so it is still there.
     assert (store.layers / new.layers[0] / "base").stat().st_size == 256_000
-    others = [store.use(one.id) for one in store.listed()]
+    others = [store.acquire(one.id) for one in store.listed()]
     small = store.held() + 1000
     with pytest.raises(SandboxError, match="does not fit") as raised:
         made(store, paths[1], budget=small)
@@ -207,18 +209,19 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: Store, tm
     assert {one.id for one in store.listed()} == {use.record.id for use in others if use is not None}
     for use in (held, *others):
         assert use is not None
-        use.close()
+        use.release()
     done = store.prune(budget=0)
     assert len(done.images) == len(others)
     assert store.listed() == list(store.layers.iterdir()) == []
     assert done.bytes > 0
 
 
-def test_an_image_in_use_by_another_process_is_not_removed(store: Store, tmp_path: Path) -> None:
+def test_an_image_in_use_by_another_process_is_not_removed(store: ImageStore, tmp_path: Path) -> None:
     record = made(store, image(1).layout(tmp_path / "layout"))
     program = (
-        "import sys; from pathlib import Path; from rookery.sandboxes.images.content import Store\n"
-        f"use = Store(Path({str(store.folder)!r})).use({record.id!r}); print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from rookery.sandboxes.images.store import ImageStore\n"
+        f"use = ImageStore(Path({str(store.folder)!r})).acquire({record.id!r})\n"
+        "print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -236,13 +239,13 @@ def test_an_image_in_use_by_another_process_is_not_removed(store: Store, tmp_pat
     assert len(store.prune(budget=0).images) == 1
 
 
-def test_an_image_without_a_name_is_pruned_and_its_shared_layers_stay(store: Store) -> None:
+def test_an_image_without_a_name_is_pruned_and_its_shared_layers_stay(store: ImageStore) -> None:
     base = tar_of(member("base", b"b" * 5000))
     with Registry() as registry:
-        name = parse(registry.push("app:1", image(1, base)))
-        first = Making(store, name).run()
+        name = parse_reference(registry.push("app:1", image(1, base)))
+        first = ImageInstaller(store, name).install()
         registry.push("app:1", image(2, base))
-        second = Making(store, name, again=True).run()
+        second = ImageInstaller(store, name, again=True).install()
     assert [one.names for one in store.listed() if one.id == first.id] == [()]
     done = store.prune(budget=1 << 40)
     assert (done.layers, len(done.images)) == (1, 1)
@@ -257,10 +260,10 @@ def test_a_store_of_another_users_is_refused(tmp_path: Path) -> None:
         pytest.skip("probed: not root, who alone can give a folder away")
     os.chown(where, 1234, 1234)
     with pytest.raises(UsageError, match="another user"):
-        Store(where).open()
+        ImageStore(where).open()
 
 
-def test_other_users_see_nothing_of_it(store: Store, tmp_path: Path) -> None:
+def test_other_users_see_nothing_of_it(store: ImageStore, tmp_path: Path) -> None:
     made(store, image(1).layout(tmp_path / "layout"))
     assert store.folder.stat().st_mode & 0o077 == 0
 
@@ -269,19 +272,19 @@ def test_other_users_see_nothing_of_it(store: Store, tmp_path: Path) -> None:
 def test_a_wrong_budget_is_said(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOKERY_IMAGES_BUDGET", said)
     with pytest.raises(UsageError, match="ROOKERY_IMAGES_BUDGET"):
-        content.usual_budget()
+        store.default_budget()
 
 
-def test_records_that_cannot_be_read_are_not_there(store: Store, tmp_path: Path) -> None:
+def test_records_that_cannot_be_read_are_not_there(store: ImageStore, tmp_path: Path) -> None:
     record = made(store, image(1).layout(tmp_path / "layout"))
     (store.folder / "images" / f"{record.id}.json").write_text("{half")
     assert store.record(record.id) is None
-    assert records.read(store.folder / "images" / f"{record.id}.json", Record) is None
+    assert records.read_record(store.folder / "images" / f"{record.id}.json", ImageRecord) is None
     assert made(store, tmp_path / "layout").id == record.id
 
 
 def test_layers_compressed_with_zstd_are_opened_by_its_program(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tar_of(member("a", b"a" * 100_000))
     if shutil.which("zstd") is None:
@@ -298,5 +301,5 @@ def test_layers_compressed_with_zstd_are_opened_by_its_program(
         made(store, path)
     assert raised.value.code == "sandbox.image"
     monkeypatch.undo()
-    record = Making(store, parse(str(path))).run()
+    record = ImageInstaller(store, parse_reference(str(path))).install()
     assert (store.layers / record.layers[0] / "a").read_bytes() == b"a" * 100_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from tests.sandboxes.docker.conftest import docker, tars
 from tests.sandboxes.podman.service import PrivatePodman
 
@@ -24,4 +24,4 @@ def engine(tars: dict[str, Path]) -> Iterator[PrivatePodman]:
         yield made
     finally:
         made.stop()
-        procs.remove_tree(folder)
+        processes.remove_tree(folder)

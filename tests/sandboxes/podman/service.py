@@ -13,7 +13,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from rookery.sandboxes import procs
+from rookery.sandbox_runtime import processes
 from tests.sandboxes.docker.engine import PrivateEngine
 
 ROOT = Path(__file__).resolve().parents[3] / ".peers" / "podman" / "root"
@@ -91,8 +91,8 @@ class PrivatePodman(PrivateEngine):
     def kill_service(self) -> None:
         """Without its containers; it comes back."""
         assert self._program is not None
-        (first,) = procs.children_of(self._program.pid)
-        for pid in procs.children_of(first):
+        (first,) = processes.list_children(self._program.pid)
+        for pid in processes.list_children(first):
             if Path(f"/proc/{pid}/comm").read_text().strip() == "podman":
                 os.kill(pid, signal.SIGKILL)
 

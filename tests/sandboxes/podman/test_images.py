@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rookery.sandboxes.images.content import Store
-from rookery.sandboxes.images.engine import Engine
+from rookery.sandboxes.docker.client import BlockingEngineClient
+from rookery.sandboxes.images.engine_images import EngineImages
+from rookery.sandboxes.images.store import ImageStore
 from tests.sandboxes.docker.test_images import (
     docker,
     packed,
@@ -43,10 +44,10 @@ pytestmark = [pytest.mark.needs("podman"), pytest.mark.long, pytest.mark.asyncio
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[ImageStore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROOKERY_IMAGES", str(tmp_path / "store"))
-        yield Store(tmp_path / "store")
+        yield ImageStore(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 async def test_the_store_takes_from_the_service_and_gives_to_it(
     proof: Callable[..., None],
     engine: PrivatePodman,
-    store: Store,
+    store: ImageStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    await asyncio.to_thread(proof, Engine(engine.socket), store, tmp_path)
+    await asyncio.to_thread(proof, EngineImages(BlockingEngineClient(engine.socket)), store, tmp_path)

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rookery.sandboxes import Command, Home
-from rookery.sandboxes.docker import asking, probe
+from rookery.sandboxes import Command, ProviderHome
+from rookery.sandboxes.docker import client
+from rookery.sandboxes.docker.client import BlockingEngineClient
 from rookery.sandboxes.docker.provider import DockerProvider
-from rookery.sandboxes.images.engine import Engine
+from rookery.sandboxes.images.engine_images import EngineImages
 from tests.sandboxes.docker import test_ends as ends
 from tests.sandboxes.docker.engine import IMAGE
 from tests.sandboxes.docker.test_container import (
@@ -78,8 +79,8 @@ async def test_what_an_image_wants_loaded_is_not_loaded_into_pid_1_and_its_volum
         assert "/.rookery/" in maps
         assert "loaded.so" not in maps
         assert await sandbox.read("/lib/loaded.so") == library
-        assert len(asking.ask(engine.socket, "GET", "/volumes")["Volumes"]) == 1
-    assert not asking.ask(engine.socket, "GET", "/volumes")["Volumes"]
+        assert len(client.BlockingEngineClient(engine.socket).call("GET", "/volumes")["Volumes"]) == 1
+    assert not client.BlockingEngineClient(engine.socket).call("GET", "/volumes")["Volumes"]
 
 
 def _library() -> bytes:
@@ -100,7 +101,7 @@ async def test_a_container_does_not_know_the_machines_hosts(docker: DockerProvid
 
 
 async def test_containers_outlive_the_service_and_those_to_come_wait_for_it(
-    home: Home, engine: PrivatePodman
+    home: ProviderHome, engine: PrivatePodman
 ) -> None:
     provider = DockerProvider(home, image=IMAGE, engine=engine.socket)
     try:
@@ -122,13 +123,14 @@ async def test_containers_outlive_the_service_and_those_to_come_wait_for_it(
 async def test_a_system_is_given_under_its_own_name_and_takes_no_other(
     engine: PrivatePodman, tmp_path: Path
 ) -> None:
-    service = Engine(engine.socket)
+    service = EngineImages(BlockingEngineClient(engine.socket))
     made = []
     for at in ("one", "two"):
         (tmp_path / at).write_bytes(tar_of(member(at, b"x")))
-        made.append(service.import_system(tmp_path / at, f"rookery-given:{at}"))
-    assert len({service.image(name) for name in made} - {""}) == 2
-    assert not service.image("rookery-given:latest")
+        made.append(f"rookery-given:{at}")
+        service.import_rootfs(tmp_path / at, made[-1])
+    assert len({service.find_id(name) for name in made} - {""}) == 2
+    assert not service.find_id("rookery-given:latest")
 
 
 async def test_gpus_are_refused_since_the_service_would_leave_them_out(docker: DockerProvider) -> None:
@@ -138,6 +140,6 @@ async def test_gpus_are_refused_since_the_service_would_leave_them_out(docker: D
 
 async def test_the_doctor_names_podman(engine: PrivatePodman, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{engine.socket}")
-    said = probe.check()
+    (said,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
     assert said.status == "ok"
     assert "podman " in str(said)

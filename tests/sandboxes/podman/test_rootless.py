@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Command, Home, procs
-from rookery.sandboxes.docker import probe
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.docker.provider import DockerProvider
 from tests.sandboxes.docker.engine import IMAGE
 from tests.sandboxes.podman import rootless
@@ -29,7 +29,7 @@ def place() -> Iterator[Path]:
     folder = tempfile.mkdtemp(prefix="rookery-podman-")
     Path(folder).chmod(0o755)
     yield Path(folder)
-    procs.remove_tree(folder)
+    processes.remove_tree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def service(place: Path, tars: dict[str, Path]) -> Iterator[RootlessPodman]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def provider(service: RootlessPodman, place: Path) -> AsyncIterator[DockerProvider]:
-    made = DockerProvider(Home(folder=place / "home", run="rootless"), engine=service.socket, direct=False)
+    made = DockerProvider(ProviderHome(folder=place / "home", run="rootless"), engine=service.socket, direct=False)
     yield made
     await made.close()
     assert service.containers() == []
@@ -78,5 +78,5 @@ async def test_limits_that_it_would_leave_out_are_refused(
     for asked in ({"memory": 64 << 20}, {"pids": 32}, {"cpus": 1.0}):
         assert "cannot limit" in provider.check(msgspec.structs.replace(SPEC, **asked))[0]
     monkeypatch.setenv("DOCKER_HOST", f"unix://{service.socket}")
-    said = probe.check()
+    (said,) = DockerProvider(ProviderHome(folder=Path(), run="check")).diagnose()
     assert (said.status, "cannot limit memory, processes, processors" in said.found) == ("weaker", True)

@@ -1,4 +1,4 @@
-"""Local boxes for all tests of a module, which leave nothing."""
+"""Fixtures: local sandboxes for all tests of a module."""
 
 import os
 from collections.abc import AsyncIterator
@@ -7,21 +7,21 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Home, Sandbox, open_provider
+from rookery.sandboxes import ProviderHome, Sandbox, open_provider
 from tests.scoring.swe.small import Open
 
 LOCAL = SandboxSpec(provider="local", memory=256 << 20, disk=128 << 20, pids=128)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def open_box(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Open]:
+async def open_sandbox(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Open]:
     folder = tmp_path_factory.mktemp("home")
-    provider = open_provider("local", Home(folder=folder, run=f"swe-{os.getpid()}-{folder.name}"))
-    boxes: list[Sandbox] = []
+    provider = open_provider("local", ProviderHome(folder=folder, run=f"swe-{os.getpid()}-{folder.name}"))
+    sandboxes: list[Sandbox] = []
 
     async def opened(spec: SandboxSpec) -> Sandbox:
-        boxes.append(await provider.create(spec, attempt="test"))
-        return boxes[-1]
+        sandboxes.append(await provider.create(spec, attempt="test"))
+        return sandboxes[-1]
 
     try:
         yield opened

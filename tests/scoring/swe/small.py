@@ -10,7 +10,7 @@ from rookery.core import SandboxSpec
 from rookery.sandboxes import Command, Sandbox
 from rookery.scoring.swe import SweGrade, SweGrader, prepare
 from rookery.scoring.swe.cheats import Cheat
-from rookery.tasks.swe import SOLUTION, TESTS, Part, SweStep, SweTask, Verifier
+from rookery.tasks.swe import SOLUTION, TESTS, FileMapping, SweStep, SweTask, Verifier
 
 BROKEN = "def add(a, b):\n    return a - b\n"
 FIXED = "def add(a, b):\n    return a + b\n"
@@ -46,7 +46,7 @@ Open = Callable[[SandboxSpec], Awaitable[Sandbox]]
 
 
 def small_task(folder: Path, *, script: str = STRONG, history: bool = False, **changes: Any) -> SweTask:
-    """`changes`: of the verifier, or of the task."""
+    """Make a task; `changes` are fields of the verifier or of the task."""
     seeds, tests, solution = (folder / name for name in ("seeds", "tests", "solution"))
     for one in (seeds, tests, solution):
         one.mkdir(parents=True, exist_ok=True)
@@ -69,20 +69,20 @@ def small_task(folder: Path, *, script: str = STRONG, history: bool = False, **c
     step = SweStep(
         **{
             "instruction": "Repair calc.py.",
-            "tests": (Part(source=str(tests), target=TESTS),),
-            "solution": (Part(source=str(solution), target=SOLUTION),),
+            "tests": (FileMapping(source=str(tests), target=TESTS),),
+            "solution": (FileMapping(source=str(solution), target=SOLUTION),),
             "verifier": Verifier(**{"timeout": 30.0, **of_verifier}),
             **of_step,
         }
     )
-    files = (Part(source=str(seeds), target="/workspace"),)
+    files = (FileMapping(source=str(seeds), target="/workspace"),)
     return SweTask(
         **{"id": "small", "format": "rows", "folder": str(folder), "steps": (step,), "files": files, **of_task}
     )
 
 
 def with_history(seeds: Path) -> None:
-    """A repository whose repair lies on another branch, in a tag, in a stash and in the reflog."""
+    """Make a repository with the repair on another branch, in a tag, in a stash and in the reflog."""
     script = """
     export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1
     git init -q -b main . && git config user.email a@example.org && git config user.name a
@@ -95,14 +95,14 @@ def with_history(seeds: Path) -> None:
     subprocess.run(["sh", "-ec", script], cwd=seeds, check=True, capture_output=True)
 
 
-async def sh(box: Sandbox, script: str, user: str | None = None) -> str:
-    result = await box.exec(Command(argv=("sh", "-c", script), cwd="/workspace", user=user, wall=30.0))
+async def sh(sandbox: Sandbox, script: str, user: str | None = None) -> str:
+    result = await sandbox.exec(Command(argv=("sh", "-c", script), cwd="/workspace", user=user, wall=30.0))
     assert result.ok, result
     return result.stdout.decode()
 
 
 async def attempt(
-    open_box: Open,
+    open_sandbox: Open,
     task: SweTask,
     what: str | Cheat = "",
     *,
@@ -111,19 +111,19 @@ async def attempt(
     **settings: Any,
 ) -> SweGrade:
     """Grade one submission: a script runs in the agent's sandbox, then the grader has `seconds`."""
-    box = await open_box(spec)
+    sandbox = await open_sandbox(spec)
     try:
-        prepared = await prepare(box, task, timeout=60.0)
-        await act(box, what)
-        return await SweGrader(open_box, task, spec, **settings).grade(box, prepared, 0, timeout=seconds)
+        prepared = await prepare(sandbox, task, timeout=60.0)
+        await act(sandbox, what)
+        return await SweGrader(open_sandbox, task, spec, **settings).grade(sandbox, prepared, 0, timeout=seconds)
     finally:
-        await box.close()
+        await sandbox.close()
 
 
-async def act(box: Sandbox, what: str | Cheat) -> None:
-    script = what.whole if isinstance(what, Cheat) else what
+async def act(sandbox: Sandbox, what: str | Cheat) -> None:
+    script = what.full_script if isinstance(what, Cheat) else what
     if script:
-        await box.exec(Command(argv=("bash", "-c", script), cwd="/workspace", wall=60.0))
+        await sandbox.exec(Command(argv=("bash", "-c", script), cwd="/workspace", wall=60.0))
 
 
 REPAIR = f"cat > calc.py <<'E'\n{FIXED}E\n"

@@ -1,4 +1,4 @@
-"""No known cheat is paid, in either mode, whoever the agent is."""
+"""No cheat script gets a reward, in either grading mode, as root or not."""
 
 import asyncio
 from pathlib import Path
@@ -31,30 +31,30 @@ def test_there_are_cheats_of_every_kind() -> None:
     assert len(CHEATS) >= 20
     assert len(BY_NAME) == len(CHEATS)
     assert sum(cheat.inside for cheat in CHEATS) >= 8
-    assert all(cheat.does and cheat.script for cheat in CHEATS)
+    assert all(cheat.description and cheat.script for cheat in CHEATS)
 
 
 def test_the_docs_name_every_cheat() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "grading.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "swe-grading.md").read_text()
     for cheat in CHEATS:
-        assert f"| `{cheat.name}`{' *inside*' if cheat.inside else ''} | {cheat.does} |" in page
+        assert f"| `{cheat.name}`{' *inside*' if cheat.inside else ''} | {cheat.description} |" in page
 
 
 @in_module
 @pytest.mark.long
-async def test_what_is_put_into_programs_is_a_program(open_box: Open, tmp_path: Path) -> None:
+async def test_what_is_put_into_programs_is_a_program(open_sandbox: Open, tmp_path: Path) -> None:
     task = small_task(tmp_path)
     for cheat in CHEATS:
         if cheat.inside:
-            box = await open_box(LOCAL)
-            await prepare(box, task, timeout=60.0)
-            await act(box, cheat)
-            await sh(box, 'python3 -c \'compile(open("calc.py").read(), "calc.py", "exec")\' && sh -n run.sh')
-            await box.close()
+            sandbox = await open_sandbox(LOCAL)
+            await prepare(sandbox, task, timeout=60.0)
+            await act(sandbox, cheat)
+            await sh(sandbox, 'python3 -c \'compile(open("calc.py").read(), "calc.py", "exec")\' && sh -n run.sh')
+            await sandbox.close()
 
 
 async def refused(
-    open_box: Open,
+    open_sandbox: Open,
     folder: Path,
     cheats: list[Cheat],
     *,
@@ -67,7 +67,7 @@ async def refused(
     async def one(cheat: Cheat, mode: str) -> tuple[str, str, float]:
         async with gate:
             task = small_task(folder / f"{cheat.name}-{mode}", mode=mode, history=True, **settings)
-            grade = await attempt(open_box, task, cheat, spec=spec)
+            grade = await attempt(open_sandbox, task, cheat, spec=spec)
             return cheat.name, mode, grade.reward
 
     async with asyncio.TaskGroup() as group:
@@ -77,30 +77,32 @@ async def refused(
 
 
 @in_module
-async def test_a_cheat_of_each_kind_is_refused_in_both_modes(open_box: Open, tmp_path: Path) -> None:
-    await refused(open_box, tmp_path, [BY_NAME[name] for name in QUICK], at_once=3)
+async def test_a_cheat_of_each_kind_is_refused_in_both_modes(open_sandbox: Open, tmp_path: Path) -> None:
+    await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in QUICK], at_once=3)
 
 
 @in_module
-async def test_what_is_planted_is_refused_by_weak_scripts_too(open_box: Open, tmp_path: Path) -> None:
+async def test_what_is_planted_is_refused_by_weak_scripts_too(open_sandbox: Open, tmp_path: Path) -> None:
     names = ("planted-reward", "sitecustomize", "shadowed-modules")
-    await refused(open_box, tmp_path, [BY_NAME[name] for name in names], at_once=3, script=WEAK)
+    await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in names], at_once=3, script=WEAK)
 
 
 @in_module
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("user", ["user", "root"])
-async def test_every_cheat_is_refused_in_both_modes(open_box: Open, tmp_path: Path, user: str) -> None:
-    await refused(open_box, tmp_path, list(CHEATS), at_once=3, spec=msgspec.structs.replace(LOCAL, user=user))
+async def test_every_cheat_is_refused_in_both_modes(open_sandbox: Open, tmp_path: Path, user: str) -> None:
+    await refused(open_sandbox, tmp_path, list(CHEATS), at_once=3, spec=msgspec.structs.replace(LOCAL, user=user))
 
 
 @in_module
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_every_cheat_that_is_planted_is_refused_by_weak_scripts_too(open_box: Open, tmp_path: Path) -> None:
+async def test_every_cheat_that_is_planted_is_refused_by_weak_scripts_too(
+    open_sandbox: Open, tmp_path: Path
+) -> None:
     outside = [cheat for cheat in CHEATS if not cheat.inside]
-    await refused(open_box, tmp_path, outside, at_once=3, script=WEAK)
+    await refused(open_sandbox, tmp_path, outside, at_once=3, script=WEAK)
 
 
 PYTEST_LIKE = """#!/bin/bash
@@ -111,21 +113,21 @@ echo 1 > /logs/verifier/reward.txt
 
 @in_module
 @pytest.mark.long
-async def test_a_careless_grader_pays_for_many_of_them(open_box: Open, tmp_path: Path) -> None:
+async def test_a_careless_grader_pays_for_many_of_them(open_sandbox: Open, tmp_path: Path) -> None:
     """What the others prove is worth as much as the cheats are good: here is a grader that they work on."""
     paid = set()
     for cheat in CHEATS:
-        box = await open_box(LOCAL)
-        await prepare(box, small_task(tmp_path), timeout=60.0)
-        await act(box, cheat)
-        await box.write("/work/test.sh", PYTEST_LIKE.encode())
-        await box.exec(Command(argv=("bash", "-l", "/work/test.sh"), cwd="/workspace", wall=20.0))
-        found = await box.exec(
+        sandbox = await open_sandbox(LOCAL)
+        await prepare(sandbox, small_task(tmp_path), timeout=60.0)
+        await act(sandbox, cheat)
+        await sandbox.write("/work/test.sh", PYTEST_LIKE.encode())
+        await sandbox.exec(Command(argv=("bash", "-l", "/work/test.sh"), cwd="/workspace", wall=20.0))
+        found = await sandbox.exec(
             Command(argv=("timeout", "1", "sh", "-c", "cat /logs/verifier/reward.*"), cwd="/", wall=10.0)
         )
         if b"1" in found.stdout:
             paid.add(cheat.name)
-        await box.close()
+        await sandbox.close()
     named = {"planted-reward", "reward-links", "reward-daemon", "early-exit", "equal-to-everything"}
     assert named <= paid, paid
     assert len(paid) >= 12, sorted(paid)

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from rookery.core import SandboxSpec
-from rookery.sandboxes import Home, Sandbox
+from rookery.sandboxes import ProviderHome, Sandbox
 from rookery.sandboxes.docker.provider import DockerProvider
 from rookery.scoring.swe.cheats import CHEATS
 from tests.environments.swe.system_image import system_at
@@ -35,7 +35,7 @@ async def in_docker(
 ) -> AsyncIterator[Open]:
     engine.load(system_at(tmp_path_factory.mktemp("image") / "system.tar"), IMAGE)
     folder = tmp_path_factory.mktemp("home") / "sandboxes"
-    home = Home(folder=folder, run=f"swe-docker-{os.getpid()}-{folder.parent.name}")
+    home = ProviderHome(folder=folder, run=f"swe-docker-{os.getpid()}-{folder.parent.name}")
     provider = DockerProvider(home, image=IMAGE, engine=engine.socket)
 
     async def opened(spec: SandboxSpec) -> Sandbox:
@@ -52,7 +52,7 @@ async def in_docker(
 @pytest.mark.parametrize("spec", [SPEC, ROOT], ids=["user", "root"])
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
 @pytest.mark.parametrize("mode", ["fresh", "shared"])
-async def test_a_repair_scores_full_and_nothing_scores_nothing(
+async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
     in_docker: Open, tmp_path: Path, mode: str, script: str, spec: SandboxSpec
 ) -> None:
     task = small_task(tmp_path, script=script, mode=mode, history=True)

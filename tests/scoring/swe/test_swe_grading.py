@@ -9,8 +9,8 @@ import pytest
 
 from rookery.core import ScoringError, TaskError
 from rookery.scoring.swe import SweGrader, prepare
-from rookery.scoring.swe.grading import AS_ITSELF
-from rookery.tasks.swe import Part, SweStep
+from rookery.scoring.swe.grading import SAME_USER
+from rookery.tasks.swe import FileMapping, SweStep
 from tests.scoring.swe.conftest import LOCAL
 from tests.scoring.swe.small import FIXED, REPAIR, STRONG, WEAK, Open, attempt, sh, small_task
 
@@ -22,19 +22,19 @@ MODES = ("fresh", "shared")
 @pytest.mark.parametrize("user", ["user", "root"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
-async def test_a_repair_scores_full_and_nothing_scores_nothing(
-    open_box: Open, tmp_path: Path, mode: str, script: str, user: str
+async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
+    open_sandbox: Open, tmp_path: Path, mode: str, script: str, user: str
 ) -> None:
     spec = ROOT if user == "root" else LOCAL
     task = small_task(tmp_path, script=script, mode=mode)
     for what, reward in (("", 0.0), (REPAIR, 1.0)):
-        grade = await attempt(open_box, task, what, spec=spec)
+        grade = await attempt(open_sandbox, task, what, spec=spec)
         assert (grade.reward, grade.mode, grade.source, grade.runs) == (reward, mode, "reward.txt", 1), grade
-        assert grade.weaker == ("" if script is STRONG else AS_ITSELF)
+        assert grade.weaker == ("" if script is STRONG else SAME_USER)
 
 
 async def test_the_script_and_the_program_are_two_users_and_the_verdict_is_the_scripts(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """#!/bin/bash
     id -u; stat -c '%U %a' /logs/verifier /tests /grader; echo "$HOME $PWD"
@@ -43,7 +43,7 @@ async def test_the_script_and_the_program_are_two_users_and_the_verdict_is_the_s
     echo 0.5 > /logs/verifier/reward.txt
     """
     for spec, program in ((LOCAL, "1000"), (ROOT, "65533")):
-        grade = await attempt(open_box, small_task(tmp_path, script=looks), spec=spec)
+        grade = await attempt(open_sandbox, small_task(tmp_path, script=looks), spec=spec)
         assert grade.reward == 0.5
         said = grade.stdout.split("\n")
         assert said[:5] == ["0", "root 700", "root 700", "root 700", "/grader/home /workspace"], grade
@@ -51,7 +51,7 @@ async def test_the_script_and_the_program_are_two_users_and_the_verdict_is_the_s
 
 
 async def test_a_program_under_test_is_given_input_and_limits_and_gives_output_and_exit_code(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     script = r"""#!/bin/bash
     cd /workspace/tests
@@ -66,7 +66,7 @@ async def test_a_program_under_test_is_given_input_and_limits_and_gives_output_a
     while "$ROOKERY_RUN" pgrep -x sleep > /dev/null; do sleep 0.05; done; echo gone
     echo 1 > /logs/verifier/reward.json
     """
-    grade = await attempt(open_box, small_task(tmp_path, script=script), spec=LOCAL)
+    grade = await attempt(open_sandbox, small_task(tmp_path, script=script), spec=LOCAL)
     assert (grade.reward, grade.source) == (1.0, "reward.json"), grade
     said = [line.strip() for line in grade.stdout.splitlines()]
     first = ["/workspace/tests", "a  \\0   b", "two words; $(id)", "7", "late 124", "killed 124", "signal 137"]
@@ -90,39 +90,41 @@ async def test_a_program_under_test_is_given_input_and_limits_and_gives_output_a
         ("echo 7 > /logs/verifier/reward.txt", "range"),
     ],
 )
-async def test_what_is_no_reward_is_a_fault_and_never_a_zero(
-    open_box: Open, tmp_path: Path, writes: str, code: str
+async def test_an_invalid_reward_is_a_fault_and_never_zero(
+    open_sandbox: Open, tmp_path: Path, writes: str, code: str
 ) -> None:
     task = small_task(tmp_path, script=f"# ROOKERY_RUN\n{writes}\n", reward_from_exit=False)
     with pytest.raises(ScoringError) as caught:
-        await attempt(open_box, task, spec=LOCAL)
+        await attempt(open_sandbox, task, spec=LOCAL)
     assert (caught.value.code, caught.value.fault) == (f"scoring.{code}", "task")
 
 
-async def test_an_exit_code_is_a_verdict_where_the_task_says_so(open_box: Open, tmp_path: Path) -> None:
+async def test_an_exit_code_is_a_verdict_where_the_task_says_so(open_sandbox: Open, tmp_path: Path) -> None:
     script = '"$ROOKERY_RUN" python3 -c "from calc import add; print(add(1, 1))" | grep -qx 2'
     for what, reward in (("", 0.0), (REPAIR, 1.0)):
-        grade = await attempt(open_box, small_task(tmp_path, script=script), what, spec=LOCAL)
+        grade = await attempt(open_sandbox, small_task(tmp_path, script=script), what, spec=LOCAL)
         assert (grade.reward, grade.source) == (reward, "exit")
 
 
-async def test_a_script_that_fails_on_a_submission_twice_pays_the_minimum(open_box: Open, tmp_path: Path) -> None:
+async def test_a_script_that_fails_on_a_submission_twice_pays_the_minimum(
+    open_sandbox: Open, tmp_path: Path
+) -> None:
     crash = "#!/bin/sh\n# ROOKERY_RUN\n! grep -q slow calc.py || kill -9 $$\necho 1 > /logs/verifier/reward.txt\n"
     task = small_task(tmp_path, script=crash, reward_from_exit=False)
-    grade = await attempt(open_box, task, "echo slow >> calc.py", spec=LOCAL)
+    grade = await attempt(open_sandbox, task, "echo slow >> calc.py", spec=LOCAL)
     assert (grade.reward, grade.runs, grade.score.metrics["grade/crash"]) == (0.0, 2, 1.0)
     hangs = crash.replace("kill -9 $$", "sleep 100")
     task = small_task(tmp_path, script=hangs, timeout=0.4)
-    grade = await attempt(open_box, task, "echo slow >> calc.py", spec=LOCAL, low=-1.0)
+    grade = await attempt(open_sandbox, task, "echo slow >> calc.py", spec=LOCAL, low=-1.0)
     assert (grade.reward, grade.score.metrics["grade/time"]) == (-1.0, 1.0)
 
 
 async def test_a_script_that_fails_with_the_solution_too_is_the_tasks_fault(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(tmp_path, script="# ROOKERY_RUN\nkill -9 $$\n")
-    with pytest.raises(TaskError, match="own solution too") as caught:
-        await attempt(open_box, task, spec=LOCAL)
+    with pytest.raises(TaskError, match="reference solution") as caught:
+        await attempt(open_sandbox, task, spec=LOCAL)
     assert caught.value.fault == "task"
 
 
@@ -143,7 +145,7 @@ time.sleep(1)
 
 @pytest.mark.parametrize("where", ["by the agent", "by the program under test"])
 async def test_a_program_that_takes_every_process_does_not_stall_a_grading(
-    open_box: Open, tmp_path: Path, where: str
+    open_sandbox: Open, tmp_path: Path, where: str
 ) -> None:
     spec = msgspec.structs.replace(LOCAL, pids=32)
     script = """#!/bin/bash
@@ -156,20 +158,18 @@ async def test_a_program_that_takes_every_process_does_not_stall_a_grading(
     if where == "by the program under test":
         what = f"{REPAIR}\ncat >> calc.py <<'E'\n{BOMB}E\n"
     async with asyncio.timeout(90):
-        grade = await attempt(open_box, task, what, spec=spec)
+        grade = await attempt(open_sandbox, task, what, spec=spec)
     assert grade.reward in (0.0, 1.0)
     assert grade.runs <= 2
 
 
-async def test_a_submission_that_is_too_large_pays_the_minimum(open_box: Open, tmp_path: Path) -> None:
-    grade = await attempt(open_box, small_task(tmp_path), f"{REPAIR}\ntruncate -s 300M hole", spec=LOCAL)
+async def test_a_submission_that_is_too_large_pays_the_minimum(open_sandbox: Open, tmp_path: Path) -> None:
+    grade = await attempt(open_sandbox, small_task(tmp_path), f"{REPAIR}\ntruncate -s 300M hole", spec=LOCAL)
     assert grade.reward == 0.0
     assert "bytes" in grade.detail
 
 
-async def test_what_counts_is_the_working_folder_and_the_artifacts_as_they_are(
-    open_box: Open, tmp_path: Path
-) -> None:
+async def test_working_directory_and_artifacts_are_graded_as_they_are(open_sandbox: Open, tmp_path: Path) -> None:
     looks = r"""
     # ROOKERY_RUN
     "$ROOKERY_RUN" find . /work/out -printf '%P|%y|%m|%l\n' | sort; cat 'new
@@ -182,7 +182,7 @@ line'; chmod 640 calc.py; chmod 750 dir; ln -s calc.py link; ln -s /etc/shadow s
     rm pyproject.toml; mkdir pyproject.toml; echo in > pyproject.toml/in; touch ./-rf '$(touch owned)'
     """
     task = small_task(tmp_path, script=looks, artifacts=("/work/out",))
-    grade = await attempt(open_box, task, does, spec=LOCAL)
+    grade = await attempt(open_sandbox, task, does, spec=LOCAL)
     assert grade.reward == 1.0, grade
     said = set(grade.stdout.splitlines())
     assert {"calc.py|f|640|", "dir|d|750|", "dir/empty|d|755|", "link|l|777|calc.py", "dir/up|l|777|.."} <= said
@@ -198,7 +198,7 @@ line'; chmod 640 calc.py; chmod 750 dir; ln -s calc.py link; ln -s /etc/shadow s
 
 
 async def test_a_weak_script_gets_the_tasks_own_runner_configuration_and_tests(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """
     for f in conftest.py pytest.ini setup.cfg a.pth pytest.py sub/conftest.py .bashrc; do
@@ -214,61 +214,61 @@ async def test_a_weak_script_gets_the_tasks_own_runner_configuration_and_tests(
     printf '[project]\\nname = "mine"\\n' > other/pyproject.toml
     """
     for mode in MODES:
-        grade = await attempt(open_box, small_task(tmp_path, script=looks, mode=mode), does, spec=LOCAL)
+        grade = await attempt(open_sandbox, small_task(tmp_path, script=looks, mode=mode), does, spec=LOCAL)
         said = grade.stdout.splitlines()
         assert said[:3] == ["def test_nothing(): pass", "test_calc.py", "test_mine.py"], grade
         assert said[3:] == ["0", 'name = "mine"']
 
 
-async def test_in_a_shared_box_the_system_is_as_it_was_and_what_was_made_is_there(
-    open_box: Open, tmp_path: Path
-) -> None:
+async def test_shared_sandbox_restores_the_system_and_keeps_new_files(open_sandbox: Open, tmp_path: Path) -> None:
     looks = """
     # ROOKERY_RUN
     ls /work/made 2>&1; cat /work/.bashrc 2>/dev/null; pgrep -x sleep | wc -l; cat /work/sitecustomize.py
     echo 1 > /logs/verifier/reward.txt
     """
     does = "echo x > /work/made; echo evil > /work/sitecustomize.py; sleep 1000 & echo evil > /work/.bashrc"
-    grade = await attempt(open_box, small_task(tmp_path, script=looks, mode="shared"), does, spec=LOCAL)
+    grade = await attempt(open_sandbox, small_task(tmp_path, script=looks, mode="shared"), does, spec=LOCAL)
     assert grade.stdout == "/work/made\n0\n", grade
 
 
 async def test_services_live_where_the_task_says_so_and_no_test_is_left_behind(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """
     # ROOKERY_RUN
     pgrep -x sleep > /dev/null && cat /tests/expected.json > /dev/null && echo 1 > /logs/verifier/reward.txt
     """
     task = small_task(tmp_path, script=looks, mode="shared", services=True)
-    box = await open_box(LOCAL)
-    prepared = await prepare(box, task, timeout=60)
-    await sh(box, "sleep 1000 > /dev/null 2>&1 &")
-    grade = await SweGrader(open_box, task, LOCAL).grade(box, prepared, 0, timeout=60)
+    sandbox = await open_sandbox(LOCAL)
+    prepared = await prepare(sandbox, task, timeout=60)
+    await sh(sandbox, "sleep 1000 > /dev/null 2>&1 &")
+    grade = await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 0, timeout=60)
     assert (grade.reward, grade.mode, grade.weaker) == (1.0, "shared", "")
     assert (
-        await sh(box, "ls -d /tests /grader /logs/verifier 2>/dev/null | wc -l; pgrep -x sleep | wc -l")
+        await sh(sandbox, "ls -d /tests /grader /logs/verifier 2>/dev/null | wc -l; pgrep -x sleep | wc -l")
         == "0\n1\n"
     )
-    await box.close()
+    await sandbox.close()
 
 
-async def test_the_agents_box_sees_no_test_and_its_steps_are_graded_apart(open_box: Open, tmp_path: Path) -> None:
+async def test_agent_sandbox_contains_no_test_and_steps_are_graded_separately(
+    open_sandbox: Open, tmp_path: Path
+) -> None:
     task = small_task(tmp_path)
     steps = (task.steps[0], msgspec.structs.replace(task.steps[0], name="again"))
     task = msgspec.structs.replace(task, steps=steps)
-    box = await open_box(LOCAL)
-    prepared = await prepare(box, task, timeout=60)
-    grader = SweGrader(open_box, task, LOCAL)
-    assert (await grader.grade(box, prepared, 0, timeout=60)).reward == 0.0
-    assert "tests" not in (await sh(box, "ls /")).split()
-    await sh(box, REPAIR)
-    assert (await grader.grade(box, prepared, 1, timeout=60)).reward == 1.0
-    await box.close()
+    sandbox = await open_sandbox(LOCAL)
+    prepared = await prepare(sandbox, task, timeout=60)
+    grader = SweGrader(open_sandbox, task, LOCAL)
+    assert (await grader.grade(sandbox, prepared, 0, timeout=60)).reward == 0.0
+    assert "tests" not in (await sh(sandbox, "ls /")).split()
+    await sh(sandbox, REPAIR)
+    assert (await grader.grade(sandbox, prepared, 1, timeout=60)).reward == 1.0
+    await sandbox.close()
 
 
 async def test_a_shared_task_can_be_graded_fresh_from_all_that_the_agent_changed(
-    open_box: Open, tmp_path: Path
+    open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """
     # ROOKERY_RUN
@@ -276,27 +276,27 @@ async def test_a_shared_task_can_be_graded_fresh_from_all_that_the_agent_changed
     """
     task = small_task(tmp_path, script=looks, mode="shared")
     does = f"{REPAIR}\necho x > /work/made; echo x > /tmp/left"
-    grade = await attempt(open_box, task, does, spec=LOCAL, fresh_always=True)
+    grade = await attempt(open_sandbox, task, does, spec=LOCAL, fresh_always=True)
     assert (grade.reward, grade.mode) == (1.0, "fresh"), grade
 
 
-async def test_without_snapshots_the_folders_are_carried_whole(open_box: Open, tmp_path: Path) -> None:
+async def test_without_snapshots_whole_directories_are_copied(open_sandbox: Open, tmp_path: Path) -> None:
     task = small_task(tmp_path)
-    box = await open_box(LOCAL)
-    prepared = msgspec.structs.replace(await prepare(box, task, timeout=60), snapshot="")
-    await sh(box, f"{REPAIR}\nrm run.sh")
-    grade = await SweGrader(open_box, task, LOCAL).grade(box, prepared, 0, timeout=60)
+    sandbox = await open_sandbox(LOCAL)
+    prepared = msgspec.structs.replace(await prepare(sandbox, task, timeout=60), snapshot="")
+    await sh(sandbox, f"{REPAIR}\nrm run.sh")
+    grade = await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 0, timeout=60)
     assert grade.reward == 1.0, grade
-    await box.close()
+    await sandbox.close()
 
 
-async def test_tests_that_cannot_be_started_are_the_tasks_fault(open_box: Open, tmp_path: Path) -> None:
+async def test_tests_that_cannot_be_started_are_the_tasks_fault(open_sandbox: Open, tmp_path: Path) -> None:
     for changes in ({"script": "#!/no/such/interpreter\n# ROOKERY_RUN\n"}, {"tests": ()}):
         with pytest.raises(TaskError):
-            await attempt(open_box, small_task(tmp_path, **changes), spec=LOCAL)
+            await attempt(open_sandbox, small_task(tmp_path, **changes), spec=LOCAL)
 
 
-async def test_later_steps_count_what_earlier_ones_made(open_box: Open, tmp_path: Path) -> None:
+async def test_later_steps_are_graded_with_files_of_earlier_steps(open_sandbox: Open, tmp_path: Path) -> None:
     one = small_task(tmp_path).steps[0]
     (tmp_path / "setup.sh").write_text("echo brought > brought\n")
     second: Any = {"name": "two", "setup": str(tmp_path / "setup.sh")}
@@ -305,12 +305,12 @@ async def test_later_steps_count_what_earlier_ones_made(open_box: Open, tmp_path
     (script / "test.sh").write_text(
         "# ROOKERY_RUN\ngrep -q 'a + b' calc.py && echo 1 > /logs/verifier/reward.txt\n"
     )
-    two = msgspec.structs.replace(one, tests=(Part(source=str(script), target="/tests"),), **second)
+    two = msgspec.structs.replace(one, tests=(FileMapping(source=str(script), target="/tests"),), **second)
     task = small_task(tmp_path, steps=(one, two))
     assert isinstance(two, SweStep)
     assert FIXED
-    box = await open_box(LOCAL)
-    prepared = await prepare(box, task, timeout=60)
-    await sh(box, REPAIR)
-    assert (await SweGrader(open_box, task, LOCAL).grade(box, prepared, 1, timeout=60)).reward == 1.0
-    await box.close()
+    sandbox = await open_sandbox(LOCAL)
+    prepared = await prepare(sandbox, task, timeout=60)
+    await sh(sandbox, REPAIR)
+    assert (await SweGrader(open_sandbox, task, LOCAL).grade(sandbox, prepared, 1, timeout=60)).reward == 1.0
+    await sandbox.close()

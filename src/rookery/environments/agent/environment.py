@@ -1,4 +1,4 @@
-"""The `agent` environment: a command-line agent of anybody's, in a box whose only network is the gateway."""
+"""The `agent` environment: run a command-line agent in a sandbox whose only network is the gateway."""
 
 import asyncio
 import contextlib
@@ -20,44 +20,50 @@ from rookery.core import (
     Truncation,
     UsageError,
 )
-from rookery.core.errors import boundary, describe
-from rookery.environments.agent import kinds
-from rookery.environments.agent.boxes import AGENT, HOME, Boxes, fed, read_file
-from rookery.environments.agent.following import Ended, follow
-from rookery.environments.agent.installing import folder_of, installed, own_python, problems
-from rookery.environments.agent.kinds import Kind
-from rookery.environments.agent.launchers import Launcher, filled, find_launcher
-from rookery.environments.agent.mcp import mcp_text
-from rookery.environments.agent.start import check_start
+from rookery.core.errors import describe, wrap_errors
+from rookery.environments.agent import task_kinds
+from rookery.environments.agent.installation import find_problems, host_python, install_agent, install_dir
+from rookery.environments.agent.launchers import Launcher, fill_placeholders, find_launcher
+from rookery.environments.agent.mcp_config import render_mcp_config
+from rookery.environments.agent.process import AgentExit, check_exit, wait_for_exit
+from rookery.environments.agent.sandbox_probe import AGENT, HOME, SandboxProbe, read_file, write_stdin
+from rookery.environments.agent.task_kinds import Kind
 from rookery.environments.base import Environment, Score, reward_bounds
-from rookery.environments.code.limits import OWN
+from rookery.environments.code.limits import PROGRAM_LIMITS
 from rookery.environments.context import Context
-from rookery.environments.results import clip
+from rookery.environments.text import clip
 from rookery.gateway.door import Door
 from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
-from rookery.scoring.grading import Forms
-from rookery.tasks.swe import KEY, SweTask, limits_with_test_timeout, swe_task, with_test_timeout
+from rookery.scoring.grading import IsolationCache
+from rookery.tasks.swe import DATA_KEY, SweTask, get_swe_task, limits_with_test_timeout, with_test_timeout
 
 MAX_ARGUMENT: Final = 120_000
-"""Bytes of one argument of a program; the kernel's own limit is a little above."""
+"""Maximum bytes of one argument of a program; the kernel's limit is slightly higher."""
 MAX_FILE: Final = 64 << 10
 MAX_FILES: Final = 16
 MAX_SCRIPT: Final = 4 << 20
 RESERVE: Final = 5.0
-"""Seconds of the run's time that are kept for ending and collecting, or a tenth of it where that is less."""
+"""Seconds of the run stage reserved for stopping the agent and collecting files; at most a tenth of it."""
 END_SECONDS: Final = 3.0
-"""For the last words with the gateway of an attempt that is failing or cancelled."""
+"""Seconds to end the gateway session of an attempt that failed or was cancelled."""
 
 
 class AgentEnvironment(Environment):
-    """Starts an agent with a task and scores what it left, for plain, `code` and `swe` tasks alike."""
+    """Environment that starts an agent with a task's prompt and scores its result.
+
+        AgentEnvironment("mini-swe-agent", timeout=600)
+        AgentEnvironment("openai-sdk", script="my_agent.py")
+
+    Works with tasks that have an expected answer, with `code` tasks and with `swe` tasks. `launcher` is a name, a
+    TOML file, a table or a `Launcher`.
+    """
 
     name = "agent"
     sandbox = SandboxSpec(network="model", memory=2 << 30, pids=512, wall=600.0)
     limits = Limits(turns=200, setup=2100.0, run=3600.0, score=1800.0)
     needs_gateway = "the agent's model calls"
-    own_limits: ClassVar[frozenset[str]] = OWN
+    own_limits: ClassVar[frozenset[str]] = PROGRAM_LIMITS
 
     def __init__(
         self,
@@ -75,13 +81,13 @@ class AgentEnvironment(Environment):
         test_timeout: float | None = None,
     ) -> None:
         self.launcher = find_launcher(launcher)
-        self.script = _script(self.launcher, script)
+        self.script = _check_script(self.launcher, script)
         if isinstance(args, str) or not all(isinstance(one, str) for one in args):
-            raise UsageError(f"args must be a list of texts, not {args!r:.80}")
+            raise UsageError(f"args must be a list of strings, not {args!r:.80}")
         self.args = tuple(args)
         self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
         if not model:
-            raise UsageError("model must be a name: that of the model, or policy")
+            raise UsageError("model must not be empty: pass the model's name, or policy")
         self.model = model
         given = (("timeout", timeout, 0.0), ("test_timeout", test_timeout, 0.0), ("grace", grace, -1.0))
         for name, value, least in given:
@@ -90,17 +96,17 @@ class AgentEnvironment(Environment):
         if max_log < 64:
             raise UsageError(f"max_log must be at least 64 bytes, not {max_log!r}")
         self.timeout = timeout
-        """Seconds for the agent; None: what the run's stage has, or what a step of its task says."""
+        """Time limit of the agent in seconds. None means that of the run stage or of the task's step."""
         self.test_timeout = test_timeout
-        """Seconds for one run of the tests of `swe` tasks that do not say it themselves."""
+        """Time limit for the tests of `swe` tasks that do not set one."""
         self.grace = grace
-        """Seconds that an agent with a spent budget gets to end by itself."""
+        """Seconds that an agent gets to exit after its budget is exhausted."""
         self.instructions = instructions
-        """Whether the prompt is followed by where to leave what is scored."""
+        """Whether to add an instruction to the prompt that names the file to be scored."""
         self.partial = partial
         self.max_log = max_log
-        self._forms = Forms()
-        self._boxes = Boxes(self.launcher)
+        self._isolation = IsolationCache()
+        self._probe = SandboxProbe(self.launcher)
 
     @property
     def needs_sandbox(self) -> bool:
@@ -108,74 +114,76 @@ class AgentEnvironment(Environment):
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
         """Return the limits of a rollout, with stages that are long enough for the tests of a `swe` task."""
-        said = super().limits_for(task, run)
-        return limits_with_test_timeout(task, said, run, self.test_timeout) if KEY in task.data else said
+        problems = super().limits_for(task, run)
+        return (
+            limits_with_test_timeout(task, problems, run, self.test_timeout) if DATA_KEY in task.data else problems
+        )
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        """What cannot work in the run's sandboxes, in sentences; starts nothing."""
-        said = []
+        """Return reasons why the agent cannot run in sandboxes of `spec`, one sentence each."""
+        problems = []
         if spec.provider and not is_isolated(spec.provider):
-            said.append(
-                f"an agent needs a sandbox with folders of its own, and {spec.provider} has this machine's"
+            problems.append(
+                f"an agent needs an isolated file system, but the provider {spec.provider} uses this machine's"
             )
         if spec.network not in ("model", "all"):
-            said.append(
-                "an agent reaches the gateway by the network 'model' (or 'all', at its public address), and the "
+            problems.append(
+                "an agent needs the network 'model' (or 'all', with a public gateway address), but the "
                 f"sandbox's network is {spec.network!r}"
             )
         install = self.launcher.install
-        if not install.nothing and not (folder_of(self.launcher, own_python()) / "start.py").is_file():
-            said += [f"the agent {self.launcher.name}: {one}" for one in problems(install)]
-        return said
+        if not install.is_empty and not (install_dir(self.launcher, host_python()) / "start.py").is_file():
+            problems += [f"the agent {self.launcher.name}: {one}" for one in find_problems(install)]
+        return problems
 
-    async def ready(self, say: Callable[[str], None]) -> None:
-        """Installs the agent for boxes without an image, so that a run does not begin with it."""
-        if not self.launcher.install.nothing:
-            await installed(self.launcher, own_python(), say=say)
+    async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
+        """Install the agent, unless sandboxes have an image: then the image decides which packages fit."""
+        if spec.image is None and not self.launcher.install.is_empty:
+            await install_agent(self.launcher, host_python(), report=report)
 
     # ---- setup
 
     async def setup(self, ctx: Context) -> None:
-        """The box, the agent in it, and all that it is started with. What fails here is never the policy's."""
-        kind = ctx.state["kind"] = kinds.kind_of(ctx)
-        task = swe_task(ctx.task) if kind == "swe" else None
+        """Create the sandbox and write everything that the agent needs into it."""
+        kind = ctx.state["kind"] = task_kinds.get_task_kind(ctx)
+        task = get_swe_task(ctx.task) if kind == "swe" else None
         if task is not None:
             task = with_test_timeout(task, ctx.limits.test_timeout, self.test_timeout)
         ctx.state["task"] = task
         ctx.state["step"], ctx.state["grades"] = 0, []
-        ctx.state["mcp"] = mcp_text(self.launcher, task, ctx.log) if task is not None else ""
-        spec = ctx.spec if task is None else _box_of(task, ctx.spec)
+        ctx.state["mcp"] = render_mcp_config(self.launcher, task, ctx.log) if task is not None else ""
+        spec = ctx.spec if task is None else _sandbox_for(task, ctx.spec)
         if task is not None and task.network != "none":
             ctx.log.warning(
-                "the task asks for a network; its box has the model's and no other", asked=task.network
+                "the task requests a network, but its sandbox can only reach the gateway", requested=task.network
             )
-        ctx.spec = await self._with_agent(ctx, spec)
-        box = await ctx.sandbox()
+        ctx.spec = await self._mount_agent(ctx, spec)
+        sandbox = await ctx.sandbox()
         if task is not None:
-            ctx.state["prepared"] = await kinds.prepared(ctx, box, task)
-        await self._laid_out(ctx, box, kind, task)
+            ctx.state["prepared"] = await task_kinds.prepare_sandbox(ctx, sandbox, task)
+        await self._write_files(ctx, sandbox, kind, task)
 
-    async def _with_agent(self, ctx: Context, spec: SandboxSpec) -> SandboxSpec:
-        """The spec with the agent's folder in it, which is made where it is not there yet."""
+    async def _mount_agent(self, ctx: Context, spec: SandboxSpec) -> SandboxSpec:
+        """Install the agent if necessary and return the spec with its directory mounted."""
         launcher = self.launcher
-        if launcher.install.nothing:
+        if launcher.install.is_empty:
             return spec
         python = None
-        if launcher.install.python or launcher.install.python_alone:
-            python = own_python() if spec.image is None else await self._boxes.python_in(ctx, spec)
-        folder = await ctx.working("sandbox", installed(launcher, python, say=ctx.log.info))
+        if launcher.install.python or launcher.install.python_no_deps:
+            python = host_python() if spec.image is None else await self._probe.find_python(ctx, spec)
+        folder = await ctx.charge_policy("sandbox", install_agent(launcher, python, report=ctx.log.info))
         return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=AGENT)))
 
-    async def _laid_out(self, ctx: Context, box: Sandbox, kind: Kind, task: SweTask | None) -> None:
-        """Writes the agent's files, and fills in what is known before its door opens."""
+    async def _write_files(self, ctx: Context, sandbox: Sandbox, kind: Kind, task: SweTask | None) -> None:
+        """Write the agent's files and set the placeholder values that are known before the session opens."""
         launcher = self.launcher
         folder = task.workdir if task is not None else "."
-        seen = await self._boxes.looked(ctx, box, folder)
+        probed = await self._probe.probe(ctx, sandbox, folder)
         values = {
-            "workdir": seen.workdir,
+            "workdir": probed.workdir,
             "home": HOME,
             "agent": AGENT,
-            "python": seen.python,
+            "python": probed.python,
             "model": self.model,
             "prompt_file": f"{HOME}/prompt.txt",
             "driver": f"{HOME}/{launcher.driver or 'driver.py'}",
@@ -183,44 +191,44 @@ class AgentEnvironment(Environment):
             "mcp_file": "",
         }
         if launcher.mcp is not None:
-            values["mcp_file"] = filled(launcher.mcp.file, values)
+            values["mcp_file"] = fill_placeholders(launcher.mcp.file, values)
         ctx.state["values"] = values
-        await self._programs_laid(box, values)
-        ctx.state["prompt"] = kinds.asked(ctx, kind, values["workdir"], told=self.instructions)
+        await self._write_programs(sandbox, values)
+        ctx.state["prompt"] = task_kinds.build_prompt(ctx, kind, values["workdir"], instruct=self.instructions)
 
-    async def _programs_laid(self, box: Sandbox, values: Mapping[str, str]) -> None:
+    async def _write_programs(self, sandbox: Sandbox, values: Mapping[str, str]) -> None:
         if self.launcher.driver_text:
-            await box.write(values["driver"], self.launcher.driver_text.encode())
+            await sandbox.write(values["driver"], self.launcher.driver_text.encode())
         if self.script is not None:
-            with boundary(UsageError, f"the script {self.script} cannot be read", OSError, cause="agent.start"):
+            with wrap_errors(UsageError, f"the script {self.script} cannot be read", OSError, cause="agent.start"):
                 data = await asyncio.to_thread(self.script.read_bytes)
-            await box.write(values["script"], data, mode=0o755)
+            await sandbox.write(values["script"], data, mode=0o755)
 
     # ---- run
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
+        sandbox = await ctx.sandbox()
         task: SweTask | None = ctx.state["task"]
-        inside = box.spec.network == "model"
-        # Between two steps the stage's clock may stand, and a session's would not.
+        inside = sandbox.spec.network == "model"
+        # The stage's clock is paused while a step is graded; a timed session's is not.
         timed = task is None or len(task.steps) == 1
-        async with ctx.door(box if inside else None, timed=timed) as door:
+        async with ctx.gateway_session(sandbox if inside else None, timed=timed) as session:
             try:
-                late = await self._steps(ctx, box, door, task)
+                timed_out = await self._run_steps(ctx, sandbox, session, task)
             except BaseException:
-                # What it sampled until then is the attempt's all the same.
+                # Record the turns that were sampled until then.
                 with contextlib.suppress(RookeryError):
-                    await door.end(timeout=END_SECONDS)
+                    await session.end(timeout=END_SECONDS)
                 raise
-            record = await door.end()
+            record = await session.end()
             ctx.metrics["agent/turns"] = float(len(record.turns))
             if not record.turns:
-                ctx.log.warning("the agent ended without a call of a model", launcher=self.launcher.name)
-        if late:
-            raise Truncation("time", "the agent's time is over")
+                ctx.log.warning("the agent ended without a model call", launcher=self.launcher.name)
+        if timed_out:
+            raise Truncation("time", "the agent exceeded its time limit")
 
-    async def _steps(self, ctx: Context, box: Sandbox, door: Door, task: SweTask | None) -> bool:
-        """The agent, once for each step of its task. Whether its time is over."""
+    async def _run_steps(self, ctx: Context, sandbox: Sandbox, session: Door, task: SweTask | None) -> bool:
+        """Run the agent once for each step of the task. Return whether it exceeded its time limit."""
         low, high = reward_bounds(self)
         steps = task.steps if task is not None else (None,)
         for number, step in enumerate(steps):
@@ -228,54 +236,60 @@ class AgentEnvironment(Environment):
                 from rookery.scoring.swe import prepare_step
 
                 ctx.state["step"], ctx.state["prompt"] = number, step.instruction
-                await prepare_step(box, task, step, timeout=max(1.0, ctx.remaining))
-            command = await self._begun(ctx, box, door, number)
+                await prepare_step(sandbox, task, step, timeout=max(1.0, ctx.remaining))
+            command = await self._prepare_step(ctx, sandbox, session, number)
             if command is None:
                 break
-            ended = await self._played(ctx, box, door, command, step.timeout if step is not None else None)
-            if ended.why != "exited":
-                return ended.why == "deadline"
+            ended = await self._run_agent(
+                ctx, sandbox, session, command, step.timeout if step is not None else None
+            )
+            if ended.reason != "exited":
+                return ended.reason == "deadline"
             if step is not None and number + 1 < len(steps):
-                if await door.look() is not None:  # it ended because its calls were refused
+                if await session.look() is not None:  # the budget is exhausted
                     break
-                score = await kinds.box_graded(ctx, number, low, high)
-                if not kinds.enough(step, score):
-                    ctx.log.info("the next steps are not begun: the reward of this one is too low", step=step.name)
+                score = await task_kinds.grade_step(ctx, number, low, high)
+                if not task_kinds.may_continue(step, score):
+                    ctx.log.info(
+                        "the remaining steps are skipped: the reward of this one is too low", step=step.name
+                    )
                     break
         return False
 
-    async def _begun(self, ctx: Context, box: Sandbox, door: Door, number: int) -> Command | None:
-        """The command of a step, with its files in place; None where an agent before left no room for them."""
+    async def _prepare_step(self, ctx: Context, sandbox: Sandbox, session: Door, number: int) -> Command | None:
+        """Write the files of a step and return its command; None if a previous agent made that impossible."""
         try:
-            if number:  # the agent of another step could change them
-                await self._programs_laid(box, ctx.state["values"])
-            return await self._command(ctx, box, door)
+            if number:  # the agent of the previous step may have changed them
+                await self._write_programs(sandbox, ctx.state["values"])
+            return await self._command(ctx, sandbox, session)
         except (OSError, SandboxError) as error:
             lost = isinstance(error, SandboxError) and error.code != "sandbox.refused"
             if not number or lost or isinstance(error, TimeoutError):
                 raise
-            # There was room when the attempt began: what is in the way is the policy's own doing.
+            # It was possible when the attempt began, so the policy caused this.
             about = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
             ctx.info.setdefault("agents", []).append(about)
             return None
 
-    async def _played(
-        self, ctx: Context, box: Sandbox, door: Door, command: Command, limit: float | None
-    ) -> Ended:
-        """One agent, from its start to its end, and what it left."""
-        left = _deadline(ctx, min((one for one in (limit, self.timeout) if one is not None), default=math.inf))
-        process = await box.start(command)
+    async def _run_agent(
+        self, ctx: Context, sandbox: Sandbox, session: Door, command: Command, limit: float | None
+    ) -> AgentExit:
+        """Run the agent once, from start to exit, and collect its output and files."""
+        left = _make_deadline(
+            ctx, min((one for one in (limit, self.timeout) if one is not None), default=math.inf)
+        )
+        process = await sandbox.start(command)
         stdin = ctx.state["prompt"].encode() if self.launcher.prompt == "stdin" else b""
-        ended = await ctx.working("tool", self._followed(process, stdin, door, left))
+        ended = await ctx.charge_policy("tool", self._wait_for_agent(process, stdin, session, left))
         result = ended.result
         ctx.metrics["agent/seconds"] = ctx.metrics.get("agent/seconds", 0.0) + ended.seconds
         well = result.status == "exited" and result.exit_code in self.launcher.ok
-        ctx.metrics["agent/ended_well"] = float(well and ended.why == "exited")
+        ctx.metrics["agent/ended_well"] = float(well and ended.reason == "exited")
         stdout = result.stdout.decode("utf-8", "replace")
         ctx.state["printed"] = stdout
         about = {
             "launcher": self.launcher.name,
-            "why": ended.why,
+            "why": ended.reason,
             "status": result.status,
             "exit_code": result.exit_code,
             "signal": result.signal,
@@ -284,76 +298,81 @@ class AgentEnvironment(Environment):
             "detail": result.detail,
             "stdout": clip(stdout, self.max_log, result.stdout_dropped),
             "stderr": clip(result.stderr.decode("utf-8", "replace"), self.max_log, result.stderr_dropped),
-            "files": await self._collected(ctx, box),
+            "files": await self._collect_files(ctx, sandbox),
         }
         ctx.info.setdefault("agents", []).append({key: value for key, value in about.items() if value != ""})
-        if (path := kinds.file_of(ctx, ctx.state["kind"])) != "":
-            data = await read_file(box, path, kinds.MAX_ANSWER)
+        if (path := task_kinds.get_submission_path(ctx, ctx.state["kind"])) != "":
+            data = await read_file(sandbox, path, task_kinds.MAX_ANSWER)
             if isinstance(data, bytes):
                 ctx.state["submission"] = data.decode("utf-8", "replace")
         if not well:
-            if ended.why == "exited":
-                await door.check_upstream()  # with the evidence, where its model server hangs
-            check_start(self.launcher.name, ended, await door.status(), box.spec)
+            if ended.reason == "exited":
+                await session.check_upstream()  # raises if the model server hangs
+            check_exit(self.launcher.name, ended, await session.status(), sandbox.spec)
         return ended
 
-    async def _followed(self, process: Process, stdin: bytes, door: Door, left: Callable[[], float]) -> Ended:
-        feeding = asyncio.create_task(fed(process, stdin), name="agent's input")
+    async def _wait_for_agent(
+        self, process: Process, stdin: bytes, session: Door, left: Callable[[], float]
+    ) -> AgentExit:
+        writing = asyncio.create_task(write_stdin(process, stdin), name="agent's input")
         try:
-            return await follow(process, door, left, grace=self.grace)
+            return await wait_for_exit(process, session, left, grace=self.grace)
         finally:
-            feeding.cancel()
-            await asyncio.wait({feeding})
-            if not feeding.cancelled():
-                feeding.result()
+            writing.cancel()
+            await asyncio.wait({writing})
+            if not writing.cancelled():
+                writing.result()
 
-    async def _command(self, ctx: Context, box: Sandbox, door: Door) -> Command:
-        """What is started, with its files in place."""
+    async def _command(self, ctx: Context, sandbox: Sandbox, session: Door) -> Command:
+        """Write the launcher's files and return the command that starts the agent."""
         launcher, prompt = self.launcher, ctx.state["prompt"]
         values = {
             **ctx.state["values"],
             "prompt": prompt,
-            "openai_url": f"{door.url}/v1",
-            "anthropic_url": door.url,
-            "key": door.key,
+            "openai_url": f"{session.url}/v1",
+            "anthropic_url": session.url,
+            "key": session.key,
         }
         task: SweTask | None = ctx.state["task"]
         servers: str = ctx.state["mcp"]
-        files = {filled(path, values): filled(text, values) for path, text in launcher.files.items()}
+        files = {
+            fill_placeholders(path, values): fill_placeholders(text, values)
+            for path, text in launcher.files.items()
+        }
         if servers and launcher.mcp is not None:
             path = values["mcp_file"]
             files[path] = f"{files.get(path, '')}\n{servers}" if launcher.mcp.append else servers
-        files[values["prompt_file"]] = prompt  # always: the agent's folder is there then
+        files[values["prompt_file"]] = prompt  # always, so that the agent's directory exists
         for path, text in files.items():
-            await box.write(path, text.encode())
+            await sandbox.write(path, text.encode())
         extra = launcher.mcp.arguments if servers and launcher.mcp is not None else ()
-        argv = tuple(filled(text, values) for text in (*launcher.command, *extra)) + self.args
+        argv = tuple(fill_placeholders(text, values) for text in (*launcher.command, *extra)) + self.args
         if any(len(text.encode()) > MAX_ARGUMENT for text in argv):
             raise TaskError(
-                f"task {ctx.task.id}: its prompt has more than {MAX_ARGUMENT} bytes, and an argument of a program "
-                f"holds no more: use a launcher whose prompt goes by file or stdin, not {launcher.name}"
+                f"task {ctx.task.id}: the prompt has more than {MAX_ARGUMENT} bytes, the limit of an argument: "
+                f"use a launcher that passes the prompt by file or stdin, not {launcher.name}"
             )
-        env = {name: filled(text, values) for name, text in launcher.environment.items()}
+        env = {name: fill_placeholders(text, values) for name, text in launcher.environment.items()}
         if any("\0" in text for text in (*argv, *env.values())):
             raise TaskError(
-                f"task {ctx.task.id}: its prompt has a NUL, which no argument of a program can hold: use a "
-                f"launcher whose prompt goes by file or stdin, not {launcher.name}"
+                f"task {ctx.task.id}: the prompt contains a NUL character, which an argument cannot: use a "
+                f"launcher that passes the prompt by file or stdin, not {launcher.name}"
             )
         return Command(
             argv=argv,
-            # A task's own key for some model must not lead the agent away from its door.
-            env={**(task.env if task is not None else {}), **door.environment(), **env, **self.environment},
+            # The session's variables override those of the task, which may contain other API keys.
+            env={**(task.env if task is not None else {}), **session.environment(), **env, **self.environment},
             cwd=values["workdir"],
             output=4 * self.max_log,
         )
 
-    async def _collected(self, ctx: Context, box: Sandbox) -> dict[str, str]:
+    async def _collect_files(self, ctx: Context, sandbox: Sandbox) -> dict[str, str]:
         files = {}
-        wanted = [filled(path, ctx.state["values"]) for path in self.launcher.collect]
+        wanted = [fill_placeholders(path, ctx.state["values"]) for path in self.launcher.collect]
         named = ctx.task.data.get("collect", ())
         wanted += [path for path in named if isinstance(path, str)] if isinstance(named, list) else []
         for path in wanted[:MAX_FILES]:
-            data = await read_file(box, path, 16 * MAX_FILE)
+            data = await read_file(sandbox, path, 16 * MAX_FILE)
             if data is not None:
                 files[path] = clip(data.decode("utf-8", "replace"), MAX_FILE) if isinstance(data, bytes) else data
         return files
@@ -364,26 +383,28 @@ class AgentEnvironment(Environment):
         low, high = reward_bounds(self)
         kind: Kind = ctx.state["kind"]
         if kind == "plain":
-            return kinds.answered(ctx, low, high)
+            return task_kinds.score_answer(ctx, low, high)
         if kind == "code":
-            return await kinds.programmed(ctx, low, high, partial=self.partial, forms=self._forms)
-        from rookery.environments.swe.rewards import total
+            return await task_kinds.grade_program(
+                ctx, low, high, partial=self.partial, isolation_cache=self._isolation
+            )
+        from rookery.environments.swe.rewards import combine_scores
 
         if len(ctx.state["grades"]) <= ctx.state["step"]:
-            await kinds.box_graded(ctx, ctx.state["step"], low, high)
-        scored: Score = total(ctx.state["task"], ctx.state["grades"], low)
+            await task_kinds.grade_step(ctx, ctx.state["step"], low, high)
+        scored: Score = combine_scores(ctx.state["task"], ctx.state["grades"], low)
         return scored
 
 
-def _box_of(task: SweTask, spec: SandboxSpec) -> SandboxSpec:
+def _sandbox_for(task: SweTask, spec: SandboxSpec) -> SandboxSpec:
     from rookery.environments.swe import sandbox_for
 
     made: SandboxSpec = sandbox_for(task, spec, network="run")
     return made
 
 
-def _deadline(ctx: Context, limit: float) -> Callable[[], float]:
-    """Seconds that are left, of the run's stage and of the agent's own limit; neither counts pauses."""
+def _make_deadline(ctx: Context, limit: float) -> Callable[[], float]:
+    """Return a function for the seconds left until the stage's deadline or the agent's limit, without pauses."""
     began = ctx.remaining
     at = asyncio.get_running_loop().time()
     reserve = min(RESERVE, 0.1 * began) if math.isfinite(began) else 0.0
@@ -396,10 +417,10 @@ def _deadline(ctx: Context, limit: float) -> Callable[[], float]:
     return left
 
 
-def _script(launcher: Launcher, script: str | Path | None) -> Path | None:
+def _check_script(launcher: Launcher, script: str | Path | None) -> Path | None:
     if launcher.script != (script is not None):
-        said = "needs a program of yours: give script=FILE" if launcher.script else "takes no script"
-        raise UsageError(f"the launcher {launcher.name} {said}")
+        problems = "needs a program: pass script=FILE" if launcher.script else "takes no script"
+        raise UsageError(f"the launcher {launcher.name} {problems}")
     if script is None:
         return None
     path = Path(script).expanduser().absolute()

@@ -1,10 +1,8 @@
-"""How a command-line agent is started: data, read from TOML.
+"""Launchers: plain data, usually read from TOML, that says how to install and start a command-line agent.
 
-Promises:
-- a launcher is plain data: adding one edits no code, here or elsewhere;
-- what is wrong with one is said in words when it is made: an unknown key, an unknown placeholder, no command;
-- a name finds the built-in ones, those of installed packages and a file of the user's own, in this order;
-- a placeholder in what comes from outside (a prompt, a name) is text and is never filled in.
+A launcher is found by name among the built-in TOML files and the entry points of the group `rookery.launchers`,
+or by the path of a TOML file. Adding one changes no code. An invalid launcher is rejected when it is loaded.
+Placeholders are filled in once: a placeholder inside a prompt stays text.
 """
 
 import re
@@ -20,90 +18,91 @@ import msgspec
 from rookery.core import UsageError
 
 GROUP: Final = "rookery.launchers"
+"""Entry-point group. An entry is a `Launcher`, a table, or the path of a TOML file."""
 FOLDER: Final = Path(__file__).parent / "builtin"
 MAX_DRIVER: Final = 1 << 20
 
-DialectName: TypeAlias = Literal["chat", "responses", "messages", "completions"]
 PromptBy: TypeAlias = Literal["argv", "stdin", "file"]
 
 PLACEHOLDERS: Final = {
     "prompt": "the task's prompt",
-    "prompt_file": "a file in the box that holds it",
-    "workdir": "the folder that the agent works in",
-    "home": "a folder of the agent's own, for its settings and logs",
+    "prompt_file": "a file in the sandbox that contains the prompt",
+    "workdir": "the agent's working directory",
+    "home": "a directory for the agent's settings and logs",
     "agent": "where the agent is installed",
-    "python": "the box's Python",
-    "driver": "the launcher's own program",
+    "python": "the Python of the sandbox",
+    "driver": "the program that comes with the launcher",
     "script": "the user's program",
     "model": "the model's name",
     "openai_url": "the base URL of OpenAI's protocols, with /v1",
     "anthropic_url": "the base URL of Anthropic's protocol",
-    "key": "the key for both",
+    "key": "the API key for both",
     "mcp_file": "the file with the task's MCP servers",
 }
 _PLACE: Final = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is put into the agent's folder, once for a machine."""
+    """What is installed into the agent's directory, once per machine."""
 
     python: tuple[str, ...] = ()
-    """Requirements, as pip reads them, with all that they need."""
-    python_alone: tuple[str, ...] = ()
-    """Without what they need: that is listed in `python`, so that nothing comes along that is never used."""
+    """pip requirements, installed with their dependencies."""
+    python_no_deps: tuple[str, ...] = ()
+    """pip requirements installed without dependencies. List those that are needed in `python`."""
     node: tuple[str, ...] = ()
-    """Packages, as npm reads them."""
+    """npm packages."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """Programs of this machine, run in the folder afterwards."""
+    """Commands to run on this machine in the agent's directory afterwards."""
     seconds: float = 1800.0
-    """How long all of it may take."""
+    """Time limit of the whole installation."""
 
     @property
-    def nothing(self) -> bool:
-        return not (self.python or self.python_alone or self.node or self.commands)
+    def is_empty(self) -> bool:
+        return not (self.python or self.python_no_deps or self.node or self.commands)
 
 
 class Mcp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How an agent is told of MCP servers."""
+    """How an agent is configured to use MCP servers."""
 
     format: Literal["json", "toml"] = "json"
-    """`json`: an object `mcpServers`, by name. `toml`: tables `mcp_servers.NAME`."""
+    """`json`: an object `mcpServers` with the servers by name. `toml`: tables `mcp_servers.NAME`."""
     file: str = "{home}/mcp.json"
     append: bool = False
-    """Whether the tables are added to a file that the launcher writes anyway."""
+    """Whether to append to a file listed in the launcher's `files`."""
     arguments: tuple[str, ...] = ()
-    """Put behind the command, where a task has servers."""
+    """Arguments appended to the command if the task has servers."""
 
 
 class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One agent. Texts may hold placeholders, `{prompt}` for example; `{{` and `}}` are braces."""
+    """How to start one agent. Texts may contain placeholders such as `{prompt}`; `{{` and `}}` are braces."""
 
     name: str
     command: tuple[str, ...]
     about: str = ""
-    dialect: DialectName = "chat"
-    """What it speaks to the gateway; every door speaks all of them, so that this tells people."""
+    dialect: str = "chat"
+    """The API that the agent uses, for information only: every gateway session serves all of them."""
     prompt: PromptBy = "argv"
+    """How the agent gets its prompt."""
     install: Install = Install()
     environment: dict[str, str] = {}
-    """Over the base URLs and keys that OpenAI's and Anthropic's libraries read."""
+    """Environment variables, besides the base URLs and keys that the OpenAI and Anthropic libraries read."""
     files: dict[str, str] = {}
-    """Written into the box before the start: path → text."""
+    """Files to write into the sandbox before the start: path → text."""
     needs: tuple[str, ...] = ()
-    """Programs that the box must have."""
+    """Programs that the sandbox must have."""
     check: tuple[str, ...] = ()
-    """A command that fails where the agent cannot start; run once for an image. Else an image that lacks a library
-    would look like a policy that does nothing."""
+    """A command that fails if the agent cannot start, run once per image. Without it, an image that lacks a
+    library looks like a policy that does nothing."""
     driver: str = ""
-    """A program that comes with the launcher: a file beside its TOML."""
+    """Name of a program that comes with the launcher, in the same directory as its TOML file."""
     driver_text: str = ""
-    """The same as text; read from the file where one is named."""
+    """Source of the driver. Read from the file `driver` if that is set."""
     script: bool = False
-    """Whether it starts a program of the user's, given by the option `script`."""
+    """Whether the agent is a program that the user passes with the option `script`."""
     collect: tuple[str, ...] = ()
-    """Files of the box that are kept in the record, bounded."""
+    """Files of the sandbox to store in the record, up to a size limit."""
     ok: tuple[int, ...] = (0,)
-    """Exit codes of an agent that came to its own end."""
+    """Exit codes that mean success."""
     mcp: Mcp | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +111,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             raise UsageError(f"launcher {self.name or '?'}: {'; '.join(problems)}")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Every text that may hold placeholders, and where it stands."""
+        """Yield every text that may contain placeholders, with the name of its field."""
         yield from ((f"command[{at}]", text) for at, text in enumerate(self.command))
         yield from ((f"check[{at}]", text) for at, text in enumerate(self.check))
         for name, value in self.environment.items():
@@ -130,15 +129,15 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @property
     def needs_python(self) -> bool:
-        return bool(self.install.python or self.install.python_alone) or self.uses("python")
+        return bool(self.install.python or self.install.python_no_deps) or self.uses("python")
 
 
 def placeholders(text: str) -> list[str]:
     return [found[1] for found in _PLACE.finditer(text) if found[1]]
 
 
-def filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with its placeholders filled in, once: what they are filled with is left as it is."""
+def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders in `text`. Placeholders inside the values are not replaced."""
 
     def one(found: re.Match[str]) -> str:
         return found[0][0] if not found[1] else values[found[1]]
@@ -155,35 +154,35 @@ def _problems(launcher: Launcher) -> Iterator[str]:
         if strange := [name for name in placeholders(text) if name not in PLACEHOLDERS]:
             yield f"{where} has the unknown placeholder {{{strange[0]}}}; there are {', '.join(PLACEHOLDERS)}"
     if launcher.prompt == "argv" and not any("prompt" in placeholders(text) for text in launcher.command):
-        yield "its prompt goes by argv, and its command has no {prompt}"
+        yield "prompt is 'argv', but the command has no {prompt}"
     if launcher.prompt == "file" and not launcher.uses("prompt_file"):
-        yield "its prompt goes by a file, and {prompt_file} stands nowhere"
+        yield "prompt is 'file', but {prompt_file} is not used"
     known = ("agent", "python", "home", "workdir")
     if any(name not in known for text in launcher.check for name in placeholders(text)):
-        yield f"check may use {{{'}, {'.join(known)}}} and no others"
-    if launcher.install.nothing and launcher.uses("agent"):
-        yield "it uses {agent} and installs nothing"
+        yield f"check may only use {{{'}, {'.join(known)}}}"
+    if launcher.install.is_empty and launcher.uses("agent"):
+        yield "it uses {agent} but installs nothing"
     if bool(launcher.driver or launcher.driver_text) != launcher.uses("driver"):
-        yield "a driver and {driver} go together"
+        yield "driver and {driver} must be used together"
     if launcher.script != launcher.uses("script"):
-        yield "script = true and {script} go together"
+        yield "script = true and {script} must be used together"
     if launcher.mcp is None and launcher.uses("mcp_file"):
-        yield "it uses {mcp_file} and has no [mcp]"
+        yield "it uses {mcp_file} but has no [mcp] table"
     if not 0 < launcher.install.seconds < float("inf"):
         yield f"install.seconds must be a finite number above 0, not {launcher.install.seconds!r}"
     if any(not command for command in launcher.install.commands):
-        yield "install.commands has an empty one"
+        yield "install.commands contains an empty command"
 
 
 # ---- finding one
 
 
 def find_launcher(given: "str | Path | Mapping[str, Any] | Launcher") -> Launcher:
-    """A built-in one, one of an installed package, or one of a file; `UsageError` says what is wrong."""
+    """Return the launcher with this name or TOML file; raise `UsageError` if there is none or it is invalid."""
     if isinstance(given, Launcher):
         return given
     if isinstance(given, Mapping):
-        return _made(dict(given), "the launcher", None)
+        return _convert(dict(given), "the launcher", None)
     text = str(given)
     if text.endswith(".toml"):
         return read_launcher(Path(text))
@@ -191,13 +190,14 @@ def find_launcher(given: "str | Path | Mapping[str, Any] | Launcher") -> Launche
         return read_launcher(FOLDER / f"{text}.toml")
     for point in entry_points(group=GROUP):
         if point.name == text:
-            return _loaded(point.name, point.load)
+            return _load_entry_point(point.name, point.load)
     raise UsageError(
-        f"there is no launcher {text!r:.80}; there are {', '.join(known_launchers())}, or name a file: FILE.toml"
+        f"unknown launcher {text!r:.80}: known are {', '.join(list_launchers())}; or name a file: FILE.toml"
     )
 
 
-def known_launchers() -> list[str]:
+def list_launchers() -> list[str]:
+    """Return the names of the built-in launchers and of those from installed packages, sorted."""
     return sorted({path.stem for path in FOLDER.glob("*.toml")} | {one.name for one in entry_points(group=GROUP)})
 
 
@@ -211,11 +211,11 @@ def read_launcher(path: Path) -> Launcher:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the launcher {path} is not TOML: {error}") from None
     found.setdefault("name", path.stem)
-    return _made(found, f"the launcher {path}", path.expanduser().parent)
+    return _convert(found, f"the launcher {path}", path.expanduser().parent)
 
 
-def _loaded(name: str, load: Any) -> Launcher:
-    """Of an installed package: a `Launcher`, a table, or the path of a TOML file."""
+def _load_entry_point(name: str, load: Any) -> Launcher:
+    """Load a launcher from an entry point."""
     try:
         value = load()
     except Exception as error:
@@ -223,17 +223,17 @@ def _loaded(name: str, load: Any) -> Launcher:
     if isinstance(value, Launcher):
         return value
     if isinstance(value, Mapping):
-        return _made({"name": name, **value}, f"the launcher {name}", None)
+        return _convert({"name": name, **value}, f"the launcher {name}", None)
     if isinstance(value, str | Path):
         return read_launcher(Path(value))
     raise UsageError(f"the launcher {name} is {type(value).__name__}: it must be a Launcher, a table or a path")
 
 
-def _made(table: dict[str, Any], what: str, folder: Path | None) -> Launcher:
+def _convert(table: dict[str, Any], what: str, folder: Path | None) -> Launcher:
     if isinstance(table.get("command"), str):
         table["command"] = shlex.split(table["command"])
     if table.get("driver") and not table.get("driver_text"):
-        table["driver_text"] = _driver(str(table["driver"]), what, folder)
+        table["driver_text"] = _read_driver(str(table["driver"]), what, folder)
     unknown = sorted(set(table) - set(Launcher.__struct_fields__))
     if unknown:
         raise UsageError(
@@ -249,7 +249,7 @@ def _made(table: dict[str, Any], what: str, folder: Path | None) -> Launcher:
         raise UsageError(f"{what}: {error}") from None
 
 
-def _driver(name: str, what: str, folder: Path | None) -> str:
+def _read_driver(name: str, what: str, folder: Path | None) -> str:
     if folder is None or Path(name).name != name:
         raise UsageError(f"{what}: driver must be the name of a file beside its TOML, not {name!r:.80}")
     try:

@@ -1,20 +1,17 @@
-"""Word problems and expressions of five levels, answered through the `python` tool; a taskset comes with it.
+"""The `arithmetic` environment: expressions and word problems of five levels, solved with the `python` tool.
 
-Promises:
-- a task's id says its split, seed, level and number, and means the same problem whatever else is asked for;
-- any prefix of the tasks is balanced over the levels;
-- the reward is 1 for the right number at the end of the final answer, and 0 for anything else;
-- what is wrong with an argument is said in words when the environment is made.
+A task's ID contains its split, seed, level and number, and always means the same problem. Any prefix of the
+tasks is balanced over the levels. The reward is 1 if the final answer ends with the right number, otherwise 0.
 """
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 from rookery.core import Limits, Message, Task, UsageError
-from rookery.environments.arithmetic.problems import LEVELS, SPLITS, Problem, problems_of
+from rookery.environments.arithmetic.problems import LEVELS, SPLITS, Problem, generate_problems
 from rookery.environments.base import Score
 from rookery.environments.context import Context
-from rookery.environments.tools import ToolEnvironment
+from rookery.environments.tool_environment import ToolEnvironment
 
 __all__ = ["LEVELS", "SPLITS", "Arithmetic", "Problem", "problems_of", "task_of"]
 
@@ -22,7 +19,12 @@ MOST: Final = 100_000
 
 
 class Arithmetic(ToolEnvironment):
-    """Arithmetic of five levels, through the `python` tool. Splits: `train` and `held-out`, always disjoint."""
+    """Arithmetic problems of five levels, with the `python` tool.
+
+        Arithmetic(split="held-out", size=100, levels=[1, 2])
+
+    The splits `train` and `held-out` have no problem in common, whatever the seed.
+    """
 
     name = "arithmetic"
     system_prompt = "Use python. End with the number."
@@ -41,9 +43,9 @@ class Arithmetic(ToolEnvironment):
         if chosen not in SPLITS:
             raise UsageError(f"split must be {' or '.join(SPLITS)}, not {split!r:.100}")
         if not _is_int(size) or not 1 <= size <= MOST:
-            raise UsageError(f"size must be a whole number from 1 to {MOST:,}, not {size!r:.100}")
+            raise UsageError(f"size must be an integer from 1 to {MOST:,}, not {size!r:.100}")
         if not _is_int(seed):
-            raise UsageError(f"seed must be a whole number, not {seed!r:.100}")
+            raise UsageError(f"seed must be an integer, not {seed!r:.100}")
         asked = (levels,) if _is_int(levels) else levels
         if (
             not isinstance(asked, list | tuple)
@@ -51,14 +53,14 @@ class Arithmetic(ToolEnvironment):
             or any(not _is_int(level) or level not in LEVELS for level in asked)
             or len(set(asked)) < len(asked)
         ):
-            raise UsageError(f"levels must be different numbers from 1 to 5, such as [1,2], not {levels!r:.100}")
+            raise UsageError(f"levels must be distinct integers from 1 to 5, such as [1,2], not {levels!r:.100}")
         self.split = chosen
         self.size = size
         self.seed = seed
         self.levels: tuple[int, ...] = tuple(asked)
 
     def tasks(self) -> list[Task]:
-        streams = [problems_of(self.split, self.seed, level) for level in self.levels]
+        streams = [generate_problems(self.split, self.seed, level) for level in self.levels]
         count = len(streams)
         return [
             task_of(next(streams[index % count]), self.split, self.seed, index // count)
@@ -70,13 +72,13 @@ class Arithmetic(ToolEnvironment):
         assert isinstance(reward, float)
         level = ctx.task.data.get("level")
         metrics = {"used_python": float(ctx.tool_calls > 0)}
-        if isinstance(level, int):  # the user's own tasks need not have one
+        if isinstance(level, int):  # tasks from users may not have a level
             metrics["level"] = float(level)
         return Score(reward, metrics=metrics)
 
 
 def task_of(problem: Problem, split: str, seed: int, number: int) -> Task:
-    """A problem as a task; `number` is its place among those of its level."""
+    """Make a task from a problem. `number` is its index within its level."""
     return Task(
         id=f"{split}-{seed}-l{problem.level}-{number:05}",
         prompt=(Message("user", problem.prompt),),

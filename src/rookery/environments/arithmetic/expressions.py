@@ -1,4 +1,4 @@
-"""Bare expressions of integers: from `7 + 5` to nested brackets."""
+"""Generate integer expressions, from `7 + 5` to nested brackets."""
 
 from random import Random
 from typing import Final, NamedTuple
@@ -11,11 +11,11 @@ class Node(NamedTuple):
     text: str
     value: int
     rank: int
-    """How strongly its outermost operator binds."""
+    """Precedence of the outermost operator."""
 
 
 def expression(rng: Random, level: int) -> tuple[str, int]:
-    """An expression and its value, which is an integer at every step, and never negative."""
+    """Return an expression and its value. Every intermediate result is a non-negative integer."""
     node = _BUILD[level](rng, _LARGEST[level])
     return node.text, node.value
 
@@ -71,7 +71,7 @@ def _added(rng: Random, left: Node, right: Node) -> Node:
 
 
 def _scaled(rng: Random, node: Node, most: int) -> Node:
-    """The node times a number or divided by one, where that is exact."""
+    """Multiply or divide the node by a number; division is exact."""
     text, by = _bound(node, _PRODUCT), rng.randrange(2, most + 1)
     if rng.random() < 0.35:
         if node.rank == _ATOM:

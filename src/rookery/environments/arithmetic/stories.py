@@ -1,4 +1,4 @@
-"""Short stories about a number of things that grows and shrinks, a sentence at a time."""
+"""Generate word problems: short stories about a number of things that changes with every sentence."""
 
 from collections.abc import Callable
 from random import Random
@@ -29,17 +29,17 @@ _IDLE: Final = (
 
 
 class _Level(NamedTuple):
-    """What the stories of a level are made of."""
+    """Parameters of the stories of a level."""
 
     steps: tuple[int, int]
     largest: int
     tricky: bool
     idle: float
-    """How often a sentence that changes nothing is put in."""
+    """Probability of a sentence that has no effect."""
     changes: str
-    """One letter for each kind of change, as often as it should come: see `_CHANGES`."""
+    """One letter per kind of change, repeated by weight: see `_CHANGES`."""
     ends: str
-    """The same for the last change, which may bring a question of its own: see `_ENDS`."""
+    """The same for the last change, which may set the question."""
 
 
 _LEVELS: Final = {
@@ -51,7 +51,7 @@ _LEVELS: Final = {
 
 
 class _Story:
-    """A story being told: its people, its sentences, and the number so far."""
+    """A story under construction: its people, its sentences and the current number."""
 
     def __init__(self, rng: Random, level: _Level) -> None:
         self.rng = rng
@@ -80,7 +80,7 @@ class _Story:
         self.tell(f"{{a}} has {bags} {bag} of {each} {{thing}}.", f"x={bags}*{each}")
 
     # ------------------------------------------------------------------------------------------ changes
-    # Each one tells its sentence, or returns False where it does not fit the number so far.
+    # Each method adds a sentence, or returns False if it does not fit the current number.
 
     def more(self) -> bool:
         n = self.rng.randrange(2, self.level.largest)
@@ -186,7 +186,7 @@ _CHANGES: Final[dict[str, _Change]] = {
 
 
 def story(rng: Random, level: int) -> tuple[str, int, str, Lines]:
-    """Its text, its answer, its kind, and a line for each sentence."""
+    """Return the story's text, its answer, its kind, and a line of code per sentence."""
     plan = _LEVELS[level]
     told = _Story(rng, plan)
     told.begin()

@@ -1,11 +1,7 @@
-"""Code: a Python that remembers, and a grader that nobody can cheat.
+"""The `code` environment: multi-turn Python with persistent state, graded in fresh sandboxes.
 
-Promises:
-- state persists from cell to cell, and what a cell did is an observation: a limit, a crash and an error each in
-  its own words;
-- a worker that cannot be brought back ends the attempt as infra, and never wastes the policy's turns;
-- a task that cannot be scored, or whose limits cannot be, is a task's fault before anything runs;
-- a submission is graded in fresh sandboxes, never in the policy's own.
+Limits, crashes and errors of a cell are observations. A worker that cannot be restarted ends the attempt as an
+infrastructure failure. A task that cannot be scored, or has invalid limits, is rejected before anything runs.
 """
 
 from rookery.environments.code.environment import CodeEnvironment

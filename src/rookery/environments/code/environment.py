@@ -1,4 +1,4 @@
-"""The `code` environment: a policy that writes Python which remembers, and is graded by what it hands in."""
+"""The `code` environment: the policy runs Python cells with persistent state and submits a program."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,44 +20,53 @@ from rookery.core import (
 )
 from rookery.environments.base import Score, reward_bounds
 from rookery.environments.code import tags
-from rookery.environments.code.limits import OWN, defaults, is_unlimited, normalized, of_task, sandbox_of
+from rookery.environments.code.limits import (
+    PROGRAM_LIMITS,
+    default_limits,
+    is_unlimited,
+    limits_for_task,
+    normalize_limits,
+    sandbox_for_task,
+)
 from rookery.environments.context import Context
-from rookery.environments.schemas import CallLimit, tool
-from rookery.environments.tools import ANSWER, ToolEnvironment
+from rookery.environments.tool_environment import ANSWER, ToolEnvironment
+from rookery.environments.tools import CallLimit, tool
 from rookery.sandboxes import is_isolated
-from rookery.scoring.code_tasks import CodeTask, code_task
-from rookery.scoring.grading import Forms, GradeFunction, Grader
+from rookery.scoring.code_tasks import CodeTask, parse_code_task
+from rookery.scoring.grading import GradeFunction, Grader, IsolationCache
 from rookery.scoring.programs import ProgramLimits
 from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
 GRADE_SHARE = 0.9
-"""The part of the stage's time that grading may use."""
+"""Share of the stage's time that grading may use."""
 AT_ONCE = 4
-"""Sandboxes in which one rollout is graded at a time."""
+"""Sandboxes used at the same time to grade one rollout."""
 UNBOUNDED = 3600.0
-"""Seconds of grading, where the stage has no end."""
+"""Seconds for grading if the stage has no deadline."""
 TAGS = (
-    "You can run Python. Write a cell between <code> and </code>; you then get what it printed, and the value of "
-    "its last expression, between <result> and </result>. Variables, functions and imports stay from cell to "
-    "cell. When you are done, answer without <code>; put a program that you hand in into a ``` block there."
+    "You can run Python. Write a cell between <code> and </code>; you then get its output and the value of its "
+    "last expression between <result> and </result>. Variables, functions and imports persist between cells. "
+    "When you are done, answer without <code>; put a program that you submit into a ``` block there."
 )
 TOOL = (
-    "You can run Python with the tool `python`: it returns what the cell printed, and the value of its last "
-    "expression. Variables, functions and imports stay from cell to cell. When you are done, answer; put a "
-    "program that you hand in into a ``` block there."
+    "You can run Python with the tool `python`: it returns the cell's output and the value of its last "
+    "expression. Variables, functions and imports persist between cells. When you are done, answer; put a "
+    "program that you submit into a ``` block there."
 )
 
 
 class CodeEnvironment(ToolEnvironment):
-    """Multi-turn Python with state, in `<code>` tags or as a tool call.
+    """Environment for multi-turn Python with persistent state, in `<code>` tags or as a tool call.
 
-    A task is graded by its `tests`, its `cases`, a function of yours (`grade`), or by its `answer`.
+        CodeEnvironment(style="tool", default_timeout_seconds=5)
+
+    A task is graded by its `tests`, its `cases`, the function `grade`, or by comparison with its `answer`.
     """
 
     name = "code"
     limits = Limits(turns=16)
-    own_limits = OWN
+    own_limits = PROGRAM_LIMITS
 
     def __init__(
         self,
@@ -81,11 +90,11 @@ class CodeEnvironment(ToolEnvironment):
             max_turns=max_turns,
             max_result=max_result,
         )
-        self.cell_limits = defaults(default_timeout_seconds, default_memory_limit_bytes)
+        self.cell_limits = default_limits(default_timeout_seconds, default_memory_limit_bytes)
         self.terminate_on_evaluation = terminate_on_evaluation
         self.partial = partial
         self.grade = grade
-        self._forms = Forms()
+        self._forms = IsolationCache()
 
     @property
     def needs_sandbox(self) -> bool:
@@ -97,20 +106,20 @@ class CodeEnvironment(ToolEnvironment):
     # ---- an attempt
 
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
-        data, _ = normalized(task.data)
-        return sandbox_of(task.id, of_task(task.id, data, self.cell_limits), data, spec)
+        data, _ = normalize_limits(task.data)
+        return sandbox_for_task(task.id, limits_for_task(task.id, data, self.cell_limits), data, spec)
 
     async def setup(self, ctx: Context) -> None:
-        """Checks the task; starts nothing."""
-        data, raised = normalized(ctx.task.data)
+        """Check the task without starting anything."""
+        data, raised = normalize_limits(ctx.task.data)
         for note in raised:
             ctx.log.warning(note, task=ctx.task.id)
-        allowed = of_task(ctx.task.id, data, self.cell_limits)
+        allowed = limits_for_task(ctx.task.id, data, self.cell_limits)
         task = _graded(ctx)
         if task is None and self.grade is None and data.get("answer") is None:
             raise TaskError(
-                f"task {ctx.task.id} cannot be scored: it has no tests, no cases and no answer, "
-                "and the environment no grade function"
+                f"task {ctx.task.id} cannot be scored: it has no tests, cases or answer, "
+                "and the environment has no grade function"
             )
         ctx.state["cell_limits"] = allowed
         ctx.state["cells"] = []
@@ -123,34 +132,34 @@ class CodeEnvironment(ToolEnvironment):
         while True:
             reply = await ctx.policy.chat(messages, sampling=Sampling(stop=(tags.END,)))
             if reply.finish == "abort":
-                raise UpstreamError("the model server aborted an answer before its end")
+                raise UpstreamError("the model server aborted the generation")
             messages.append(reply.message)
-            code = tags.code_of(reply.text)
-            if reply.finish == "length" and (code is None or not tags.closed(reply.text)):
-                raise Truncation("tokens", "the answer was cut at its token limit")
+            code = tags.extract_code(reply.text)
+            if reply.finish == "length" and (code is None or not tags.is_closed(reply.text)):
+                raise Truncation("tokens", "the reply was cut at its token limit")
             if code is None:
                 ctx.state.setdefault(ANSWER, reply.text)
                 return
             ctx.tool_calls += 1
-            cell = await ctx.working("tool", self.cell(ctx, code))
-            messages.append(Message("user", tags.observation(cell, self.max_result)))
+            cell = await ctx.charge_policy("tool", self.cell(ctx, code))
+            messages.append(Message("user", tags.render_observation(cell, self.max_result)))
             if self.terminate_on_evaluation:
                 return
 
     @tool
-    async def python(self, code: str, ctx: Context, limit: CallLimit) -> str:  # noqa: ARG002  (cells keep their own)
+    async def python(self, code: str, ctx: Context, limit: CallLimit) -> str:  # noqa: ARG002  (cells have their own limit)
         """Runs a cell of Python and returns what it printed and the value of its last expression.
 
         Args:
             code: The cell. Variables, functions and imports of earlier cells are there.
         """
-        return tags.described(await self.cell(ctx, code), self.max_result)
+        return tags.render_cell(await self.cell(ctx, code), self.max_result)
 
     def done(self, ctx: Context) -> bool:
         return self.terminate_on_evaluation and bool(ctx.state["cells"])
 
     async def cell(self, ctx: Context, code: str) -> Cell:
-        """Runs one cell in the attempt's worker, which the first one opens."""
+        """Run one cell in the attempt's worker, starting the worker if necessary."""
         worker: Worker | None = ctx.state.get("worker")
         if worker is None:
             worker = ctx.state["worker"] = await Worker.open(await ctx.sandbox(), limits=ctx.state["cell_limits"])
@@ -172,8 +181,8 @@ class CodeEnvironment(ToolEnvironment):
     # ---- grading
 
     def submission(self, ctx: Context) -> str:
-        """What is handed in: override it for another convention."""
-        return tags.submission_of(self.answer(ctx), ctx.state["cells"])
+        """Return the submitted program. Override this for another convention."""
+        return tags.extract_submission(self.answer(ctx), ctx.state["cells"])
 
     async def score(self, ctx: Context) -> Score | float:
         task = _graded(ctx)
@@ -189,7 +198,7 @@ class CodeEnvironment(ToolEnvironment):
             partial=self.partial,
             low=low,
             high=high,
-            forms=self._forms,
+            isolation_cache=self._forms,
             seconds=GRADE_SHARE * ctx.remaining,
         )
         submission = self.submission(ctx)
@@ -203,15 +212,15 @@ class CodeEnvironment(ToolEnvironment):
 
 
 def _graded(ctx: Context) -> CodeTask | None:
-    """What the submission is graded by, where the task says so."""
-    data, _ = normalized(ctx.task.data)
+    """Return the task's tests or cases, or None if it has neither."""
+    data, _ = normalize_limits(ctx.task.data)
     if data.get("tests") is None and data.get("cases") is None:
         return None
-    return code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
+    return parse_code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
 
 
 def _program_limits(ctx: Context) -> ProgramLimits:
     allowed: WorkerLimits = ctx.state["cell_limits"]
-    # Without a limit, two runs of the submission and one of the solution must still fit into the stage.
+    # Without a time limit, two runs of the submission and one of the solution must still fit into the stage.
     wall = max(1.0, min(ctx.remaining, UNBOUNDED) / 4) if is_unlimited(allowed) else allowed.wall
     return ProgramLimits(wall=wall, cpu=allowed.cpu_seconds, memory=allowed.memory or ctx.spec.memory)

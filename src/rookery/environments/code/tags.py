@@ -1,16 +1,14 @@
-"""Code in a model's text, and what came of it as text for the model. Pure.
+"""Extract code from a model's text, and render the result of a cell as text. Pure functions.
 
-Promises:
-- the first `<code>` of a text is its cell; one that a stop string ended is complete without its end tag;
-- an observation is one `<result>`, on one line where what it holds is one line;
-- whatever a program wrote, an observation has one beginning and one end: tags in its output are not ours;
-- a submission is the last fenced program of the final answer; else its answer tag, else the last cell that ran.
+The first `<code>` of a text is its cell; the end tag may be missing if it was the stop string. An observation
+is one `<result>`; tags in a program's output are escaped. The submission is the last fenced block of the final
+answer, or its `<answer>` tag, or the last cell that ran.
 """
 
 import re
 from typing import Final
 
-from rookery.environments.results import NOTHING, clip
+from rookery.environments.text import NO_OUTPUT, clip
 from rookery.workers import Cell
 
 BEGIN: Final = "<code>"
@@ -22,8 +20,8 @@ _FENCE: Final = re.compile(
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def code_of(text: str) -> str | None:
-    """The cell in a text, without its tags; None where there is none."""
+def extract_code(text: str) -> str | None:
+    """Return the cell in a text without its tags, or None if there is none."""
     _, begin, rest = text.partition(BEGIN)
     if not begin:
         return None
@@ -31,19 +29,19 @@ def code_of(text: str) -> str | None:
     return code.removeprefix("\r").removeprefix("\n").rstrip()
 
 
-def closed(text: str) -> bool:
-    """Whether the cell of a text has its end tag."""
+def is_closed(text: str) -> bool:
+    """Return whether the cell in a text has its end tag."""
     return END in text.partition(BEGIN)[2]
 
 
-def observation(cell: Cell, limit: int) -> str:
-    """A cell's result between tags."""
-    text = _OURS.sub(r"<\1\2 >", described(cell, limit))
+def render_observation(cell: Cell, limit: int) -> str:
+    """Render the result of a cell in `<result>` tags."""
+    text = _OURS.sub(r"<\1\2 >", render_cell(cell, limit))
     return f"<result>\n{text}\n</result>" if "\n" in text else f"<result>{text}</result>"
 
 
-def described(cell: Cell, limit: int) -> str:
-    """What a cell printed, its value or its error, and what became of it where it did not end well."""
+def render_cell(cell: Cell, limit: int) -> str:
+    """Render a cell's output, its value or error, and how it ended if that was not normal."""
     printed = clip(cell.stdout, limit, cell.stdout_dropped).rstrip("\n")
     complained = clip(cell.stderr, limit, cell.stderr_dropped).rstrip("\n")
     ended = clip(cell.error, limit).rstrip("\n") if cell.error else cell.value
@@ -55,11 +53,11 @@ def described(cell: Cell, limit: int) -> str:
     figures = ", ".join(cell.figures)
     if figures:
         parts.append(f"[figures: {figures}]")
-    return "\n".join(parts) or NOTHING
+    return "\n".join(parts) or NO_OUTPUT
 
 
-def submission_of(answer: str, cells: list[str]) -> str:
-    """The program that a rollout hands in."""
+def extract_submission(answer: str, cells: list[str]) -> str:
+    """Return the program that a rollout submits."""
     fenced = [found["body"] for found in _FENCE.finditer(answer)]
     if fenced:
         return fenced[-1]

@@ -1,17 +1,12 @@
-"""RLM: recursive language models over contexts that no prompt could hold.
+"""The `rlm` environment: recursive language models over contexts that are too long for a prompt.
 
-The root model works in a persistent REPL, Python or bash, where the context lies; it calls sub-models from code,
-and answers from code.
-
-Promises:
-- the context lies in the sandbox and in no prompt;
-- sub-calls run outside of the REPL's process, through the gateway, each as a branch of its own, trained or not;
-- calls, tokens, depth and time are budgets of the whole tree, enforced and visible at every level;
-- what code does to its REPL is an observation: only a REPL that cannot be brought back ends the attempt, as infra;
-- the REPL has no network but its one channel, with a secret of its own.
+The root model works in a persistent Python or bash REPL, in a sandbox that contains the context. From code it
+calls sub-models and sets its answer. Sub-calls run in the runner process, not in the REPL, and each is recorded
+as a branch. One budget of calls, tokens, depth and time covers the whole tree of calls. The REPL has no network
+except the channel for these functions.
 """
 
 from rookery.environments.rlm.environment import RlmEnvironment
-from rookery.environments.rlm.options import Options
+from rookery.environments.rlm.options import RlmOptions
 
-__all__ = ["Options", "RlmEnvironment"]
+__all__ = ["RlmEnvironment", "RlmOptions"]

@@ -1,9 +1,8 @@
-"""The long context: where it comes from, and how it gets into a sandbox.
+"""Long contexts: where they come from and how they are placed in a sandbox.
 
-Promises:
-- it goes into the sandbox once, as a file or a folder, and into no message and no prompt;
-- a context that cannot be is the task's fault, in words, before the policy acts;
-- one that is made from a seed is made for its sandbox, and nothing of it stays on the host.
+A context is transferred into the sandbox once, as a file or a directory, and never becomes part of a prompt. An
+invalid context is the task's fault. A context generated from a recipe is deleted from the host after the
+transfer.
 """
 
 import asyncio
@@ -23,51 +22,49 @@ from rookery.sandboxes.protocol import Sandbox
 Kind: TypeAlias = Literal["none", "text", "json", "bytes", "folder"]
 MOST = 1 << 30
 MOST_PART = 64 << 20
-"""Of a file that goes from one REPL to that of a sub-model: it passes through this process."""
+"""Maximum bytes of a file passed to a sub-model's REPL; it goes through this process."""
 SECONDS = 120.0
 FOLDER = "context"
 _NAMES = {"text": "context.txt", "json": "context.json", "bytes": "context.bin", "folder": FOLDER}
 _FIELDS = ("context", "context_file", "context_folder", "recipe")
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """A context that lies in a sandbox."""
+class PlacedContext(msgspec.Struct, frozen=True):
+    """A context that was placed in a sandbox."""
 
     kind: Kind = "none"
     name: str = ""
-    """Of the file or folder, in the working folder."""
+    """Name of the file or directory in the working directory."""
     size: int = 0
     files: int = 0
     preview: str = ""
 
-    def described(self, repl: str) -> str:
-        """For a prompt."""
+    def describe(self, repl: str) -> str:
+        """Describe the context for a prompt."""
         python = repl == "python"
-        variable = " and as the variable `context`" if python else ' ("$CONTEXT")'
+        variable = " and in the variable `context`" if python else ' ("$CONTEXT")'
         match self.kind:
             case "none":
                 return "There is no context."
             case "text":
-                what = f"The context is a text of {self.size:,} bytes. It lies in the file {self.name}{variable}"
+                what = f"The context is a text of {self.size:,} bytes. It is in the file {self.name}{variable}"
                 what += " (a str)." if python else "."
             case "json":
-                what = f"The context is JSON, {self.size:,} bytes of it. It lies in the file {self.name}{variable}"
+                what = f"The context is JSON, {self.size:,} bytes of it. It is in the file {self.name}{variable}"
                 what += ", parsed." if python else "."
             case "bytes":
-                what = f"The context is {self.size:,} bytes that are no text, in the file {self.name}{variable}."
+                what = f"The context is {self.size:,} bytes of binary data, in the file {self.name}{variable}."
             case "folder":
-                what = (
-                    f"The context is {self.files:,} files, {self.size:,} bytes in all, in the folder {self.name}"
-                )
-                what += ", which `context` is as a pathlib.Path." if python else f"{variable}."
+                what = f"The context is {self.files:,} files, {self.size:,} bytes in the directory {self.name}"
+                what += "; `context` is its pathlib.Path." if python else f"{variable}."
         return f"{what} It begins with:\n{self.preview}" if self.preview else what
 
 
-def source_of(task: str, data: dict[str, Any]) -> Any:
-    """What a task's row says its context is: text, plain data, a path, or a recipe; None without one."""
+def parse_source(task: str, data: dict[str, Any]) -> Any:
+    """Return a task's context: text, JSON-compatible data, a path, a recipe or None."""
     given = [name for name in _FIELDS if data.get(name) is not None]
     if len(given) > 1:
-        raise TaskError(f"task {task} has {' and '.join(given)}: a context is one of them")
+        raise TaskError(f"task {task} has {' and '.join(given)}: specify only one context")
     if not given:
         return None
     value = data[given[0]]
@@ -84,16 +81,16 @@ def source_of(task: str, data: dict[str, Any]) -> Any:
     path = Path(str(value)).expanduser()
     folder = given[0] == "context_folder"
     if not (path.is_dir() if folder else path.is_file()):
-        raise TaskError(f"task {task}: {given[0]}: there is no {'folder' if folder else 'file'} {path}")
+        raise TaskError(f"task {task}: {given[0]}: the {'directory' if folder else 'file'} {path} does not exist")
     if path.is_symlink():
-        raise TaskError(f"task {task}: {given[0]}: {path} is a symbolic link: name what it leads to")
+        raise TaskError(f"task {task}: {given[0]}: {path} is a symbolic link: specify its target")
     return path
 
 
-async def put(sandbox: Sandbox, source: Any, *, preview: int = 0) -> Placed:
-    """The context in a sandbox's working folder, by one transfer."""
+async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> PlacedContext:
+    """Transfer a context into a sandbox's working directory."""
     if source is None:
-        return Placed()
+        return PlacedContext()
     if isinstance(source, Path):
         return await _uploaded(sandbox, source, preview)
     if isinstance(source, Recipe):
@@ -106,20 +103,20 @@ async def put(sandbox: Sandbox, source: Any, *, preview: int = 0) -> Placed:
         kind = "text" if isinstance(source, str) else "json"
         data = source.encode("utf-8", "replace") if isinstance(source, str) else msgspec.json.encode(source)
     await sandbox.write(_NAMES[kind], data, timeout=SECONDS)
-    return Placed(kind, _NAMES[kind], len(data), 1, _shown(data, kind, preview))
+    return PlacedContext(kind, _NAMES[kind], len(data), 1, _shown(data, kind, preview))
 
 
 @asynccontextmanager
 async def _made(recipe: Recipe) -> AsyncIterator[Path]:
-    """On the host until the end of the block; left too early, until the thread that writes it ends."""
+    """Generate a context on the host and delete it after the block, or when the writing thread has ended."""
     folder = Path(tempfile.mkdtemp(prefix="rookery-context-"))
-    # No task: that would end with the attempt, and its thread would write on into what was removed.
+    # Not a task, which would be cancelled with the attempt while its thread kept writing to the removed directory.
     work = asyncio.get_running_loop().run_in_executor(None, recipe.write, folder)
 
     def remove(done: "asyncio.Future[Path]") -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if not done.cancelled():
-            done.exception()  # whoever waited for it has seen it, or is gone
+            done.exception()  # mark it as retrieved
 
     try:
         yield await asyncio.shield(work)
@@ -130,12 +127,12 @@ async def _made(recipe: Recipe) -> AsyncIterator[Path]:
             work.add_done_callback(remove)
 
 
-async def _uploaded(sandbox: Sandbox, path: Path, preview: int) -> Placed:
+async def _uploaded(sandbox: Sandbox, path: Path, preview: int) -> PlacedContext:
     kind, size, files, head = await asyncio.to_thread(_looked_at, path)
     if size > MOST:
-        raise TaskError(f"the context {path.name} has {size:,} bytes; {MOST:,} is the most")
+        raise TaskError(f"the context {path.name} has {size:,} bytes; the maximum is {MOST:,}")
     await sandbox.upload(path, _NAMES[kind], timeout=SECONDS)
-    return Placed(kind, _NAMES[kind], size, files, _shown(head, kind, preview))
+    return PlacedContext(kind, _NAMES[kind], size, files, _shown(head, kind, preview))
 
 
 def _looked_at(path: Path) -> tuple[Kind, int, int, bytes]:

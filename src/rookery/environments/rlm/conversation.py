@@ -1,10 +1,9 @@
-"""A model and its REPL, turn by turn: the root's conversation, and that of each sub-model with a REPL.
+"""The turns of one model with its REPL: of the root, or of a sub-model that has a REPL.
 
-Promises:
-- every cell is answered by one observation, with what the tree may still use;
-- near the length that the model can take it is warned, and the history is shortened where that was asked for: what
-  was said stays recorded as it was sampled, and the shorter history is a fork;
-- the answer is what the code set, else the first message without a cell.
+Every cell gets one observation, with the remaining budget. When the conversation approaches the model's context
+length, the model is warned and, if configured, the history is shortened. Recorded turns stay as they were
+sampled; the shortened history is recorded as a fork. The answer is the value that the code set, or the first
+message without a cell.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,17 +13,17 @@ import msgspec
 
 from rookery.core import Message, ToolSchema
 from rookery.environments.code import tags
-from rookery.environments.rlm.observing import budget_line, capped, tagged
-from rookery.environments.rlm.options import Options
+from rookery.environments.rlm.observations import format_budget, truncate_middle, wrap_result
+from rookery.environments.rlm.options import RlmOptions
 from rookery.environments.rlm.prompts import DROPPED, SUMMARISE, SUMMARISED
-from rookery.environments.rlm.repl import Observed, Repl
-from rookery.gateway import Reply
+from rookery.environments.rlm.python_repl import CellResult, Repl
+from rookery.gateway import ModelReply
 
 WARN, SHORTEN, DOWN_TO = 0.7, 0.85, 0.5
-"""Parts of the length that the model can take."""
+"""Shares of the model's context length: warn, shorten, and target after shortening."""
 SUMMARY_ROOM = 0.1
 PER_TOKEN = 3
-"""Characters: a careful guess, for text that no model has counted yet."""
+"""Characters per token, a conservative estimate for text that was not tokenised yet."""
 REPL = ToolSchema(
     "repl",
     "Runs a cell in the persistent REPL and returns what it printed.",
@@ -42,8 +41,8 @@ class _Cell(msgspec.Struct, forbid_unknown_fields=True):
     code: str
 
 
-class Speak(Protocol):
-    """One model call."""
+class ChatFunction(Protocol):
+    """Makes one model call."""
 
     def __call__(
         self,
@@ -52,23 +51,26 @@ class Speak(Protocol):
         tools: Sequence[ToolSchema] = (),
         tool_choice: str | None = None,
         stop: tuple[str, ...] = (),
-    ) -> Awaitable[Reply]: ...
+    ) -> Awaitable[ModelReply]: ...
 
 
 class Conversation:
-    """`cut` is what is raised when an answer was cut at its token limit before it meant anything."""
+    """Runs the turns of one model.
+
+    `cut` makes the exception for a reply that was cut at its token limit before it was usable.
+    """
 
     def __init__(
         self,
-        speak: Speak,
+        speak: ChatFunction,
         repl: Repl,
-        options: Options,
+        options: RlmOptions,
         messages: list[Message],
         *,
         left: Callable[[], dict[str, Any]],
         cut: Callable[[], Exception],
-        on_cell: Callable[[Observed], None],
-        working: Callable[[Awaitable[Observed]], Awaitable[Observed]],
+        on_cell: Callable[[CellResult], None],
+        working: Callable[[Awaitable[CellResult]], Awaitable[CellResult]],
         context: int | None = None,
     ) -> None:
         self.messages = messages
@@ -85,34 +87,34 @@ class Conversation:
         self._used = 0
         self._tags = options.style == "tags"
 
-    async def play(self) -> str:
-        """The answer."""
+    async def run(self) -> str:
+        """Run turns until the model answers, and return the answer."""
         while True:
-            reply = await self._said()
+            reply = await self._ask_model()
             self.messages.append(reply.message)
-            observed = await (self._tagged(reply) if self._tags else self._called(reply))
-            if self._repl.verbs.answered:
-                return self._repl.verbs.value
+            observed = await (self._handle_tags(reply) if self._tags else self._handle_calls(reply))
+            if self._repl.functions.answered:
+                return self._repl.functions.value
             if observed is None:
                 return reply.text
             self.messages += observed
-            await self._shorten(self._guess(observed))
+            await self._shorten(self._estimate_tokens(observed))
 
-    async def _said(self, *, tool_choice: str | None = None) -> Reply:
+    async def _ask_model(self, *, tool_choice: str | None = None) -> ModelReply:
         tools = () if self._tags else (REPL,)
         stop = (tags.END,) if self._tags else ()
         reply = await self._speak(self.messages, tools=tools, tool_choice=tool_choice, stop=stop)
         turn = reply.turn
-        self._used = (turn.prompt_tokens or self._guess(self.messages)) + turn.sampled_tokens
+        self._used = (turn.prompt_tokens or self._estimate_tokens(self.messages)) + turn.sampled_tokens
         return reply
 
-    async def _tagged(self, reply: Reply) -> list[Message] | None:
-        code = tags.code_of(reply.text)
-        if reply.finish == "length" and (code is None or not tags.closed(reply.text)):
+    async def _handle_tags(self, reply: ModelReply) -> list[Message] | None:
+        code = tags.extract_code(reply.text)
+        if reply.finish == "length" and (code is None or not tags.is_closed(reply.text)):
             raise self._cut()
-        return None if code is None else [Message("user", tagged(await self._ran(code)))]
+        return None if code is None else [Message("user", wrap_result(await self._run_cell(code)))]
 
-    async def _called(self, reply: Reply) -> list[Message] | None:
+    async def _handle_calls(self, reply: ModelReply) -> list[Message] | None:
         if not reply.tool_calls:
             if reply.finish == "length":
                 raise self._cut()
@@ -127,20 +129,20 @@ class Conversation:
                 except (msgspec.MsgspecError, UnicodeError, RecursionError):
                     text = _BAD
                 else:
-                    text = await self._ran(code)
+                    text = await self._run_cell(code)
             found.append(Message("tool", text, tool_call_id=call.id))
         return found
 
-    async def _ran(self, code: str) -> str:
+    async def _run_cell(self, code: str) -> str:
         observed = await self._working(self._repl.run(code))
         self._on_cell(observed)
         used = self._used + len(observed.text) // PER_TOKEN
         warn = self._context is not None and used > WARN * self._context
-        return f"{observed.text}\n{budget_line(self._left(), used, self._context, warn=warn)}"
+        return f"{observed.text}\n{format_budget(self._left(), used, self._context, warn=warn)}"
 
     # ---- shortening
 
-    def _guess(self, messages: Sequence[Message]) -> int:
+    def _estimate_tokens(self, messages: Sequence[Message]) -> int:
         return sum(len(message.text) for message in messages) // PER_TOKEN
 
     async def _shorten(self, new: int) -> None:
@@ -157,12 +159,12 @@ class Conversation:
 
     async def _summarise(self) -> None:
         self.messages.append(Message("user", SUMMARISE))
-        reply = await self._said(tool_choice=None if self._tags else "none")
-        summary = capped(reply.text, int(self._context or 0))
+        reply = await self._ask_model(tool_choice=None if self._tags else "none")
+        summary = truncate_middle(reply.text, int(self._context or 0))
         self.messages[self._head :] = [Message("user", SUMMARISED.format(summary=summary))]
 
     def _drop(self, coming: int) -> None:
-        """The oldest observations, until about half of the length is left; the last one stays."""
+        """Drop the oldest observations until about half of the context length is used. Keep the last one."""
         goal = DOWN_TO * (self._context or 0)
         for at in range(self._head, len(self.messages) - 1):
             message = self.messages[at]
@@ -172,5 +174,5 @@ class Conversation:
             if message.role == "assistant" or len(message.text) <= 2 * len(note):
                 continue
             coming -= (len(message.text) - len(note)) // PER_TOKEN
-            text = tagged(note) if message.role == "user" else note
+            text = wrap_result(note) if message.role == "user" else note
             self.messages[at] = Message(message.role, text, tool_call_id=message.tool_call_id)

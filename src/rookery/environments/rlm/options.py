@@ -1,9 +1,4 @@
-"""What an `rlm` environment can be told.
-
-Promises:
-- a value of the wrong kind, or one that makes no sense, is a `UsageError` that names it, when the environment is
-  made.
-"""
+"""The options of the `rlm` environment. Invalid values raise `UsageError` when the environment is constructed."""
 
 import math
 from typing import Any, Literal
@@ -18,36 +13,43 @@ MOST_CELL_MEMORY = 1 << 50
 KINDS = ("needle", "aggregate", "join")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One value, passed along."""
+class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All options of an `RlmEnvironment`."""
 
     repl: Literal["python", "bash"] = "python"
     style: Literal["tags", "tool"] = "tags"
     train_sub: bool = True
-    """Sub-calls are the policy's and train; else they have the role `sub`."""
+    """Whether sub-calls belong to the policy and are trained on. Otherwise they have the role `sub`."""
     max_depth: int = 1
+    """Levels of sub-calls below the root; from 2 on, sub-models may have a REPL."""
     max_calls: int = 500
+    """Sub-calls of one rollout, at all levels together."""
     max_tokens: int | None = None
+    """Sampled tokens of one rollout, including the root's."""
     max_seconds: float | None = None
     max_turns: int = 32
     sub_max_tokens: int = 1024
     sub_timeout: float = 120.0
     sub_turns: int = 16
-    """Model calls of one sub-model with tools, or with a REPL of its own."""
+    """Model calls of one sub-model that has tools or a REPL."""
     concurrency: int = 16
-    """Sub-calls under way at once."""
+    """Sub-calls that run at the same time."""
     children: int = 4
-    """Sub-models with a REPL of their own at once, at each depth."""
+    """Sub-models with a REPL that run at the same time, at each depth."""
     cell_seconds: float = 30.0
     cell_memory: int = 1 << 30
+    """Bytes."""
     max_output: int = 8192
+    """Characters of a cell's output that the model sees."""
     end_on_timeout: bool = False
+    """Whether a cell that exceeds its time limit ends the rollout as Truncated(time)."""
     context_tokens: int | None = None
-    """The length that the model can take; None: the rollout's `limits.context`."""
+    """Context length of the model. None means the rollout's `limits.context`."""
     compaction: Literal["none", "drop", "summary"] = "none"
     preview: int = 0
-    """Characters of the context that the prompt shows."""
+    """Characters of the context that are shown in the prompt."""
     kinds: tuple[str, ...] = KINDS
+    """Kinds of the built-in tasks. `megabytes`, `size` (number of tasks) and `seed` are about them, too."""
     megabytes: tuple[float, ...] = (1.0,)
     size: int = 30
     seed: int = 0
@@ -81,16 +83,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError(f"megabytes must be sizes from 0.01 to 1024, not {self.megabytes!r:.80}")
 
 
-def options_of(given: dict[str, Any]) -> Options:
-    """Checked."""
+def parse_options(given: dict[str, Any]) -> RlmOptions:
+    """Convert keyword arguments to options; raise `UsageError` for unknown names and invalid values."""
     listed = {name: _listed(value) if name in ("kinds", "megabytes") else value for name, value in given.items()}
     if "cell_memory" in listed:
         listed["cell_memory"] = whole(listed["cell_memory"])
-    unknown = sorted(set(listed) - set(Options.__struct_fields__))
+    unknown = sorted(set(listed) - set(RlmOptions.__struct_fields__))
     if unknown:
-        raise UsageError(f"rlm takes no {', '.join(unknown)}; it takes {', '.join(Options.__struct_fields__)}")
+        raise UsageError(
+            f"rlm has no option {', '.join(unknown)}; its options are {', '.join(RlmOptions.__struct_fields__)}"
+        )
     try:
-        return msgspec.convert(listed, Options)
+        return msgspec.convert(listed, RlmOptions)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None

@@ -1,51 +1,51 @@
-"""What a model is told about its REPL. Pure."""
+"""The texts that explain its REPL to a model. Pure functions."""
 
 from collections.abc import Mapping
 
-from rookery.environments.rlm.contexts import Placed
-from rookery.environments.rlm.options import Options
-from rookery.environments.schemas import Tool
+from rookery.environments.rlm.contexts import PlacedContext
+from rookery.environments.rlm.options import RlmOptions
+from rookery.environments.tools import Tool
 
 _TAGS = (
-    "You work in a persistent {repl}. Write a cell between <code> and </code>; you then get what it "
-    "printed{value}, between <result> and </result>, at most {output:,} characters of it: its head and its tail."
+    "You work in a persistent {repl}. Write a cell between <code> and </code>; you then get its "
+    "output{value} between <result> and </result>. Output over {output:,} characters is cut in the middle."
 )
 _TOOL = (
-    "You work in a persistent {repl}, through the tool `repl`: it returns what the cell printed{value}, at most "
-    "{output:,} characters of it: its head and its tail."
+    "You work in a persistent {repl}, through the tool `repl`: it returns the cell's output{value}. "
+    "Output over {output:,} characters is cut in the middle."
 )
 _PYTHON = (
-    "Variables, functions and imports stay from cell to cell. There is no network. In a cell you can call:\n"
+    "Variables, functions and imports persist between cells. There is no network. In a cell you can call:\n"
     "- answer(value): sets your final answer; the task ends with that cell.\n"
     "- llm(prompt, system=None, max_tokens=None): asks a sub-model, which sees that prompt alone; returns its "
     "text.\n"
     "- llm_batch(prompts, system=None, max_tokens=None): asks many at once; returns their texts in order, None "
     "for one that failed.\n"
     "{rlm}"
-    "- budget(): what you may still use."
+    "- budget(): returns what is left of your budget."
 )
 _PYTHON_RLM = (
-    "- rlm(prompt, context=None, file=None): asks a sub-model that has a REPL of its own, over the given data or "
-    "file.\n"
+    "- rlm(prompt, context=None, file=None): asks a sub-model that has its own REPL, with the data or file as "
+    "its context.\n"
 )
 _BASH = (
-    "Folder, variables and background jobs stay from cell to cell. There is no network. These commands are "
-    "there:\n"
+    "The working directory, variables and background jobs persist between cells. There is no network. These "
+    "commands exist:\n"
     "- answer TEXT: sets your final answer (`-`: from its input); the task ends with that cell.\n"
     "- llm [--system TEXT] [--max-tokens N] PROMPT: asks a sub-model, which sees that prompt alone (`-`: from its "
     "input); prints its text.\n"
     "- llm --batch FILE: asks many at once, one for each line, or for each text of a JSON list; prints one JSON "
     "text for each line, null for one that failed.\n"
     "{rlm}"
-    "- budget: what you may still use."
+    "- budget: prints what is left of your budget."
 )
-_BASH_RLM = "- rlm PROMPT [FILE]: asks a sub-model that has a REPL of its own, over the given file.\n"
+_BASH_RLM = "- rlm PROMPT [FILE]: asks a sub-model that has its own REPL, with the file as its context.\n"
 _NONE = "Sub-models cannot be called here."
-_END = "An answer without a cell is taken for your final answer."
+_END = "A message without a cell counts as your final answer."
 
 
-def system_prompt(options: Options, tools: Mapping[str, Tool], placed: Placed, depth: int) -> str:
-    """For a model at this depth."""
+def system_prompt(options: RlmOptions, tools: Mapping[str, Tool], placed: PlacedContext, depth: int) -> str:
+    """Return the system prompt of a model at this depth."""
     python = options.repl == "python"
     first = (_TAGS if options.style == "tags" else _TOOL).format(
         repl="Python" if python else "bash",
@@ -59,7 +59,7 @@ def system_prompt(options: Options, tools: Mapping[str, Tool], placed: Placed, d
         parts.append(_NONE)
     if tools:
         parts.append("\n".join(_tool(tool, python=python) for tool in tools.values()))
-    return "\n".join([*parts, placed.described(options.repl), _END])
+    return "\n".join([*parts, placed.describe(options.repl), _END])
 
 
 def _tool(tool: Tool, *, python: bool) -> str:

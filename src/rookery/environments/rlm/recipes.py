@@ -1,16 +1,14 @@
-"""Long contexts from a seed, each with a question whose answer is known without making the context.
+"""Generate long contexts from a seed, each with a question whose answer is known without generating the context.
 
-Promises:
-- the same recipe is the same question, answer and bytes, whatever else is asked for;
-- the facts that an answer needs lie spread over the whole context: no part of half its length holds them all;
-- nothing else in the context is such a fact, so that the answer is exact;
-- a context is written as it is made: it is never in memory as a whole.
+Equal recipes produce equal questions, answers and bytes. The facts that an answer needs are spread over the
+whole context: no half of it contains all of them, and nothing else in it looks like such a fact. A context is
+written to disk piece by piece and is never in memory as a whole.
 
 | kind | context | question |
 |---|---|---|
-| `needle` | notes in one text | the code of a vault, in five parts that lie apart, among those of others |
+| `needle` | notes in one text | the code of a vault, in five parts far apart, among parts of other codes |
 | `aggregate` | a ledger in one text | the units of one item that were refunded in one region |
-| `join` | a folder of documents | how many people of a team have a room on a floor: people, badges, rooms |
+| `join` | a directory of documents | how many people of a team have a room on a floor: people, badges, rooms |
 """
 
 import random
@@ -43,12 +41,12 @@ _FLOORS = 24
 
 
 class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """What a context is made from."""
+    """The parameters from which a context and its question are generated."""
 
     kind: Literal["needle", "aggregate", "join"]
     seed: int
     size: int
-    """Bytes, about."""
+    """Approximate size in bytes."""
 
     def __post_init__(self) -> None:
         if not 10_000 <= self.size <= 1 << 30:
@@ -70,19 +68,19 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
 
     @property
     def facts(self) -> Sequence[str]:
-        """Texts of the context that the answer needs, all of them."""
+        """All texts of the context that are needed for the answer."""
         return self._made.facts
 
     def write(self, folder: Path) -> Path:
-        """The file or folder with the context, below `folder`."""
+        """Write the context below `folder` and return the path of its file or directory."""
         return self._made.write(folder)
 
     def rng(self, part: str) -> random.Random:
         return random.Random(f"{self.kind} {self.seed} {self.size} {part}")  # noqa: S311
 
 
-def tasks_of(kinds: Sequence[str], megabytes: Sequence[float], count: int, seed: int) -> list[Task]:
-    """Any prefix is balanced over kinds and sizes."""
+def generate_tasks(kinds: Sequence[str], megabytes: Sequence[float], count: int, seed: int) -> list[Task]:
+    """Generate tasks. Any prefix of the list is balanced over kinds and sizes."""
     found = []
     for at in range(count):
         kind = kinds[at % len(kinds)]
@@ -103,14 +101,14 @@ def tasks_of(kinds: Sequence[str], megabytes: Sequence[float], count: int, seed:
 
 
 def _spread(rng: random.Random, count: int) -> list[float]:
-    """One place in each of as many equal parts; the first and the last lie at the outer tenths."""
+    """Return one position in each of `count` equal parts of [0, 1]; the first and last are in the outer tenths."""
     places = [(at + rng.uniform(0.2, 0.8)) / count for at in range(count)]
     places[0], places[-1] = rng.uniform(0.01, 0.09), rng.uniform(0.91, 0.99)
     return places
 
 
 def _written(path: Path, size: int, fill: Sequence[str], facts: dict[float, str], rng: random.Random) -> Path:
-    """Lines of `fill` at random, with each fact at its part of the length."""
+    """Write random lines of `fill`, with each fact at its relative position."""
     mean = sum(map(len, fill)) / len(fill) + 1
     lines = max(BLOCKS, int(size / mean))
     ordered = sorted(facts.items())
@@ -190,7 +188,7 @@ def _row(order: int, region: str, item: str, units: int, state: str) -> str:
 
 
 class _Join:
-    """People, badges and rooms lie in folders of their own, a document for each thousand."""
+    """People, badges and rooms are in separate directories, with one document per thousand entries."""
 
     PER_PERSON = 96
     ROOMS = 480
@@ -211,7 +209,7 @@ class _Join:
 
     @property
     def facts(self) -> list[str]:
-        """The lines about the people that count, about their badges, and about the rooms of these."""
+        """The lines about the people to count, their badges and the rooms of these badges."""
         wanted = set(self._matches)
         found = [(person, badge) for at, person, badge in self._lines() if at in wanted]
         opened = {badge.rpartition(" ")[2] for _, badge in found}
@@ -219,7 +217,7 @@ class _Join:
         return [*(line for pair in found for line in pair), *rooms]
 
     def _lines(self) -> Iterator[tuple[int, str, str]]:
-        """Of each person: the line about them, and the line about their badge."""
+        """Yield for each person the number, the line about the person and the line about the badge."""
         rng = self._recipe.rng("fill")
         rooms = self.rooms()
         inside = [room for room, floor in rooms if floor == self._floor]

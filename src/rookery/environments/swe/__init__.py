@@ -1,7 +1,15 @@
-"""Tasks in a box: a shell, an editor, and grading that the agent cannot reach."""
+"""The `swe` environment: software engineering tasks with a shell, an editor and protected grading."""
 
-from rookery.environments.swe.config import PRESETS, Tooling, ToolSettings, tooling_of
 from rookery.environments.swe.environment import SweEnvironment, sandbox_for
 from rookery.environments.swe.mcp_config import McpServer
+from rookery.environments.swe.tool_config import PRESETS, ToolConfig, ToolSettings, parse_tool_config
 
-__all__ = ["PRESETS", "McpServer", "SweEnvironment", "ToolSettings", "Tooling", "sandbox_for", "tooling_of"]
+__all__ = [
+    "PRESETS",
+    "McpServer",
+    "SweEnvironment",
+    "ToolConfig",
+    "ToolSettings",
+    "parse_tool_config",
+    "sandbox_for",
+]

@@ -1,6 +1,7 @@
-"""The `swe` environment: an agent in a box of its own that repairs something and hands it in."""
+"""The `swe` environment: the policy works in a sandbox and submits its files for grading by the task's tests."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -24,24 +25,24 @@ from rookery.core import (
 )
 from rookery.environments.base import Score, reward_bounds
 from rookery.environments.context import Context
-from rookery.environments.results import clip
-from rookery.environments.schemas import Tool
-from rookery.environments.swe.bash import FOLDER, SHELL, SUBMITTED
-from rookery.environments.swe.config import Tooling, tooling_of
-from rookery.environments.swe.gate import Gate, cores, name_of_run
-from rookery.environments.swe.mcp import Servers, check_sdk
-from rookery.environments.swe.mcp_config import servers_of, servers_of_task
-from rookery.environments.swe.rewards import enough, total
+from rookery.environments.swe.bash_tool import FOLDER, SHELL, SUBMITTED
+from rookery.environments.swe.grading_slots import GradingSlots, cores, get_run_name
+from rookery.environments.swe.mcp_client import McpServers, check_mcp_sdk
+from rookery.environments.swe.mcp_config import parse_servers, parse_task_servers
+from rookery.environments.swe.rewards import combine_scores, may_continue
+from rookery.environments.swe.tool_config import ToolConfig, parse_tool_config
 from rookery.environments.swe.toolbox import toolbox
-from rookery.environments.tools import ANSWER, ToolEnvironment, _Ended
+from rookery.environments.text import clip
+from rookery.environments.tool_environment import ANSWER, ToolEnvironment, ToolOutcome
+from rookery.environments.tools import Tool
 from rookery.sandboxes.protocol import Shell
-from rookery.scoring.swe import Prepared, SweGrader, prepare, prepare_step
+from rookery.scoring.swe import PreparedSandbox, SweGrader, prepare, prepare_step
 from rookery.tasks.swe import (
     SweStep,
     SweTask,
+    get_swe_task,
     grading_budget,
     limits_with_test_timeout,
-    swe_task,
     with_test_timeout,
 )
 
@@ -52,13 +53,15 @@ PROMPT = (
 )
 NUDGE = "You did not call a tool. {submit}"
 UNWIND = 20.0
-"""Seconds a step gets to end at its limit: longer than the tools in it do."""
+"""Seconds that a cancelled step gets to end; longer than its tools get."""
 
 
 class SweEnvironment(ToolEnvironment):
-    """A task in a box: its image, its files, a shell, an editor, `submit`, and grading by the task's tests.
+    """Environment for tasks in a sandbox: a shell, an editor, `submit`, and grading by the task's tests.
 
-    Steps of a task follow one another in the same box; each is graded when the policy hands it in.
+        SweEnvironment(tool_config={"preset": "bash-only"}, max_turns=50)
+
+    The steps of a task run one after another in the same sandbox. Each is graded when the policy submits it.
     """
 
     name = "swe"
@@ -79,11 +82,11 @@ class SweEnvironment(ToolEnvironment):
         graded_at_once: int | None = None,
         test_timeout: float | None = None,
     ) -> None:
-        names, own = _parted(tools)
-        self.tooling = tooling_of(names, _config(tool_config))
-        self.servers = servers_of(mcp)
+        names, own = _split_tools(tools)
+        self.tooling = parse_tool_config(names, _read_config(tool_config))
+        self.servers = parse_servers(mcp)
         if self.servers:
-            check_sdk()
+            check_mcp_sdk()
         if nudges < 0:
             raise UsageError(f"nudges must be at least 0, not {nudges!r}")
         if network not in ("task", "run"):
@@ -91,22 +94,22 @@ class SweEnvironment(ToolEnvironment):
                 f"network must be 'task' (as the task says) or 'run' (as the run says), not {network!r}"
             )
         self.nudges = nudges
-        """How often an answer without a tool call is sent back before it counts as handing in."""
+        """How often a reply without a tool call is answered with a reminder before it counts as a submission."""
         self.grade_truncated = grade_truncated
-        """Whether what is there is graded when turns, tokens or time ran out; else that is the lowest reward."""
+        """Whether a truncated rollout is graded. Otherwise it gets the lowest reward."""
         self.network = network
         self.fresh_always = fresh_always
         if graded_at_once is not None and graded_at_once < 1:
             raise UsageError(f"graded_at_once must be at least 1, not {graded_at_once!r}")
-        self.test_timeout = seconds_of("test_timeout", test_timeout)
-        """Seconds for one run of the tests of tasks that do not say it themselves."""
-        self._gate = Gate(graded_at_once or max(2, cores()), name_of_run())
-        self._outputs = _outputs(self.tooling)
+        self.test_timeout = check_seconds("test_timeout", test_timeout)
+        """Time limit for the tests of tasks that do not set one."""
+        self._gate = GradingSlots(graded_at_once or max(2, cores()), get_run_name())
+        self._output_limits = _output_limits(self.tooling)
         super().__init__(
             [*toolbox(self.tooling), *own],
             system_prompt=PROMPT if system_prompt is None else system_prompt,
             max_turns=max_turns,
-            max_result=max(self._outputs.values()) + 4096,
+            max_result=max(self._output_limits.values()) + 4096,
         )
 
     @property
@@ -114,7 +117,7 @@ class SweEnvironment(ToolEnvironment):
         return True
 
     def tasks(self) -> Iterable[Task | dict[str, Any] | str]:
-        """The built-in taskset `repairs`."""
+        """Return the built-in taskset `repairs`."""
         from rookery.environments.swe.repairs import repairs
 
         return repairs()
@@ -124,29 +127,29 @@ class SweEnvironment(ToolEnvironment):
         return limits_with_test_timeout(task, super().limits_for(task, run), run, self.test_timeout)
 
     def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
-        """The box that a task asks for, over what the run says; pure."""
-        return sandbox_for(swe_task(task), spec, network=self.network)
+        """Return the sandbox of a task: its settings override those of the run."""
+        return sandbox_for(get_swe_task(task), spec, network=self.network)
 
     # ---- an attempt
 
     async def setup(self, ctx: Context) -> None:
-        """The box as the task describes it, and its MCP servers. What fails here is never the policy's."""
-        task = with_test_timeout(swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
+        """Prepare the sandbox as the task describes it and start its MCP servers."""
+        task = with_test_timeout(get_swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
         if not task.steps:
             raise TaskError(f"task {ctx.task.id} has no steps")
-        own = servers_of_task(task.id, task.mcp)
+        own = parse_task_servers(task.id, task.mcp)
         if own:
-            check_sdk()
+            check_mcp_sdk()
         ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
         ctx.state[FOLDER] = task.workdir
-        box = await ctx.sandbox()
-        ctx.state["prepared"] = await prepare(box, task, timeout=ctx.remaining)
+        sandbox = await ctx.sandbox()
+        ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
         if own or self.servers:
-            servers = ctx.state["servers"] = Servers()
-            opening = servers.open(self.servers, own, box, self._tools, task.workdir)
-            ctx.state["mcp"] = await ctx.working("sandbox", opening)
+            servers = ctx.state["servers"] = McpServers()
+            opening = servers.open(self.servers, own, sandbox, self._tools, task.workdir)
+            ctx.state["mcp"] = await ctx.charge_policy("sandbox", opening)
 
-    def offered(self, ctx: Context) -> dict[str, Tool]:
+    def tools_for(self, ctx: Context) -> dict[str, Tool]:
         return {**self._tools, **ctx.state.get("mcp", {})}
 
     def messages(self, ctx: Context) -> list[Message]:
@@ -157,8 +160,8 @@ class SweEnvironment(ToolEnvironment):
             head = [Message("system", self.system_prompt)] if self.system_prompt else []
             messages = [*head, Message("user", task.steps[0].instruction)]
         if messages[0].role == "system" and self.system_prompt == PROMPT:
-            said = PROMPT.format(workdir=task.workdir, submit=self._how_to_submit())
-            messages[0] = Message("system", said)
+            settings = PROMPT.format(workdir=task.workdir, submit=self._describe_submission())
+            messages[0] = Message("system", settings)
         return messages
 
     async def run(self, ctx: Context) -> None:
@@ -167,58 +170,58 @@ class SweEnvironment(ToolEnvironment):
         for number, step in enumerate(task.steps):
             if number:
                 await self._begin(ctx, number, step, messages)
-            await _within(step.timeout, self._play(ctx, messages), ctx)
+            await _run_with_limit(step.timeout, self._run_turns(ctx, messages), ctx)
             if number + 1 < len(task.steps):
                 grade = await self._grade(ctx)
-                if not enough(step, grade):
+                if not may_continue(step, grade):
                     ctx.log.info("the next steps are not begun: the reward of this one is too low", step=step.name)
                     return
 
     async def _begin(self, ctx: Context, number: int, step: SweStep, messages: list[Message]) -> None:
-        """A later step: its files and setup, its instruction."""
+        """Prepare a later step: its files, its setup and its instruction."""
         ctx.state["step"] = number
         ctx.state[SUBMITTED] = False
         await prepare_step(await ctx.sandbox(), ctx.state["task"], step, timeout=max(1.0, ctx.remaining))
-        servers: Servers | None = ctx.state.get("servers")
+        servers: McpServers | None = ctx.state.get("servers")
         if servers is not None:
-            for gone in await ctx.working("sandbox", servers.reopen()):
-                ctx.log.warning("an MCP server did not come back for the next step", server=gone)
+            for gone in await ctx.charge_policy("sandbox", servers.reopen()):
+                ctx.log.warning("an MCP server could not be restarted for the next step", server=gone)
         messages.append(Message("user", step.instruction))
 
-    async def _play(self, ctx: Context, messages: list[Message]) -> None:
-        """Turns until the policy hands the step in."""
-        schemas: Sequence[ToolSchema] = tuple(found.schema for found in self.offered(ctx).values())
+    async def _run_turns(self, ctx: Context, messages: list[Message]) -> None:
+        """Run turns until the policy submits the step."""
+        schemas: Sequence[ToolSchema] = tuple(found.schema for found in self.tools_for(ctx).values())
         nudges = self.nudges
         while True:
             reply = await ctx.policy.chat(messages, tools=schemas)
             if reply.finish == "abort":
-                raise UpstreamError("the model server aborted an answer before its end")
+                raise UpstreamError("the model server aborted the generation")
             messages.append(reply.message)
             if reply.tool_calls:
-                messages.extend(await self._replies(ctx, reply.tool_calls))
+                messages.extend(await self._run_calls(ctx, reply.tool_calls))
                 if ctx.state.get(SUBMITTED):
                     return
                 continue
             if reply.finish == "length":
-                raise Truncation("tokens", "the answer was cut at its token limit")
+                raise Truncation("tokens", "the reply was cut at its token limit")
             if not nudges:
                 ctx.state[ANSWER] = reply.text
                 return
             nudges -= 1
-            messages.append(Message("user", NUDGE.format(submit=self._how_to_submit())))
+            messages.append(Message("user", NUDGE.format(submit=self._describe_submission())))
 
-    async def _call(self, ctx: Context, call: ToolCall) -> _Ended:
-        if ctx.state.get(SUBMITTED):  # calls of the same turn, after the one that handed in
-            return _Ended("Nothing was done: the work is already submitted.")
-        return await super()._call(ctx, call)
+    async def _run_call(self, ctx: Context, call: ToolCall) -> ToolOutcome:
+        if ctx.state.get(SUBMITTED):  # further calls in the turn that submitted
+            return ToolOutcome("Nothing was done: the work is already submitted.")
+        return await super()._run_call(ctx, call)
 
-    def _observation(self, ctx: Context, call: ToolCall, ended: _Ended) -> str:
-        limit = self._outputs.get(call.name)
-        if ended.error is None and not ended.late and limit is not None:
-            ended = _Ended(clip(ended.text, limit + 2048))
-        return super()._observation(ctx, call, ended)
+    def _observe(self, ctx: Context, call: ToolCall, ended: ToolOutcome) -> str:
+        limit = self._output_limits.get(call.name)
+        if ended.error is None and not ended.timed_out and limit is not None:
+            ended = ToolOutcome(clip(ended.text, limit + 2048))
+        return super()._observe(ctx, call, ended)
 
-    def _how_to_submit(self) -> str:
+    def _describe_submission(self) -> str:
         if "submit" in self.tooling.tools:
             return f"When you are done, call {self.tooling.submit.name or 'submit'}."
         if self.tooling.marker:
@@ -227,7 +230,7 @@ class SweEnvironment(ToolEnvironment):
         return "When you are done, say so without calling a tool."
 
     async def teardown(self, ctx: Context) -> None:
-        servers: Servers | None = ctx.state.get("servers")
+        servers: McpServers | None = ctx.state.get("servers")
         if servers is not None:
             await servers.close()
 
@@ -240,23 +243,23 @@ class SweEnvironment(ToolEnvironment):
             return Score(low, metrics={"graded": 0.0})
         if len(ctx.state["grades"]) <= ctx.state["step"]:
             await self._grade(ctx)
-        return total(task, ctx.state["grades"], low)
+        return combine_scores(task, ctx.state["grades"], low)
 
     async def _grade(self, ctx: Context) -> Score:
-        """Grades the step that is under way, over the box as it is now."""
+        """Grade the current step over the sandbox's current state."""
         low, high = reward_bounds(self)
-        prepared: Prepared = ctx.state["prepared"]
+        prepared: PreparedSandbox = ctx.state["prepared"]
         task: SweTask = ctx.state["task"]
         number: int = ctx.state["step"]
         grader = SweGrader(ctx.sandbox, task, ctx.spec, low=low, high=high, fresh_always=self.fresh_always)
-        box = await ctx.sandbox()
+        sandbox = await ctx.sandbox()
         async with AsyncExitStack() as stack:
-            with ctx.held():
-                await ctx.working("sandbox", stack.enter_async_context(self._gate.passed()))
+            with ctx.pause_clock():
+                await ctx.charge_policy("sandbox", stack.enter_async_context(self._gate.passed()))
             seconds = grading_budget(task.steps[number], ctx.remaining)
-            grade = await grader.grade(box, prepared, number, timeout=seconds)
+            grade = await grader.grade(sandbox, prepared, number, timeout=seconds)
         if not task.steps[number].verifier.services:
-            # Grading ended what ran in the box; the next step is not to find the shell half dead.
+            # Grading killed the processes in the sandbox; the next step gets a new shell.
             await self._close_shell(ctx)
         ctx.state["grades"].append(grade.score)
         ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
@@ -265,11 +268,11 @@ class SweEnvironment(ToolEnvironment):
     async def _close_shell(self, ctx: Context) -> None:
         shell: Shell | None = ctx.state.pop(SHELL, None)
         if shell is not None:
-            await ctx.working("sandbox", shell.close())
+            await ctx.charge_policy("sandbox", shell.close())
 
 
-def seconds_of(name: str, value: Any) -> float | None:
-    """Return a number of seconds that an environment was given; `UsageError` unless it is finite and above 0."""
+def check_seconds(name: str, value: Any) -> float | None:
+    """Check a number of seconds; raise `UsageError` unless it is finite and above 0."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -278,52 +281,47 @@ def seconds_of(name: str, value: Any) -> float | None:
 
 
 def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "task") -> SandboxSpec:
-    """A task's box, over what a run says: image, memory, cores, disk, network, user and variables."""
-    said: dict[str, Any] = {
+    """Return a task's sandbox: its image, resources, network, user and variables override those of the run."""
+    settings: dict[str, Any] = {
         name: value
         for name in ("image", "memory", "cpus", "disk", "user", "gpus")
         if (value := getattr(task, name, None)) is not None
     }
     if task.env:
-        said["env"] = {**spec.env, **task.env}
+        settings["env"] = {**spec.env, **task.env}
     if network == "task":
-        said["network"], said["allow"] = task.network, task.allow
-    return msgspec.structs.replace(spec, **said)
+        settings["network"], settings["allow"] = task.network, task.allow
+    return msgspec.structs.replace(spec, **settings)
 
 
-async def _within(seconds: float | None, work: Coroutine[Any, Any, None], ctx: Context) -> None:
-    """Awaits for at most so many seconds of the stage's clock, which stands still in pauses."""
+async def _run_with_limit(seconds: float | None, work: Coroutine[Any, Any, None], ctx: Context) -> None:
+    """Await `work` for at most `seconds` of the stage's clock, which stops during pauses."""
     if seconds is None or seconds >= ctx.remaining:
         await work
         return
-    began = ctx.remaining
-    loop = asyncio.get_running_loop()
-    at = loop.time()
     task = asyncio.create_task(work, name="step")
     try:
-        while True:
-            used = began - ctx.remaining if math.isfinite(began) else loop.time() - at
-            if used >= seconds:
-                break
-            done, _ = await asyncio.wait({task}, timeout=max(seconds - used, 0.01))
-            if done:
-                task.result()
-                return
+        with contextlib.suppress(TimeoutError):  # only the deadline raises it here
+            async with ctx.within(seconds):
+                await asyncio.wait({task})
+        if task.done():
+            task.result()
+            return
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=UNWIND)
     if not task.done():
         raise RookeryError(
-            f"a step went on after it was cancelled at its limit of {seconds:g} s", cause="bug.uncancellable"
+            f"a step kept running after it was cancelled at its limit of {seconds:g} s", cause="bug.uncancellable"
         )
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
-    raise Truncation("time", f"the step's {seconds:g} seconds are over")
+    raise Truncation("time", f"the step exceeded its limit of {seconds:g} seconds")
 
 
-def _parted(tools: Any) -> tuple[Any, list[Tool | Callable[..., Any]]]:
-    """Names, and functions that were given as they are."""
+def _split_tools(tools: Any) -> tuple[Any, list[Tool | Callable[..., Any]]]:
+    """Split the argument `tools` into names and functions."""
     if tools is None or isinstance(tools, str):
         return tools, []
     own = [tool for tool in tools if not isinstance(tool, str)]
@@ -331,8 +329,8 @@ def _parted(tools: Any) -> tuple[Any, list[Tool | Callable[..., Any]]]:
     return (names or None) if own else names, own
 
 
-def _config(given: Any) -> Any:
-    """A table, or the path of a TOML file that holds one."""
+def _read_config(given: Any) -> Any:
+    """Return the tool configuration, reading it from a TOML file if it is a path."""
     if not isinstance(given, str):
         return given
     import tomllib
@@ -343,8 +341,8 @@ def _config(given: Any) -> Any:
         raise UsageError(f"the tool configuration {given!r:.200} cannot be read: {error}") from None
 
 
-def _outputs(tooling: Tooling) -> dict[str, int]:
-    """Bytes of an answer, by the name that the policy calls."""
+def _output_limits(tooling: ToolConfig) -> dict[str, int]:
+    """Return the output limit of each tool by the name that the policy uses."""
     found = {
         getattr(tooling, name).name or name: getattr(tooling, name).output for name in ("bash", "edit", "submit")
     }

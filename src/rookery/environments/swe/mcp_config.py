@@ -1,10 +1,8 @@
-"""Which MCP servers there are: of the run, and of a task.
+"""Configuration of MCP servers, by the run and by a task.
 
-Promises:
-- a server is either a command, which runs inside the sandbox, or a URL, which this machine asks;
-- only the run's own configuration may name a URL: what task data names never makes this machine connect, and is
-  taken for the sandbox's own loopback alone, where a program in the sandbox connects;
-- what is wrong with an entry is said with its name and field, before anything starts.
+A server is a command, which runs inside the sandbox, or a URL, to which this machine connects. Only the run's
+configuration may contain URLs: task data must never make this machine connect anywhere. For agents in the
+sandbox, a task may name a URL at the sandbox's loopback address.
 """
 
 import shlex
@@ -24,33 +22,33 @@ class McpServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
     name: str
     command: tuple[str, ...] = ()
-    """A program of the sandbox that speaks over stdin and stdout."""
+    """Command of a server that runs in the sandbox and communicates over stdin and stdout."""
     env: dict[str, str] = {}
     cwd: str | None = None
     url: str = ""
-    """A server that speaks HTTP ("streamable HTTP"), asked from this machine."""
+    """URL of a "streamable HTTP" server, to which this machine connects."""
     headers_env: dict[str, str] = {}
-    """Headers for it, by the name of the variable that holds each: a secret stands in no configuration."""
+    """HTTP headers: header name → environment variable with its value, so that no secret is in a configuration."""
     tools: tuple[str, ...] | None = None
-    """Those that the policy gets; None: all."""
+    """Names of the tools to offer. None means all."""
     start_timeout: float = 60.0
     timeout: float | None = None
-    """Seconds for one call; None: the rollout's `limits.call`."""
+    """Time limit of one call in seconds. None means the rollout's `limits.call`."""
     output: int = 16_384
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError(f"the MCP server {self.name!r} needs either a command or a url")
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
-            raise ValueError(f"the MCP server {self.name!r}: {self.url!r} is no http address")
+            raise ValueError(f"the MCP server {self.name!r}: {self.url!r} is not an http URL")
         if not self.name.strip():
             raise ValueError("an MCP server needs a name")
         if not 0 < self.start_timeout < float("inf") or self.output < 64:
             raise ValueError(f"the MCP server {self.name!r}: start_timeout must be above 0, output at least 64")
 
 
-def servers_of(given: Any) -> tuple[McpServer, ...]:
-    """The run's servers; `UsageError` says what is wrong with which."""
+def parse_servers(given: Any) -> tuple[McpServer, ...]:
+    """Parse the run's servers; raise `UsageError` for an invalid one."""
     if given is None:
         return ()
     if not isinstance(given, list | tuple):
@@ -64,12 +62,12 @@ def servers_of(given: Any) -> tuple[McpServer, ...]:
     return found
 
 
-def servers_of_task(
+def parse_task_servers(
     task: str, given: tuple[dict[str, Any], ...], *, inside: bool = False
 ) -> tuple[McpServer, ...]:
-    """A task's own servers; `TaskError` for what is no server, or one that would not be inside the sandbox.
+    """Parse a task's servers; raise `TaskError` for an invalid one, or one outside of the sandbox.
 
-    `inside`: they are asked by a program in the sandbox, so that a URL may name its loopback.
+    If `inside`, a program in the sandbox connects to them, so a URL may name the loopback address.
     """
     try:
         found = tuple(_server(entry) for entry in given)
@@ -108,7 +106,7 @@ def _server(entry: Any) -> McpServer:
         raise ValueError(f"the transport {kind!r:.40} is not known; there are stdio and streamable-http")
     command, args = plain.pop("command", ()), plain.pop("args", None)
     if isinstance(command, str):
-        # With its arguments apart it is one program's name; alone it is a line as one would type it.
+        # Together with `args` it is a program's name; alone it is a shell-like command line.
         command = [command] if args is not None else shlex.split(command)
     plain["command"] = [*command, *(args or ())]
     return msgspec.convert(plain, McpServer)

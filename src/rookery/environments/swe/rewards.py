@@ -1,23 +1,22 @@
-"""What the grades of a task's steps make together.
+"""Combine the scores of the steps of a task.
 
-Promises:
-- the mean counts every step of the task, one that was not begun as the lowest reward: giving up does not pay;
-- each step's reward and parts are named in the score.
+The mean counts every step of the task; a step that was not reached counts as the lowest reward, so giving up
+never pays.
 """
 
 from rookery.scoring import Score
 from rookery.tasks.swe import SweStep, SweTask
 
 
-def enough(step: SweStep, grade: Score) -> bool:
-    """Whether a step went well enough for the next one to begin."""
+def may_continue(step: SweStep, grade: Score) -> bool:
+    """Return whether a step's score is high enough for the next step to begin."""
     if step.enough is not None and grade.reward < step.enough:
         return False
     return all(name in grade.parts and grade.parts[name] >= least for name, least in step.enough_parts.items())
 
 
-def total(task: SweTask, grades: list[Score], low: float) -> Score:
-    """The score of a rollout; a task of one step has that step's."""
+def combine_scores(task: SweTask, grades: list[Score], low: float) -> Score:
+    """Return the score of a rollout from those of its steps."""
     if len(task.steps) == 1:
         return grades[0]
     parts: dict[str, float] = {}

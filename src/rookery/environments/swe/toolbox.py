@@ -1,19 +1,22 @@
-"""The tools of a configuration: built-in ones as it says, others by name."""
+"""Make the tools of a tool configuration."""
 
 from collections.abc import Callable
 from typing import Final
 
-from rookery.environments.registered import find_tool
-from rookery.environments.schemas import Tool
-from rookery.environments.swe.bash import bash_tool, submit_tool
-from rookery.environments.swe.config import BUILT_IN, Tooling, ToolSettings
-from rookery.environments.swe.editor import edit_tool
+from rookery.environments.swe.bash_tool import bash_tool, submit_tool
+from rookery.environments.swe.edit_tool import edit_tool
+from rookery.environments.swe.tool_config import BUILT_IN, ToolConfig, ToolSettings
+from rookery.environments.tools import Tool, find_tool
 
-_MADE: Final[dict[str, Callable[[Tooling], Tool]]] = {"bash": bash_tool, "edit": edit_tool, "submit": submit_tool}
+_MADE: Final[dict[str, Callable[[ToolConfig], Tool]]] = {
+    "bash": bash_tool,
+    "edit": edit_tool,
+    "submit": submit_tool,
+}
 
 
-def toolbox(tooling: Tooling) -> list[Tool]:
-    """In the configuration's order; `UsageError` for a name that nobody knows."""
+def toolbox(tooling: ToolConfig) -> list[Tool]:
+    """Return the tools in the configured order; raise `UsageError` for an unknown name."""
     return [
         _MADE[name](tooling) if name in _MADE else _set(find_tool(name, BUILT_IN), tooling.others.get(name))
         for name in tooling.tools

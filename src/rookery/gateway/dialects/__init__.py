@@ -1,25 +1,24 @@
-"""What clients speak: a dialect is one file that turns requests into asks and replies into answers.
+"""API dialects of the gateway: each parses the requests and formats the replies of one provider's API.
 
-Promises:
-- a dialect is one class behind an entry point (`rookery.dialects`): adding one edits nothing here;
-- two dialects that want the same path are a `UsageError`, in words.
+A dialect is a class behind the entry point group `rookery.dialects`; adding one edits no file here. They run in
+the gateway shard. Two dialects that serve the same path raise `UsageError`.
 """
 
 from functools import lru_cache
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.gateway.dialects.protocol import Answering, Ask, BadRequestError, Dialect, Problem
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, Dialect, ErrorKind, ReplyStream
 
-__all__ = ["Answering", "Ask", "BadRequestError", "Dialect", "Problem", "dialects"]
+__all__ = ["BadRequestError", "ClientRequest", "Dialect", "ErrorKind", "ReplyStream", "dialects"]
 
 _GROUP = "rookery.dialects"
 
 
 @lru_cache(maxsize=1)
-def dialects() -> dict[str, Dialect]:
-    """All dialects that are installed here, by name."""
-    from importlib.metadata import entry_points  # 20 ms, which `--help` should not pay
+def load_dialects() -> dict[str, Dialect]:
+    """Return all installed dialects by name."""
+    from importlib.metadata import entry_points  # takes 20 ms to import; `--help` does not need it
 
     found: dict[str, Dialect] = {}
     paths: dict[str, str] = {}
@@ -28,10 +27,12 @@ def dialects() -> dict[str, Dialect]:
             dialect: Dialect = point.load()()
         except (ImportError, AttributeError) as error:
             raise UsageError(f"the dialect {point.name!r} cannot be loaded: {describe(error)}") from error
-        for path in (*dialect.paths, *getattr(dialect, "counts", ())):
+        for path in (*dialect.paths, *getattr(dialect, "count_paths", ())):
             if (other := paths.setdefault(path, point.name)) != point.name:
-                raise UsageError(f"the dialects {other!r} and {point.name!r} both want {path}: remove one of them")
+                raise UsageError(
+                    f"the dialects {other!r} and {point.name!r} both serve {path}: uninstall one of them"
+                )
         found[point.name] = dialect
     if "chat" not in found:
-        raise UsageError("no dialect is known here: is rookery-rl installed?")
+        raise UsageError("no dialect is installed: install rookery-rl so that its entry points exist")
     return found

@@ -1,11 +1,12 @@
-"""OpenAI chat completions, streamed and not.
+"""The dialect of OpenAI's chat completions API.
 
 Promises:
-- what OpenAI's own library sends is understood, and what it is sent, it reads as from OpenAI;
-- a field that changes the meaning of a request is supported or refused; those that sampling engines know go on to
-  the engine as they are;
-- an error has OpenAI's shape; one that a retry cannot mend has a status that its library does not retry;
-- a stream's last events come only after its turn was recorded: whoever saw them may rely on the turn.
+- OpenAI's client library can be used unchanged;
+- a field that changes the meaning of a request is supported or rejected; sampling fields that engines know are
+  passed to the engine unchanged;
+- errors have OpenAI's format; an error that a retry cannot fix has a status that its library does not retry;
+- the last events of a stream are sent after its turn was recorded, so a client that received them can rely on the
+  turn.
 """
 
 from collections.abc import Iterator
@@ -15,26 +16,32 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from rookery.core import Message
-from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
-from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
+from rookery.gateway.dialects.openai import (
+    PASSED_FIELDS,
+    OpenAIReplyStream,
+    OpenAIRequest,
+    format_openai_error,
+    make_envelope,
+)
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
 from rookery.gateway.dialects.shared import (
-    ALIVE,
-    MAX_TOP,
+    KEEPALIVE_INTERVAL,
+    MAX_TOP_LOGPROBS,
     NULL,
-    ONE_CALL,
+    SINGLE_CALL,
     Count,
     Field,
+    decode_body,
     encode,
-    entries,
-    finish_of,
-    ids,
-    logprob_entries,
+    format_logprobs,
+    format_reply_logprobs,
+    get_finish_reason,
     openai_usage,
-    read,
-    refuse,
+    reject_fields,
+    unpack_ids,
 )
-from rookery.gateway.session import Reply, Spell
-from rookery.upstreams.protocol import CallDelta, Delta
+from rookery.gateway.tools import tools_in
+from rookery.upstreams.protocol import NO_TOOLS, CallDelta, DecodeTokens, Delta, ModelReply
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -48,16 +55,16 @@ class _Choice(msgspec.Struct, frozen=True):
 
 class _Request(OpenAIRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Raw], msgspec.Meta(min_length=1)]
-    tools: Field = UNSET  # with None instead, msgspec would take nothing but null
+    tools: Field = UNSET  # with None as default, msgspec would accept only null
     tool_choice: str | _Choice | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
-    # What engines know about sampling and rendering beyond ours goes on as it stands.
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    # Passed to the engine unchanged.
     bad_words: Field = UNSET
     chat_template_kwargs: Field = UNSET
     reasoning_effort: Field = UNSET
-    # What is refused, unless it asks for nothing.
+    # Rejected unless the value is empty.
     audio: Field = UNSET
     functions: Field = UNSET
     function_call: Field = UNSET
@@ -65,20 +72,20 @@ class _Request(OpenAIRequest, frozen=True, kw_only=True):
     web_search_options: Field = UNSET
     modalities: list[str] | None = None
     parallel_tool_calls: bool | None = None
-    # A hint that models may follow or not.
+    # Ignored: a hint that models may follow or not.
     verbosity: Field = UNSET
 
 
-_REFUSED: Final = {
-    "audio": "answers are text",
+_UNSUPPORTED_FIELDS: Final = {
+    "audio": "replies are text",
     "functions": "send `tools` instead",
     "function_call": "send `tool_choice` instead",
-    "moderation": "nothing here moderates",
-    "web_search_options": "nothing here searches the web",
+    "moderation": "the gateway does not moderate",
+    "web_search_options": "the gateway does not search the web",
 }
 
 _FIELDS: Final = _Request.__struct_fields__
-_PASSED: Final = (*PASSED, *_FIELDS[_FIELDS.index("bad_words") : _FIELDS.index("audio")])
+_PASSED_FIELDS: Final = (*PASSED_FIELDS, *_FIELDS[_FIELDS.index("bad_words") : _FIELDS.index("audio")])
 _decode = msgspec.json.Decoder(_Request).decode
 
 
@@ -94,82 +101,82 @@ class _OutCall(msgspec.Struct, frozen=True):
 
 
 class ChatDialect:
-    """`chat/completions`."""
+    """Serves `/chat/completions`."""
 
     name = "chat"
     paths: tuple[str, ...] = ("/chat/completions",)
 
-    def ask(self, body: bytes) -> Ask:
-        request = read(_decode, body)
-        refuse(request, _REFUSED)
+    def parse_request(self, body: bytes) -> ClientRequest:
+        request = decode_body(_decode, body)
+        reject_fields(request, _UNSUPPORTED_FIELDS)
         if set(request.modalities or ()) - {"text"}:
-            raise BadRequestError("modalities: answers are text", "modalities")
+            raise BadRequestError("modalities: only text replies are supported", "modalities")
         if request.top_logprobs and not request.logprobs:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
         tools = request.tools if request.tools is not UNSET and bytes(request.tools) != NULL else None
-        sampling = request.sampling(min(limits) if limits else None, _PASSED)
+        sampling = request.sampling(min(limits) if limits else None, _PASSED_FIELDS)
         if tools is not None and request.parallel_tool_calls is False:
-            sampling = msgspec.structs.replace(sampling, extra={**sampling.extra, **ONE_CALL})
-        return Ask(
+            sampling = msgspec.structs.replace(sampling, extra={**sampling.extra, **SINGLE_CALL})
+        return ClientRequest(
             messages=tuple(request.messages),
             model=request.model,
-            tools=tools,
+            tools=NO_TOOLS if tools is None else tools_in(bytes(tools)),
             tool_choice=_tool_choice(request.tool_choice),
             sampling=sampling,
             n=request.n or 1,
             stream=bool(request.stream),
-            usage=request.usage,
-            logprobs=bool(request.logprobs),
+            include_usage=request.usage,
+            want_logprobs=bool(request.logprobs),
             top_logprobs=request.top_logprobs or 0,
-            ids=bool(request.return_token_ids),
+            return_token_ids=bool(request.return_token_ids),
         )
 
-    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
+    def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
         answer: dict[str, Any] = {
-            **about(ask, "chatcmpl", "chat.completion"),
-            "choices": [self._choice(ask, index, reply) for index, reply in enumerate(replies)],
-            "usage": openai_usage(replies, ask.n),
+            **make_envelope(client_request, "chatcmpl", "chat.completion"),
+            "choices": [self._choice(client_request, index, reply) for index, reply in enumerate(replies)],
+            "usage": openai_usage(replies, client_request.n),
         }
-        if ask.ids:
-            answer["prompt_token_ids"] = ids(replies[0].prompt)
+        if client_request.return_token_ids:
+            answer["prompt_token_ids"] = unpack_ids(replies[0].prompt)
         return encode(answer)
 
     @staticmethod
-    def _choice(ask: Ask, index: int, reply: Reply) -> dict[str, Any]:
+    def _choice(client_request: ClientRequest, index: int, reply: ModelReply) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "message": _message(reply.message),
-            "logprobs": _logprobs(ask, reply) if ask.logprobs else None,
-            "finish_reason": finish_of(reply.finish),
+            "logprobs": _logprobs(client_request, reply) if client_request.want_logprobs else None,
+            "finish_reason": get_finish_reason(reply.finish),
         }
-        if ask.ids:
-            choice["token_ids"] = ids(reply.turn.sampled)
+        if client_request.return_token_ids:
+            choice["token_ids"] = unpack_ids(reply.sampled)
         return choice
 
-    def answering(self, ask: Ask, spell: Spell | None = None) -> "ChatAnswering":
-        return ChatAnswering(ask, spell)
+    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> "ChatReplyStream":
+        return ChatReplyStream(client_request, spell)
 
-    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        return error_body(problem, message, where)
+    def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
+        return format_openai_error(problem, message, where)
 
 
-class ChatAnswering(OpenAIAnswering):
-    """One streamed chat completion."""
+class ChatReplyStream(OpenAIReplyStream):
+    """Formats one streamed chat completion."""
 
-    def __init__(self, ask: Ask, spell: Spell | None) -> None:
-        super().__init__(ask, spell, about(ask, "chatcmpl", "chat.completion.chunk"))
+    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
+        super().__init__(client_request, spell, make_envelope(client_request, "chatcmpl", "chat.completion.chunk"))
         self._begun: set[int] = set()
         self._silent = 0
-        self._prompt = ask.ids
+        self._prompt = client_request.return_token_ids
 
-    def piece(self, choice: int, delta: Delta) -> bytes:
-        """The chunks for one piece of the answer.
+    def format_delta(self, choice: int, delta: Delta) -> bytes:
+        """Return the chunks for one delta.
 
         A chunk has at most one `tool_calls` entry, and a call's ID and name come in a chunk before its arguments.
         OpenAI and vLLM send them this way, and some clients read only the first entry of a chunk.
         """
-        ask = self._ask
+        client_request = self._request
         said: dict[str, Any] = {}
         if choice not in self._begun:
             self._begun.add(choice)
@@ -181,33 +188,35 @@ class ChatAnswering(OpenAIAnswering):
         calls = [told for call in delta.tool_calls for told in _call_deltas(call)]
         if not said and calls:
             said = {"tool_calls": [calls.pop(0)]}
-        shown = delta.sampled and (ask.logprobs or ask.ids)
+        shown = delta.sampled and (client_request.want_logprobs or client_request.return_token_ids)
         if not said and not shown:
             self._silent += 1
-            return self._chunk(choice, {}) if self._silent % ALIVE == 0 else b""
+            return self._chunk(choice, {}) if self._silent % KEEPALIVE_INTERVAL == 0 else b""
         more = tail = b""
-        if ask.ids:
-            more = b',"token_ids":' + encode(ids(delta.sampled))
+        if client_request.return_token_ids:
+            more = b',"token_ids":' + encode(unpack_ids(delta.sampled))
         logprobs = b"null"
-        if ask.logprobs and delta.logprob_content is not None and self._spell is None:
+        if client_request.want_logprobs and delta.logprob_content is not None and self._spell is None:
             logprobs = encode({"content": delta.logprob_content})
-        elif ask.logprobs and delta.logprobs:
-            told = entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
+        elif client_request.want_logprobs and delta.logprobs:
+            told = format_logprobs(
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+            )
             logprobs = encode({"content": told})
         if self._prompt and delta.prompt:
             self._prompt = False
-            tail = b',"prompt_token_ids":' + encode(ids(delta.prompt))
+            tail = b',"prompt_token_ids":' + encode(unpack_ids(delta.prompt))
         first = self._chunk(choice, said, logprobs, more, tail)
         if not calls:
             return first
-        more = b',"token_ids":[]' if ask.ids else b""
+        more = b',"token_ids":[]' if client_request.return_token_ids else b""
         return first + b"".join([self._chunk(choice, {"tool_calls": [call]}, b"null", more) for call in calls])
 
     def _chunk(
         self, choice: int, said: dict[str, Any], logprobs: bytes = b"null", more: bytes = b"", tail: bytes = b""
     ) -> bytes:
         return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}]%b}\n\n' % (
-            self._about,
+            self._envelope,
             choice,
             encode(said),
             logprobs,
@@ -215,18 +224,18 @@ class ChatAnswering(OpenAIAnswering):
             tail,
         )
 
-    def end(self, choice: int, reply: Reply) -> bytes:
-        first = b"" if choice in self._begun else self.piece(choice, Delta())
+    def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:
+        first = b"" if choice in self._begun else self.format_delta(choice, Delta())
         return first + b'%b,"choices":[{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}]}\n\n' % (
-            self._about,
+            self._envelope,
             choice,
-            finish_of(reply.finish).encode(),
+            get_finish_reason(reply.finish).encode(),
         )
 
 
 def _tool_choice(choice: str | _Choice | None) -> str | None:
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise BadRequestError("tool_choice is none, auto, required or names a function", "tool_choice")
+        raise BadRequestError("tool_choice must be none, auto, required or the name of a function", "tool_choice")
     if choice is None or isinstance(choice, str):
         return choice
     if choice.function is None:
@@ -249,7 +258,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _call_deltas(call: CallDelta) -> Iterator[dict[str, Any]]:
-    """The `tool_calls` entries for one piece of a call: its ID and name, then arguments."""
+    """Yield the `tool_calls` entries for a part of a tool call: its ID and name, then arguments."""
     if call.id or call.name:
         head: dict[str, Any] = {"index": call.index}
         if call.id:
@@ -259,6 +268,6 @@ def _call_deltas(call: CallDelta) -> Iterator[dict[str, Any]]:
         yield {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-def _logprobs(ask: Ask, reply: Reply) -> dict[str, Any] | None:
-    content = logprob_entries(ask, reply)
+def _logprobs(client_request: ClientRequest, reply: ModelReply) -> dict[str, Any] | None:
+    content = format_reply_logprobs(client_request, reply)
     return None if content is None else {"content": content}

@@ -1,11 +1,11 @@
-"""OpenAI's older completions: text or token ids in, what follows them out.
+"""The dialect of OpenAI's legacy completions API: a text or token prompt in, its continuation out.
 
 Promises:
-- what OpenAI's own library sends is understood, and what it is sent, it reads as from OpenAI;
-- ids that come in are what the engine gets: nothing is tokenised that was tokens; a text is tokenised once;
-- several prompts, each with several choices, are answered in the order of OpenAI's;
-- `echo` tells the prompt before its answer, where its text is known; logprobs of a prompt's tokens are not known;
-- errors are those of chat.
+- OpenAI's client library can be used unchanged;
+- token IDs in a prompt are passed to the engine unchanged; a text is tokenised once;
+- several prompts with several choices each are answered in OpenAI's order;
+- `echo` repeats the prompt before the reply if its text is known; logprobs of prompt tokens are not available;
+- errors are those of the chat dialect.
 """
 
 from typing import Annotated, Any, Final
@@ -14,20 +14,25 @@ import msgspec
 from msgspec import Raw
 
 from rookery.core import ints
-from rookery.gateway.dialects.openai import PASSED, OpenAIAnswering, OpenAIRequest, about, error_body
-from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
+from rookery.gateway.dialects.openai import (
+    PASSED_FIELDS,
+    OpenAIReplyStream,
+    OpenAIRequest,
+    format_openai_error,
+    make_envelope,
+)
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
 from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
+    decode_body,
     encode,
-    entries,
-    finish_of,
-    ids,
-    logprob_entries,
+    format_logprobs,
+    format_reply_logprobs,
+    get_finish_reason,
     openai_usage,
-    read,
+    unpack_ids,
 )
-from rookery.gateway.session import Reply, Spell
-from rookery.upstreams.protocol import Delta
+from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Ids = Annotated[list[_Id], msgspec.Meta(min_length=1)]
@@ -48,109 +53,113 @@ _decode = msgspec.json.Decoder(_Request).decode
 
 
 class CompletionsDialect:
-    """`completions`."""
+    """Serves `/completions`."""
 
     name = "completions"
     paths: tuple[str, ...] = ("/completions",)
 
-    def ask(self, body: bytes) -> Ask:
-        request = read(_decode, body)
+    def parse_request(self, body: bytes) -> ClientRequest:
+        request = decode_body(_decode, body)
         prompts = _prompts(request.prompt)
         n = request.n or 1
         if n * len(prompts) > MAX_CHOICES:
-            raise BadRequestError(f"at most {MAX_CHOICES} answers are given at once", "n")
+            raise BadRequestError(f"at most {MAX_CHOICES} completions per request are supported", "n")
         if request.best_of is not None and request.best_of != n:
-            raise BadRequestError("best_of samples answers that nobody sees: leave it out, or say n", "best_of")
+            raise BadRequestError("best_of is not supported: use n, or leave it out", "best_of")
         if request.suffix:
-            raise BadRequestError("nothing is put between a prompt and a suffix: leave it out", "suffix")
+            raise BadRequestError("suffix is not supported: leave it out", "suffix")
         limit = request.max_tokens
-        return Ask(
+        return ClientRequest(
             prompts=prompts,
             model=request.model,
-            sampling=request.sampling(_DEFAULT_TOKENS if limit is None else limit, PASSED),
+            sampling=request.sampling(_DEFAULT_TOKENS if limit is None else limit, PASSED_FIELDS),
             n=n,
             stream=bool(request.stream),
-            usage=request.usage,
-            logprobs=request.logprobs is not None,
+            include_usage=request.usage,
+            want_logprobs=request.logprobs is not None,
             top_logprobs=request.logprobs or 0,
-            ids=bool(request.return_token_ids),
-            own=tuple(prompts) if request.echo else None,
+            return_token_ids=bool(request.return_token_ids),
+            dialect_data=tuple(prompts) if request.echo else None,
         )
 
-    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
+    def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
         answer = {
-            **about(ask, *_NAMES),
-            "choices": [self._choice(ask, index, reply) for index, reply in enumerate(replies)],
-            "usage": openai_usage(replies, ask.n),
+            **make_envelope(client_request, *_NAMES),
+            "choices": [self._choice(client_request, index, reply) for index, reply in enumerate(replies)],
+            "usage": openai_usage(replies, client_request.n),
         }
         return encode(answer)
 
     @staticmethod
-    def _choice(ask: Ask, index: int, reply: Reply) -> dict[str, Any]:
-        before = _echoed(ask, index, reply.spell)
+    def _choice(client_request: ClientRequest, index: int, reply: ModelReply) -> dict[str, Any]:
+        before = _echoed(client_request, index, reply.decode_tokens)
         choice: dict[str, Any] = {
             "index": index,
             "text": before + reply.text,
             "logprobs": None,
             "finish_reason": _finish(reply),
         }
-        if ask.logprobs:
-            listed = logprob_entries(ask, reply)
+        if client_request.want_logprobs:
+            listed = format_reply_logprobs(client_request, reply)
             found = msgspec.json.decode(listed) if isinstance(listed, Raw) else listed
             choice["logprobs"] = _logprobs(found or [], len(before))
-        if ask.ids:
-            prompt = ask.prompts[index // ask.n]
-            choice["token_ids"] = ids(reply.turn.sampled)
-            choice["prompt_token_ids"] = ids(prompt) if isinstance(prompt, bytes) else []
+        if client_request.return_token_ids:
+            prompt = client_request.prompts[index // client_request.n]
+            choice["token_ids"] = unpack_ids(reply.sampled)
+            choice["prompt_token_ids"] = unpack_ids(prompt) if isinstance(prompt, bytes) else []
         return choice
 
-    def answering(self, ask: Ask, spell: Spell | None = None) -> "CompletionsAnswering":
-        return CompletionsAnswering(ask, spell)
+    def open_stream(
+        self, client_request: ClientRequest, spell: DecodeTokens | None = None
+    ) -> "CompletionsReplyStream":
+        return CompletionsReplyStream(client_request, spell)
 
-    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        return error_body(problem, message, where)
+    def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
+        return format_openai_error(problem, message, where)
 
 
-class CompletionsAnswering(OpenAIAnswering):
-    """Streamed completions."""
+class CompletionsReplyStream(OpenAIReplyStream):
+    """Formats one streamed completion."""
 
-    def __init__(self, ask: Ask, spell: Spell | None) -> None:
-        super().__init__(ask, spell, about(ask, *_NAMES))
+    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
+        super().__init__(client_request, spell, make_envelope(client_request, *_NAMES))
         self._offsets: dict[int, int] = {}
-        """By choice: how much text was told."""
+        """Number of characters sent, by choice."""
 
-    def piece(self, choice: int, delta: Delta) -> bytes:
-        ask = self._ask
+    def format_delta(self, choice: int, delta: Delta) -> bytes:
+        client_request = self._request
         text = delta.content
         if choice not in self._offsets:
-            text = _echoed(ask, choice, self._spell) + text
+            text = _echoed(client_request, choice, self._spell) + text
             self._offsets[choice] = len(text) - len(delta.content)
         told: dict[str, Any] | None = None
-        if ask.logprobs and delta.logprob_content is not None and self._spell is None:
+        if client_request.want_logprobs and delta.logprob_content is not None and self._spell is None:
             told = _logprobs(msgspec.json.decode(delta.logprob_content), self._offsets[choice])
-        elif ask.logprobs and delta.logprobs:
-            listed = entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
+        elif client_request.want_logprobs and delta.logprobs:
+            listed = format_logprobs(
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+            )
             told = _logprobs(listed, self._offsets[choice])
         self._offsets[choice] += len(delta.content)
-        if not text and told is None and not (ask.ids and delta.sampled):
+        if not text and told is None and not (client_request.return_token_ids and delta.sampled):
             return b""
         said: dict[str, Any] = {"index": choice, "text": text, "logprobs": told, "finish_reason": None}
-        if ask.ids:
-            said["token_ids"] = ids(delta.sampled)
+        if client_request.return_token_ids:
+            said["token_ids"] = unpack_ids(delta.sampled)
         return self._chunk(said)
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return b'%b,"choices":[%b]}\n\n' % (self._about, encode(choice))
+        return b'%b,"choices":[%b]}\n\n' % (self._envelope, encode(choice))
 
-    def end(self, choice: int, reply: Reply) -> bytes:
-        first = b"" if choice in self._offsets else self.piece(choice, Delta())
+    def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:
+        first = b"" if choice in self._offsets else self.format_delta(choice, Delta())
         last = {"index": choice, "text": "", "logprobs": None, "finish_reason": _finish(reply)}
         return first + self._chunk(last)
 
 
-def _finish(reply: Reply) -> str:
-    """A completion calls no tools."""
-    finish = finish_of(reply.finish)
+def _finish(reply: ModelReply) -> str:
+    """Return the finish reason. Completions have no tool calls."""
+    finish = get_finish_reason(reply.finish)
     return "stop" if finish == "tool_calls" else finish
 
 
@@ -159,7 +168,7 @@ def _prompts(given: Any) -> tuple[bytes | str, ...]:
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, list) or not given:
-        raise BadRequestError("a prompt is a text, a list of token ids, or a list of these", "prompt")
+        raise BadRequestError("the prompt must be a string, a list of token IDs, or a list of these", "prompt")
     if isinstance(given[0], int):
         return (_ids_of(given, "prompt"),)
     return tuple(one if isinstance(one, str) else _ids_of(one, f"prompt[{at}]") for at, one in enumerate(given))
@@ -169,21 +178,23 @@ def _ids_of(given: Any, where: str) -> bytes:
     try:
         return ints(msgspec.convert(given, _Ids))
     except msgspec.ValidationError:
-        raise BadRequestError("token ids are whole numbers from 0 to 2147483647, at least one", where) from None
+        raise BadRequestError(
+            "a token prompt must have at least one ID; IDs are integers from 0 to 2147483647", where
+        ) from None
 
 
-def _echoed(ask: Ask, choice: int, spell: Spell | None) -> str:
-    """The prompt's text, where it comes before the answer; nothing where only its ids are known."""
-    if ask.own is None:
+def _echoed(client_request: ClientRequest, choice: int, spell: DecodeTokens | None) -> str:
+    """Return the prompt's text for `echo`; empty if only its token IDs are known."""
+    if client_request.dialect_data is None:
         return ""
-    prompt = ask.own[choice // ask.n]
+    prompt = client_request.dialect_data[choice // client_request.n]
     if isinstance(prompt, str):
         return prompt
     return b"".join(spell(prompt)).decode("utf-8", "replace") if spell is not None else ""
 
 
 def _logprobs(listed: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Chat's entries in the older shape."""
+    """Convert logprobs from the chat format to the completions format."""
     offsets: list[int] = []
     for entry in listed:
         offsets.append(offset)

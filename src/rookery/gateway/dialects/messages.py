@@ -1,14 +1,13 @@
-"""Anthropic's messages, streamed and not, and the counting of their tokens.
+"""The dialect of Anthropic's Messages API, with token counting.
 
 Promises:
-- what Anthropic's own library and Claude Code send is understood, and what they are sent, they read as from
-  Anthropic;
-- a field that changes the meaning of a request is supported or refused; blocks that are not known here are shown
-  to the model as they are; tools that only Anthropic runs are not offered;
-- cache hints, signatures, bills and the place of the system's words are no part of a message: an agent that moves
-  them between its turns has edited nothing;
-- a call's arguments come back as they were sampled, also where they are no JSON object;
-- an error has Anthropic's shape; one that a retry cannot mend has a status that its library does not retry.
+- Anthropic's client library and Claude Code can be used unchanged;
+- a field that changes the meaning of a request is supported or rejected. Unknown content blocks are shown to the
+  model as JSON; tools that run on Anthropic's servers are not offered;
+- cache hints, signatures, billing headers and the position of system messages are not part of a message: an agent
+  that changes them between turns edits nothing;
+- tool call arguments return as sampled, also if they are not a JSON object;
+- errors have Anthropic's format; an error that a retry cannot fix has a status that its library does not retry.
 """
 
 import secrets
@@ -20,33 +19,39 @@ import msgspec
 from msgspec import UNSET
 
 from rookery.core import Message, Sampling, ToolCall, ToolSchema
-from rookery.gateway.dialects.messages_stream import MessagesAnswering, blocks_of, problem_of, stop_of, usage_of
-from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
+from rookery.gateway.dialects.messages_stream import (
+    MessagesReplyStream,
+    get_stop_reason,
+    make_anthropic_error,
+    make_content_blocks,
+    make_usage,
+)
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
 from rookery.gateway.dialects.shared import (
     NULL,
-    ONE_CALL,
+    SINGLE_CALL,
     Content,
     Count,
     Field,
-    Share,
+    Probability,
     Temperature,
     TopK,
-    as_json,
+    decode_body,
     encode,
-    read,
-    refuse,
-    schema_extra,
-    stops_of,
-    system_first,
-    text_in,
+    encode_json,
+    make_response_format,
+    merge_text_parts,
+    move_system_first,
+    normalise_stops,
+    reject_fields,
 )
-from rookery.gateway.session import Reply, Spell
-from rookery.gateway.tools import MAX_KEPT, Tools, ToolsError, tools_as
+from rookery.gateway.tools import MAX_KEPT, ToolsError, tools_as
+from rookery.upstreams.protocol import NO_TOOLS, DecodeTokens, ModelReply, ToolSet
 
 INVALID: Final = "INVALID_JSON"
-"""The name under which arguments that are no JSON object travel, as Anthropic has it."""
+"""Key under which Anthropic's API transmits arguments that are not a JSON object."""
 _BILL: Final = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a line that is not for the model and differs between requests."""
+"""Claude Code starts its system prompt with this line, which is not for the model and differs between requests."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -75,7 +80,7 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: TopK | None = None
     tools: Field = UNSET
     tool_choice: _Choice | None = None
@@ -83,12 +88,12 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_config: Any = None
     output_format: Any = None
     context_management: _Management | None = None
-    # What is refused, unless it asks for nothing.
+    # Rejected unless the value is empty.
     thread: Field = UNSET
     compaction: Field = UNSET
     container: Field = UNSET
     mcp_servers: Field = UNSET
-    # What changes nothing about an answer: who asks, where, what is billed, cached or diagnosed.
+    # Ignored, because they do not change the reply: identity, location, billing, caching, diagnostics.
     betas: Field = UNSET
     cache_control: Field = UNSET
     diagnostics: Field = UNSET
@@ -102,48 +107,48 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workspace_id: Field = UNSET
 
 
-_REFUSED: Final = {
+_UNSUPPORTED_FIELDS: Final = {
     "compaction": "compact the conversation in the client",
-    "container": "nothing here runs code for a model",
-    "mcp_servers": "connect the client to them, and offer their tools",
+    "container": "the gateway runs no code for the model",
+    "mcp_servers": "connect the client to them, and send their tools",
 }
 
 _decode = msgspec.json.Decoder(_Request).decode
 
 
 class MessagesDialect:
-    """`messages`."""
+    """Serves `/messages` and `/messages/count_tokens`."""
 
     name = "messages"
     paths: tuple[str, ...] = ("/messages",)
-    counts: tuple[str, ...] = ("/messages/count_tokens",)
-    mark = "anthropic-version"
+    count_paths: tuple[str, ...] = ("/messages/count_tokens",)
+    header = "anthropic-version"
 
-    def ask(self, body: bytes) -> Ask:
-        request = read(_decode, body)
+    def parse_request(self, body: bytes) -> ClientRequest:
+        request = decode_body(_decode, body)
         if request.thread is not UNSET and bytes(request.thread) != NULL:
-            said = "threads are not kept here: send the whole conversation, without `thread`"
+            said = "threads are not supported: send the whole conversation, without `thread`"
             raise BadRequestError(said, "thread", "thread")
-        refuse(request, _REFUSED)
+        reject_fields(request, _UNSUPPORTED_FIELDS)
         for edit in (request.context_management and request.context_management.edits) or ():
-            # Whether earlier thinking is part of a prompt is for the chat format to say.
+            # The chat format decides whether earlier thinking is part of the prompt.
             if not edit.type.startswith("clear_thinking"):
                 said = f"{edit.type} is not supported: edit the conversation in the client"
                 raise BadRequestError(said, "context_management.edits")
         if request.thinking is not None and request.thinking.type not in ("enabled", "disabled", "adaptive"):
-            raise BadRequestError("thinking is enabled, disabled or adaptive", "thinking.type")
-        tools: Tools | None = None
+            raise BadRequestError("thinking.type must be enabled, disabled or adaptive", "thinking.type")
+        tools = NO_TOOLS
         if request.tools is not UNSET and bytes(request.tools) != NULL:
             raw = bytes(request.tools)
             tools = _remembered(raw) if len(raw) <= MAX_KEPT else _tools(raw)
         extra: dict[str, Any] = {}
         if (schema := _schema(request)) is not None:
-            extra["response_format"] = schema_extra("answer", schema)
+            extra["response_format"] = make_response_format("answer", schema)
         choice = request.tool_choice
-        if tools is not None and choice is not None and choice.disable_parallel_tool_use:
-            extra |= ONE_CALL
+        if tools and choice is not None and choice.disable_parallel_tool_use:
+            extra |= SINGLE_CALL
         thinks = request.thinking is not None and request.thinking.type != "disabled"
-        return Ask(
+        return ClientRequest(
             messages=messages_of(request.system, request.messages),
             model=request.model,
             tools=tools,
@@ -153,41 +158,41 @@ class MessagesDialect:
                 top_p=request.top_p,
                 top_k=request.top_k,
                 max_tokens=request.max_tokens,
-                stop=stops_of(request.stop_sequences),
+                stop=normalise_stops(request.stop_sequences),
                 extra=extra,
             ),
             stream=bool(request.stream),
-            objects=True,
-            own=thinks,
+            object_arguments=True,
+            dialect_data=thinks,
         )
 
-    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
+    def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
         (reply,) = replies
-        reason, stop = stop_of(ask, reply)
+        reason, stop = get_stop_reason(client_request, reply)
         return encode(
             {
                 "id": f"msg_{secrets.token_hex(12)}",
                 "type": "message",
                 "role": "assistant",
-                "model": ask.model,
-                "content": blocks_of(reply.message, thinks=ask.own),
+                "model": client_request.model,
+                "content": make_content_blocks(reply.message, thinks=client_request.dialect_data),
                 "stop_reason": reason,
                 "stop_sequence": stop,
-                "usage": usage_of(reply),
+                "usage": make_usage(reply),
             }
         )
 
-    def answering(self, ask: Ask, spell: Spell | None = None) -> MessagesAnswering:  # noqa: ARG002
-        return MessagesAnswering(ask)
+    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> MessagesReplyStream:  # noqa: ARG002
+        return MessagesReplyStream(client_request)
 
-    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        status, error = problem_of(problem, f"{where}: {message}" if where else message)
+    def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
+        status, error = make_anthropic_error(problem, f"{where}: {message}" if where else message)
         return status, encode(error)
 
-    def counted(self, tokens: int) -> bytes:
+    def format_token_count(self, tokens: int) -> bytes:
         return b'{"input_tokens":%d}' % tokens
 
-    def models(self, names: Sequence[str]) -> bytes:
+    def format_models(self, names: Sequence[str]) -> bytes:
         listed = [
             {
                 "type": "model",
@@ -202,12 +207,12 @@ class MessagesDialect:
         return encode({"data": listed, "has_more": False, "first_id": first, "last_id": last})
 
 
-# ---- what is asked
+# ---- parsing
 
 
 def messages_of(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
-    """A conversation as every dialect has it."""
-    return system_first(_read(system, given), merge=True)
+    """Convert a conversation to messages."""
+    return move_system_first(_read(system, given), merge=True)
 
 
 def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> Iterator[Message]:
@@ -216,7 +221,9 @@ def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> It
     for at, one in enumerate(given):
         role, content, where = one.get("role"), one.get("content"), f"messages.{at}"
         if content is not None and not isinstance(content, str | list):
-            raise BadRequestError("a message's content is a text or a list of blocks", f"{where}.content")
+            raise BadRequestError(
+                "the content of a message must be a string or a list of blocks", f"{where}.content"
+            )
         if role == "assistant":
             yield _assistant(content, where)
         elif role == "system":
@@ -225,11 +232,11 @@ def _read(system: str | list[Any] | None, given: Sequence[dict[str, Any]]) -> It
         elif role == "user":
             yield from _user(content, where)
         else:
-            raise BadRequestError("the role of a message is user, assistant or system", f"{where}.role")
+            raise BadRequestError("the role of a message must be user, assistant or system", f"{where}.role")
 
 
 def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
-    """What a user says, and what tools said to it."""
+    """Yield the messages of a user turn: user text and tool results."""
     if isinstance(content, str) or content is None:
         yield Message("user", content or "")
         return
@@ -241,7 +248,9 @@ def _user(content: str | list[Any] | None, where: str) -> Iterator[Message]:
                 waiting = []
             inner = block.get("content")
             if inner is not None and not isinstance(inner, str | list):
-                raise BadRequestError("what a tool said is a text or a list of blocks", f"{where}.content.{n}")
+                raise BadRequestError(
+                    "the content of a tool result must be a string or a list of blocks", f"{where}.content.{n}"
+                )
             said = _content(inner, f"{where}.content.{n}", "\n")
             yield Message("tool", said or "", tool_call_id=_text(block, "tool_use_id", f"{where}.content.{n}"))
         else:
@@ -268,7 +277,7 @@ def _assistant(content: str | list[Any] | None, where: str) -> Message:
             calls.append(ToolCall(_text(block, "id", at), _text(block, "name", at), arguments))
         else:
             said.append(_part(block, at))
-    text = text_in(said, "")
+    text = merge_text_parts(said, "")
     return Message(
         "assistant",
         text or (None if calls else ""),
@@ -280,10 +289,10 @@ def _assistant(content: str | list[Any] | None, where: str) -> Message:
 def _arguments(given: Any) -> str:
     if isinstance(given, dict) and given.keys() == {INVALID} and isinstance(given[INVALID], str):
         return str(given[INVALID])
-    return as_json({} if given is None else given)
+    return encode_json({} if given is None else given)
 
 
-def _content(content: str | list[Any] | None, where: str, glue: str) -> Content:
+def _content(content: str | list[Any] | None, where: str, separator: str) -> Content:
     if isinstance(content, str) or content is None:
         return content
     parts = [
@@ -292,35 +301,35 @@ def _content(content: str | list[Any] | None, where: str, glue: str) -> Content:
     ]
     if where == "system":
         parts = [part for part in parts if not (isinstance(part, str) and part.startswith(_BILL))]
-    return text_in(parts, glue)
+    return merge_text_parts(parts, separator)
 
 
 def _part(block: Any, where: str) -> str | dict[str, Any]:
-    """A block as text, or as chat has parts that are none."""
+    """Return a content block as text, or as a chat content part if it is an image."""
     if isinstance(block, str):
         return block
     if not isinstance(block, dict):
-        raise BadRequestError("a block of content is an object", where)
+        raise BadRequestError("a content block must be an object", where)
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return _text(block, "text", where)
     if kind == "image":
         if not isinstance(source, dict):
-            raise BadRequestError("an image has a source", f"{where}.source")
+            raise BadRequestError("an image block needs a source", f"{where}.source")
         if source.get("type") not in ("base64", "url"):
-            raise BadRequestError("the source of an image is base64 or url", f"{where}.source.type")
+            raise BadRequestError("the source of an image must be base64 or url", f"{where}.source.type")
         url = source.get("url") or f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
         return {"type": "image_url", "image_url": {"url": url}}
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return _text(source, "data", f"{where}.source")
-    # Whatever else there is, the model is shown: left out, it would answer to something else than was asked.
-    return as_json({name: value for name, value in block.items() if name != "cache_control"})
+    # Show unknown blocks to the model: without them it would reply to a different request.
+    return encode_json({name: value for name, value in block.items() if name != "cache_control"})
 
 
 def _text(block: dict[str, Any], field: str, where: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise BadRequestError(f"{field} is a text that must be there", f"{where}.{field}")
+        raise BadRequestError(f"{field} is required and must be a string", f"{where}.{field}")
     return value
 
 
@@ -329,15 +338,15 @@ def _tool_choice(choice: _Choice | None) -> str | None:
         return None
     if choice.type == "tool":
         if not choice.name:
-            raise BadRequestError("a choice of a tool names it", "tool_choice.name")
+            raise BadRequestError("tool_choice of type tool needs a name", "tool_choice.name")
         return choice.name
     if choice.type not in ("auto", "any", "none"):
-        raise BadRequestError("tool_choice is auto, any, tool or none", "tool_choice.type")
+        raise BadRequestError("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
     return "required" if choice.type == "any" else choice.type
 
 
 def _schema(request: _Request) -> Any:
-    """The schema that the answer must have, wherever a client's version puts it."""
+    """Return the JSON schema of the reply, from whichever field the client's version uses."""
     config = request.output_config
     form = config.get("format") if isinstance(config, dict) else None
     form = form if form is not None else request.output_format
@@ -345,7 +354,7 @@ def _schema(request: _Request) -> Any:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         where = "output_format" if form is request.output_format else "output_config.format"
-        raise BadRequestError("the format of an answer is a json_schema", where)
+        raise BadRequestError("only the output format json_schema is supported", where)
     return form.get("schema")
 
 
@@ -359,7 +368,7 @@ class _Tool(msgspec.Struct, frozen=True):
 _items = msgspec.json.Decoder(list[_Tool]).decode
 
 
-def _tools(raw: bytes) -> Tools:
+def _tools(raw: bytes) -> ToolSet:
     try:
         items = _items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -367,7 +376,7 @@ def _tools(raw: bytes) -> Tools:
     schemas: list[ToolSchema] = []
     for at, tool in enumerate(items):
         if tool.type not in (None, "custom"):
-            continue  # one that only its own provider runs
+            continue  # a tool that runs on the provider's servers
         if not tool.name:
             raise ToolsError(f"tool {at} has no name")
         schemas.append(ToolSchema(tool.name, tool.description or "", tool.input_schema or {}))

@@ -1,9 +1,11 @@
-"""Anthropic's answers: blocks of content, the events of a stream, and errors.
+"""Responses of Anthropic's Messages API: content blocks, stream events and errors.
 
 Promises:
-- a stream's blocks come one after the other; put together by Anthropic's own library they are the whole answer;
-- a tool's input is told when it is complete: what is no JSON object would break the library that reads it;
-- while pieces arrive that cannot be sent yet, as those of a tool call, a ping shows that the stream is alive.
+- the blocks of a stream come one after the other; joined by Anthropic's client library they are the complete
+  reply;
+- the input of a tool call is sent when it is complete, because the library cannot parse input that is not a JSON
+  object;
+- while deltas arrive that cannot be sent yet, such as parts of a tool call, pings keep the stream alive.
 """
 
 import secrets
@@ -11,12 +13,19 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from rookery.core import Message
-from rookery.gateway.dialects.protocol import Ask, Problem
-from rookery.gateway.dialects.shared import ALIVE, CallsInOrder, Told, as_object, encode, event, stopped_by
-from rookery.gateway.session import Reply
-from rookery.upstreams.protocol import Delta
+from rookery.gateway.dialects.protocol import ClientRequest, ErrorKind
+from rookery.gateway.dialects.shared import (
+    KEEPALIVE_INTERVAL,
+    CallEvent,
+    CallSequencer,
+    encode,
+    event,
+    find_stop_string,
+    parse_object,
+)
+from rookery.upstreams.protocol import Delta, ModelReply
 
-PROBLEMS: Final[dict[Problem, tuple[int, str]]] = {
+ANTHROPIC_ERRORS: Final[dict[ErrorKind, tuple[int, str]]] = {
     "bad_request": (400, "invalid_request_error"),
     "thread": (400, "invalid_request_error"),
     "unauthorized": (401, "authentication_error"),
@@ -32,20 +41,20 @@ PROBLEMS: Final[dict[Problem, tuple[int, str]]] = {
     "upstream": (502, "api_error"),
     "internal": (500, "api_error"),
 }
-"""Status and type. Not `overloaded_error`: agents give up on it sooner than on others."""
+"""Status and type by kind of error. `overloaded_error` is not used, because agents give up sooner on it."""
 PING: Final = event("ping", {"type": "ping"})
 
 
-def problem_of(problem: Problem, message: str) -> tuple[int, dict[str, Any]]:
-    status, kind = PROBLEMS[problem]
+def make_anthropic_error(problem: ErrorKind, message: str) -> tuple[int, dict[str, Any]]:
+    status, kind = ANTHROPIC_ERRORS[problem]
     error: dict[str, Any] = {"type": kind, "message": message}
-    if problem == "thread":  # the code by which Anthropic's libraries know to send the whole conversation instead
+    if problem == "thread":  # with this code, Anthropic's libraries send the whole conversation instead
         error["details"] = {"error_code": "thread_unsupported_request"}
     return status, {"type": "error", "error": error}
 
 
-def blocks_of(message: Message, *, thinks: bool) -> list[dict[str, Any]]:
-    """The content of an answer."""
+def make_content_blocks(message: Message, *, thinks: bool) -> list[dict[str, Any]]:
+    """Return the content blocks of a reply."""
     blocks: list[dict[str, Any]] = []
     if message.reasoning and thinks:
         blocks.append(
@@ -54,53 +63,53 @@ def blocks_of(message: Message, *, thinks: bool) -> list[dict[str, Any]]:
     if message.text or not message.tool_calls:
         blocks.append({"type": "text", "text": message.text})
     blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": input_of(call.arguments)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": parse_input(call.arguments)}
         for call in message.tool_calls
     ]
     return blocks
 
 
-def input_of(arguments: str) -> dict[str, Any]:
-    found = as_object(arguments)
+def parse_input(arguments: str) -> dict[str, Any]:
+    found = parse_object(arguments)
     return {"INVALID_JSON": arguments} if found is None else found
 
 
 def signature(thinking: str) -> str:
-    """Clients want one, and bring it back; we know a thought by its text."""
+    """Return a signature for a thinking block. Clients require one and send it back; it is not verified."""
     return blake2b(thinking.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def usage_of(reply: Reply) -> dict[str, Any]:
+def make_usage(reply: ModelReply) -> dict[str, Any]:
     return {
-        "input_tokens": reply.turn.prompt_tokens,
+        "input_tokens": reply.prompt_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
-        "output_tokens": reply.turn.sampled_tokens,
+        "output_tokens": reply.sampled_tokens,
     }
 
 
-def stop_of(ask: Ask, reply: Reply) -> tuple[str, str | None]:
-    """Why the answer ended, and the stop sequence that ended it."""
+def get_stop_reason(client_request: ClientRequest, reply: ModelReply) -> tuple[str, str | None]:
+    """Return the stop reason, and the stop sequence that ended the reply."""
     if reply.finish in ("length", "abort"):
         return "max_tokens", None
     if reply.finish == "content_filter":
         return "refusal", None
     if reply.message.tool_calls:
         return "tool_use", None
-    stop = stopped_by(reply, ask.sampling.stop)
+    stop = find_stop_string(reply, client_request.sampling.stop)
     return ("stop_sequence" if stop else "end_turn"), stop
 
 
-class MessagesAnswering:
-    """One streamed message."""
+class MessagesReplyStream:
+    """Formats one streamed message."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, client_request: ClientRequest) -> None:
+        self._request = client_request
         self._begun = False
         self._index = -1
-        self._open = ""
-        """The kind of the block that is being told."""
-        self._calls = CallsInOrder()
+        self._current = ""
+        """The kind of the open content block."""
+        self._calls = CallSequencer()
         self._late: list[str] = []
         self._late_thought: list[str] = []
         """What came among calls: it follows them."""
@@ -108,17 +117,17 @@ class MessagesAnswering:
         self._thought: list[str] = []
         self._unsaid = 0
 
-    def piece(self, choice: int, delta: Delta) -> bytes:  # noqa: ARG002
+    def format_delta(self, choice: int, delta: Delta) -> bytes:  # noqa: ARG002
         out: list[bytes] = []
         if not self._begun:
             out.append(self._begin(len(delta.prompt) // 4))
-        if delta.reasoning and self._ask.own:
-            if self._calls.begun:
+        if delta.reasoning and self._request.dialect_data:
+            if self._calls.started:
                 self._late_thought.append(delta.reasoning)
             else:
                 out += self._more("thinking", delta.reasoning)
         if delta.content:
-            if self._calls.begun:
+            if self._calls.started:
                 self._late.append(delta.content)
             else:
                 out += self._more("text", delta.content)
@@ -127,7 +136,7 @@ class MessagesAnswering:
                 out += self._call(told)
         if not out:
             self._unsaid += 1
-            if self._unsaid % ALIVE == 0:
+            if self._unsaid % KEEPALIVE_INTERVAL == 0:
                 return PING
         return b"".join(out)
 
@@ -137,7 +146,7 @@ class MessagesAnswering:
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": self._ask.model,
+            "model": self._request.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -153,7 +162,7 @@ class MessagesAnswering:
     def _start(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         out = self._stop()
         self._index += 1
-        self._open = kind
+        self._current = kind
         self._said = self._said or kind != "thinking"
         return [
             *out,
@@ -164,13 +173,13 @@ class MessagesAnswering:
         ]
 
     def _stop(self) -> list[bytes]:
-        if not self._open:
+        if not self._current:
             return []
         out: list[bytes] = []
-        if self._open == "thinking":
+        if self._current == "thinking":
             out.append(self._delta({"type": "signature_delta", "signature": signature("".join(self._thought))}))
             self._thought = []
-        self._open = ""
+        self._current = ""
         return [*out, event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
@@ -181,22 +190,22 @@ class MessagesAnswering:
 
     def _more(self, kind: str, text: str) -> list[bytes]:
         empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
-        out = self._start(kind, empty) if self._open != kind else []
+        out = self._start(kind, empty) if self._current != kind else []
         if kind == "thinking":
             self._thought.append(text)
         out.append(self._delta({"type": f"{kind}_delta", kind: text}))
         return out
 
-    def _call(self, told: Told) -> list[bytes]:
+    def _call(self, told: CallEvent) -> list[bytes]:
         if told.kind == "begin":
             return self._start("tool_use", {"id": told.id, "name": told.name, "input": {}})
         if told.kind == "more":
             return []
-        text = told.text if as_object(told.text) is not None else encode({"INVALID_JSON": told.text}).decode()
+        text = told.text if parse_object(told.text) is not None else encode({"INVALID_JSON": told.text}).decode()
         return [self._delta({"type": "input_json_delta", "partial_json": text}), *self._stop()]
 
-    def end(self, choice: int, reply: Reply) -> bytes:  # noqa: ARG002
-        out = [] if self._begun else [self._begin(reply.turn.prompt_tokens)]
+    def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:  # noqa: ARG002
+        out = [] if self._begun else [self._begin(reply.prompt_tokens)]
         for told in self._calls.finish(reply.message.tool_calls):
             out += self._call(told)
         if self._late_thought:
@@ -207,12 +216,12 @@ class MessagesAnswering:
             out += self._start("text", {"text": ""})
         return b"".join((*out, *self._stop()))
 
-    def done(self, replies: list[Reply]) -> bytes:
+    def format_end(self, replies: list[ModelReply]) -> bytes:
         (reply,) = replies
-        reason, stop = stop_of(self._ask, reply)
+        reason, stop = get_stop_reason(self._request, reply)
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        end = event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage_of(reply)})
+        end = event("message_delta", {"type": "message_delta", "delta": delta, "usage": make_usage(reply)})
         return end + event("message_stop", {"type": "message_stop"})
 
-    def broken(self, problem: Problem, message: str) -> bytes:
-        return event("error", problem_of(problem, message)[1])
+    def format_failure(self, problem: ErrorKind, message: str) -> bytes:
+        return event("error", make_anthropic_error(problem, message)[1])

@@ -1,8 +1,6 @@
-"""What OpenAI's chat and its older completions have in common: fields of a request, ends of a stream, errors.
+"""Request fields, stream endings and errors shared by OpenAI's chat and legacy completions APIs.
 
-Promises:
-- what both can be asked is read alike in both;
-- sampling fields that engines know and we do not go on to the engine as they are.
+Sampling fields that engines know and Rookery does not are passed to the engine unchanged.
 """
 
 import secrets
@@ -14,22 +12,22 @@ import msgspec
 from msgspec import UNSET
 
 from rookery.core import Sampling
-from rookery.gateway.dialects.protocol import Ask, Problem
+from rookery.gateway.dialects.protocol import ClientRequest, ErrorKind
 from rookery.gateway.dialects.shared import (
     MAX_CHOICES,
     NULL,
     Count,
     Field,
+    Probability,
     Seed,
-    Share,
     Temperature,
     TopK,
     encode,
+    normalise_stops,
     openai_error,
     openai_usage,
-    stops_of,
 )
-from rookery.gateway.session import Reply, Spell
+from rookery.upstreams.protocol import DecodeTokens, ModelReply
 
 
 class _StreamOptions(msgspec.Struct, frozen=True):
@@ -37,20 +35,20 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both have."""
+    """The request fields that both APIs have."""
 
     model: str = ""
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: TopK | None = None
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
     seed: Seed | None = None
     return_token_ids: bool | None = False
-    # What engines know about sampling beyond ours goes on as it stands.
+    # Passed to the engine unchanged.
     frequency_penalty: Field = UNSET
     presence_penalty: Field = UNSET
     repetition_penalty: Field = UNSET
@@ -68,7 +66,8 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     guided_regex: Field = UNSET
     guided_choice: Field = UNSET
     guided_grammar: Field = UNSET
-    # What changes nothing about an answer: who asks, what is billed, kept or cached, and which words are likely.
+    # Ignored, because they do not change the reply: identity of the caller, billing, storage, caching,
+    # predictions.
     cache_control: Field = UNSET
     metadata: Field = UNSET
     prediction: Field = UNSET
@@ -83,17 +82,17 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with what it cost."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int | None, passed: Iterable[str]) -> Sampling:
-        """With the fields that are `passed` on."""
+        """Return the sampling parameters, with the fields named in `passed` as extras for the engine."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             max_tokens=max_tokens,
-            stop=stops_of(self.stop),
+            stop=normalise_stops(self.stop),
             seed=self.seed,
             extra={
                 name: value.copy()
@@ -104,39 +103,42 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _FIELDS: Final = OpenAIRequest.__struct_fields__
-PASSED: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.index("cache_control")]
-"""Those of both that go on."""
+PASSED_FIELDS: Final = _FIELDS[_FIELDS.index("frequency_penalty") : _FIELDS.index("cache_control")]
+"""Fields of both APIs that are passed to the engine."""
 
 
-def about(ask: Ask, prefix: str, kind: str) -> dict[str, Any]:
-    """What every answer, and every piece of one, begins with."""
+def make_envelope(client_request: ClientRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields that every response and every stream chunk starts with."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": ask.model,
+        "model": client_request.model,
     }
 
 
-def error_body(problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-    """Status and body."""
+def format_openai_error(problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
+    """Return status and body of an error."""
     status, error = openai_error(problem, message, where)
     return status, encode({"error": error})
 
 
-class OpenAIAnswering:
-    """A stream without named events."""
+class OpenAIReplyStream:
+    """Base of streams of unnamed events that end with `[DONE]`."""
 
-    def __init__(self, ask: Ask, spell: Spell | None, begins: dict[str, Any]) -> None:
-        self._ask = ask
+    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None, begins: dict[str, Any]) -> None:
+        self._request = client_request
         self._spell = spell
-        self._about = b"data: " + encode(begins)[:-1]
+        self._envelope = b"data: " + encode(begins)[:-1]
 
-    def done(self, replies: list[Reply]) -> bytes:
+    def format_end(self, replies: list[ModelReply]) -> bytes:
         usage = b""
-        if self._ask.usage:
-            usage = b'%b,"choices":[],"usage":%b}\n\n' % (self._about, encode(openai_usage(replies, self._ask.n)))
+        if self._request.include_usage:
+            usage = b'%b,"choices":[],"usage":%b}\n\n' % (
+                self._envelope,
+                encode(openai_usage(replies, self._request.n)),
+            )
         return usage + b"data: [DONE]\n\n"
 
-    def broken(self, problem: Problem, message: str) -> bytes:
+    def format_failure(self, problem: ErrorKind, message: str) -> bytes:
         return b"data: " + encode({"error": openai_error(problem, message)[1]}) + b"\n\n"

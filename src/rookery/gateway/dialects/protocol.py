@@ -1,164 +1,161 @@
-"""What a client's dialect is to us: a request becomes an `Ask`, replies become bytes in the client's own shape.
+"""The dialect protocol: parse a client's request into a `ClientRequest`, and format replies for the client.
 
-Promises, of every dialect:
-- pure: bytes in, bytes out; no socket, no clock of its own;
-- a field that changes the meaning of a request is supported or refused with a `BadRequestError`, never ignored.
-  Each dialect lists the fields of its provider that it ignores because they change nothing. A field that no
-  provider has is left out, with a warning in the log;
-- every error has the shape that the client's own library understands;
-- a message that means the same is the same, whichever dialect it came in: what was sampled is found again.
+Every dialect guarantees:
+- it is pure: bytes in, bytes out; it opens no socket and keeps no timer;
+- a field that changes the meaning of a request is supported or rejected with `BadRequestError`, never ignored.
+  Each dialect lists the fields of its provider that it ignores because they change nothing. An unknown field is
+  dropped with a warning in the log;
+- every error has the format that the provider's client library expects;
+- equal messages are equal in every dialect, so that a history is recognised whichever dialect sends it.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import msgspec
+from rookery.core import Message, RookeryError
+from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply, ModelRequest
 
-from rookery.core import Message, RookeryError, Sampling
-from rookery.gateway.session import Reply, Spell
-from rookery.gateway.tools import Tools
-from rookery.upstreams.protocol import Delta
-
-Problem: TypeAlias = Literal[
+ErrorKind: TypeAlias = Literal[
     "bad_request", "thread", "unauthorized", "not_found", "method", "gone", "conflict", "too_large", "truncated",
     "context", "unavailable", "timeout", "upstream", "internal",
 ]  # fmt: skip
-"""What is wrong, whatever the dialect calls it."""
+"""The kind of an error, independent of the dialect."""
 
 
 class BadRequestError(RookeryError):
-    """The client's request cannot be understood; `where` names the part of it."""
+    """The client's request is invalid or not supported; `where` names the field."""
 
-    def __init__(self, message: str, where: str | None = None, problem: Problem = "bad_request") -> None:
+    def __init__(self, message: str, where: str | None = None, problem: ErrorKind = "bad_request") -> None:
         super().__init__(message, cause="upstream.rejected")
         self.where = where
-        self.problem: Problem = problem
+        self.problem: ErrorKind = problem
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants of a model: an answer to messages, or what follows prompts.
+class ClientRequest(ModelRequest, frozen=True, kw_only=True):
+    """A model call as an HTTP client requests it: the call itself, and how the client wants the reply.
 
-    Messages and tools in chat's shape are kept as they came: most of them were seen before."""
+    Messages and tools in the chat format stay the client's JSON: most of them were parsed in an earlier turn."""
 
-    messages: tuple[Message | msgspec.Raw, ...] = ()
     prompts: tuple[bytes | str, ...] = ()
-    """Instead of messages: token ids (int32), or texts that are yet to be tokenised."""
-    model: str = ""
-    tools: msgspec.Raw | Tools | None = None
-    tool_choice: str | None = None
-    sampling: Sampling = Sampling()
+    """Instead of messages: token IDs (int32), or texts to tokenise."""
     n: int = 1
     stream: bool = False
-    usage: bool = False
-    """Whether a stream ends with what it cost."""
-    logprobs: bool = False
-    top_logprobs: int = 0
-    ids: bool = False
-    """Whether the client wants to see token ids."""
-    id: str = ""
-    """The answer's name, where a client may come back to it by that."""
-    after: str = ""
-    """The name of an earlier answer: its whole history comes before the messages."""
+    include_usage: bool = False
+    """Whether a stream ends with token counts."""
+    return_token_ids: bool = False
+    """Whether the client requests token IDs."""
+    reply_id: str = ""
+    """The ID of the reply, if the client can refer to it later."""
+    previous_id: str = ""
+    """ID of an earlier reply; its whole history precedes the messages."""
     references: tuple[str, ...] = ()
-    """Names of parts of earlier answers that stand in the place of those parts; the messages come with them."""
-    head: int = 0
-    """How many characters of the first message are of this request alone: no later one inherits them."""
-    objects: bool = False
-    """Whether calls' arguments travel as objects, which a client's language writes in its own way."""
-    own: Any = None
-    """What the dialect itself remembers of the request."""
+    """IDs of items of earlier replies that the input refers to; `resolve_references` fills in the messages."""
+    instruction_length: int = 0
+    """Number of leading characters of the first message that only apply to this request and are not part of the
+    stored history."""
+    object_arguments: bool = False
+    """Whether tool call arguments are transmitted as JSON objects, so that clients may reformat them."""
+    dialect_data: Any = None
+    """Data that the dialect needs to format the reply."""
 
     @property
     def choices(self) -> int:
-        """How many answers there are."""
+        """Number of replies to sample."""
         return self.n * max(1, len(self.prompts))
 
 
-class Answering(Protocol):
-    """One answer being told, piece by piece."""
+class ReplyStream(Protocol):
+    """Formats one streamed response."""
 
-    def piece(self, choice: int, delta: Delta) -> bytes:
-        """Bytes for the client; empty where the piece has nothing for it."""
+    def format_delta(self, choice: int, delta: Delta) -> bytes:
+        """Return the bytes to send for a delta; empty if there is nothing to send."""
         ...
 
-    def end(self, choice: int, reply: Reply) -> bytes:
-        """The end of one choice."""
+    def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:
+        """Return the bytes that end one choice."""
         ...
 
-    def done(self, replies: list[Reply]) -> bytes:
-        """The end of the whole answer."""
+    def format_end(self, replies: list[ModelReply]) -> bytes:
+        """Return the bytes that end the response."""
         ...
 
-    def broken(self, problem: Problem, message: str) -> bytes:
-        """What a stream that cannot be completed ends with instead."""
+    def format_failure(self, problem: ErrorKind, message: str) -> bytes:
+        """Return the bytes that end a stream which cannot be completed."""
         ...
 
 
 class Dialect(Protocol):
-    """One kind of client."""
+    """One provider's API."""
 
     name: str
     paths: tuple[str, ...]
-    """What its clients append to their base URL."""
+    """Paths of model calls, relative to the client's base URL."""
 
-    def ask(self, body: bytes) -> Ask: ...
+    def parse_request(self, body: bytes) -> ClientRequest: ...
 
-    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
-        """A complete answer."""
+    def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
+        """Return the body of a response that is not streamed."""
         ...
 
-    def answering(self, ask: Ask, spell: Spell | None = None) -> Answering: ...
+    def open_stream(self, client_request: ClientRequest, spell: DecodeTokens | None = None) -> ReplyStream: ...
 
-    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
-        """Status and body."""
-        ...
-
-
-@runtime_checkable
-class Counts(Dialect, Protocol):
-    """A dialect whose clients may ask how long a prompt is."""
-
-    counts: tuple[str, ...]
-    """Paths that take the same bodies as those of calls, and answer with a number."""
-
-    def counted(self, tokens: int) -> bytes: ...
-
-
-@runtime_checkable
-class Keeps(Dialect, Protocol):
-    """A dialect whose clients may come back to an answer by its name."""
-
-    keeps: str
-    """What names follow in a path."""
-
-    def continued(self, ask: Ask, history: Sequence[Message], head: int) -> Ask:
-        """The ask with an earlier answer's history before it, of whose first message `head` characters are left
-        out."""
-        ...
-
-    def referenced(self, name: str) -> str:
-        """The name of the answer that a reference leads into; empty where it can be none of ours."""
-        ...
-
-    def resolved(self, ask: Ask, answers: Mapping[str, Message]) -> Ask:
-        """The ask with the parts that its references mean. Raises `BadRequestError` where one is not there."""
-        ...
-
-    def kept(self, name: str, reply: Reply, model: str) -> bytes:
-        """An answer that was given before."""
-        ...
-
-    def forgotten(self, name: str) -> bytes:
-        """Says that there is no answer of that name any more."""
+    def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
+        """Return status and body of an error response."""
         ...
 
 
 @runtime_checkable
-class Marked(Dialect, Protocol):
-    """A dialect whose clients can be told by a header, also where the path does not say it."""
+class TokenCountDialect(Dialect, Protocol):
+    """A dialect with an endpoint that counts the tokens of a prompt."""
 
-    mark: str
+    count_paths: tuple[str, ...]
+    """Paths that accept the body of a model call and return its number of prompt tokens."""
 
-    def models(self, names: Sequence[str]) -> bytes:
-        """The list of models."""
+    def format_token_count(self, tokens: int) -> bytes: ...
+
+
+@runtime_checkable
+class StatefulDialect(Dialect, Protocol):
+    """A dialect whose clients can refer to stored replies by ID."""
+
+    stored_path: str
+    """Path prefix of stored replies; the ID follows."""
+
+    def prepend_history(
+        self, client_request: ClientRequest, history: Sequence[Message], head: int
+    ) -> ClientRequest:
+        """Return the request with the history of an earlier reply before it.
+
+        The first `head` characters of the history's first message are left out.
+        """
+        ...
+
+    def find_referenced_response(self, name: str) -> str:
+        """Return the ID of the reply that contains a referenced item; empty if it cannot be one of ours."""
+        ...
+
+    def resolve_references(self, client_request: ClientRequest, answers: Mapping[str, Message]) -> ClientRequest:
+        """Return the request with the referenced items filled in.
+
+        Raises `BadRequestError` if one does not exist.
+        """
+        ...
+
+    def format_stored(self, name: str, reply: ModelReply, model: str) -> bytes:
+        """Return the body of a stored reply."""
+        ...
+
+    def format_deleted(self, name: str) -> bytes:
+        """Return the body that confirms the deletion of a stored reply."""
+        ...
+
+
+@runtime_checkable
+class HeaderDialect(Dialect, Protocol):
+    """A dialect whose clients are recognised by a request header if the path does not identify them."""
+
+    header: str
+
+    def format_models(self, names: Sequence[str]) -> bytes:
+        """Return the list of models."""
         ...

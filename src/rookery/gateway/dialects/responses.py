@@ -1,13 +1,12 @@
-"""OpenAI's responses, streamed and not.
+"""The dialect of OpenAI's Responses API.
 
 Promises:
-- what OpenAI's own library, its agents and Codex send is understood, and what they are sent, they read as from
-  OpenAI;
-- a field that changes the meaning of a request is supported or refused; items that are not known here are shown to
-  the model as they are; tools that only OpenAI runs are not offered;
-- an answer can be gone on from by its name, or by sending its items back: either way what was sampled is extended;
-- names of answers hold as long as the session does, also after a restart;
-- an error has OpenAI's shape; one that a retry cannot mend has a status that its library does not retry.
+- OpenAI's client library, its agents SDK and Codex can be used unchanged;
+- a field that changes the meaning of a request is supported or rejected. Unknown items are shown to the model as
+  JSON; tools that run on OpenAI's servers are not offered;
+- a client can continue a reply by its ID or by sending its items back; both extend the sampled tokens;
+- IDs of replies are valid as long as the session, also after a restart;
+- errors have OpenAI's format; an error that a retry cannot fix has a status that its library does not retry.
 """
 
 import secrets
@@ -19,49 +18,49 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from rookery.core import Message, Sampling
-from rookery.gateway.dialects.protocol import Ask, BadRequestError, Problem
+from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, ErrorKind
 from rookery.gateway.dialects.responses_items import (
-    Offered,
-    messages_of,
-    offered,
-    references_in,
-    stem_of,
-    with_items,
-    within,
+    RequestTools,
+    find_references,
+    get_reply_id,
+    insert_items,
+    parse_items,
+    parse_tools,
+    qualify_name,
 )
-from rookery.gateway.dialects.responses_stream import ResponsesAnswering, settled
+from rookery.gateway.dialects.responses_stream import ResponsesReplyStream, make_response
 from rookery.gateway.dialects.shared import (
-    MAX_TOP,
+    MAX_TOP_LOGPROBS,
     NULL,
-    ONE_CALL,
+    SINGLE_CALL,
     Count,
     Field,
+    Probability,
     Seed,
-    Share,
     Temperature,
+    decode_body,
     encode,
+    make_response_format,
+    move_system_first,
     openai_error,
-    read,
-    refuse,
-    schema_extra,
-    system_first,
+    reject_fields,
 )
-from rookery.gateway.session import Reply, Spell
+from rookery.upstreams.protocol import DecodeTokens, ModelReply
 
-SEALED: Final = "reasoning.encrypted_content"
+ENCRYPTED_REASONING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class Own(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer says about its request."""
+class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a request that are needed to format its response."""
 
-    offer: Offered = Offered()
+    request_tools: RequestTools = RequestTools()
     input: str | list[Any] = ""
-    """The input, where it has references to items."""
+    """The input, if it refers to items of earlier replies."""
     instructions: str = ""
     seal: bool = False
     """Whether the client wants reasoning that it can only pass on."""
-    about: dict[str, Any] = {}
+    echoed_fields: dict[str, Any] = {}
     created: int = 0
 
 
@@ -77,8 +76,8 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include: list[str] | None = None
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP)] | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     seed: Seed | None = None
     tools: Field = UNSET
     tool_choice: Any = None
@@ -106,74 +105,74 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user: Field = UNSET
 
 
-_REFUSED: Final = {
-    "access_programs": "there is one way to use a model here",
-    "image": "answers are text",
+_UNSUPPORTED_FIELDS: Final = {
+    "access_programs": "the gateway has no access programs",
+    "image": "replies are text",
     "context_management": "compact the conversation in the client",
-    "moderation": "nothing here moderates",
-    "prompt": "prompt templates are not kept here; send the instructions and the input",
+    "moderation": "the gateway does not moderate",
+    "prompt": "prompt templates are not stored; send the instructions and the input",
 }
 
 _decode = msgspec.json.Decoder(_Request).decode
 
 
 class ResponsesDialect:
-    """`responses`."""
+    """Serves `/responses`, `/responses/input_tokens` and stored responses."""
 
     name = "responses"
     paths: tuple[str, ...] = ("/responses",)
-    counts: tuple[str, ...] = ("/responses/input_tokens",)
-    keeps = "/responses/"
+    count_paths: tuple[str, ...] = ("/responses/input_tokens",)
+    stored_path = "/responses/"
 
-    def ask(self, body: bytes) -> Ask:
-        request = read(_decode, body)
-        refuse(request, _REFUSED)
-        if request.truncation not in (None, "auto", "disabled"):  # what would be truncated is an error of its own
-            raise BadRequestError("truncation is auto or disabled", "truncation")
+    def parse_request(self, body: bytes) -> ClientRequest:
+        request = decode_body(_decode, body)
+        reject_fields(request, _UNSUPPORTED_FIELDS)
+        if request.truncation not in (None, "auto", "disabled"):  # a prompt that is too long is a separate error
+            raise BadRequestError("truncation must be auto or disabled", "truncation")
         if request.background:
-            raise BadRequestError("answers in the background are not served; ask for a stream", "background")
+            raise BadRequestError("background responses are not supported; request a stream", "background")
         if request.conversation is not None:
             raise BadRequestError(
                 "conversations are not kept; send the items, or a previous_response_id", "conversation"
             )
-        offer = Offered()
+        request_tools = RequestTools()
         if request.tools is not UNSET and bytes(request.tools) != NULL:
-            offer = offered(bytes(request.tools))
-        own = _instructions(request.instructions)
+            request_tools = parse_tools(bytes(request.tools))
+        instructions = _instructions(request.instructions)
         after = request.previous_response_id or ""
-        references = references_in(request.input)
-        said = () if references else tuple(messages_of(request.input))
+        references = find_references(request.input)
+        said = () if references else tuple(parse_items(request.input))
         if not said and not after and not references:
-            raise BadRequestError("there is nothing to answer: the input is empty", "input")
-        first = (Message("system", own),) if own else ()
+            raise BadRequestError("the input is empty", "input")
+        first = (Message("system", instructions),) if instructions else ()
         include = request.include or []
-        return Ask(
-            messages=said if after else system_first((*first, *said), merge=False),
+        return ClientRequest(
+            messages=said if after else move_system_first((*first, *said), merge=False),
             model=request.model,
-            tools=offer.tools,
-            tool_choice=_tool_choice(request.tool_choice, offer),
+            tools=request_tools.tools,
+            tool_choice=_tool_choice(request.tool_choice, request_tools),
             sampling=Sampling(
                 temperature=request.temperature,
                 top_p=request.top_p,
                 max_tokens=request.max_output_tokens,
                 seed=request.seed,
                 extra=_format(request.text)
-                | (ONE_CALL if offer.tools.schemas and request.parallel_tool_calls is False else {}),
+                | (SINGLE_CALL if request_tools.tools.schemas and request.parallel_tool_calls is False else {}),
             ),
             stream=bool(request.stream),
-            logprobs=LOGPROBS in include or bool(request.top_logprobs),
+            want_logprobs=LOGPROBS in include or bool(request.top_logprobs),
             top_logprobs=request.top_logprobs or 0,
-            id=secrets.token_hex(12) if request.store is not False else "",
-            after=after.removeprefix("resp_"),
+            reply_id=secrets.token_hex(12) if request.store is not False else "",
+            previous_id=after.removeprefix("resp_"),
             references=references,
-            head=len(own),
-            own=Own(
-                offer=offer,
+            instruction_length=len(instructions),
+            dialect_data=ResponseContext(
+                request_tools=request_tools,
                 input=request.input if references else "",
-                instructions=own,
-                seal=SEALED in include,
+                instructions=instructions,
+                seal=ENCRYPTED_REASONING in include,
                 created=int(time.time()),
-                about={
+                echoed_fields={
                     "instructions": request.instructions,
                     "max_output_tokens": request.max_output_tokens,
                     "metadata": request.metadata or {},
@@ -188,81 +187,89 @@ class ResponsesDialect:
             ),
         )
 
-    def whole(self, ask: Ask, replies: list[Reply]) -> bytes:
+    def format_response(self, client_request: ClientRequest, replies: list[ModelReply]) -> bytes:
         (reply,) = replies
-        return encode(settled(ask, ask.id or secrets.token_hex(12), reply))
+        return encode(make_response(client_request, client_request.reply_id or secrets.token_hex(12), reply))
 
-    def answering(self, ask: Ask, spell: Spell | None = None) -> ResponsesAnswering:
-        return ResponsesAnswering(ask, spell)
+    def open_stream(
+        self, client_request: ClientRequest, spell: DecodeTokens | None = None
+    ) -> ResponsesReplyStream:
+        return ResponsesReplyStream(client_request, spell)
 
-    def error(self, problem: Problem, message: str, where: str | None = None) -> tuple[int, bytes]:
+    def format_error(self, problem: ErrorKind, message: str, where: str | None = None) -> tuple[int, bytes]:
         status, error = openai_error(problem, message, "input" if where == "messages" else where)
         return status, encode({"error": error})
 
-    def counted(self, tokens: int) -> bytes:
+    def format_token_count(self, tokens: int) -> bytes:
         return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
 
-    def referenced(self, name: str) -> str:
-        return stem_of(name)
+    def find_referenced_response(self, name: str) -> str:
+        return get_reply_id(name)
 
-    def resolved(self, ask: Ask, answers: Mapping[str, Message]) -> Ask:
-        own: Own = ask.own
-        assert not isinstance(own.input, str)
-        said = tuple(messages_of(with_items(own.input, answers, own.offer)))
-        if not ask.after:
-            first = (Message("system", own.instructions),) if own.instructions else ()
-            said = system_first((*first, *said), merge=False)
-        return msgspec.structs.replace(ask, messages=said)
+    def resolve_references(self, client_request: ClientRequest, answers: Mapping[str, Message]) -> ClientRequest:
+        context: ResponseContext = client_request.dialect_data
+        assert not isinstance(context.input, str)
+        said = tuple(parse_items(insert_items(context.input, answers, context.request_tools)))
+        if not client_request.previous_id:
+            first = (Message("system", context.instructions),) if context.instructions else ()
+            said = move_system_first((*first, *said), merge=False)
+        return msgspec.structs.replace(client_request, messages=said)
 
-    def continued(self, ask: Ask, history: Sequence[Message], head: int) -> Ask:
-        own: Own = ask.own
-        first = [Message("system", own.instructions)] if own.instructions else []
+    def prepend_history(
+        self, client_request: ClientRequest, history: Sequence[Message], head: int
+    ) -> ClientRequest:
+        context: ResponseContext = client_request.dialect_data
+        first = [Message("system", context.instructions)] if context.instructions else []
         if head and history and isinstance(text := history[0].content, str):
             rest = text[head:].removeprefix("\n\n")
             history = [*([Message(history[0].role, rest)] if rest else []), *history[1:]]
-        given = (message for message in ask.messages if isinstance(message, Message))
-        return msgspec.structs.replace(ask, messages=system_first((*first, *history, *given), merge=False))
+        given = (message for message in client_request.messages if isinstance(message, Message))
+        return msgspec.structs.replace(
+            client_request, messages=move_system_first((*first, *history, *given), merge=False)
+        )
 
-    def kept(self, name: str, reply: Reply, model: str) -> bytes:
-        own = Own(created=int(reply.turn.started))
-        return encode(settled(Ask(model=model, own=own), name.removeprefix("resp_"), reply))
+    def format_stored(self, name: str, reply: ModelReply, model: str) -> bytes:
+        context = ResponseContext(created=int(reply.turn.started))
+        return encode(
+            make_response(ClientRequest(model=model, dialect_data=context), name.removeprefix("resp_"), reply)
+        )
 
-    def forgotten(self, name: str) -> bytes:
+    def format_deleted(self, name: str) -> bytes:
         return encode({"id": name, "object": "response.deleted", "deleted": True})
 
 
 def _instructions(given: str | list[Any] | None) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    return "\n\n".join(message.text for message in messages_of(given) if message.text)
+    return "\n\n".join(message.text for message in parse_items(given) if message.text)
 
 
-def _tool_choice(choice: Any, offer: Offered) -> str | None:
+def _tool_choice(choice: Any, request_tools: RequestTools) -> str | None:
     if choice is None:
         return None
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
-            raise BadRequestError("tool_choice is none, auto, required or names a tool", "tool_choice")
+            raise BadRequestError("tool_choice must be none, auto, required or name a tool", "tool_choice")
         return choice
     if not isinstance(choice, dict):
-        raise BadRequestError("tool_choice is a text or an object", "tool_choice")
+        raise BadRequestError("tool_choice must be a string or an object", "tool_choice")
     kind, name = choice.get("type"), choice.get("name")
     if kind in ("function", "custom"):
         if not isinstance(name, str) or not name:
             raise BadRequestError("tool_choice names no tool", "tool_choice.name")
-        return within(choice.get("namespace"), name)
+        return qualify_name(choice.get("namespace"), name)
     if kind == "allowed_tools":
         listed = [one for one in choice.get("tools") or () if isinstance(one, dict)]
-        allowed = {within(one.get("namespace"), str(one.get("name"))) for one in listed}
-        if missing := sorted({tool.name for tool in offer.tools.schemas} - allowed):
-            said = f"all tools of a request may be called: leave out those that may not ({', '.join(missing)})"
+        allowed = {qualify_name(one.get("namespace"), str(one.get("name"))) for one in listed}
+        if missing := sorted({tool.name for tool in request_tools.tools.schemas} - allowed):
+            said = f"every tool of a request is allowed: leave out the others ({', '.join(missing)})"
             raise BadRequestError(said, "tool_choice.tools")
         return "required" if choice.get("mode") == "required" else "auto"
-    raise BadRequestError(f"no tool of the type {str(kind)[:80]!r} is run here", "tool_choice.type")
+    raise BadRequestError(f"tool_choice of type {str(kind)[:80]!r} is not supported", "tool_choice.type")
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """What the answer's text must be, as engines read it."""
+    """Return the required format of the reply as a sampling extra for the engine."""
     form = text.get("format") if isinstance(text, dict) else None
     if not isinstance(form, dict):
         return {}
@@ -271,6 +278,8 @@ def _format(text: Any) -> dict[str, Any]:
         raise BadRequestError("the format of a text is text, json_object or json_schema", "text.format")
     if kind == "json_schema":
         return {
-            "response_format": schema_extra(form.get("name") or "answer", form.get("schema"), form.get("strict"))
+            "response_format": make_response_format(
+                form.get("name") or "answer", form.get("schema"), form.get("strict")
+            )
         }
     return {"response_format": Raw(b'{"type":"json_object"}')} if kind == "json_object" else {}

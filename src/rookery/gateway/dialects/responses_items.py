@@ -18,12 +18,14 @@ import msgspec
 
 from rookery.core import Message, ToolCall, ToolSchema
 from rookery.gateway.dialects.protocol import BadRequestError
-from rookery.gateway.dialects.shared import Content, as_json, as_object, encode, text_in
-from rookery.gateway.tools import MAX_KEPT, NO_TOOLS, Tools, ToolsError, tools_as
+from rookery.gateway.dialects.shared import Content, encode, encode_json, merge_text_parts, parse_object
+from rookery.gateway.tools import MAX_KEPT, ToolsError, tools_as
+from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 _SEAL: Final = "rk1."
 _RAW: Final = "~"
-"""Ends the id of a call whose plain text is the arguments themselves, since those held no such text."""
+"""Suffix of the ID of a call whose plain text is the arguments themselves, because the model did not send the
+argument `input`."""
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # a client may send a list
 
 
@@ -36,10 +38,10 @@ class Name(NamedTuple):
     """Whether it takes plain text."""
 
 
-class Offered(msgspec.Struct, frozen=True):
-    """The tools of a request, and what their client calls them."""
+class RequestTools(msgspec.Struct, frozen=True):
+    """The tools of a request, and the names that the client uses for them."""
 
-    tools: Tools = NO_TOOLS
+    tools: ToolSet = NO_TOOLS
     names: dict[str, Name] = {}
 
     def name(self, name: str) -> Name:
@@ -63,19 +65,19 @@ _tool = msgspec.json.Decoder(_Tool).decode
 _PLAIN: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def within(namespace: str | None, name: str) -> str:
-    """What a model calls a tool of a namespace."""
+def qualify_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model sees a tool of a namespace."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def offered(raw: bytes) -> Offered:
-    """Of a client's JSON array."""
-    return _remembered(raw) if len(raw) <= MAX_KEPT else _offered(raw)
+def parse_tools(raw: bytes) -> RequestTools:
+    """Parse the client's JSON array of tools."""
+    return _parse_tools_cached(raw) if len(raw) <= MAX_KEPT else _parse_tools(raw)
 
 
-def _offered(raw: bytes) -> Offered:
+def _parse_tools(raw: bytes) -> RequestTools:
     schemas: list[ToolSchema] = []
     names: dict[str, Name] = {}
     try:
@@ -83,21 +85,21 @@ def _offered(raw: bytes) -> Offered:
             space = tool.name if tool.type == "namespace" else None
             for one in map(_tool, tool.tools or ()) if space is not None else (tool,):
                 if one.type not in ("function", "custom"):
-                    continue  # one that only its own provider runs
+                    continue  # a tool that runs on the provider's servers
                 if not one.name:
                     raise ToolsError(f"tool {at} has no name")
                 custom = one.type == "custom"
-                name = within(space, one.name)
-                about = _about(one) if custom else one.description or ""
-                schemas.append(ToolSchema(name, about, _PLAIN if custom else one.parameters or {}))
+                name = qualify_name(space, one.name)
+                echoed_fields = _envelope(one) if custom else one.description or ""
+                schemas.append(ToolSchema(name, echoed_fields, _PLAIN if custom else one.parameters or {}))
                 if custom or space:
                     names[name] = Name(one.name, space, custom)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ToolsError(f"not a list of tools: {error}") from None
-    return Offered(tools_as(schemas), names)
+    return RequestTools(tools_as(schemas), names)
 
 
-def _about(tool: _Tool) -> str:
+def _envelope(tool: _Tool) -> str:
     """What a model is told of a tool that takes plain text, its grammar included."""
     said = [tool.description or "", "The text goes into the argument `input`."]
     grammar = tool.format.get("definition") if isinstance(tool.format, dict) else None
@@ -106,14 +108,14 @@ def _about(tool: _Tool) -> str:
     return "\n\n".join(part for part in said if part)
 
 
-_remembered = lru_cache(maxsize=64)(_offered)
+_parse_tools_cached = lru_cache(maxsize=64)(_parse_tools)
 
 
-# ---- what a client sends
+# ---- parsing
 
 
-def messages_of(given: str | Sequence[Any]) -> Iterator[Message]:
-    """The messages that items are."""
+def parse_items(given: str | Sequence[Any]) -> Iterator[Message]:
+    """Yield the messages that the items represent."""
     if isinstance(given, str):
         yield Message("user", given)
         return
@@ -121,7 +123,7 @@ def messages_of(given: str | Sequence[Any]) -> Iterator[Message]:
     for at, item in enumerate(given):
         where = f"input[{at}]"
         if not isinstance(item, dict):
-            raise BadRequestError("an item of the input is an object", where)
+            raise BadRequestError("an input item must be an object", where)
         kind = item.get("type") or ("message" if "role" in item else None)
         if answer.takes(kind, item):
             answer.add(str(kind), item, where)
@@ -132,13 +134,13 @@ def messages_of(given: str | Sequence[Any]) -> Iterator[Message]:
         if _spoken(kind, item):
             answer.add(str(kind), item, where)
         else:
-            yield _said(kind, item, where)
+            yield _parse_client_item(kind, item, where)
     if answer.any:
         yield answer.message()
 
 
-def references_in(given: str | Sequence[Any]) -> tuple[str, ...]:
-    """The names of the items that an input refers to instead of sending them."""
+def find_references(given: str | Sequence[Any]) -> tuple[str, ...]:
+    """Return the IDs of the items that an input refers to without sending them."""
     if isinstance(given, str):
         return ()
     found: list[str] = []
@@ -153,8 +155,8 @@ def _refers(item: dict[str, Any]) -> bool:
     return item.get("type") == "item_reference" or (not item.get("type") and item.keys() - {"type"} == {"id"})
 
 
-def with_items(given: Sequence[Any], answers: Mapping[str, Message], offer: Offered) -> list[Any]:
-    """The input with the items that it refers to. `answers` has the message of each answer, by its name."""
+def insert_items(given: Sequence[Any], answers: Mapping[str, Message], request_tools: RequestTools) -> list[Any]:
+    """Return the input with the referenced items inserted. `answers` maps the ID of a reply to its message."""
     found: list[Any] = []
     said: set[str] = set()
     for at, item in enumerate(given):
@@ -162,26 +164,28 @@ def with_items(given: Sequence[Any], answers: Mapping[str, Message], offer: Offe
             found.append(item)
             continue
         name = str(item["id"])
-        stem = stem_of(name)
+        stem = get_reply_id(name)
         kind, number = name.partition("_")[0], int(name.rpartition("_")[2])
-        made = _item(kind, stem, number, answers[stem], offer)
+        made = _item(kind, stem, number, answers[stem], request_tools)
         if made is None:
-            raise BadRequestError(f"there is no item {name[:200]!r} in that answer", f"input[{at}]")
+            raise BadRequestError(f"the reply has no item {name[:200]!r}", f"input[{at}]")
         if kind == "msg" and stem in said:
-            continue  # a stream may give text in two items; the first one stands for all of it
+            continue  # a stream may split text into two items; the first one stands for both
         said.update([stem] if kind == "msg" else [])
         found.append(made)
     return found
 
 
-def _item(kind: str, stem: str, number: int, message: Message, offer: Offered) -> dict[str, Any] | None:
-    """One item of an answer; None where it has no such item."""
+def _item(
+    kind: str, stem: str, number: int, message: Message, request_tools: RequestTools
+) -> dict[str, Any] | None:
+    """Return one item of a reply; None if it has no such item."""
     if kind == "rs" and message.reasoning and number < 3 + len(message.tool_calls):
         return reasoning_item(stem, number, message.reasoning, seal=False)
     if kind == "msg" and (message.text or not message.tool_calls) and number < 3 + len(message.tool_calls):
         return message_item(stem, number, message.text)
     if kind in ("fc", "ctc") and number < len(message.tool_calls):
-        return call_item(stem, number, message.tool_calls[number], offer)
+        return call_item(stem, number, message.tool_calls[number], request_tools)
     return None
 
 
@@ -224,7 +228,7 @@ class _Answer:
             self._calls.append(_call(kind, item, where))
 
     def message(self) -> Message:
-        text = text_in(self._text, "")
+        text = merge_text_parts(self._text, "")
         return Message(
             "assistant",
             text or (None if self._calls else ""),
@@ -235,11 +239,11 @@ class _Answer:
 
 def _stem(item: dict[str, Any]) -> str:
     """What the ids of one answer's items share, where they are ours."""
-    return stem_of(str(item.get("id") or ""))
+    return get_reply_id(str(item.get("id") or ""))
 
 
-def stem_of(name: str) -> str:
-    """The name of the answer that an item belongs to; empty where the item is none of ours."""
+def get_reply_id(name: str) -> str:
+    """Return the ID of the reply that an item belongs to; empty if the item is not ours."""
     parts = name.split("_")
     numbered = len(parts) == 3 and len(parts[2]) < 8 and parts[2].isascii() and parts[2].isdecimal()
     return parts[1] if numbered else ""
@@ -253,39 +257,43 @@ def _call(kind: str, item: dict[str, Any], where: str) -> ToolCall:
     space = item.get("namespace")
     if space is not None and not isinstance(space, str):
         raise BadRequestError("a namespace must be a string", f"{where}.namespace")
-    name = within(space, _text(item, "name", where))
+    name = qualify_name(space, _text(item, "name", where))
     return ToolCall(called.removesuffix(_RAW), name, text)
 
 
-def _said(kind: Any, item: dict[str, Any], where: str) -> Message:
-    """An item that is no model's."""
+def _parse_client_item(kind: Any, item: dict[str, Any], where: str) -> Message:
+    """Parse an item that was not written by the model."""
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "system", "developer"):
-            raise BadRequestError("the role of a message is user, assistant, system or developer", f"{where}.role")
+            raise BadRequestError(
+                "the role of a message must be user, assistant, system or developer", f"{where}.role"
+            )
         return Message(role, _content(item.get("content"), f"{where}.content", "\n") or "")
     if kind in ("function_call_output", "custom_tool_call_output"):
         said = _content(item.get("output"), f"{where}.output", "\n")
         return Message("tool", said or "", tool_call_id=_text(item, "call_id", where).removesuffix(_RAW))
     if not isinstance(kind, str):
-        raise BadRequestError("an item of the input has a type or a role", where)
-    shown = {name: value for name, value in item.items() if name not in ("id", "status") and value is not None}
-    return Message("user", as_json(shown))
+        raise BadRequestError("an input item needs a type or a role", where)
+    get_logprobs = {
+        name: value for name, value in item.items() if name not in ("id", "status") and value is not None
+    }
+    return Message("user", encode_json(get_logprobs))
 
 
-def _content(given: Any, where: str, glue: str) -> Content:
+def _content(given: Any, where: str, separator: str) -> Content:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise BadRequestError("content is a text or a list of parts", where)
-    return text_in([_part(part, f"{where}[{n}]") for n, part in enumerate(given)], glue)
+        raise BadRequestError("content must be a string or a list of parts", where)
+    return merge_text_parts([_part(part, f"{where}[{n}]") for n, part in enumerate(given)], separator)
 
 
 def _part(part: Any, where: str) -> str | dict[str, Any]:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise BadRequestError("a part of content is an object", where)
+        raise BadRequestError("a content part must be an object", where)
     kind = part.get("type")
     if kind in _TEXTS:
         return _text(part, "text", where)
@@ -299,7 +307,7 @@ def _part(part: Any, where: str) -> str | dict[str, Any]:
 def _text(item: dict[str, Any], field: str, where: str) -> str:
     value = item.get(field)
     if not isinstance(value, str):
-        raise BadRequestError(f"{field} is a text that must be there", f"{where}.{field}")
+        raise BadRequestError(f"{field} is required and must be a string", f"{where}.{field}")
     return value
 
 
@@ -324,7 +332,7 @@ def thought_in(item: dict[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-# ---- what a model says
+# ---- formatting
 
 
 def reasoning_item(stem: str, at: int, thought: str, *, seal: bool, status: str = "completed") -> dict[str, Any]:
@@ -352,9 +360,14 @@ def text_part(text: str, logprobs: Iterable[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def call_item(stem: str, at: int, call: ToolCall, offer: Offered, *, status: str = "completed") -> dict[str, Any]:
-    """A call as its client knows the tool. `at` is its number among the calls of the answer."""
-    name = offer.name(call.name)
+def call_item(
+    stem: str, at: int, call: ToolCall, request_tools: RequestTools, *, status: str = "completed"
+) -> dict[str, Any]:
+    """Return a tool call as an item, with the client's name for the tool.
+
+    `at` is its index among the calls of the reply.
+    """
+    name = request_tools.name(call.name)
     item: dict[str, Any] = {"type": "custom_tool_call" if name.custom else "function_call", "name": name.name}
     if name.custom:
         text = plain_input(call.arguments)
@@ -370,6 +383,6 @@ def call_item(stem: str, at: int, call: ToolCall, offer: Offered, *, status: str
 
 def plain_input(arguments: str) -> str | None:
     """The plain text that a call brings; None where its arguments are something else."""
-    found = as_object(arguments)
+    found = parse_object(arguments)
     text = found.get("input") if found is not None and found.keys() == {"input"} else None
     return text if isinstance(text, str) else None

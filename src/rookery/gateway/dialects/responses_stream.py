@@ -1,9 +1,9 @@
-"""OpenAI's responses as they are answered: whole, and as the events of a stream.
+"""Responses of OpenAI's Responses API: complete objects and stream events.
 
 Promises:
-- items come one after the other, each from its beginning to its end, in the order of OpenAI's own events;
-- what OpenAI's own library puts together from the events is the whole answer;
-- an answer that was cut is incomplete and says why; one that broke is failed, and never complete.
+- items are sent one after the other, each from start to end, in the order of OpenAI's own events;
+- the object that OpenAI's client library builds from the events is the complete response;
+- while deltas arrive that cannot be sent yet, empty events keep the stream alive.
 """
 
 import secrets
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rookery.core import ToolCall
-from rookery.gateway.dialects.protocol import Ask, Problem
+from rookery.gateway.dialects.protocol import ClientRequest, ErrorKind
 from rookery.gateway.dialects.responses_items import (
     call_item,
     message_item,
@@ -22,19 +22,18 @@ from rookery.gateway.dialects.responses_items import (
     text_part,
 )
 from rookery.gateway.dialects.shared import (
-    ALIVE,
-    CallsInOrder,
-    Told,
-    entries,
+    KEEPALIVE_INTERVAL,
+    CallEvent,
+    CallSequencer,
     event,
-    logprob_entries,
+    format_logprobs,
+    format_reply_logprobs,
     openai_error,
 )
-from rookery.gateway.session import Reply, Spell
-from rookery.upstreams.protocol import Delta
+from rookery.upstreams.protocol import DecodeTokens, Delta, ModelReply
 
 if TYPE_CHECKING:
-    from rookery.gateway.dialects.responses import Own
+    from rookery.gateway.dialects.responses import ResponseContext
 
 _FAILED = {
     "bad_request": "invalid_prompt",
@@ -45,19 +44,19 @@ _FAILED = {
 """What clients know not to try again; all else is `server_error`."""
 
 
-def response(ask: Ask, stem: str, output: Iterable[Any] = (), **more: Any) -> dict[str, Any]:
+def response(client_request: ClientRequest, stem: str, output: Iterable[Any] = (), **more: Any) -> dict[str, Any]:
     """The object that an answer is, at any time of its life."""
-    own: Own = ask.own
+    context: ResponseContext = client_request.dialect_data
     return {
         "id": f"resp_{stem}",
         "object": "response",
-        "created_at": own.created,
+        "created_at": context.created,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},
-        "model": ask.model,
+        "model": client_request.model,
         "output": list(output),
         "parallel_tool_calls": True,
         "temperature": None,
@@ -65,12 +64,12 @@ def response(ask: Ask, stem: str, output: Iterable[Any] = (), **more: Any) -> di
         "tools": [],
         "top_p": None,
         "usage": None,
-        **own.about,
+        **context.echoed_fields,
         **more,
     }
 
 
-def ended(reply: Reply) -> dict[str, Any]:
+def ended(reply: ModelReply) -> dict[str, Any]:
     """How an answer ended, and what it cost."""
     turn = reply.turn
     found: dict[str, Any] = {
@@ -90,28 +89,30 @@ def ended(reply: Reply) -> dict[str, Any]:
     return found
 
 
-def settled(ask: Ask, stem: str, reply: Reply) -> dict[str, Any]:
-    """A whole answer."""
-    own: Own = ask.own
+def make_response(client_request: ClientRequest, stem: str, reply: ModelReply) -> dict[str, Any]:
+    """Return a complete response object."""
+    context: ResponseContext = client_request.dialect_data
     end, message = ended(reply), reply.message
     status = end["status"]
     output: list[dict[str, Any]] = []
     if message.reasoning:
-        output.append(reasoning_item(stem, 0, message.reasoning, seal=own.seal))
+        output.append(reasoning_item(stem, 0, message.reasoning, seal=context.seal))
     if message.text or not message.tool_calls:
         last = status if not message.tool_calls else "completed"
-        output.append(message_item(stem, len(output), message.text, shown(ask, reply), last))
-    output += [call_item(stem, number, call, own.offer) for number, call in enumerate(message.tool_calls)]
+        output.append(message_item(stem, len(output), message.text, get_logprobs(client_request, reply), last))
+    output += [
+        call_item(stem, number, call, context.request_tools) for number, call in enumerate(message.tool_calls)
+    ]
     if message.tool_calls:
         output[-1]["status"] = status
-    return response(ask, stem, output, **end)
+    return response(client_request, stem, output, **end)
 
 
-def shown(ask: Ask, reply: Reply) -> list[Any]:
-    """The logprobs that the client asked for."""
-    if not ask.logprobs:
+def get_logprobs(client_request: ClientRequest, reply: ModelReply) -> list[Any]:
+    """Return the logprobs that the client requested."""
+    if not client_request.want_logprobs:
         return []
-    found = logprob_entries(ask, reply)
+    found = format_reply_logprobs(client_request, reply)
     if isinstance(found, msgspec.Raw):
         found = msgspec.json.decode(found)
     return [_listed(entry) for entry in found or ()]
@@ -123,21 +124,21 @@ def _listed(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "bytes": entry.get("bytes") or [], "top_logprobs": tops}
 
 
-class ResponsesAnswering:
-    """One streamed response."""
+class ResponsesReplyStream:
+    """Formats one streamed response."""
 
-    def __init__(self, ask: Ask, spell: Spell | None) -> None:
-        own: Own = ask.own
-        self._ask = ask
-        self._own = own
+    def __init__(self, client_request: ClientRequest, spell: DecodeTokens | None) -> None:
+        context: ResponseContext = client_request.dialect_data
+        self._request = client_request
+        self._context = context
         self._spell = spell
-        self._stem = ask.id or secrets.token_hex(12)
+        self._stem = client_request.reply_id or secrets.token_hex(12)
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
-        self._open = ""
-        """The kind of the item that is being told."""
-        self._told: list[str] = []
-        self._calls = CallsInOrder()
+        self._current = ""
+        """The kind of the open item."""
+        self._text_parts: list[str] = []
+        self._calls = CallSequencer()
         self._late: list[str] = []
         self._late_thought: list[str] = []
         """What came among calls: it follows them."""
@@ -146,30 +147,30 @@ class ResponsesAnswering:
 
     # ---- pieces
 
-    def piece(self, choice: int, delta: Delta) -> bytes:  # noqa: ARG002
+    def format_delta(self, choice: int, delta: Delta) -> bytes:  # noqa: ARG002
         out: list[bytes] = [] if self._begun else [self._begin()]
         if delta.reasoning:
-            if self._calls.begun:
+            if self._calls.started:
                 self._late_thought.append(delta.reasoning)
             else:
                 out += self._more("reasoning", delta.reasoning)
         if delta.content:
-            if self._calls.begun:
+            if self._calls.started:
                 self._late.append(delta.content)
             else:
                 out += self._more("message", delta.content, self._logprobs(delta))
         for call in delta.tool_calls:
-            for told in self._calls.feed(call):
-                out += self._call(told)
+            for call_event in self._calls.feed(call):
+                out += self._call(call_event)
         if not out:
             self._silent += 1
-            if self._silent % ALIVE == 0:
-                return self._event("response.in_progress", response=response(self._ask, self._stem))
+            if self._silent % KEEPALIVE_INTERVAL == 0:
+                return self._event("response.in_progress", response=response(self._request, self._stem))
         return b"".join(out)
 
     def _begin(self) -> bytes:
         self._begun = True
-        now = response(self._ask, self._stem)
+        now = response(self._request, self._stem)
         return self._event("response.created", response=now) + self._event("response.in_progress", response=now)
 
     def _event(self, kind: str, **data: Any) -> bytes:
@@ -177,39 +178,41 @@ class ResponsesAnswering:
         return event(kind, {"type": kind, "sequence_number": self._sequence, **data})
 
     def _logprobs(self, delta: Delta) -> list[Any]:
-        ask = self._ask
-        if not ask.logprobs:
+        client_request = self._request
+        if not client_request.want_logprobs:
             return []
         if delta.logprob_content is not None and self._spell is None:
             found: list[Any] = msgspec.json.decode(delta.logprob_content)
         elif delta.logprobs:
-            found = entries(delta.sampled, delta.logprobs, delta.tops, ask.top_logprobs, self._spell)
+            found = format_logprobs(
+                delta.sampled, delta.logprobs, delta.tops, client_request.top_logprobs, self._spell
+            )
         else:
             found = []
         return [_listed(entry) for entry in found]
 
     @property
-    def _at(self) -> int:
+    def _index(self) -> int:
         """The place of the item that is being told."""
         return len(self._output)
 
     def _place(self, kind: str) -> dict[str, Any]:
         prefix = "rs" if kind == "reasoning" else "msg"
-        return {"item_id": f"{prefix}_{self._stem}_{self._at}", "output_index": self._at, "content_index": 0}
+        return {"item_id": f"{prefix}_{self._stem}_{self._index}", "output_index": self._index, "content_index": 0}
 
     def _more(self, kind: str, text: str, logprobs: list[Any] | None = None) -> list[bytes]:
         out: list[bytes] = []
-        if self._open != kind:
+        if self._current != kind:
             out += self._close()
-            self._open = kind
+            self._current = kind
             if kind == "reasoning":
-                item = reasoning_item(self._stem, self._at, "", seal=self._own.seal, status="in_progress")
+                item = reasoning_item(self._stem, self._index, "", seal=self._context.seal, status="in_progress")
                 part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             else:
-                item, part = message_item(self._stem, self._at, None, status="in_progress"), text_part("")
-            out.append(self._event("response.output_item.added", output_index=self._at, item=item))
+                item, part = message_item(self._stem, self._index, None, status="in_progress"), text_part("")
+            out.append(self._event("response.output_item.added", output_index=self._index, item=item))
             out.append(self._event("response.content_part.added", **self._place(kind), part=part))
-        self._told.append(text)
+        self._text_parts.append(text)
         if kind == "reasoning":
             out.append(self._event("response.reasoning_text.delta", **self._place(kind), delta=text))
         elif text:
@@ -218,41 +221,41 @@ class ResponsesAnswering:
         return out
 
     def _close(self, status: str = "completed", logprobs: Iterable[Any] = ()) -> list[bytes]:
-        """The end of the item that is being told."""
-        kind, text = self._open, "".join(self._told)
+        """Return the events that end the open item."""
+        kind, text = self._current, "".join(self._text_parts)
         if kind not in ("reasoning", "message"):
             return []
         place, listed = self._place(kind), list(logprobs)
         if kind == "reasoning":
-            item = reasoning_item(self._stem, self._at, text, seal=self._own.seal)
+            item = reasoning_item(self._stem, self._index, text, seal=self._context.seal)
             out = [self._event("response.reasoning_text.done", **place, text=text)]
             part: dict[str, Any] = {"type": "reasoning_text", "text": text}
         else:
-            item, part = message_item(self._stem, self._at, text, listed, status), text_part(text, listed)
+            item, part = message_item(self._stem, self._index, text, listed, status), text_part(text, listed)
             out = [self._event("response.output_text.done", **place, text=text, logprobs=listed)]
         out.append(self._event("response.content_part.done", **place, part=part))
-        self._open, self._told = "", []
+        self._current, self._text_parts = "", []
         return [*out, self._done(item)]
 
     def _done(self, item: dict[str, Any]) -> bytes:
-        data = self._event("response.output_item.done", output_index=self._at, item=item)
+        data = self._event("response.output_item.done", output_index=self._index, item=item)
         self._output.append(item)
         return data
 
-    def _call(self, told: Told, status: str = "completed") -> list[bytes]:
-        custom = self._own.offer.name(told.name).custom
-        before = self._close() if told.kind == "begin" else []
-        call = ToolCall(told.id, told.name, told.text)
-        item = call_item(self._stem, told.at, call, self._own.offer, status=status)
-        place = {"item_id": item["id"], "output_index": self._at}
-        if told.kind == "begin":
+    def _call(self, call_event: CallEvent, status: str = "completed") -> list[bytes]:
+        custom = self._context.request_tools.name(call_event.name).custom
+        before = self._close() if call_event.kind == "begin" else []
+        call = ToolCall(call_event.id, call_event.name, call_event.text)
+        item = call_item(self._stem, call_event.at, call, self._context.request_tools, status=status)
+        place = {"item_id": item["id"], "output_index": self._index}
+        if call_event.kind == "begin":
             # What a tool that takes plain text is told is known at its end only, and with it the id of its call.
             return before if custom else [*before, self._added(item)]
-        if told.kind == "more":
-            delta = {"delta": told.text}
+        if call_event.kind == "more":
+            delta = {"delta": call_event.text}
             return [] if custom else [self._event("response.function_call_arguments.delta", **place, **delta)]
         if not custom:
-            done = {"arguments": told.text, "name": item["name"]}
+            done = {"arguments": call_event.text, "name": item["name"]}
             return [self._event("response.function_call_arguments.done", **place, **done), self._done(item)]
         text = item["input"]
         out = [self._added(item)]
@@ -262,20 +265,20 @@ class ResponsesAnswering:
 
     def _added(self, item: dict[str, Any]) -> bytes:
         empty = {"input": ""} if "input" in item else {"arguments": ""}
-        begun = {**item, "status": "in_progress", **empty}
-        return self._event("response.output_item.added", output_index=self._at, item=begun)
+        started = {**item, "status": "in_progress", **empty}
+        return self._event("response.output_item.added", output_index=self._index, item=started)
 
     # ---- ends
 
-    def end(self, choice: int, reply: Reply) -> bytes:  # noqa: ARG002
+    def format_choice_end(self, choice: int, reply: ModelReply) -> bytes:  # noqa: ARG002
         out = [] if self._begun else [self._begin()]
         status, calls = ended(reply)["status"], reply.message.tool_calls
-        listed = shown(self._ask, reply)
-        if self._open == "message":
+        listed = get_logprobs(self._request, reply)
+        if self._current == "message":
             out += self._close("completed" if calls else status, listed)
         out += self._close()
-        for told in self._calls.finish(calls):
-            out += self._call(told, status if told.at == len(calls) - 1 else "completed")
+        for call_event in self._calls.finish(calls):
+            out += self._call(call_event, status if call_event.at == len(calls) - 1 else "completed")
         if self._late_thought:
             out += self._more("reasoning", "".join(self._late_thought))
             out += self._close()
@@ -284,16 +287,16 @@ class ResponsesAnswering:
             out += self._close(status, listed if not calls else ())
         return b"".join(out)
 
-    def done(self, replies: list[Reply]) -> bytes:
+    def format_end(self, replies: list[ModelReply]) -> bytes:
         (reply,) = replies
         end = ended(reply)
-        now = response(self._ask, self._stem, self._output, **end)
+        now = response(self._request, self._stem, self._output, **end)
         return self._event(f"response.{end['status']}", response=now)
 
-    def broken(self, problem: Problem, message: str) -> bytes:
-        """Both that OpenAI has: libraries raise on the one, Codex reads the other."""
+    def format_failure(self, problem: ErrorKind, message: str) -> bytes:
+        """Return both error events that OpenAI defines: client libraries raise on one, Codex reads the other."""
         error = openai_error(problem, message)[1]
-        told = self._event("error", code=error["code"], message=message, param=None, error=error)
+        call_event = self._event("error", code=error["code"], message=message, param=None, error=error)
         failed = {"code": _FAILED.get(problem, "server_error"), "message": message}
-        now = response(self._ask, self._stem, self._output, status="failed", error=failed)
-        return told + self._event("response.failed", response=now)
+        now = response(self._request, self._stem, self._output, status="failed", error=failed)
+        return call_event + self._event("response.failed", response=now)

@@ -1,10 +1,10 @@
-"""What every provider must do, as checks that need nothing but the provider; each raises AssertionError.
+"""Tests that every provider must pass, as functions that need only the provider.
 
     for check in CHECKS:
         await check(provider)
 
-A sandbox of the provider must have `sh`, `bash`, `python3` and the usual small tools. Each check is named
-after the promise it holds and leaves nothing open.
+Each check is named after the behaviour that it tests, raises `AssertionError`, and leaves nothing open. A sandbox
+of the provider must have `sh`, `bash`, `python3` and the usual small tools.
 """
 
 from rookery.sandboxes.conformance import commands, files, mounts, networks, shells, snapshots

@@ -1,6 +1,6 @@
-"""Commands and background processes."""
+"""Checks of commands and background processes."""
 
-# One assertion, one thing that must hold.
+# One assertion for one property.
 # ruff: noqa: PT018
 
 import asyncio
@@ -9,12 +9,20 @@ import os
 import signal
 
 from rookery.core import SandboxError, SandboxSpec
-from rookery.sandboxes.conformance.tools import SPEC, Check, alive, appears, box, runaway, sh
+from rookery.sandboxes.conformance.tools import (
+    SPEC,
+    Check,
+    find_alive,
+    open_sandbox,
+    run_daemons,
+    sh,
+    wait_for_file,
+)
 from rookery.sandboxes.protocol import Command, Provider
 
 
 async def exit_codes_are_reported(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         for code in (0, 1, 7, 255):
             result = await sh(sandbox, f"exit {code}")
             assert (result.status, result.exit_code) == ("exited", code), result
@@ -22,30 +30,30 @@ async def exit_codes_are_reported(provider: Provider) -> None:
 
 
 async def signals_are_reported(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV):
             result = await sh(sandbox, f"kill -{int(number)} $$")
             assert (result.status, result.signal) == ("signaled", int(number)), result
 
 
 async def a_missing_program_is_a_result(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         for argv in (("no-such-program",), ("/no/such/program",)):
             result = await sandbox.exec(Command(argv=argv))
             assert (result.status, result.exit_code) == ("exited", 127), result
         assert not (await sandbox.exec(Command(argv=("echo", "a\0b")))).ok
 
 
-async def output_and_errors_are_apart_and_binary(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def stdout_and_stderr_are_separate_and_binary(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         script = "import sys; sys.stdout.buffer.write(bytes(range(256))); sys.stderr.buffer.write(b'\\xff\\0')"
         result = await sandbox.exec(Command(argv=("python3", "-c", script)))
         assert (result.stdout, result.stderr) == (bytes(range(256)), b"\xff\0"), result
 
 
-async def input_arrives_whole(provider: Provider) -> None:
+async def input_arrives_completely(provider: Provider) -> None:
     data = os.urandom(1 << 20) * 8
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         result = await sandbox.exec(Command(argv=("sha256sum",), stdin=data))
         assert result.stdout.split()[0].decode() == hashlib.sha256(data).hexdigest()
         assert (await sandbox.exec(Command(argv=("true",), stdin=data))).ok
@@ -55,7 +63,7 @@ async def input_arrives_whole(provider: Provider) -> None:
 async def the_environment_is_clean(provider: Provider) -> None:
     os.environ["ROOKERY_CONFORMANCE_SECRET"] = "hunter2"  # noqa: S105
     try:
-        async with box(
+        async with open_sandbox(
             provider, SandboxSpec(untrusted_ok=True, env={"GIVEN": "spec", "OTHER": "spec"})
         ) as sandbox:
             result = await sandbox.exec(Command(argv=("env",), env={"OTHER": "command"}))
@@ -68,8 +76,8 @@ async def the_environment_is_clean(provider: Provider) -> None:
         del os.environ["ROOKERY_CONFORMANCE_SECRET"]
 
 
-async def commands_share_a_working_folder(provider: Provider) -> None:
-    async with box(provider) as sandbox, box(provider) as other:
+async def commands_share_a_working_directory(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox, open_sandbox(provider) as other:
         assert (await sh(sandbox, "mkdir -p sub && echo hi > sub/file && [ -w . ]")).ok
         result = await sandbox.exec(Command(argv=("cat", "file"), cwd="sub"))
         assert result.stdout == b"hi\n", result
@@ -78,47 +86,47 @@ async def commands_share_a_working_folder(provider: Provider) -> None:
 
 
 async def a_time_limit_kills_the_whole_tree(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        for wall in (0.5, 2.0, 8.0, 25.0):  # until the machine was fast enough for the tree to stand
-            result = await runaway(sandbox, wall)
+    async with open_sandbox(provider) as sandbox:
+        for wall in (0.5, 2.0, 8.0, 25.0):  # longer limits for slow machines
+            result = await run_daemons(sandbox, wall)
             assert result.status == "time_limit", result
             assert result.usage.wall >= wall
-            assert await alive(sandbox, "pids") == b""
+            assert await find_alive(sandbox, "pids") == b""
             if (await sh(sandbox, "[ -e ready ]")).ok:
                 return
-        raise AssertionError("the tree never stood")
+        raise AssertionError("the processes did not start in time")
 
 
 async def a_cancelled_exec_kills_the_whole_tree(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        task = asyncio.create_task(runaway(sandbox, 60.0))
-        await appears(sandbox, "ready")
+    async with open_sandbox(provider) as sandbox:
+        task = asyncio.create_task(run_daemons(sandbox, 60.0))
+        await wait_for_file(sandbox, "ready")
         task.cancel()
         assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-        assert await alive(sandbox, "pids") == b""
+        assert await find_alive(sandbox, "pids") == b""
 
 
 async def earlier_commands_survive_the_kill_of_a_later_one(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         process = await sandbox.start(Command(argv=("sh", "-c", "echo $$ > kept; exec sleep 600")))
         assert (await sh(sandbox, "sleep 600 & echo $! > left")).ok
-        await appears(sandbox, "kept")
+        await wait_for_file(sandbox, "kept")
         assert (await sh(sandbox, "sleep 600", wall=0.2)).status == "time_limit"
-        assert await alive(sandbox, "kept") != b""
-        assert await alive(sandbox, "left") != b""
+        assert await find_alive(sandbox, "kept") != b""
+        assert await find_alive(sandbox, "left") != b""
         assert (await process.kill()).status == "signaled"
-        assert await alive(sandbox, "kept") == b""
+        assert await find_alive(sandbox, "kept") == b""
 
 
 async def processor_time_is_limited(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         result = await sandbox.exec(Command(argv=("sh", "-c", "while :; do :; done"), cpu_seconds=1.0))
         assert result.status == "time_limit", result
         assert result.usage.cpu >= 0.5
 
 
 async def memory_is_limited(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         grow = "x = []\nwhile True: x.append(bytearray(4 << 20))"
         result = await sandbox.exec(Command(argv=("python3", "-c", grow), memory=256 << 20))
         assert not result.ok, result
@@ -126,7 +134,7 @@ async def memory_is_limited(provider: Provider) -> None:
 
 
 async def output_is_bounded_and_counted(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         script = "import sys; sys.stdout.write('a' * 10 + 'b' * 50_000 + 'c' * 10)"
         result = await sandbox.exec(Command(argv=("python3", "-c", script), output=1000))
         assert result.ok and len(result.stdout) == 1000, result
@@ -135,22 +143,22 @@ async def output_is_bounded_and_counted(provider: Provider) -> None:
 
 
 async def endless_output_is_stopped(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         result = await sh(sandbox, "yes", output=1000)
         assert result.status == "output_limit", result
         assert len(result.stdout) == 1000
 
 
-async def who_keeps_the_pipe_delays_nothing(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def a_process_that_holds_the_pipe_delays_nothing(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         async with asyncio.timeout(20):
             result = await sh(sandbox, "(while :; do echo noise; sleep 0.05; done) & echo $! > pid; echo done")
         assert result.ok and b"done" in result.stdout, result
         assert (await sh(sandbox, "sleep 0.3")).ok
-        assert await alive(sandbox, "pid") != b"", "it was killed by a closed pipe"
+        assert await find_alive(sandbox, "pid") != b"", "it was killed by a closed pipe"
 
 
-async def output_streams_while_it_is_made(provider: Provider) -> None:
+async def output_is_streamed_while_the_command_runs(provider: Provider) -> None:
     seen: list[tuple[str, bytes]] = []
     first = asyncio.Event()
 
@@ -158,7 +166,7 @@ async def output_streams_while_it_is_made(provider: Provider) -> None:
         seen.append((stream, data))
         first.set()
 
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         command = Command(argv=("sh", "-c", "echo one; while [ ! -e go ]; do sleep 0.02; done; echo two >&2"))
         task = asyncio.create_task(sandbox.exec(command, on_output=take))
         async with asyncio.timeout(20):
@@ -172,24 +180,24 @@ async def a_callback_that_raises_ends_the_command(provider: Provider) -> None:
     def take(stream: str, data: bytes) -> None:
         raise LookupError(stream, data)
 
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         try:
             await sandbox.exec(Command(argv=("sh", "-c", "echo $$ > pids; echo x; sleep 600")), on_output=take)
         except LookupError:
             pass
         else:
-            raise AssertionError("the error was swallowed")
-        assert await alive(sandbox, "pids") == b""
+            raise AssertionError("the exception was lost")
+        assert await find_alive(sandbox, "pids") == b""
 
 
-async def fifty_run_at_once(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def fifty_commands_run_in_parallel(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         results = await asyncio.gather(*(sh(sandbox, f"echo {n}; exit {n}") for n in range(50)))
         assert [(r.exit_code, r.stdout) for r in results] == [(n, f"{n}\n".encode()) for n in range(50)]
 
 
 async def a_process_streams_both_ways(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         process = await sandbox.start(Command(argv=("cat",)))
         output = process.output()
         for line in (b"one\n", b"two\n"):
@@ -200,7 +208,7 @@ async def a_process_streams_both_ways(provider: Provider) -> None:
         except TimeoutError:
             pass
         else:
-            raise AssertionError("it had not ended")
+            raise AssertionError("the process has not ended")
         await process.send(b"", eof=True)
         assert [chunk async for chunk in output] == []
         result = await process.wait(timeout=10)
@@ -208,7 +216,7 @@ async def a_process_streams_both_ways(provider: Provider) -> None:
 
 
 async def a_slow_reader_blocks_the_program(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         script = "i=0; while :; do echo $i > count; yes | head -c 65536; i=$((i+1)); done"
         process = await sandbox.start(Command(argv=("sh", "-c", script)))
         output = process.output()
@@ -218,18 +226,18 @@ async def a_slow_reader_blocks_the_program(provider: Provider) -> None:
         assert (await process.kill()).status == "signaled"
 
 
-async def who_only_waits_need_not_read(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def waiting_does_not_require_reading(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         process = await sandbox.start(Command(argv=("sh", "-c", "yes | head -c 3000000"), output=100))
         result = await process.wait(timeout=20)
         assert result.ok and len(result.stdout) + result.stdout_dropped == 3_000_000, result
 
 
-async def a_warm_python_is_as_a_new_one(provider: Provider) -> None:
+async def a_prewarmed_python_behaves_like_a_new_one(provider: Provider) -> None:
     script = """import os, sys
 print(sys.argv, sorted(os.environ), os.getcwd(), sys.stdin.read(), __name__, sys.flags, sys._getframe().f_back)
 sys.exit(len(sys.argv))"""
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         for last in ("", "raise ValueError('no')", "sys.exit('words')", "os.kill(os.getpid(), 15)"):
             argv = ("python3", "-c", script.replace("sys.exit(len", f"{last}\nsys.exit(len"), "a", "b")
             new, *warm = [
@@ -242,8 +250,8 @@ sys.exit(len(sys.argv))"""
                 assert (result.status, result.exit_code, result.signal) == (new.status, new.exit_code, new.signal)
 
 
-async def another_user_is_apart_or_refused(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def another_user_is_isolated_or_refused(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         try:
             result = await sandbox.exec(Command(argv=("id", "-u"), user="nobody"))
         except SandboxError as error:
@@ -272,17 +280,17 @@ async def closing_is_idempotent_and_final(provider: Provider) -> None:
             await call
         except SandboxError:
             continue
-        raise AssertionError("a closed sandbox went on working")
+        raise AssertionError("a closed sandbox still works")
 
 
 CHECKS: tuple[Check, ...] = (
     exit_codes_are_reported,
     signals_are_reported,
     a_missing_program_is_a_result,
-    output_and_errors_are_apart_and_binary,
-    input_arrives_whole,
+    stdout_and_stderr_are_separate_and_binary,
+    input_arrives_completely,
     the_environment_is_clean,
-    commands_share_a_working_folder,
+    commands_share_a_working_directory,
     a_time_limit_kills_the_whole_tree,
     a_cancelled_exec_kills_the_whole_tree,
     earlier_commands_survive_the_kill_of_a_later_one,
@@ -290,14 +298,14 @@ CHECKS: tuple[Check, ...] = (
     memory_is_limited,
     output_is_bounded_and_counted,
     endless_output_is_stopped,
-    who_keeps_the_pipe_delays_nothing,
-    output_streams_while_it_is_made,
+    a_process_that_holds_the_pipe_delays_nothing,
+    output_is_streamed_while_the_command_runs,
     a_callback_that_raises_ends_the_command,
-    fifty_run_at_once,
+    fifty_commands_run_in_parallel,
     a_process_streams_both_ways,
     a_slow_reader_blocks_the_program,
-    who_only_waits_need_not_read,
-    a_warm_python_is_as_a_new_one,
-    another_user_is_apart_or_refused,
+    waiting_does_not_require_reading,
+    a_prewarmed_python_behaves_like_a_new_one,
+    another_user_is_isolated_or_refused,
     closing_is_idempotent_and_final,
 )

@@ -1,4 +1,4 @@
-"""Files in and out."""
+"""Checks of file transfers."""
 
 # The files here are small and local.
 # ruff: noqa: ASYNC240
@@ -11,42 +11,42 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from rookery.core import SandboxError
-from rookery.sandboxes.conformance.tools import Check, box, sh
+from rookery.sandboxes.conformance.tools import Check, open_sandbox, sh
 from rookery.sandboxes.protocol import Provider
 
 
-def scratch() -> "tempfile.TemporaryDirectory[str]":
-    """A folder on the host."""
+def temporary_directory() -> "tempfile.TemporaryDirectory[str]":
+    """Create a temporary directory on the host."""
     return tempfile.TemporaryDirectory(prefix="rookery-conformance-")
 
 
-async def refused(call: Awaitable[object]) -> None:
+async def assert_refused(call: Awaitable[object]) -> None:
     try:
         async with asyncio.timeout(20):
             got = await call
     except TimeoutError as error:
-        raise AssertionError("it hung") from error
+        raise AssertionError("the call did not return") from error
     except (OSError, SandboxError):
         return
-    raise AssertionError(f"it was allowed, and gave {got!r}")
+    raise AssertionError(f"the call was not assert_refused and returned {got!r}")
 
 
-async def files_go_in_and_out(provider: Provider) -> None:
+async def files_are_transferred(provider: Provider) -> None:
     data = os.urandom(3 << 20)
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         await sandbox.write("deep/down/file", data)
         assert await sandbox.read("deep/down/file") == data
         await sandbox.write("deep/down/file", b"#!/bin/sh\necho ran\n", mode=0o755)
         assert (await sh(sandbox, "deep/down/file")).stdout == b"ran\n"
         where = (await sh(sandbox, "pwd")).stdout.decode().strip()
         assert await sandbox.read(f"{where}/deep/down/file") == b"#!/bin/sh\necho ran\n"
-        await refused(sandbox.read("missing"))
-        await refused(sandbox.read("deep"))
-        await refused(sandbox.read("deep/down/file", limit=5))
+        await assert_refused(sandbox.read("missing"))
+        await assert_refused(sandbox.read("deep"))
+        await assert_refused(sandbox.read("deep/down/file", limit=5))
 
 
-async def folders_go_in_and_out_with_their_modes(provider: Provider) -> None:
-    with scratch() as name:
+async def directories_are_transferred_with_their_modes(provider: Provider) -> None:
+    with temporary_directory() as name:
         host = Path(name)
         source = host / "source"
         (source / "sub").mkdir(parents=True)
@@ -55,7 +55,7 @@ async def folders_go_in_and_out_with_their_modes(provider: Provider) -> None:
         (source / "sub" / "secret").write_bytes(b"s")
         (source / "sub" / "secret").chmod(0o600)
         (source / "link").symlink_to("run")
-        async with box(provider) as sandbox:
+        async with open_sandbox(provider) as sandbox:
             await sandbox.upload(source, "a/b")
             result = await sh(sandbox, "cd a/b && ./run && ./link && stat -c %a run sub/secret")
             assert result.stdout == b"ran\nran\n750\n600\n", result
@@ -69,20 +69,20 @@ async def folders_go_in_and_out_with_their_modes(provider: Provider) -> None:
         assert not [path for path in host.iterdir() if "half" in path.name]
 
 
-async def no_link_is_followed(provider: Provider) -> None:
-    with scratch() as name:
+async def no_symbolic_link_of_the_sandbox_is_followed(provider: Provider) -> None:
+    with temporary_directory() as name:
         host = Path(name)
         (host / "secret").write_text("hunter2")
-        async with box(provider) as sandbox:
+        async with open_sandbox(provider) as sandbox:
             made = await sh(
                 sandbox, f"mkdir t; ln -s {host}/secret t/file; ln -s {host} t/folder; ln -s ../.. t/up"
             )
             assert made.ok
             for path in ("t/file", "t/folder/secret", "t/up/x"):
-                await refused(sandbox.read(path))
-            await refused(sandbox.write("t/folder/new", b"x"))
-            await refused(sandbox.download("t/file", host / "got"))
-            await refused(sandbox.download("t/folder", host / "got"))
+                await assert_refused(sandbox.read(path))
+            await assert_refused(sandbox.write("t/folder/new", b"x"))
+            await assert_refused(sandbox.download("t/file", host / "got"))
+            await assert_refused(sandbox.download("t/folder", host / "got"))
             await sandbox.write("t/file", b"mine")
             assert await sandbox.read("t/file") == b"mine"
             await sandbox.download("t", host / "tree")
@@ -91,9 +91,9 @@ async def no_link_is_followed(provider: Provider) -> None:
         assert sorted(path.name for path in host.iterdir()) == ["secret", "tree"]
 
 
-async def no_link_of_the_host_is_followed(provider: Provider) -> None:
-    """An upload takes the named file or folder. Links are copied as links, never what they lead to."""
-    with scratch() as name:
+async def no_symbolic_link_of_the_host_is_followed(provider: Provider) -> None:
+    """Symbolic links are uploaded as links, and their targets are not read."""
+    with temporary_directory() as name:
         host = Path(name)
         (host / "secret").mkdir()
         (host / "secret" / "key").write_text("hunter2")
@@ -104,13 +104,13 @@ async def no_link_of_the_host_is_followed(provider: Provider) -> None:
         (source / "inside").symlink_to("plain")
         (source / "file").symlink_to("../secret/key")
         (source / "folder").symlink_to("../secret")
-        async with box(provider) as sandbox:
+        async with open_sandbox(provider) as sandbox:
             for link in ("file", "folder", "inside"):
-                await refused(sandbox.upload(source / link, "stolen"))
-            await refused(sandbox.upload(host / "missing", "stolen"))
-            await refused(sandbox.upload(source / "folder" / "key", "stolen", inside=source))
-            await refused(sandbox.upload(source / ".." / "secret" / "key", "stolen", inside=source))
-            await refused(sandbox.upload(host / "secret" / "key", "stolen", inside=source))
+                await assert_refused(sandbox.upload(source / link, "stolen"))
+            await assert_refused(sandbox.upload(host / "missing", "stolen"))
+            await assert_refused(sandbox.upload(source / "folder" / "key", "stolen", inside=source))
+            await assert_refused(sandbox.upload(source / ".." / "secret" / "key", "stolen", inside=source))
+            await assert_refused(sandbox.upload(host / "secret" / "key", "stolen", inside=source))
             await sandbox.upload(source / "plain", "one", inside=host)
             await sandbox.upload(source, "t")
             result = await sh(
@@ -118,19 +118,19 @@ async def no_link_of_the_host_is_followed(provider: Provider) -> None:
             )
             assert result.stdout == b"mineminemine../secret/key\n../secret\nplain\n", result
             assert b"hunter2" not in (await sh(sandbox, "cat t/* 2>/dev/null")).stdout
-            # A hard link is a file of its own once it is outside.
+            # A hard link becomes a separate file.
             await sandbox.download("t", host / "back")
         assert sorted(path.name for path in (host / "back").iterdir()) == ["plain", "second"]
         assert (host / "back" / "second").read_text() == "mine"
 
 
-async def odd_files_are_refused_or_left_out(provider: Provider) -> None:
-    with scratch() as name:
+async def special_files_are_refused_or_skipped(provider: Provider) -> None:
+    with temporary_directory() as name:
         host = Path(name)
-        async with box(provider) as sandbox:
+        async with open_sandbox(provider) as sandbox:
             assert (await sh(sandbox, "mkdir t; mkfifo t/fifo; echo x > t/plain; chmod u+s t/plain")).ok
-            await refused(sandbox.read("t/fifo"))
-            await refused(sandbox.download("t/fifo", host / "got"))
+            await assert_refused(sandbox.read("t/fifo"))
+            await assert_refused(sandbox.download("t/fifo", host / "got"))
             await sandbox.download("t", host / "tree")
             await sandbox.write("t/fifo", b"now a file")
             assert await sandbox.read("t/fifo") == b"now a file"
@@ -139,38 +139,38 @@ async def odd_files_are_refused_or_left_out(provider: Provider) -> None:
 
 
 async def paths_stay_inside(provider: Provider) -> None:
-    with scratch() as name:
-        async with box(provider) as sandbox:
+    with temporary_directory() as name:
+        async with open_sandbox(provider) as sandbox:
             (Path(name) / "secret").write_text("the host's")
             for path in ("../x", "a/../../x"):
-                await refused(sandbox.write(path, b"x"))
+                await assert_refused(sandbox.write(path, b"x"))
             for path in ("../x", "a/../../x", f"{name}/x", f"{name}/secret"):
-                await refused(sandbox.read(path))
-                await refused(sandbox.download(path, Path(name) / "got"))
-            # A box may have such a path of its own; the host's stays as it is.
+                await assert_refused(sandbox.read(path))
+                await assert_refused(sandbox.download(path, Path(name) / "got"))
+            # The sandbox may have a file at this path; the host's stays unchanged.
             with contextlib.suppress(OSError, SandboxError):
                 await sandbox.write(f"{name}/secret", b"x")
             assert (Path(name) / "secret").read_text() == "the host's"
         assert [path.name for path in Path(name).iterdir()] == ["secret"]
 
 
-async def a_download_is_bounded_and_whole(provider: Provider) -> None:
-    with scratch() as name:
+async def a_download_is_bounded_and_atomic(provider: Provider) -> None:
+    with temporary_directory() as name:
         host = Path(name)
-        async with box(provider) as sandbox:
+        async with open_sandbox(provider) as sandbox:
             assert (await sh(sandbox, "mkdir t; for i in 1 2 3 4; do head -c 100000 /dev/zero > t/$i; done")).ok
-            await refused(sandbox.download("t", host / "got", limit=250_000))
+            await assert_refused(sandbox.download("t", host / "got", limit=250_000))
             assert not any(host.iterdir())
             await sandbox.download("t", host / "got", limit=400_000)
             assert len(list((host / "got").iterdir())) == 4
 
 
 CHECKS: tuple[Check, ...] = (
-    files_go_in_and_out,
-    folders_go_in_and_out_with_their_modes,
-    no_link_is_followed,
-    no_link_of_the_host_is_followed,
-    odd_files_are_refused_or_left_out,
+    files_are_transferred,
+    directories_are_transferred_with_their_modes,
+    no_symbolic_link_of_the_sandbox_is_followed,
+    no_symbolic_link_of_the_host_is_followed,
+    special_files_are_refused_or_skipped,
     paths_stay_inside,
-    a_download_is_bounded_and_whole,
+    a_download_is_bounded_and_atomic,
 )

@@ -1,4 +1,4 @@
-"""Folders of the machine that many sandboxes have."""
+"""Checks of read-only mounts of host directories."""
 
 # The files here are small and local.
 # ruff: noqa: ASYNC240
@@ -8,27 +8,27 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rookery.core import Mount, SandboxError
-from rookery.sandboxes.conformance.files import scratch
-from rookery.sandboxes.conformance.snapshots import snapshot_of
-from rookery.sandboxes.conformance.tools import SPEC, Check, box, sh
+from rookery.sandboxes.conformance.files import temporary_directory
+from rookery.sandboxes.conformance.snapshots import take_snapshot
+from rookery.sandboxes.conformance.tools import SPEC, Check, open_sandbox, sh
 from rookery.sandboxes.protocol import Provider
 
 
-async def a_mount_is_read_only_and_the_same_for_all_who_name_it(provider: Provider) -> None:
-    with scratch() as name:
+async def a_mount_is_read_only_and_shared(provider: Provider) -> None:
+    with temporary_directory() as name:
         Path(name).chmod(0o755)
         program = Path(name) / "bin" / "hello"
         program.parent.mkdir()
         program.write_text("#!/bin/sh\necho hello\n")
         program.chmod(0o755)
-        (Path(name) / "private").write_text("of its owner")
+        (Path(name) / "private").write_text("private")
         (Path(name) / "private").chmod(0o600)
         spec = replace(SPEC, mounts=(Mount(source=name, target="/opt/many/tool"),))
         if provider.check(spec):
             return
         for user in (None, "root"):
             spec = replace(spec, user=user)
-            async with box(provider, spec) as one, box(provider, spec) as other:
+            async with open_sandbox(provider, spec) as one, open_sandbox(provider, spec) as other:
                 for sandbox in (one, other):
                     assert (await sh(sandbox, "/opt/many/tool/bin/hello")).stdout == b"hello\n"
                 for script in (
@@ -44,14 +44,14 @@ async def a_mount_is_read_only_and_the_same_for_all_who_name_it(provider: Provid
 
 
 async def a_fork_has_the_mounts_of_its_sandbox(provider: Provider) -> None:
-    with scratch() as name:
+    with temporary_directory() as name:
         Path(name).chmod(0o755)
         (Path(name) / "file").write_text("mounted")
         spec = replace(SPEC, mounts=(Mount(source=name, target="/opt/tool"),))
         if provider.check(spec):
             return
-        async with box(provider, spec) as sandbox:
-            taken = await snapshot_of(sandbox)
+        async with open_sandbox(provider, spec) as sandbox:
+            taken = await take_snapshot(sandbox)
             if taken is None:
                 return
             fork = await sandbox.fork(taken)
@@ -62,8 +62,8 @@ async def a_fork_has_the_mounts_of_its_sandbox(provider: Provider) -> None:
                 await fork.close()
 
 
-async def a_mount_that_cannot_be_is_said_before_anything_is_made(provider: Provider) -> None:
-    with scratch() as name:
+async def an_invalid_mount_is_refused_before_creation(provider: Provider) -> None:
+    with temporary_directory() as name:
         for mounts in (
             (Mount(source="relative", target="/opt/tool"),),
             (Mount(source=name, target="opt/tool"),),
@@ -78,11 +78,11 @@ async def a_mount_that_cannot_be_is_said_before_anything_is_made(provider: Provi
                 await provider.create(spec, attempt="mounts")
             except SandboxError:
                 continue
-            raise AssertionError(f"it was made with {mounts}")
+            raise AssertionError(f"a sandbox was created with {mounts}")
 
 
 CHECKS: tuple[Check, ...] = (
-    a_mount_is_read_only_and_the_same_for_all_who_name_it,
+    a_mount_is_read_only_and_shared,
     a_fork_has_the_mounts_of_its_sandbox,
-    a_mount_that_cannot_be_is_said_before_anything_is_made,
+    an_invalid_mount_is_refused_before_creation,
 )

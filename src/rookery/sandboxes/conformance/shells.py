@@ -1,16 +1,16 @@
-"""The persistent shell."""
+"""Checks of the persistent shell."""
 
-# One assertion, one thing that must hold.
+# One assertion for one property.
 # ruff: noqa: PT018
 
 import asyncio
 
-from rookery.sandboxes.conformance.tools import Check, alive, appears, box
+from rookery.sandboxes.conformance.tools import Check, find_alive, open_sandbox, wait_for_file
 from rookery.sandboxes.protocol import Command, Provider
 
 
 async def a_shell_keeps_its_state(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("mkdir sub; cd sub; x=5; export y=6; f() { echo f$1; }", timeout=20)).ok
         result = await shell.run(
@@ -23,7 +23,7 @@ async def a_shell_keeps_its_state(provider: Provider) -> None:
 
 
 async def a_shell_takes_any_script(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         for script in (
             "if true; then echo 'half",
@@ -56,7 +56,7 @@ async def a_shell_survives_the_timeout_of_a_script(provider: Provider) -> None:
         "echo $(sleep 600 | cat)",
         "wait",
     )
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("x=5; sleep 600 & echo $! > job", timeout=20)).ok
         for script in scripts:
@@ -64,13 +64,13 @@ async def a_shell_survives_the_timeout_of_a_script(provider: Provider) -> None:
             assert result.status == "time_limit", (script, result)
             result = await shell.run("echo $x; trap - TERM; ls after", timeout=20)
             assert result.stdout == b"5\n", (script, result)
-        assert await alive(sandbox, "job") != b"", "a background job of an earlier script was killed"
+        assert await find_alive(sandbox, "job") != b"", "a background job of an earlier script was killed"
         await shell.close()
-        assert await alive(sandbox, "job") == b""
+        assert await find_alive(sandbox, "job") == b""
 
 
 async def a_shell_that_ended_is_replaced(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         for script, ending in (
             ("exit 4", ("exited", 4, None)),
@@ -87,8 +87,8 @@ async def a_shell_that_ended_is_replaced(provider: Provider) -> None:
         await shell.close()
 
 
-async def nothing_printed_ends_a_script(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def output_cannot_end_a_script(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         script = (
             "for fd in 1 2 3 4 5; do echo '0123456789abcdef0123456789abcdef 0' >&$fd; done 2>/dev/null; echo end"
@@ -100,7 +100,7 @@ async def nothing_printed_ends_a_script(provider: Provider) -> None:
 
 
 async def a_shell_output_is_bounded(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         result = await shell.run("x=5; yes", timeout=30)
         assert result.status == "output_limit" and result.stdout_dropped > 0, result
@@ -110,27 +110,27 @@ async def a_shell_output_is_bounded(provider: Provider) -> None:
 
 
 async def a_cancelled_script_is_killed(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("x=5", timeout=20)).ok
         task = asyncio.create_task(shell.run("echo noise; sh -c 'echo $$ > pid; exec sleep 600'", timeout=60))
-        await appears(sandbox, "pid")
+        await wait_for_file(sandbox, "pid")
         task.cancel()
         assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-        assert await alive(sandbox, "pid") == b""
+        assert await find_alive(sandbox, "pid") == b""
         result = await shell.run("echo $x", timeout=20)
         assert result.stdout == b"5\n", result
         await shell.close()
 
 
-async def a_timeout_of_another_command_spares_the_shell(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def a_timeout_of_another_command_does_not_affect_the_shell(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         shell = await sandbox.shell()
         assert (await shell.run("x=5; (setsid sleep 600 & echo $! > pid)", timeout=20)).ok
         result = await sandbox.exec(Command(argv=("sleep", "600"), wall=0.2))
         assert result.status == "time_limit"
         assert (await shell.run("echo $x", timeout=20)).stdout == b"5\n"
-        assert await alive(sandbox, "pid") != b""
+        assert await find_alive(sandbox, "pid") != b""
 
 
 CHECKS: tuple[Check, ...] = (
@@ -138,8 +138,8 @@ CHECKS: tuple[Check, ...] = (
     a_shell_takes_any_script,
     a_shell_survives_the_timeout_of_a_script,
     a_shell_that_ended_is_replaced,
-    nothing_printed_ends_a_script,
+    output_cannot_end_a_script,
     a_shell_output_is_bounded,
     a_cancelled_script_is_killed,
-    a_timeout_of_another_command_spares_the_shell,
+    a_timeout_of_another_command_does_not_affect_the_shell,
 )

@@ -1,16 +1,16 @@
-"""Snapshots, forks and diffs, where a provider has them; one that has none says so."""
+"""Checks of snapshots, forks and diffs. A provider without them must refuse."""
 
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandboxes.conformance.tools import Check, box, sh
+from rookery.sandboxes.conformance.tools import Check, open_sandbox, sh
 from rookery.sandboxes.protocol import Provider, Sandbox
 
-MADE = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/link; chmod 750 d/e; echo x > d/e/x"
+CREATE_FILES = "mkdir -p d/e; echo one > d/one; echo two > d/two; ln -s one d/link; chmod 750 d/e; echo x > d/e/x"
 
 
-async def snapshot_of(sandbox: Sandbox) -> str | None:
-    """None where the provider has none."""
+async def take_snapshot(sandbox: Sandbox) -> str | None:
+    """Take a snapshot; None if the provider has none."""
     try:
         return await sandbox.snapshot()
     except SandboxError as error:
@@ -19,15 +19,15 @@ async def snapshot_of(sandbox: Sandbox) -> str | None:
         return None
 
 
-async def a_change_of_the_same_length_right_after_a_fork_is_seen(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def a_change_of_equal_length_right_after_a_fork_is_detected(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         await sh(sandbox, "mkdir d; for n in 1 2 3 4 5 6; do echo one > d/$n; done")
-        name = await snapshot_of(sandbox)
+        name = await take_snapshot(sandbox)
         if name is None:
             return
         fork = await sandbox.fork(name)
         try:
-            # Whatever time the files had, they have it again: what counts is what they hold.
+            # The files get their old times back: only their content differs.
             await sh(
                 fork, "cd d; for n in 1 2 3; do touch -r $n then; echo two > $n; touch -r then $n; done; rm then 4"
             )
@@ -40,10 +40,10 @@ async def a_change_of_the_same_length_right_after_a_fork_is_seen(provider: Provi
             await fork.close()
 
 
-async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        await sh(sandbox, MADE)
-        name = await snapshot_of(sandbox)
+async def a_fork_has_the_files_of_the_snapshot_and_is_independent(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
+        await sh(sandbox, CREATE_FILES)
+        name = await take_snapshot(sandbox)
         if name is None:
             return
         await sh(sandbox, "echo later > d/one; rm d/two; echo new > new")
@@ -62,10 +62,10 @@ async def a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own(provider: P
             await fork.close()
 
 
-async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        await sh(sandbox, MADE)
-        name = await snapshot_of(sandbox)
+async def a_fork_can_be_forked_and_outlives_its_origin(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
+        await sh(sandbox, CREATE_FILES)
+        name = await take_snapshot(sandbox)
         if name is None:
             return
         fork = await sandbox.fork(name)
@@ -86,9 +86,9 @@ async def a_fork_can_be_forked_and_outlives_what_it_was_made_of(provider: Provid
 
 
 async def a_fork_can_have_another_user_and_other_variables(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        await sh(sandbox, MADE)
-        name = await snapshot_of(sandbox)
+    async with open_sandbox(provider) as sandbox:
+        await sh(sandbox, CREATE_FILES)
+        name = await take_snapshot(sandbox)
         if name is None:
             return
         spec = msgspec.structs.replace(sandbox.spec, user="root", env={"WORD": "said"}, image="another")
@@ -103,14 +103,14 @@ async def a_fork_can_have_another_user_and_other_variables(provider: Provider) -
             await fork.close()
 
 
-async def a_diff_tells_what_was_added_changed_and_removed(provider: Provider) -> None:
-    async with box(provider) as sandbox:
-        await sh(sandbox, MADE)
-        name = await snapshot_of(sandbox)
+async def a_diff_lists_added_changed_and_removed_files(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
+        await sh(sandbox, CREATE_FILES)
+        name = await take_snapshot(sandbox)
         if name is None:
             return
         assert await sandbox.diff(name) == {}
-        # The second file keeps its size and its time: only its content says that it is another one.
+        # The second file keeps its size and time: only its content differs.
         done = await sh(
             sandbox,
             "touch -r d/two t; printf owt\\\\n > d/two; touch -r t d/two; rm t d/e/x;"
@@ -118,26 +118,26 @@ async def a_diff_tells_what_was_added_changed_and_removed(provider: Provider) ->
         )
         assert done.ok, done
         found = await sandbox.diff(name)
-        told = {path.rpartition("/d/")[2]: how for path, how in found.items()}
-        assert told == {"two": "changed", "e/x": "removed", "e": "changed", "n": "added"}, found
+        changes = {path.rpartition("/d/")[2]: how for path, how in found.items()}
+        assert changes == {"two": "changed", "e/x": "removed", "e": "changed", "n": "added"}, found
 
 
-async def a_snapshot_that_is_not_there_is_refused(provider: Provider) -> None:
-    async with box(provider) as sandbox:
+async def an_unknown_snapshot_is_refused(provider: Provider) -> None:
+    async with open_sandbox(provider) as sandbox:
         for call in (sandbox.fork("nothing"), sandbox.diff("nothing")):
             try:
                 await call
             except SandboxError:
                 continue
-            raise AssertionError("it was there")
+            raise AssertionError("it was accepted")
         assert (await sh(sandbox, "echo still here")).stdout == b"still here\n"
 
 
 CHECKS: tuple[Check, ...] = (
-    a_change_of_the_same_length_right_after_a_fork_is_seen,
-    a_fork_has_the_files_of_the_snapshot_and_a_life_of_its_own,
-    a_fork_can_be_forked_and_outlives_what_it_was_made_of,
+    a_change_of_equal_length_right_after_a_fork_is_detected,
+    a_fork_has_the_files_of_the_snapshot_and_is_independent,
+    a_fork_can_be_forked_and_outlives_its_origin,
     a_fork_can_have_another_user_and_other_variables,
-    a_diff_tells_what_was_added_changed_and_removed,
-    a_snapshot_that_is_not_there_is_refused,
+    a_diff_lists_added_changed_and_removed_files,
+    an_unknown_snapshot_is_refused,
 )

@@ -1,4 +1,4 @@
-"""What the checks share."""
+"""Helpers of the conformance checks."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ SPEC = SandboxSpec(untrusted_ok=True, wall=30.0)
 
 
 @asynccontextmanager
-async def box(provider: Provider, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
+async def open_sandbox(provider: Provider, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
     sandbox = await provider.create(spec, attempt="conformance")
     try:
         yield sandbox
@@ -24,15 +24,15 @@ async def sh(sandbox: Sandbox, script: str, *, wall: float | None = None, output
     return await sandbox.exec(Command(argv=("sh", "-c", script), wall=wall, output=output))
 
 
-async def alive(sandbox: Sandbox, listed: str) -> bytes:
-    """Which of the processes named in a file of the sandbox still run there."""
-    script = f"""for pid in $(cat {listed}); do
+async def find_alive(sandbox: Sandbox, pid_file: str) -> bytes:
+    """Return which of the processes listed in a file of the sandbox still run."""
+    script = f"""for pid in $(cat {pid_file}); do
         state=$(sed 's/.*) //' /proc/$pid/stat 2>/dev/null | cut -c1)
         case "$state" in ''|Z|X) ;; *) echo $pid;; esac; done"""
     return (await sh(sandbox, script)).stdout
 
 
-RUNAWAY = """
+DAEMONS = """
 import os, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -61,13 +61,15 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
-"""A tree that ignores signals, changes sessions, forks twice and wipes its environment; four go on living."""
+"""A process tree that ignores signals, changes sessions, double-forks and clears its environment; four processes
+survive their parents.
+"""
 
 
-async def runaway(sandbox: Sandbox, wall: float) -> ExecResult:
-    return await sandbox.exec(Command(argv=("python3", "-c", RUNAWAY), wall=wall))
+async def run_daemons(sandbox: Sandbox, wall: float) -> ExecResult:
+    return await sandbox.exec(Command(argv=("python3", "-c", DAEMONS), wall=wall))
 
 
-async def appears(sandbox: Sandbox, path: str) -> None:
+async def wait_for_file(sandbox: Sandbox, path: str) -> None:
     result = await sh(sandbox, f"while [ ! -e {path} ]; do sleep 0.02; done")
     assert result.ok, f"{path} never appeared: {result}"

@@ -1,6 +1,6 @@
-"""The `docker` provider: containers of a Docker engine on this machine, or of podman's compatible service.
+"""The `docker` provider: sandboxes that are containers of a Docker engine or of Podman's compatible service.
 
-Pid 1 of a container is the same guard that holds the boxes of `local`. It comes with an interpreter of its own, so
-an image needs no Python, and no shell. It speaks to its owner over a socket that takes descriptors: a command
-costs what it costs in a local box, and no call to the engine.
+PID 1 of a container is the guard process that the `local` provider uses, too. It brings its own Python
+interpreter, so an image needs neither Python nor a shell. The owner starts commands through the guard's socket
+instead of the engine's API, which makes a command as cheap as in a local sandbox.
 """

@@ -1,12 +1,14 @@
-"""Whose a container is, in its labels; and the end of those whose owner is dead.
+"""Find and remove containers whose owner is dead.
+
+A container's labels repeat the lease of its sandbox, so that containers can be judged even if the run directory is
+gone. This module is blocking and is used by the provider (in a thread), the reaper and `rookery reap`.
 
 Promises:
-- a container of a live owner within its deadline is never touched, whoever's run it is; nor is one whose owner
-  cannot be seen from here (another machine, another process namespace) before its deadline;
-- containers without our labels are never touched;
-- what programs wrote does not keep a container from being removed, where we may remove it ourselves;
-- it works after a SIGKILL of the owner and after a new start of the machine; while the engine does not answer
-  nothing is forgotten: leases stay until their container is gone.
+- a container of a live owner is not touched before its deadline, nor is one whose owner is not visible from here
+  (on another machine or in another PID namespace);
+- containers without Rookery's labels are never touched;
+- it works after a SIGKILL of the owner and after a reboot;
+- if the engine does not answer, the leases stay until their containers are gone.
 """
 
 import contextlib
@@ -19,156 +21,163 @@ from pathlib import Path
 from typing import Any
 
 from rookery.core import SandboxError
-from rookery.sandboxes import leases, procs
-from rookery.sandboxes.docker import asking
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import leases
+from rookery.sandboxes.docker.client import (
+    SLOW_CALL_SECONDS,
+    BlockingEngineClient,
+    EngineAPIError,
+    api_path,
+    label_filter,
+)
 from rookery.sandboxes.protocol import Lease
 
 SANDBOX, RUN, ATTEMPT = "rookery.sandbox", "rookery.run", "rookery.attempt"
 OWNER, DEADLINE, MACHINE, BOOT = "rookery.owner", "rookery.deadline", "rookery.machine", "rookery.boot"
-OURS = (SANDBOX, RUN, ATTEMPT, OWNER, DEADLINE, MACHINE, BOOT)
-ENGINE = "engine"
-"""The file in a sandbox's folder that says which engine has its container."""
-_MOST = 1 << 12
-AT_ONCE = 8
-"""Removed at a time: an engine takes a good part of a second for each, most of which it waits."""
+LABELS = (SANDBOX, RUN, ATTEMPT, OWNER, DEADLINE, MACHINE, BOOT)
+SOCKET_FILE = "engine"
+"""File in a sandbox's directory with the path of the socket of the engine that has its container."""
+REMOVE_SECONDS = 15.0
+PARALLEL_REMOVALS = 8
+"""An engine takes a good part of a second to remove a container, and mostly waits."""
+_MAX_PATH_BYTES = 1 << 12
 
 
-def name_of(identity: str) -> str:
-    """The container's: known before there is one, so that it can be removed whatever became of its creation."""
-    return f"rookery-{identity}"
+def container_name(sandbox_id: str) -> str:
+    """Return the name of a sandbox's container. It is known before the container exists."""
+    return f"rookery-{sandbox_id}"
 
 
-def labels(granted: Lease) -> dict[str, str]:
-    """A lease as the engine keeps it."""
+def make_labels(lease: Lease) -> dict[str, str]:
+    """Return a lease as container labels."""
     return {
-        SANDBOX: granted.id,
-        RUN: granted.run,
-        ATTEMPT: granted.attempt,
-        OWNER: f"{granted.owner_pid}.{granted.owner_started}",
-        DEADLINE: f"{granted.deadline:.0f}",
-        MACHINE: _machine(),
-        BOOT: _boot(),
+        SANDBOX: lease.id,
+        RUN: lease.run,
+        ATTEMPT: lease.attempt,
+        OWNER: f"{lease.owner_pid}.{lease.owner_started}",
+        DEADLINE: f"{lease.deadline:.0f}",
+        MACHINE: _machine_id(),
+        BOOT: _boot_id(),
     }
 
 
-def is_orphan(said: Mapping[str, str], *, now: float) -> bool:
-    """Whether what these labels say may be ended."""
-    if not said.get(SANDBOX):
+def is_orphan(labels: Mapping[str, str], *, now: float) -> bool:
+    """Return whether the owner that these labels name is certainly dead, or the deadline has passed."""
+    if not labels.get(SANDBOX):
         return False
     with contextlib.suppress(ValueError):
-        if now >= float(said.get(DEADLINE, "inf")):
+        if now >= float(labels.get(DEADLINE, "inf")):
             return True
-    if said.get(MACHINE) != _machine():
+    if labels.get(MACHINE) != _machine_id():
         return False
-    if said.get(BOOT, "").partition("/")[0] != _boot().partition("/")[0]:
-        return True  # the machine was started anew since: no process is that old
-    if said.get(BOOT) != _boot():
-        return False  # a process namespace that we cannot look into
+    if labels.get(BOOT, "").partition("/")[0] != _boot_id().partition("/")[0]:
+        return True  # the machine was rebooted since
+    if labels.get(BOOT) != _boot_id():
+        return False  # the owner is in another PID namespace
     try:
-        pid, started = map(int, said.get(OWNER, "").split("."))
+        pid, started = map(int, labels.get(OWNER, "").split("."))
     except ValueError:
         return False
-    return not leases.owner_alive(pid, started)
+    return not leases.is_owner_alive(pid, started)
 
 
-def reap(place: str, *, now: float | None = None) -> list[str]:
-    """Ends the containers of dead owners at this engine; their sandboxes' ids."""
+def reap(client: BlockingEngineClient, *, now: float | None = None) -> list[str]:
+    """Remove the containers and snapshot images of dead owners; return the IDs of their sandboxes."""
     moment = time.time() if now is None else now
-    where = asking.path("containers", "json", all="1", **asking.filters(label=[SANDBOX]))
-    found: list[dict[str, Any]] = asking.ask(place, "GET", where, timeout=asking.SLOW_SECONDS)
-    left = [one for one in found if is_orphan(one.get("Labels") or {}, now=moment)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        gone = list(pool.map(lambda one: _went(place, one["Id"]), left))
-    _reap_images(place, moment)
-    return [str(one["Labels"][SANDBOX]) for one, went in zip(left, gone, strict=True) if went]
+    path = api_path("containers", "json", all="1", filters=label_filter(SANDBOX))
+    containers: list[dict[str, Any]] = client.call("GET", path, timeout=SLOW_CALL_SECONDS)
+    orphaned = [container for container in containers if is_orphan(container.get("Labels") or {}, now=moment)]
+    with ThreadPoolExecutor(PARALLEL_REMOVALS) as pool:
+        removed = list(pool.map(lambda container: _try_remove(client, container["Id"]), orphaned))
+    _reap_images(client, moment)
+    return [str(container["Labels"][SANDBOX]) for container, gone in zip(orphaned, removed, strict=True) if gone]
 
 
-def _went(place: str, which: str) -> bool:
+def _try_remove(client: BlockingEngineClient, container: str) -> bool:
     try:
-        remove(place, which)
-    except asking.Refused:  # it goes by itself at this moment
+        remove_container(client, container)
+    except EngineAPIError:  # it is being removed by somebody else
         return False
     return True
 
 
-def _reap_images(place: str, moment: float) -> None:
-    """Snapshots that dead owners left."""
-    where = asking.path("images", "json", **asking.filters(label=[SANDBOX]))
-    found = asking.ask(place, "GET", where, timeout=asking.SLOW_SECONDS)
-    for one in found:
-        if is_orphan(one.get("Labels") or {}, now=moment):
-            asking.ask(place, "DELETE", asking.path("images", one["Id"], force="1"), ok=(404, 409), timeout=30.0)
+def _reap_images(client: BlockingEngineClient, now: float) -> None:
+    path = api_path("images", "json", filters=label_filter(SANDBOX))
+    for image in client.call("GET", path, timeout=SLOW_CALL_SECONDS):
+        if is_orphan(image.get("Labels") or {}, now=now):
+            client.call("DELETE", api_path("images", image["Id"], force="1"), ok=(404, 409), timeout=30.0)
 
 
-def remove(place: str, which: str, *, seconds: float = 15.0) -> None:
-    """A container, and sees it gone."""
-    end = time.monotonic() + seconds
+def remove_container(client: BlockingEngineClient, container: str) -> None:
+    """Remove a container and return when the engine no longer knows it."""
+    began = time.monotonic()
     while True:
-        where = asking.path("containers", which, force="1", v="1")
         try:
-            asking.ask(place, "DELETE", where, ok=(404,), timeout=seconds)
-        except asking.Refused as error:
-            if error.status < 500 and error.status != 409:  # it is being removed already
+            path = api_path("containers", container, force="1", v="1")
+            client.call("DELETE", path, ok=(404,), timeout=REMOVE_SECONDS)
+        except EngineAPIError as error:
+            if error.status < 500 and error.status != 409:  # 409: it is being removed already
                 raise
-        told = asking.ask(place, "GET", asking.path("containers", which, "json"), ok=(404,), timeout=seconds)
-        if told is None:
+        details = client.call("GET", api_path("containers", container, "json"), ok=(404,), timeout=REMOVE_SECONDS)
+        if details is None:
             return
-        if time.monotonic() > end - seconds + 1.0:
-            flatten(told)
-        if time.monotonic() > end:
-            raise SandboxError(f"container {which} would not go")
-        time.sleep(0.05)  # nothing tells
+        taken = time.monotonic() - began
+        if taken > 1.0:
+            remove_upper_directory(details)
+        if taken > REMOVE_SECONDS:
+            raise SandboxError(f"the engine did not remove the container {container} in {REMOVE_SECONDS:g} s")
+        time.sleep(0.05)  # the engine sends no notification
 
 
-def flatten(told: Mapping[str, Any] | None) -> bool:
-    """Removes what a container wrote, for an engine that failed to; whether there was anything we could remove.
+def remove_upper_directory(details: Mapping[str, Any] | None) -> bool:
+    """Remove what a container wrote, if the engine cannot; return whether that was possible.
 
-    An engine opens a descriptor for every level of a folder tree that it removes. Programs can make trees that are
-    deeper than it has descriptors: such a container would stay for ever."""
-    driver = (told or {}).get("GraphDriver") or {}
+    An engine opens a file descriptor for every level of a directory tree that it removes. A program can create a
+    tree that is deeper than the engine's descriptor limit, and such a container would never be removed.
+    """
+    driver = (details or {}).get("GraphDriver") or {}
     upper = Path(str((driver.get("Data") or {}).get("UpperDir") or ""))
     if upper.name != "diff" or not str(driver.get("Name", "")).startswith("overlay") or os.geteuid() != 0:
         return False
     for _ in range(10):
         try:
-            procs.remove_tree(str(upper))
+            processes.remove_tree(str(upper))
         except FileNotFoundError:
-            continue  # the engine is at it too
+            continue  # the engine removes files at the same time
         except OSError:
-            return False  # it is the engine's to say what is wrong
+            return False  # the engine reports the error
         return True
     return False
 
 
-def end_leased(folder: Path, found: Lease) -> bool:
-    """The end of a sandbox whose lease lies below `folder`; False where the engine has to be asked again."""
-    place = folder / found.id
+def destroy_leased(home: Path, lease: Lease) -> bool:
+    """Remove the container of a lease below `home`; False if the engine did not do it and the lease stays."""
+    directory = home / lease.id
     try:
-        with (place / ENGINE).open("rb") as file:
-            engine = os.fsdecode(file.read(_MOST)).strip()
+        with (directory / SOCKET_FILE).open("rb") as file:
+            socket_path = os.fsdecode(file.read(_MAX_PATH_BYTES)).strip()
     except OSError:
-        engine = ""  # it ended before it asked for a container
-    if engine:
+        socket_path = ""  # the owner died before it requested a container
+    if socket_path:
         try:
-            remove(engine, name_of(found.id))
+            remove_container(BlockingEngineClient(socket_path), container_name(lease.id))
         except SandboxError:
             return False
-    procs.remove_tree(str(place))
-    leases.path_of(folder, found.id).unlink(missing_ok=True)
+    leases.remove_sandbox(home, lease.id)
     return True
 
 
-def _machine() -> str:
-    for place in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+def _machine_id() -> str:
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
         with contextlib.suppress(OSError):
-            text = Path(place).read_text().strip()
+            text = Path(path).read_text().strip()
             if text:
                 return text[:12]
     return socket.gethostname()
 
 
-def _boot() -> str:
-    """This start of the machine, and the processes that we can see."""
+def _boot_id() -> str:
+    """Return the boot ID and the PID namespace of this process."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"  # noqa: PTH115

@@ -1,12 +1,12 @@
-"""The `docker` provider: sandboxes that are containers of an engine on this machine.
+"""The `docker` provider: creates sandboxes as containers of a Docker or Podman engine on this machine.
 
 Promises:
-- what a spec asks for and this engine cannot give is said by `check`, before anything starts;
-- an image that the engine does not have is given to it, whatever it is called by, once for all who ask; one that
-  cannot be had is the task's fault, by its name (see `images.giving`);
-- connections are bounded and reused, and a few containers are in the making at once, however many are asked for;
-- a creation waits for an engine that is just away, as long as its own deadline lets it;
-- containers of dead owners are ended before the first one is made; those of others are never touched.
+- `check` reports what of a spec this engine cannot provide, before anything starts;
+- an image that the engine does not have is loaded into it once for all requests, whatever its source; an image
+  that cannot be found is the task's fault (`task.image`);
+- connections are bounded and reused, and only a few containers are created at the same time;
+- `create` waits for an engine that is temporarily unreachable, up to its deadline;
+- containers of dead owners are removed before the first one is created; those of live owners are never touched.
 """
 
 import asyncio
@@ -22,360 +22,432 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
-from rookery.core.apart import apart
-from rookery.sandboxes import leases, procs
-from rookery.sandboxes.docker import api, asking, bundle, orphans, wanted
-from rookery.sandboxes.docker.sandbox import DockerSandbox, ImageGone
-from rookery.sandboxes.docker.snapshots import Family
-from rookery.sandboxes.guarded import close_all, opened
-from rookery.sandboxes.protocol import Home
+from rookery.core.lifetimes import detached_context
+from rookery.sandboxes import leases
+from rookery.sandboxes.docker import container_config, orphans, portable_python
+from rookery.sandboxes.docker.client import (
+    CONNECT_SECONDS,
+    MAX_CONNECTIONS,
+    SLOW_CALL_SECONDS,
+    BlockingEngineClient,
+    EngineAPIError,
+    EngineClient,
+    EngineUnreachable,
+    api_path,
+    find_socket,
+)
+from rookery.sandboxes.docker.sandbox import DockerSandbox, ImageRemovedError
+from rookery.sandboxes.docker.snapshots import ForkTree
+from rookery.sandboxes.guarded_sandbox import close_all, open_or_close
+from rookery.sandboxes.protocol import Lease, MachineCheck, ProviderHome
 
 if TYPE_CHECKING:
-    from rookery.sandboxes.egress import Outside
-    from rookery.sandboxes.images.asking import Images
+    from rookery.sandboxes.egress.proxy import Resolver
+    from rookery.sandboxes.images.image_fetcher import ImageFetcher
     from rookery.sandboxes.images.progress import OnProgress
-    from rookery.sandboxes.images.references import Reference
+    from rookery.sandboxes.images.references import ImageReference
 
 _log = logging.getLogger("rookery.sandboxes")
-AT_ONCE = min(api.CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
-"""Containers in the making: an engine that is asked for hundreds at once answers none of them in time. Each
-of them holds one connection while it waits for another."""
-AWAY_SECONDS = (0.05, 1.0)
-TRIES = 3
-"""To make a container of an image that somebody else removes meanwhile."""
+PARALLEL_CREATIONS = min(MAX_CONNECTIONS // 2, max(4, 2 * (os.cpu_count() or 1)))
+"""An engine that gets hundreds of requests at once answers none in time. Each creation uses two connections."""
+RETRY_SECONDS = (0.05, 1.0)
+"""First and longest pause between attempts to reach an engine."""
+IMAGE_TRIES = 3
+"""How often a container is created from an image that is removed from the engine at the same time."""
 REMOVE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
-PATIENCE = 4
+BUSY_FACTOR = 4
+"""An engine that answers, but has not removed a container yet, gets this many times `REMOVE_SECONDS`."""
 STUCK_SECONDS = 1.0
-"""In which an engine removes any container, unless it is stuck in what a program left there."""
-PAY_SECONDS = 30.0
-"""Between tries to remove what an engine would not."""
+"""A removal that takes longer is stuck in files that the engine cannot delete."""
+RETRY_REMOVAL_SECONDS = 30.0
+_INSTALL_HINT = (
+    "start an engine (Debian: apt install docker.io) and let this user write to its socket; or set DOCKER_HOST"
+)
 
 
 class DockerProvider:
-    """Makes containers at the engine that `DOCKER_HOST` names, or the one in the usual place."""
+    """Creates containers at the engine that `DOCKER_HOST` names, or at the default socket."""
 
     name = "docker"
     isolated = True
-    pooled = True
+    poolable = True
 
     def __init__(
-        self, home: Home, *, image: str | None = None, engine: str | None = None, direct: bool | None = None
+        self,
+        home: ProviderHome,
+        *,
+        image: str | None = None,
+        engine: str | None = None,
+        direct: bool | None = None,
     ) -> None:
-        """`image`: for specs that name none. `engine`: the path of its socket. `direct`: whether files of
-        containers are opened from here, which takes root, or asked of the engine."""
+        """`image`: for specs without an image. `engine`: path of the engine's socket.
+
+        `direct`: access the files of containers through /proc, which needs root, instead of the engine's archive
+        API; by default if this process is root.
+        """
         self._home = home
-        self._image = image
-        self._place = engine
+        self._default_image = image
+        self._socket_path = engine
         self.direct = os.geteuid() == 0 if direct is None else direct
-        self._engine: api.Engine | None = None
+        self._engine: EngineClient | None = None
         self._open: set[DockerSandbox] = set()
-        self._debts: set[DockerSandbox] = set()
-        """Those that are closed, but for their container, which the engine would not remove."""
-        self.pace = asyncio.Semaphore(AT_ONCE)
+        self._unremoved: set[DockerSandbox] = set()
+        """Closed sandboxes whose container the engine has not removed."""
+        self.creation_slots = asyncio.Semaphore(PARALLEL_CREATIONS)
         self._images: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
-        self._giving: Images | None = None
-        self.on_image: OnProgress | None = None
+        self._fetcher: ImageFetcher | None = None
+        self.on_image_progress: OnProgress | None = None
         self._bundle: asyncio.Task[Path] | None = None
         self._info: dict[str, Any] | None = None
         self._quota = True
         self._reaped = False
-        self._contacting: asyncio.Task[dict[str, Any]] | None = None
-        self._paying: asyncio.Task[None] | None = None
-        self._pay_at = 0.0
-        self.outside: Outside | None = None
+        self._contact_task: asyncio.Task[dict[str, Any]] | None = None
+        self._removal_task: asyncio.Task[None] | None = None
+        self._retry_removal_at = 0.0
+        self.resolver: Resolver | None = None
 
-    # ---- what can be had
+    # ---- checks
 
-    def _whole(self, spec: SandboxSpec) -> SandboxSpec:
-        return spec if spec.image or not self._image else msgspec.structs.replace(spec, image=self._image)
+    def _with_default_image(self, spec: SandboxSpec) -> SandboxSpec:
+        if spec.image or not self._default_image:
+            return spec
+        return msgspec.structs.replace(spec, image=self._default_image)
 
-    def place(self) -> str:
-        """Where the engine listens."""
-        return self._place or api.socket_path()
+    def get_socket_path(self) -> str:
+        return self._socket_path or find_socket()
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        spec = self._whole(spec)
-        said = wanted.refused(spec)
-        if said:
-            return said
+        spec = self._with_default_image(spec)
+        problems = container_config.find_spec_problems(spec)
+        if problems:
+            return problems
         try:
-            place = self.place()
-            info = asking.ask(place, "GET", api.path("info"), timeout=asking.SLOW_SECONDS)
-            networks = [one["Name"] for one in asking.ask(place, "GET", api.path("networks"))]
+            client = BlockingEngineClient(self.get_socket_path())
+            info = client.call("GET", api_path("info"), timeout=SLOW_CALL_SECONDS)
+            networks = [network["Name"] for network in client.call("GET", api_path("networks"))]
         except (SandboxError, UsageError) as error:
-            return [f"No container can be had: {error}."]
-        said = wanted.missing(spec, info, networks)
+            return [f"No container can be created: {error}."]
+        problems = container_config.find_engine_problems(spec, info, networks)
         try:
-            _reference(str(spec.image))
+            _parse_reference(str(spec.image))
         except SandboxError as error:
-            said.append(str(error))
-        return said
+            problems.append(str(error))
+        return problems
 
-    async def info(self) -> dict[str, Any]:
-        """What the engine says of itself, asked once."""
-        if self._info is None:
-            self._info = dict(await self.engine.call("GET", api.path("info")))
-        return self._info
+    def diagnose(self) -> Sequence[MachineCheck]:
+        """Describe the engine for `rookery doctor`. Creates no container; a missing engine is not an error."""
+        try:
+            socket_path = self.get_socket_path()
+            info = BlockingEngineClient(socket_path).call("GET", api_path("info"), timeout=SLOW_CALL_SECONDS)
+        except UsageError as error:
+            return [MachineCheck("docker", "info", str(error), "unset DOCKER_HOST, or set it to unix:///path")]
+        except SandboxError as error:
+            reason = error.__cause__ or error
+            return [MachineCheck("docker", "info", f"no engine answers at {socket_path}: {reason}", _INSTALL_HINT)]
+        kind = "podman" if container_config.is_podman(info) else "engine"
+        facts = [f"{kind} {info.get('ServerVersion', '?')} at {socket_path}", f"storage {info.get('Driver', '?')}"]
+        facts.append(f"cgroups v{info.get('CgroupVersion', '1')}")
+        if not container_config.may_support_quota(info):
+            facts.append("disk usage is polled, not limited")
+        if not container_config.has_gpus(info):
+            facts.append("no GPUs")
+        limits = {"MemoryLimit": "memory", "PidsLimit": "processes", "CpuCfsQuota": "processors"}
+        missing = [limit for key, limit in limits.items() if not container_config.enforces_limit(info, key)]
+        if missing:
+            found = f"{', '.join(facts)}; it cannot limit {', '.join(missing)}"
+            return [MachineCheck("docker", "weaker", found, "see docker info")]
+        return [MachineCheck("docker", "ok", ", ".join(facts))]
 
-    async def may_have_quota(self) -> bool:
-        return self._quota and wanted.may_have_quota(await self.info())
+    # ---- reaping, see `ReapableProvider`
 
-    def no_quota(self) -> None:
-        self._quota = False
+    def reap_home(self, *, force: bool) -> list[str]:  # noqa: ARG002
+        return []
 
-    # ---- what sandboxes share
+    def destroy_leased(self, lease: Lease, *, owner_alive: bool) -> bool:  # noqa: ARG002
+        return orphans.destroy_leased(self._home.folder, lease)
+
+    def reap_machine(self) -> list[str]:
+        try:
+            return orphans.reap(BlockingEngineClient(self.get_socket_path()))
+        except (SandboxError, UsageError):
+            return []  # no engine answers
+
+    # ---- resources that sandboxes share
 
     @property
-    def engine(self) -> api.Engine:
+    def engine(self) -> EngineClient:
         if self._engine is None:
-            self._engine = api.Engine(self.place())
+            self._engine = EngineClient(self.get_socket_path())
         return self._engine
 
-    async def image(self, name: str) -> Mapping[str, Any]:
-        """What the engine knows of an image; asked once, however many want it. A name can mean another one later:
-        a provider stays with the one it found first, so that all sandboxes of a run are made of the same."""
+    async def get_info(self) -> dict[str, Any]:
+        """Return the engine's `info` response, which is requested once."""
+        if self._info is None:
+            self._info = dict(await self.engine.call("GET", api_path("info")))
+        return self._info
+
+    async def may_support_quota(self) -> bool:
+        return self._quota and container_config.may_support_quota(await self.get_info())
+
+    def disable_quota(self) -> None:
+        self._quota = False
+
+    async def get_image(self, name: str) -> Mapping[str, Any]:
+        """Return the engine's description of an image; load it first if necessary.
+
+        Concurrent requests share one lookup. The result is kept: all sandboxes of a run use the same image, even
+        if the name is assigned to another one later.
+        """
         task = self._images.get(name)
         if task is None:
-            task = self._images[name] = asyncio.get_running_loop().create_task(self._found(name), context=apart())
-            task.add_done_callback(partial(self._looked, name))
+            task = asyncio.get_running_loop().create_task(self._find_image(name), context=detached_context())
+            self._images[name] = task
+            task.add_done_callback(partial(self._drop_failed_lookup, name))
         return await asyncio.shield(task)
 
-    def _looked(self, name: str, task: "asyncio.Task[Mapping[str, Any]]") -> None:
-        if task.cancelled() or task.exception() is not None:  # who waits for it is told; who comes next asks anew
+    def _drop_failed_lookup(self, name: str, task: "asyncio.Task[Mapping[str, Any]]") -> None:
+        if task.cancelled() or task.exception() is not None:
             self._images.pop(name, None)
 
-    async def _found(self, name: str) -> Mapping[str, Any]:
-        reference = await asyncio.to_thread(_reference, name)
-        found = None if reference.path else await self._known(name)
+    async def _find_image(self, name: str) -> Mapping[str, Any]:
+        reference = await asyncio.to_thread(_parse_reference, name)
+        found = None if reference.path else await self._inspect_image(name)
         if found is None:
-            if self._giving is None:
-                from rookery.sandboxes.images.asking import Images
+            if self._fetcher is None:
+                from rookery.sandboxes.images.image_fetcher import ImageFetcher
 
-                self._giving = Images(on_progress=lambda progress: self.on_image and self.on_image(progress))
-            given = await self._giving.give(reference, self.engine.place)
-            found = await self._known(given)
+                self._fetcher = ImageFetcher(on_progress=self._report_image_progress)
+            loaded = await self._fetcher.load_into_engine(reference, self.engine.socket_path)
+            found = await self._inspect_image(loaded)
         if found is None:
-            raise SandboxError(f"the engine has no image {name}, although it took it", cause="sandbox.image")
+            raise SandboxError(f"the engine loaded the image {name} but does not list it", cause="sandbox.image")
         return found
 
-    async def _known(self, name: str) -> dict[str, Any] | None:
-        """What the engine knows by a name, or by an id."""
+    def _report_image_progress(self, progress: Any) -> None:
+        if self.on_image_progress is not None:
+            self.on_image_progress(progress)
+
+    async def _inspect_image(self, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = await self.engine.call(
-            "GET", api.path("images", name, "json"), ok=(400, 404)
+            "GET", api_path("images", name, "json"), ok=(400, 404)
         )
         return found
 
-    def forget_image(self, name: str, image: Mapping[str, Any]) -> None:
-        """The engine has this one no more; another may be on its way by now."""
+    def _forget_image(self, name: str, image: Mapping[str, Any]) -> None:
+        """Drop a cached image that the engine no longer has, unless a new lookup has replaced it."""
         task = self._images.get(name)
         if task is not None and task.done() and task.result() is image:
             del self._images[name]
 
-    async def bundle(self) -> Path:
-        """What pid 1 is made of; made once."""
-        if self._bundle is None or (self._bundle.done() and not _is_whole(self._bundle)):
+    async def get_bundle(self) -> Path:
+        """Return the directory with the guard program, which is created once."""
+        if self._bundle is None or (self._bundle.done() and not _is_complete(self._bundle)):
             self._bundle = asyncio.get_running_loop().create_task(
-                asyncio.to_thread(self._make_bundle), context=apart()
+                asyncio.to_thread(self._make_bundle), context=detached_context()
             )
         return await asyncio.shield(self._bundle)
 
     def _make_bundle(self) -> Path:
-        folder, identity = self._home.folder.resolve(), f"g{secrets.token_hex(8)}"
-        leases.write(folder, leases.lease(identity, self._home.run, "", self.name, folder / identity))
+        home, identity = self._home.folder.resolve(), f"g{secrets.token_hex(8)}"
+        leases.write_lease(home, leases.create_lease(identity, self._home.run, "", self.name, home / identity))
         try:
-            (folder / identity).mkdir(mode=0o755)
-            bundle.make(folder / identity / "bundle")
+            (home / identity).mkdir(mode=0o755)
+            portable_python.build(home / identity / "bundle")
         except BaseException:
-            procs.remove_tree(str(folder / identity))
-            leases.path_of(folder, identity).unlink(missing_ok=True)
+            leases.remove_sandbox(home, identity)
             raise
-        return folder / identity / "bundle"
+        return home / identity / "bundle"
 
-    # ---- making
+    # ---- creation
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> DockerSandbox:
-        spec = self._whole(spec)
-        problems = wanted.refused(spec)
+        spec = self._with_default_image(spec)
+        problems = container_config.find_spec_problems(spec)
         if problems:
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
         return await self.make(spec, attempt, timeout)
 
     async def make(
-        self, spec: SandboxSpec, attempt: str, timeout: float, family: Family | None = None, below: str = ""
+        self, spec: SandboxSpec, attempt: str, timeout: float, tree: ForkTree | None = None, snapshot: str = ""
     ) -> DockerSandbox:
-        """A container of this spec; with the files of a family's snapshot, where one is named.
+        """Create a container from the spec's image, or from a snapshot of `tree`.
 
-        Getting an image that the engine does not have is not counted: see `images.asking`."""
-        left = await self._contact(spec, timeout)
-        if family is not None:
-            return await self._make(spec, attempt, left, family, below)
-        for _ in range(TRIES):
-            image = await self.image(str(spec.image))
+        `timeout` does not include the time to load an image that the engine does not have.
+        """
+        remaining = await self._contact_engine(spec, timeout)
+        if tree is not None:
+            return await self._make_from(spec, attempt, remaining, tree, snapshot)
+        for _ in range(IMAGE_TRIES):
+            image = await self.get_image(str(spec.image))
             try:
-                return await self._make(spec, attempt, left, Family(image))
-            except ImageGone:
-                self.forget_image(str(spec.image), image)
+                return await self._make_from(spec, attempt, remaining, ForkTree(image))
+            except ImageRemovedError:
+                self._forget_image(str(spec.image), image)
         raise SandboxError(
-            f"the image {spec.image} is removed from the engine again and again: does something prune it?",
+            f"the image {spec.image} was removed from the engine {IMAGE_TRIES} times during the creation of a "
+            "container: check whether something prunes images",
             cause="sandbox.image",
         )
 
-    async def _make(
-        self, spec: SandboxSpec, attempt: str, timeout: float, family: Family, below: str = ""
+    async def _make_from(
+        self, spec: SandboxSpec, attempt: str, timeout: float, tree: ForkTree, snapshot: str = ""
     ) -> DockerSandbox:
-        sandbox = DockerSandbox(spec, self._home, attempt, self, family, below)
+        sandbox = DockerSandbox(spec, self._home, attempt, self, tree, snapshot)
         self._open.add(sandbox)
-        return await opened(sandbox, self._begin(sandbox), timeout)
+        return await open_or_close(sandbox, self._open_sandbox(sandbox), timeout)
 
-    async def _begin(self, sandbox: DockerSandbox) -> None:
-        if sandbox.spec.network == "allow" and self.outside is None:
-            from rookery.sandboxes.egress import Outside
+    async def _open_sandbox(self, sandbox: DockerSandbox) -> None:
+        if sandbox.spec.network == "allow" and self.resolver is None:
+            from rookery.sandboxes.egress.proxy import Resolver
 
-            self.outside = Outside()
-        await sandbox.open(self.outside)
+            self.resolver = Resolver()
+        await sandbox.open(self.resolver)
 
-    async def _contact(self, spec: SandboxSpec, timeout: float) -> float:
-        """Waits for an engine that is away, and asks what it cannot give. What is left of the time, of which an
-        engine that answers takes none: it may have much to remove first."""
-        pause, most = AWAY_SECONDS
+    async def _contact_engine(self, spec: SandboxSpec, timeout: float) -> float:
+        """Wait until the engine answers and check the spec against it; return the remaining time.
+
+        Time in which the engine works does not count: the first contact removes the containers of dead owners.
+        """
+        pause, longest = RETRY_SECONDS
         began = time.monotonic()
         while True:
-            asked = time.monotonic()
+            tried_at = time.monotonic()
             try:
-                info = await self._answered()
-                left = max(0.001, timeout - (asked - began))
+                info = await self._get_contact()
+                remaining = max(0.001, timeout - (tried_at - began))
                 break
-            except api.EngineGone:
+            except EngineUnreachable:
                 if time.monotonic() + pause > began + timeout:
                     raise
-            await asyncio.sleep(pause)  # nothing tells when it is back
-            pause = min(most, 2 * pause)
+            await asyncio.sleep(pause)
+            pause = min(longest, 2 * pause)
         networks = ["bridge"]
         if spec.network == "all":
-            networks = [one["Name"] for one in await self.engine.call("GET", api.path("networks"))]
-        said = wanted.missing(spec, info, networks)
-        if said:
-            raise SandboxError(" ".join(said), cause="sandbox.refused")
-        return left
+            networks = [network["Name"] for network in await self.engine.call("GET", api_path("networks"))]
+        problems = container_config.find_engine_problems(spec, info, networks)
+        if problems:
+            raise SandboxError(" ".join(problems), cause="sandbox.refused")
+        return remaining
 
-    async def _answered(self) -> dict[str, Any]:
-        """Whether the engine is there, asked once for all who want to know at the same time."""
-        if self._contacting is None or self._contacting.done():
-            self._contacting = asyncio.get_running_loop().create_task(self._reach(), context=apart())
-            self._contacting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._contacting)
+    async def _get_contact(self) -> dict[str, Any]:
+        """Return the engine's `info` if it answers. Concurrent callers share one request."""
+        if self._contact_task is None or self._contact_task.done():
+            self._contact_task = asyncio.get_running_loop().create_task(
+                self._try_contact(), context=detached_context()
+            )
+            self._contact_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._contact_task)
 
-    async def _reach(self) -> dict[str, Any]:
-        """Removes what dead owners left there, before the first of ours is made; pays what is owed."""
+    async def _try_contact(self) -> dict[str, Any]:
         try:
-            info = await self.info()
+            info = await self.get_info()
             if self._reaped:
-                await self.engine.call("GET", "/_ping", timeout=api.QUICK_SECONDS)
+                await self.engine.call("GET", "/_ping", timeout=CONNECT_SECONDS)
             else:
-                await asyncio.to_thread(orphans.reap, self.engine.place)
+                await asyncio.to_thread(orphans.reap, BlockingEngineClient(self.engine.socket_path))
                 self._reaped = True
-        except api.EngineGone:
-            self._reaped, self._pay_at = False, 0.0
+        except EngineUnreachable:
+            self._reaped, self._retry_removal_at = False, 0.0
             raise
-        self._pay_soon()
+        self._retry_removals_soon()
         return info
 
-    # ---- ending
+    # ---- removal
 
-    async def remove(self, identity: str, *, seconds: float = REMOVE_SECONDS) -> bool:
-        """A container, and sees it gone; False where the engine does not answer or cannot: then it is owed."""
-        name = orphans.name_of(identity)
+    async def remove_container(self, sandbox_id: str, *, seconds: float = REMOVE_SECONDS) -> bool:
+        """Remove a container and wait until it is gone.
+
+        False if the engine does not answer or cannot do it; the removal is then tried again later.
+        """
+        container = orphans.container_name(sandbox_id)
         began = time.monotonic()
         pause = 0.01
         while True:
-            why = "it is still being removed"
-            told = None
+            reason, refused = "it is still being removed", False
+            details = None
             try:
-                where = api.path("containers", name, force="1", v="1")
-                failed = await self._tried("DELETE", where)
-                told = await self.engine.call("GET", api.path("containers", name, "json"), ok=(404,))
-                if told is None:
+                error_text = await self._try_removal(container)
+                details = await self.engine.call("GET", api_path("containers", container, "json"), ok=(404,))
+                if details is None:
                     return True
-                why = failed or why
+                reason, refused = error_text or reason, bool(error_text)
             except SandboxError as error:
-                why = str(error)
+                reason = str(error)
             taken = time.monotonic() - began
-            if told is not None and (why.startswith("the engine") or taken > STUCK_SECONDS):
-                await asyncio.to_thread(orphans.flatten, told)
-            # One that answers is at it, and is waited for longer than one that is away.
-            if taken > (seconds if told is None else PATIENCE * seconds):
-                _log.warning("the container of sandbox %s is left for later: %.300s", identity, why)
-                self._owe(identity)
+            if details is not None and (refused or taken > STUCK_SECONDS):
+                await asyncio.to_thread(orphans.remove_upper_directory, details)
+            if taken > (seconds if details is None else BUSY_FACTOR * seconds):
+                _log.warning("the container of sandbox %s will be removed later: %.300s", sandbox_id, reason)
+                self._unremoved |= {sandbox for sandbox in self._open if sandbox.id == sandbox_id}
                 return False
-            await asyncio.sleep(pause)  # nothing tells when it is done
+            await asyncio.sleep(pause)  # the engine sends no notification
             pause = min(0.5, 2 * pause)
 
-    async def _tried(self, method: str, where: str) -> str:
-        """What the engine says where it failed to; empty where it did it, or is at it."""
+    async def _try_removal(self, container: str) -> str:
+        """Request the removal of a container; return the engine's message if it failed."""
         try:
-            await self.engine.call(method, where, ok=(404, 409))
-        except api.Refused as error:
+            path = api_path("containers", container, force="1", v="1")
+            await self.engine.call("DELETE", path, ok=(404, 409))
+        except EngineAPIError as error:
             if error.status < 500:
                 raise
             return str(error)
         return ""
 
-    def _owe(self, identity: str) -> None:
-        self._debts |= {sandbox for sandbox in self._open if sandbox.id == identity}
+    async def _retry_removals(self, *, seconds: float = 0.0) -> None:
+        for sandbox in list(self._unremoved):
+            if await self.remove_container(sandbox.id, seconds=seconds):
+                await asyncio.to_thread(sandbox.remove_files)
+                self._unremoved.discard(sandbox)
 
-    async def _pay(self, *, seconds: float = 0.0) -> None:
-        """Tries what is owed, each once or for some seconds."""
-        for sandbox in list(self._debts):
-            if await self.remove(sandbox.id, seconds=seconds):
-                await asyncio.to_thread(sandbox.forget_folder)
-                self._debts.discard(sandbox)
-
-    def _pay_soon(self) -> None:
-        """Beside what is asked for: nobody waits for what another left."""
+    def _retry_removals_soon(self) -> None:
+        """Try failed removals again in the background, at most every `RETRY_REMOVAL_SECONDS`."""
         now = time.monotonic()
-        if self._debts and now >= self._pay_at and (self._paying is None or self._paying.done()):
-            self._pay_at = now + PAY_SECONDS
-            self._paying = asyncio.get_running_loop().create_task(self._pay(), context=apart())
+        idle = self._removal_task is None or self._removal_task.done()
+        if self._unremoved and now >= self._retry_removal_at and idle:
+            self._retry_removal_at = now + RETRY_REMOVAL_SECONDS
+            self._removal_task = asyncio.get_running_loop().create_task(
+                self._retry_removals(), context=detached_context()
+            )
 
     def forget(self, sandbox: DockerSandbox) -> None:
         self._open.discard(sandbox)
 
     async def close(self) -> None:
-        giving, self._giving = self._giving, None
+        fetcher, self._fetcher = self._fetcher, None
         try:
-            if giving is not None:
-                await giving.close()
-            if self._contacting is not None:
-                await asyncio.wait({self._contacting})
+            if fetcher is not None:
+                await fetcher.close()
+            if self._contact_task is not None:
+                await asyncio.wait({self._contact_task})
             await close_all(list(self._open))
-            if self._paying is not None:
-                await asyncio.wait({self._paying}, timeout=CLOSE_SECONDS)
-                self._paying.cancel()
-            if self._debts:
-                await self._pay(seconds=CLOSE_SECONDS / len(self._debts))
+            if self._removal_task is not None:
+                await asyncio.wait({self._removal_task}, timeout=CLOSE_SECONDS)
+                self._removal_task.cancel()
+            if self._unremoved:
+                await self._retry_removals(seconds=CLOSE_SECONDS / len(self._unremoved))
         finally:
-            made, self._bundle = self._bundle, None
-            if made is not None:
-                await asyncio.wait({made})
-                if not made.cancelled() and made.exception() is None:
-                    place = made.result().parent
-                    await asyncio.to_thread(procs.remove_tree, str(place))
-                    leases.path_of(self._home.folder.resolve(), place.name).unlink(missing_ok=True)
+            bundle_task, self._bundle = self._bundle, None
+            if bundle_task is not None:
+                await asyncio.wait({bundle_task})
+                if not bundle_task.cancelled() and bundle_task.exception() is None:
+                    directory = bundle_task.result().parent
+                    await asyncio.to_thread(leases.remove_sandbox, directory.parent, directory.name)
             engine, self._engine = self._engine, None
             if engine is not None:
                 await engine.close()
 
 
-def _is_whole(made: "asyncio.Task[Path]") -> bool:
-    return not made.cancelled() and made.exception() is None and made.result().is_dir()
+def _is_complete(task: "asyncio.Task[Path]") -> bool:
+    return not task.cancelled() and task.exception() is None and task.result().is_dir()
 
 
-def _reference(name: str) -> "Reference":
-    """What an image is called by; what can be none is the task's fault."""
-    from rookery.sandboxes.images.references import parse
+def _parse_reference(name: str) -> "ImageReference":
+    """Parse an image reference; an invalid one is the task's fault."""
+    from rookery.sandboxes.images.references import parse_reference
 
     try:
-        return parse(name)
+        return parse_reference(name)
     except UsageError as error:
         raise SandboxError(str(error), cause="task.image") from error

@@ -1,12 +1,12 @@
-"""One container: commands, shells, files and networks of it, and its end.
+"""One container as a sandbox. Runs in the owner's process.
 
 Promises:
-- a container whose pid 1 died, however that came, is lost, and says so at once; nothing goes on in another one;
-- its programs are dead when `close` returns, also while the engine does not answer; the container itself is then
-  removed when it answers again, or by the reaper: its lease stays until then;
-- a creation that fails or is cancelled leaves nothing, also where the engine finished it behind our back;
-- where the engine's storage holds no limit for one container, what it wrote is looked at while commands run, and
-  they end with `disk_limit`; one file is held to that size at once.
+- a container whose PID 1 died is lost and reports that at once; nothing continues in a replacement;
+- the programs are dead when `close` returns, even if the engine does not answer; the container itself is then
+  removed when the engine answers again, or by the reaper: its lease stays until then;
+- a creation that fails or is cancelled leaves nothing, even if the engine completes it later;
+- where the engine's storage has no quota, the size of the container's layer is polled while commands run, and
+  commands over the limit end with `disk_limit`; single files are limited by the kernel.
 """
 
 import asyncio
@@ -24,435 +24,458 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from rookery.core import ExecResult, SandboxError, SandboxSpec
-from rookery.core.apart import apart
-from rookery.sandboxes import leases, procs, transfers
-from rookery.sandboxes.docker import api, orphans, wanted
-from rookery.sandboxes.docker.archives import Archives
-from rookery.sandboxes.docker.door import Door, Met
-from rookery.sandboxes.docker.held import DockerChannel, group_of, has_sixth, seen_as
-from rookery.sandboxes.docker.snapshots import Family, Looking, compared, still
-from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User
+from rookery.core.lifetimes import detached_context
+from rookery.sandboxes import leases, transfers
+from rookery.sandboxes.docker import container_config, orphans
+from rookery.sandboxes.docker.archive_transfer import ArchiveTransfer
+from rookery.sandboxes.docker.client import CALL_SECONDS, EngineAPIError, api_path
+from rookery.sandboxes.docker.guard_connection import (
+    DockerChannel,
+    GuardConnection,
+    GuardListener,
+    find_memory_cgroup,
+    has_ipv6,
+    map_uid_to_host,
+)
+from rookery.sandboxes.docker.snapshots import ChangeReader, ForkTree, compare_changes, paused
+from rookery.sandboxes.guarded_sandbox import (
+    DEFAULT_PATH,
+    DEFAULT_USER,
+    CommandUser,
+    GuardedSandbox,
+    merge_fork_spec,
+    reporting_timeout,
+)
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local import users
-from rookery.sandboxes.local.provider import URL, WORK, _forked, _within
-from rookery.sandboxes.protocol import Command, Egress, Home, OnOutput
+from rookery.sandboxes.local.provider import URL, WORK
+from rookery.sandboxes.protocol import Command, EgressRecord, Lease, OnOutput, ProviderHome
 
 if TYPE_CHECKING:
     from rookery.sandboxes.docker.provider import DockerProvider
-    from rookery.sandboxes.egress import Outside, Proxy
+    from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
 
 T = TypeVar("T")
 _log = logging.getLogger("rookery.sandboxes")
-LOOK_SECONDS = (0.5, 5.0)
-"""How often what a container wrote is looked at: at first, and at most this long apart."""
+POLL_SECONDS = (0.5, 5.0)
+"""First and longest interval between two looks at the size of a container's layer."""
 _HIDDEN = ("proc", "dev", "sys", ".rookery")
-TOO_LARGE = 128 + signal.SIGXFSZ
-_TAIL = 4096
+EXIT_FILE_TOO_LARGE = 128 + signal.SIGXFSZ
+_STDERR_TAIL = 4096
 
 
-class ImageGone(SandboxError):  # noqa: N818
-    """Somebody removed the image from the engine since it was asked for."""
+class ImageRemovedError(SandboxError):
+    """The image was removed from the engine after the provider had looked it up."""
 
     cause = "sandbox.image"
 
 
 class DockerSandbox(GuardedSandbox):
-    """A container whose pid 1 is the guard."""
+    """A container whose PID 1 is the guard."""
 
     provider = "docker"
 
     def __init__(
         self,
         spec: SandboxSpec,
-        home: Home,
+        home: ProviderHome,
         attempt: str,
-        made_by: "DockerProvider",
-        family: Family,
-        below: str = "",
+        creator: "DockerProvider",
+        tree: ForkTree,
+        snapshot: str = "",
     ) -> None:
-        """Of the image of its `family`, or of that snapshot of it that `below` names: then it is a fork."""
+        """`snapshot`: the snapshot of `tree` that a fork starts from; by default the tree's image."""
         identity = f"d{secrets.token_hex(8)}"
-        super().__init__(identity, spec, leases.marker(home.run, identity), made_by.forget)
-        self._made_by = made_by
+        super().__init__(identity, spec, leases.make_marker(home.run, identity), creator.forget)
+        self._creator = creator
         self._home = home
-        self._folder = home.folder.resolve()
+        self._directory = home.folder.resolve()
         self._attempt = attempt
         self._uid = -1
-        self._owner = -1
-        self._work = wanted.work_of(spec, family.image)
+        self._host_uid = -1
+        self._workdir = container_config.choose_workdir(spec, tree.image)
+        self._container = orphans.container_name(identity)
         self._creation: asyncio.Task[Any] | None = None
-        self._ending: asyncio.Task[Any] | None = None
-        self._asked = False
+        self._removal: asyncio.Task[Any] | None = None
+        self._requested = False
         self._fds: dict[str, int] = {}
-        self._group = ""
-        self._family = family
-        self._below = below
+        self._cgroup = ""
+        self._tree = tree
+        self._base_snapshot = snapshot
         self._jobs: dict[int, Job] = {}
-        self._watch: asyncio.Task[None] | None = None
-        self._proxy: Proxy | None = None
-        self._shut = False
+        self._disk_watch: asyncio.Task[None] | None = None
+        self._proxy: EgressProxy | None = None
+        self._refuses_connections = False
         self.inside_url = URL if spec.network == "model" else ""
-        self.held_together = bool(spec.memory)
+        self.memory_limit_is_shared = bool(spec.memory)
 
     def adopt(self, attempt: str) -> None:
-        """It was made ahead, and is this attempt's now. The engine's labels keep what they said at first."""
+        """Assign a prewarmed sandbox to an attempt. The labels of the container keep their first values."""
         self._attempt = attempt
         try:
-            leases.adopt(self._folder, self.id, attempt)
-        except (OSError, msgspec.MsgspecError) as error:  # it still names the owner, which is what ends it
+            leases.reassign(self._directory, self.id, attempt)
+        except (OSError, msgspec.MsgspecError) as error:  # the lease still names the owner, which is what counts
             _log.warning("the lease of sandbox %s does not name its attempt: %s", self.id, error)
 
     @property
     def root(self) -> Path:
-        """Its folder on the host."""
-        return self._folder / self.id
+        """The sandbox's directory on the host."""
+        return self._directory / self.id
 
-    # ---- its beginning
+    # ---- creation
 
-    async def open(self, outside: "Outside | None") -> None:
-        spec, made_by = self.spec, self._made_by
-        lease = leases.lease(self.id, self._home.run, self._attempt, self.provider, self.root)
-        leases.write(self._folder, lease)
+    async def open(self, resolver: "Resolver | None") -> None:
+        spec, creator = self.spec, self._creator
+        lease = self._make_lease()
+        leases.write_lease(self._directory, lease)
         self.root.mkdir(mode=0o755)
-        line = self.root / "line"
-        line.mkdir(mode=0o755)
-        (self.root / orphans.ENGINE).write_text(made_by.engine.place)
-        self._family.members.add(self.id)
-        image = self._family.image
-        if self._below:
-            image = {**image, "Id": self._family.named(self._below).image}
-        bundle = await made_by.bundle()
-        door = Door(line)
+        socket_directory = self.root / "line"
+        socket_directory.mkdir(mode=0o755)
+        (self.root / orphans.SOCKET_FILE).write_text(creator.engine.socket_path)
+        self._tree.members.add(self.id)
+        image = self._tree.image
+        if self._base_snapshot:
+            image = {**image, "Id": self._tree.get_snapshot(self._base_snapshot).image}
+        bundle = await creator.get_bundle()
+        listener = GuardListener(socket_directory)
         try:
-            async with made_by.pace:
-                info = await made_by.info()
-                watched = bool(spec.disk) and not spec.read_only
-                quota = watched and await made_by.may_have_quota()
-                body = partial(
-                    wanted.container,
+            async with creator.creation_slots:
+                info = await creator.get_info()
+                limited = bool(spec.disk) and not spec.read_only
+                quota = limited and await creator.may_support_quota()
+                make_request = partial(
+                    container_config.creation_request,
                     spec,
                     image=image,
-                    folder=str(bundle),
-                    line=str(line),
-                    word=door.word,
-                    labels=orphans.labels(lease),
-                    sixth=has_sixth(),
-                    podman=wanted.is_podman(info),
+                    bundle_directory=str(bundle),
+                    socket_directory=str(socket_directory),
+                    token=listener.token,
+                    labels=orphans.make_labels(lease),
+                    ipv6=has_ipv6(),
+                    podman=container_config.is_podman(info),
                 )
                 try:
-                    await self._create(body(quota=quota))
-                except api.Refused as error:
+                    await self._create(make_request(quota=quota))
+                except EngineAPIError as error:
                     if not quota or "storage" not in str(error):
                         raise
-                    made_by.no_quota()
+                    creator.disable_quota()
                     quota = False
-                    await self._create(body(quota=False))
-                watched = watched and not quota
-                met = await self._begin(door, wanted.settings(spec, image, watched=watched))
+                    await self._create(make_request(quota=False))
+                polled = limited and not quota
+                settings = container_config.guard_settings(spec, image, limit_file_size=polled)
+                connection = await self._start_container(listener, settings)
         finally:
-            door.close()
-        self._take(met, image, outside)
-        # Of an engine that holds no limit it may be everybody's.
-        self._group = group_of(met.pid) if wanted.holds(info, "MemoryLimit") else ""
-        self._oom = OomWatch(self._group)
-        if watched:
-            self._watch = asyncio.get_running_loop().create_task(self._look())
+            listener.close()
+        self._adopt_connection(connection, image, resolver)
+        # An engine that enforces no memory limit may share the cgroup between containers.
+        if container_config.enforces_limit(info, "MemoryLimit"):
+            self._cgroup = find_memory_cgroup(connection.pid)
+        self._oom = OomWatch(self._cgroup)
+        if polled:
+            self._disk_watch = asyncio.get_running_loop().create_task(self._watch_disk())
 
-    async def _create(self, body: dict[str, Any]) -> None:
-        """Not given up half way: an engine goes on with what it was asked for, whether we listen or not."""
-        self._asked = True
-        where = api.path("containers", "create", name=orphans.name_of(self.id))
-        call = self._made_by.engine.call("POST", where, body)
-        self._creation = asyncio.get_running_loop().create_task(call, context=apart())
+    def _make_lease(self) -> Lease:
+        return leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self.root)
+
+    async def _create(self, request: dict[str, Any]) -> None:
+        """Create the container. The request is not cancelled, because the engine would complete it anyway."""
+        self._requested = True
+        path = api_path("containers", "create", name=self._container)
+        call = self._creator.engine.call("POST", path, request)
+        self._creation = asyncio.get_running_loop().create_task(call, context=detached_context())
         try:
             await asyncio.shield(self._creation)
-        except api.Refused as error:
-            if error.status == 404:  # it was there when the provider asked
-                raise ImageGone(str(error)) from error
+        except EngineAPIError as error:
+            if error.status == 404:
+                raise ImageRemovedError(str(error)) from error
             raise
 
-    async def _begin(self, door: Door, settings: dict[str, Any]) -> Met:
-        engine, name = self._made_by.engine, orphans.name_of(self.id)
-        attach = api.path("containers", name, "attach", stream="1", stdout="1", stderr="1")
-        async with engine.stream("POST", attach) as words:
-            await engine.call("POST", api.path("containers", name, "start"))
-            return await door.meet(settings, words)
+    async def _start_container(self, listener: GuardListener, settings: dict[str, Any]) -> GuardConnection:
+        engine = self._creator.engine
+        attach = api_path("containers", self._container, "attach", stream="1", stdout="1", stderr="1")
+        async with engine.stream("POST", attach) as output:
+            await engine.call("POST", api_path("containers", self._container, "start"))
+            return await listener.accept(settings, output)
 
-    def _take(self, met: Met, image: Mapping[str, Any], outside: "Outside | None") -> None:
-        spec = self.spec
-        self._fds = met.fds
-        self._uid = met.uid
+    def _adopt_connection(
+        self, connection: GuardConnection, image: Mapping[str, Any], resolver: "Resolver | None"
+    ) -> None:
+        self._fds = connection.fds
+        self._uid = connection.uid
         try:
-            self._channel = DockerChannel(met, self._end_soon)
+            self._channel = DockerChannel(connection, self._remove_soon)
         except BaseException:
-            met.sock.close()
+            connection.sock.close()
             raise
-        self._owner = seen_as(met.pid, self._uid)
+        self._host_uid = map_uid_to_host(connection.pid, self._uid)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._base = {
-            "PATH": PATH,
+        self._base_env = {
+            "PATH": DEFAULT_PATH,
             "HOME": WORK,
             "USER": {0: "root", 1000: "user"}.get(self._uid, str(self._uid)),
-            "TMPDIR": "/tmp",  # noqa: S108  (the container's own)
+            "TMPDIR": "/tmp",  # noqa: S108  (the container's)
             "LANG": "C.UTF-8",
-            **wanted.variables(image),
-            **(self._way_out(outside) if outside is not None else {}),
-            **spec.env,
+            **container_config.image_environment(image),
+            **(self._start_proxy(resolver) if resolver is not None else {}),
+            **self.spec.env,
         }
 
-    def _way_out(self, outside: "Outside") -> dict[str, str]:
-        """Opens what the network `allow` is; the variables that programs find it by."""
+    def _start_proxy(self, resolver: "Resolver") -> dict[str, str]:
+        """Start the proxy of the network `allow`; return the variables through which programs find it."""
         if self.spec.network != "allow":
             return {}
-        from rookery.sandboxes import egress, egress_rules
+        from rookery.sandboxes.egress.proxy import EgressProxy
+        from rookery.sandboxes.egress.rules import EgressRules, proxy_environment
 
-        rules = egress_rules.Rules.of(self.spec.allow)
-        self._proxy = egress.Proxy(socket.socket(fileno=os.dup(self._fds["listener"])), rules, self.id, outside)
+        rules = EgressRules.parse(self.spec.allow)
+        self._proxy = EgressProxy(socket.socket(fileno=os.dup(self._fds["listener"])), rules, self.id, resolver)
         self._proxy.start()
-        return egress_rules.environment(rules, URL)
+        return proxy_environment(rules, URL)
 
     # ---- networks
 
     def listener(self) -> socket.socket:
-        door = self._door()
-        if self._shut:
-            raise SandboxError(f"the listener of sandbox {self.id} was shut", cause="sandbox.refused")
-        return socket.socket(fileno=os.dup(door))
+        fd = self._require_listener()
+        if self._refuses_connections:
+            raise SandboxError(f"the listener of sandbox {self.id} was closed", cause="sandbox.refused")
+        return socket.socket(fileno=os.dup(fd))
 
-    def unlisten(self) -> None:
-        with socket.socket(fileno=os.dup(self._door())) as door:
-            self._shut = True
-            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                door.shutdown(socket.SHUT_RD)
+    def refuse_connections(self) -> None:
+        with socket.socket(fileno=os.dup(self._require_listener())) as sock:
+            self._refuses_connections = True
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                sock.shutdown(socket.SHUT_RD)
 
-    def _door(self) -> int:
-        self._live()
+    def _require_listener(self) -> int:
+        self._require_channel()
         if self.spec.network != "model":
             raise SandboxError(
-                f"the network of sandbox {self.id} is {self.spec.network!r}: it has no listener to serve",
+                f"sandbox {self.id} has the network {self.spec.network!r}: only 'model' has a listener",
                 cause="sandbox.refused",
             )
         return self._fds["listener"]
 
-    def egress(self) -> Sequence[Egress]:
-        return self._proxy.record.all() if self._proxy is not None else ()
+    def egress(self) -> Sequence[EgressRecord]:
+        return self._proxy.log.list_records() if self._proxy is not None else ()
 
-    # ---- what the others ask
+    # ---- files
 
-    def place(self) -> transfers.Place:
-        self._live()
-        work = tuple(Path(self._work).parts[1:])
-        return transfers.Place(f"/proc/self/fd/{self._fds['top']}/.", work, {"/": ()}, self._owner, _HIDDEN)
-
-    # ---- files, for whom the engine has to open them
+    def get_root(self) -> transfers.SandboxRoot:
+        self._require_channel()
+        workdir = tuple(Path(self._workdir).parts[1:])
+        return transfers.SandboxRoot(
+            f"/proc/self/fd/{self._fds['top']}/.", workdir, {"/": ()}, self._host_uid, _HIDDEN
+        )
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
-        await self._is_exhausted()
-        if self._made_by.direct:
+        await self._check_exhausted()
+        if self._creator.direct:
             return await super().read(path, limit=limit, timeout=timeout)
-        return await self._asked_for(self._archives().read(path, limit), timeout)
+        return await _within(self._open_archive().read(path, limit), timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
-        await self._is_exhausted()
-        if self._made_by.direct:
+        await self._check_exhausted()
+        if self._creator.direct:
             await super().write(path, data, mode=mode, timeout=timeout)
         else:
-            await self._asked_for(self._archives(writing=True).write(path, data, mode), timeout)
+            await _within(self._open_archive(writing=True).write(path, data, mode), timeout)
 
     async def upload(
         self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
     ) -> None:
-        await self._is_exhausted()
-        if self._made_by.direct:
+        await self._check_exhausted()
+        if self._creator.direct:
             await super().upload(source, target, inside=inside, timeout=timeout)
         else:
-            await self._asked_for(self._archives(writing=True).upload(source, target, inside), timeout)
+            await _within(self._open_archive(writing=True).upload(source, target, inside), timeout)
 
     async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
-        await self._is_exhausted()
-        if self._made_by.direct:
+        await self._check_exhausted()
+        if self._creator.direct:
             await super().download(source, target, limit=limit, timeout=timeout)
         else:
-            await self._asked_for(self._archives().download(source, target, limit), timeout)
+            await _within(self._open_archive().download(source, target, limit), timeout)
 
-    def _archives(self, *, writing: bool = False) -> Archives:
-        self._live()
+    def _open_archive(self, *, writing: bool = False) -> ArchiveTransfer:
+        self._require_channel()
         if self.spec.read_only and writing:
-            self._cannot("write into a read-only container, unless it runs as root")
-        return Archives(self._made_by.engine, orphans.name_of(self.id), self.place(), self._uid)
+            self._refuse("write into a read-only container, unless Rookery runs as root")
+        return ArchiveTransfer(self._creator.engine, self._container, self.get_root(), self._uid)
+
+    # ---- commands
 
     async def guard_ran_out_of_memory(self) -> bool:
         if await super().guard_ran_out_of_memory():
             return True
         if not self.spec.memory:
             return False
-        # The engine removes the control group with the container's last process; then only the engine knows.
-        where = api.path("containers", orphans.name_of(self.id), "json")
+        # The engine removes the cgroup with the last process of the container; then only the engine knows.
+        path = api_path("containers", self._container, "json")
         try:
-            async with asyncio.timeout(api.CALL_SECONDS):
+            async with asyncio.timeout(CALL_SECONDS):
                 while True:
-                    state = (await self._made_by.engine.call("GET", where)).get("State") or {}
+                    state = (await self._creator.engine.call("GET", path)).get("State") or {}
                     if not state.get("Running"):
                         return bool(state.get("OOMKilled"))
                     await asyncio.sleep(0.05)  # the engine has not noticed the death yet
         except (SandboxError, TimeoutError) as error:
-            _log.debug("why sandbox %s died cannot be seen: %s", self.id, error)
+            _log.debug("cannot determine why sandbox %s died: %s", self.id, error)
             return False
 
-    async def _asked_for(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        async with asyncio.timeout(timeout):
-            return await work
+    def get_cwd(self, command: Command) -> str:
+        return os.path.join(self._workdir, command.cwd or "")  # noqa: PTH118  (a path in the container)
 
-    def folder_of(self, command: Command) -> str:
-        return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
-
-    def own_uid(self) -> int:
+    def get_default_uid(self) -> int:
         return self._uid
 
-    def may_be(self, user: str) -> bool:
+    def is_default_user(self, user: str) -> bool:
         names = {0: ("root", "0"), 1000: ("user", "1000")}.get(self._uid) or (str(self._uid),)
         return user in names or (user == "image" and self.spec.user == user)
 
-    async def whom(self, user: str) -> User:
-        if self.may_be(user):
-            return ANYONE
-        return await users.find(user, partial(self.read, limit=users.MOST))
+    async def resolve_user(self, user: str) -> CommandUser:
+        if self.is_default_user(user):
+            return DEFAULT_USER
+        return await users.find_user(user, partial(self.read, limit=users.MAX_PASSWD))
 
-    def made(self, job: Job) -> Job:
-        job.group = self._group
+    def prepare_job(self, job: Job) -> Job:
+        job.cgroup = self._cgroup
         if "space" in self._fds:
-            job.top = lambda: self._fds.get("space", -1)
-        if self._watch is not None:
+            job.get_disk_fd = lambda: self._fds.get("space", -1)
+        if self._disk_watch is not None:
             self._jobs[job.number] = job
         return job
 
     async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
         result = await super().exec(command, on_output=on_output)
-        if self._watch is None or result.ok or result.status not in ("exited", "signaled"):
+        if self._disk_watch is None or result.ok or result.status not in ("exited", "signaled"):
             return result
-        # A file that may not grow ends its writer by a signal, which a shell tells as a code and Python as words.
-        if result.exit_code != TOO_LARGE and b"File too large" not in result.stderr[-_TAIL:]:
+        # SIGXFSZ kills the writer of a file that is too large; a shell reports an exit code, Python a message.
+        if result.exit_code != EXIT_FILE_TOO_LARGE and b"File too large" not in result.stderr[-_STDERR_TAIL:]:
             return result
         with contextlib.suppress(SandboxError):
-            if await self._wrote() >= 0.9 * (self.spec.disk or 0):
-                return msgspec.structs.replace(result, status="disk_limit", detail="a file grew over the limit")
+            if await self._measure_layer() >= 0.9 * (self.spec.disk or 0):
+                return msgspec.structs.replace(
+                    result, status="disk_limit", detail="a file exceeded the disk limit"
+                )
         return result
 
-    async def _wrote(self) -> int:
-        """Bytes in the container's own layer."""
-        where = api.path("containers", orphans.name_of(self.id), "json", size="1")
-        return int((await self._made_by.engine.call("GET", where)).get("SizeRw") or 0)
+    async def _measure_layer(self) -> int:
+        """Return the size of the container's writable layer in bytes."""
+        path = api_path("containers", self._container, "json", size="1")
+        return int((await self._creator.engine.call("GET", path)).get("SizeRw") or 0)
 
-    async def _look(self) -> None:
-        """At what was written, while somebody could write."""
-        every, most = LOOK_SECONDS
+    async def _watch_disk(self) -> None:
+        """Poll the size of the writable layer while commands run, and kill them above the limit."""
+        interval, longest = POLL_SECONDS
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(every)  # nothing tells
-            self._jobs = {number: job for number, job in self._jobs.items() if not job.promise.done()}
+            await asyncio.sleep(interval)  # the engine sends no notification
+            self._jobs = {number: job for number, job in self._jobs.items() if not job.ended.done()}
             if not self._jobs:
-                every = LOOK_SECONDS[0]
+                interval = POLL_SECONDS[0]
                 continue
             began = loop.time()
             try:
-                wrote = await self._wrote()
+                size = await self._measure_layer()
             except SandboxError as error:
-                _log.debug("what sandbox %s wrote cannot be seen: %s", self.id, error)
+                _log.debug("cannot measure what sandbox %s wrote: %s", self.id, error)
                 continue
-            # An engine that has to walk over many files is not to be kept busy by it.
-            every = min(most, max(every * 1.5, 10 * (loop.time() - began)))
-            if wrote > (self.spec.disk or 0):
+            # The engine may have to walk many files: use at most a tenth of its time.
+            interval = min(longest, max(interval * 1.5, 10 * (loop.time() - began)))
+            if size > (self.spec.disk or 0):
                 for job in self._jobs.values():
-                    job.overdrawn = True
+                    job.over_disk_limit = True
                     job.kill_soon()
 
     # ---- snapshots
 
-    def _layered(self) -> Family:
-        self._live()
-        if not self._made_by.direct:
-            self._cannot("take snapshots unless it runs as root")
+    def _require_snapshots(self) -> ForkTree:
+        self._require_channel()
+        if not self._creator.direct:
+            self._refuse("take snapshots unless Rookery runs as root")
         if self.spec.read_only:
-            self._cannot("take snapshots of a read-only container: what it writes lies in memory")
-        return self._family
+            self._refuse("take snapshots of a read-only container, whose files are in memory")
+        return self._tree
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        await self._is_exhausted()
-        family = self._layered()
-        lease = leases.lease(self.id, self._home.run, self._attempt, self.provider, self.root)
-        look = Looking(self.place(), timeout)
-        with _within(timeout, f"the snapshot of sandbox {self.id}"):
+        await self._check_exhausted()
+        tree = self._require_snapshots()
+        labels = orphans.make_labels(self._make_lease())
+        changes = ChangeReader(self.get_root(), timeout)
+        with reporting_timeout(timeout, f"the snapshot of sandbox {self.id}"):
             async with asyncio.timeout(timeout):
-                return await family.take(
-                    self._made_by.engine, orphans.name_of(self.id), self.id, orphans.labels(lease), look
-                )
+                return await tree.take_snapshot(self._creator.engine, self._container, self.id, labels, changes)
 
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "DockerSandbox":
-        await self._is_exhausted()
-        family = self._layered()
-        family.named(snapshot)
-        if spec is not None and (problems := wanted.refused(spec)):
+        await self._check_exhausted()
+        tree = self._require_snapshots()
+        tree.get_snapshot(snapshot)
+        if spec is not None and (problems := container_config.find_spec_problems(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
-        return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, family, snapshot)
+        merged = merge_fork_spec(self.spec, spec)
+        return await self._creator.make(merged, self._attempt, timeout, tree, snapshot)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        await self._is_exhausted()
-        taken = self._layered().named(snapshot)
-        if taken.taken_of != self.id and self._below != snapshot:
-            self._cannot(f"compare with {snapshot!r}: it is of another sandbox, and not what this one was made of")
-        own = taken.taken_of == self.id
-        look = Looking(self.place(), timeout)
-        engine, name = self._made_by.engine, orphans.name_of(self.id)
-        with _within(timeout, f"the diff of sandbox {self.id}"):
-            async with asyncio.timeout(timeout), still(engine, name):
+        await self._check_exhausted()
+        taken = self._require_snapshots().get_snapshot(snapshot)
+        own = taken.sandbox_id == self.id
+        if not own and self._base_snapshot != snapshot:
+            self._refuse(f"compare with {snapshot!r}: this sandbox was not forked from it")
+        changes = ChangeReader(self.get_root(), timeout)
+        engine, container = self._creator.engine, self._container
+        with reporting_timeout(timeout, f"the diff of sandbox {self.id}"):
+            async with asyncio.timeout(timeout), paused(engine, container):
                 if own:
-                    return compared(taken.seen, await look.at(engine, name))
-                return compared({}, await look.since(taken, engine, name))
+                    return compare_changes(taken.changes, await changes.read(engine, container))
+                return compare_changes({}, await changes.read_since(taken, engine, container))
 
-    # ---- its end
+    # ---- close
 
     async def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._disk_watch is not None:
+            self._disk_watch.cancel()
+            await asyncio.gather(self._disk_watch, return_exceptions=True)
         await self._end_transfers()
-        self._release("top", "space")  # who holds its files keeps the engine from removing them
+        self._close_fds("top", "space")  # an open descriptor keeps the engine from unmounting the file system
         try:
             if self._proxy is not None:
                 await self._proxy.close()
         finally:
             await super()._close()
 
-    def _end_soon(self) -> None:
-        """By the engine, for a pid 1 that does not answer."""
-        if self._ending is None:
-            name = orphans.name_of(self.id)
-            call = self._made_by.engine.call(
-                "DELETE", api.path("containers", name, force="1", v="1"), ok=(404, 409)
-            )
-            self._ending = asyncio.get_running_loop().create_task(call, context=apart())
+    def _remove_soon(self) -> None:
+        """Let the engine remove the container of a guard that does not answer."""
+        if self._removal is None:
+            path = api_path("containers", self._container, force="1", v="1")
+            call = self._creator.engine.call("DELETE", path, ok=(404, 409))
+            self._removal = asyncio.get_running_loop().create_task(call, context=detached_context())
 
-    def _release(self, *names: str) -> None:
+    def _close_fds(self, *names: str) -> None:
         for name in names or tuple(self._fds):
             fd = self._fds.pop(name, -1)
             if fd >= 0:
                 os.close(fd)
 
-    async def clean(self) -> None:
-        self._release()
-        for task in (self._creation, self._ending):
+    async def clean_up(self) -> None:
+        self._close_fds()
+        for task in (self._creation, self._removal):
             if task is not None:
-                await asyncio.wait({task}, timeout=api.CALL_SECONDS)
+                await asyncio.wait({task}, timeout=CALL_SECONDS)
                 if task.done() and not task.cancelled():
-                    task.exception()  # looked at: whoever asked for it knows, and what is left is removed now
-        gone = not self._asked or await self._made_by.remove(self.id)
-        await self._family.leave(self._made_by.engine, self.id)
-        if gone:  # else the lease says what is left to do
-            self.forget_folder()
+                    task.exception()  # retrieved, so that asyncio does not log it
+        gone = not self._requested or await self._creator.remove_container(self.id)
+        await self._tree.leave(self._creator.engine, self.id)
+        if gone:  # otherwise the lease tells the reaper what to remove
+            self.remove_files()
 
-    def forget_folder(self) -> None:
-        """What is left on the host, when there is no container any more."""
-        procs.remove_tree(str(self.root))
-        leases.path_of(self._folder, self.id).unlink(missing_ok=True)
+    def remove_files(self) -> None:
+        """Remove the sandbox's directory and lease, after its container is gone."""
+        leases.remove_sandbox(self._directory, self.id)
+
+
+async def _within(call: Coroutine[Any, Any, T], timeout: float) -> T:
+    async with asyncio.timeout(timeout):
+        return await call

@@ -1,11 +1,12 @@
-"""Snapshots of containers: images that the engine commits, and what was different in them.
+"""Snapshots of containers: images committed by the engine, and digests of the changed files.
+
+The engine reports which paths of a container differ from its image. The content of these paths is read here, which
+needs root.
 
 Promises:
-- programs stand still while a snapshot or a diff is taken, and go on whatever becomes of it;
-- a diff looks at content, modes and owners, never at times;
-- the images of a container and its forks go with the last of these, or with the reaper.
-
-The engine tells which paths of a container differ from its image. What those hold is read here, which takes root.
+- programs are paused while a snapshot or a diff is taken, and resumed in any case;
+- a diff compares content, modes and owners, never times;
+- the snapshot images of a container and its forks are removed with the last of these, or by the reaper.
 """
 
 import asyncio
@@ -20,158 +21,172 @@ from typing import Any, NamedTuple
 
 from rookery.core import SandboxError
 from rookery.sandboxes import transfers
-from rookery.sandboxes.docker import api
+from rookery.sandboxes.docker.client import EngineClient, api_path
 
 REPOSITORY = "rookery-snapshot"
-MOST = 64
-_OURS = ("/.rookery", "/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
-"""What the engine and we put there."""
+MAX_SNAPSHOTS = 64
+_IGNORED = ("/.rookery", "/dev", "/proc", "/sys", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
+"""Paths that the engine or Rookery provides."""
 _MODIFIED, _ADDED, _DELETED = 0, 1, 2
-_CALM_SECONDS = 30.0
+_UNPAUSE_SECONDS = 30.0
 
 
-class Seen(NamedTuple):
-    """A path that differs from the image, and what was there."""
+class ChangedPath(NamedTuple):
+    """A path that differs from the image."""
 
     kind: int
-    folder: bool
+    """`_MODIFIED`, `_ADDED` or `_DELETED`, as the engine reports it."""
+    is_directory: bool
     digest: str
-    """Empty where nothing was."""
+    """Digest of mode, owner and content; empty if nothing is there."""
 
 
-class Snapshot(NamedTuple):
-    """One of a family's."""
-
+class ContainerSnapshot(NamedTuple):
     image: str
-    taken_of: str
-    seen: dict[str, Seen]
+    sandbox_id: str
+    changes: dict[str, ChangedPath]
+    """What differed from the container's image when the snapshot was taken."""
 
 
-class Family:
-    """A sandbox and its forks, and forks of those."""
+class ForkTree:
+    """A sandbox and all forks derived from it, which share their snapshots."""
 
     def __init__(self, image: Mapping[str, Any]) -> None:
         self.image = image
         self.members: set[str] = set()
-        self.snapshots: dict[str, Snapshot] = {}
+        self.snapshots: dict[str, ContainerSnapshot] = {}
 
-    def named(self, name: str) -> Snapshot:
+    def get_snapshot(self, name: str) -> ContainerSnapshot:
         if name not in self.snapshots:
-            raise SandboxError(f"there is no snapshot {name!r} of this sandbox", cause="sandbox.refused")
+            raise SandboxError(f"this sandbox has no snapshot {name!r}", cause="sandbox.refused")
         return self.snapshots[name]
 
-    async def take(
-        self, engine: api.Engine, container: str, identity: str, labels: Mapping[str, str], look: "Looking"
+    async def take_snapshot(
+        self,
+        engine: EngineClient,
+        container: str,
+        sandbox_id: str,
+        labels: Mapping[str, str],
+        changes: "ChangeReader",
     ) -> str:
-        if len(self.snapshots) >= MOST:
-            raise SandboxError(f"a sandbox and its forks have at most {MOST} snapshots", cause="sandbox.refused")
+        if len(self.snapshots) >= MAX_SNAPSHOTS:
+            raise SandboxError(
+                f"a sandbox and its forks can have at most {MAX_SNAPSHOTS} snapshots", cause="sandbox.refused"
+            )
         name = secrets.token_hex(8)
-        async with still(engine, container):
-            seen = await look.at(engine, container)
-            where = api.path("commit", container=container, repo=REPOSITORY, tag=name, pause="0")
-            # Entered before it is there: an image that comes while nobody listens is removed with the others.
-            self.snapshots[name] = Snapshot(f"{REPOSITORY}:{name}", identity, seen)
+        async with paused(engine, container):
+            changed = await changes.read(engine, container)
+            path = api_path("commit", container=container, repo=REPOSITORY, tag=name, pause="0")
+            # Registered before the request: if it is cancelled, the image is still removed with the others.
+            self.snapshots[name] = ContainerSnapshot(f"{REPOSITORY}:{name}", sandbox_id, changed)
             try:
-                await engine.call("POST", where, {"Labels": dict(labels)})
+                await engine.call("POST", path, {"Labels": dict(labels)})
             except SandboxError:
                 del self.snapshots[name]
                 raise
         return name
 
-    async def leave(self, engine: api.Engine, identity: str) -> None:
-        self.members.discard(identity)
+    async def leave(self, engine: EngineClient, sandbox_id: str) -> None:
+        """Remove a member; the last one removes the snapshot images."""
+        self.members.discard(sandbox_id)
         if self.members:
             return
         for name in reversed(list(self.snapshots)):
-            with contextlib.suppress(SandboxError):  # the reaper finds it
-                await engine.call(
-                    "DELETE", api.path("images", self.snapshots[name].image, force="1"), ok=(404, 409)
-                )
+            with contextlib.suppress(SandboxError):  # the reaper removes it later
+                path = api_path("images", self.snapshots[name].image, force="1")
+                await engine.call("DELETE", path, ok=(404, 409))
             del self.snapshots[name]
 
 
 @asynccontextmanager
-async def still(engine: api.Engine, container: str) -> AsyncIterator[None]:
-    """While nothing in it runs."""
+async def paused(engine: EngineClient, container: str) -> AsyncIterator[None]:
+    """Freeze the processes of a container for the duration of the block."""
     try:
-        await engine.call("POST", api.path("containers", container, "pause"))
+        await engine.call("POST", api_path("containers", container, "pause"))
         yield
     finally:
-        goes_on = engine.call(
-            "POST", api.path("containers", container, "unpause"), ok=(404, 409, 500), timeout=_CALM_SECONDS
-        )
-        await asyncio.shield(asyncio.ensure_future(goes_on))
+        path = api_path("containers", container, "unpause")
+        unpausing = engine.call("POST", path, ok=(404, 409, 500), timeout=_UNPAUSE_SECONDS)
+        await asyncio.shield(asyncio.ensure_future(unpausing))
 
 
-class Looking:
-    """At the files of one container, from here."""
+class ChangeReader:
+    """Reads which files of a container changed, with a deadline."""
 
-    def __init__(self, place: transfers.Place, timeout: float) -> None:
-        self._place = place
-        self._clock = transfers.Clock(timeout)
+    def __init__(self, root: transfers.SandboxRoot, timeout: float) -> None:
+        self._root = root
+        self._clock = transfers.TransferClock(timeout)
 
-    async def at(self, engine: api.Engine, container: str) -> dict[str, Seen]:
-        told = await engine.call("GET", api.path("containers", container, "changes")) or ()
-        return await self._of({one["Path"]: int(one["Kind"]) for one in told if not _is_ours(one["Path"])})
+    async def read(self, engine: EngineClient, container: str) -> dict[str, ChangedPath]:
+        """Return what differs from the container's image."""
+        reported = await engine.call("GET", api_path("containers", container, "changes")) or ()
+        kinds = {one["Path"]: int(one["Kind"]) for one in reported if not _is_ignored(one["Path"])}
+        return await self._digest_paths(kinds)
 
-    async def since(self, taken: Snapshot, engine: api.Engine, container: str) -> dict[str, Seen]:
-        """What differs from the snapshot that a container was made of.
+    async def read_since(
+        self, snapshot: ContainerSnapshot, engine: EngineClient, container: str
+    ) -> dict[str, ChangedPath]:
+        """Return what differs from the snapshot that a container was created from.
 
-        Engines may compare by size and by whole seconds: what the snapshot held is looked at here, also where the
-        engine does not name it, so that no change of the same length is missed that came right after the fork.
+        An engine may compare files by size and by time in whole seconds. Therefore every path of the snapshot is
+        read, even if the engine does not report it: a change of equal length right after the fork is not missed.
         """
-        now = await self.at(engine, container)
-        unnamed = {path: _MODIFIED for path, seen in taken.seen.items() if seen.digest and path not in now}
-        for path, seen in (await self._of(unnamed)).items():
-            if seen.digest != taken.seen[path].digest:
-                now[path] = seen if seen.digest else Seen(_DELETED, False, "")
-        return now
+        changes = await self.read(engine, container)
+        unreported = {
+            path: _MODIFIED for path, old in snapshot.changes.items() if old.digest and path not in changes
+        }
+        for path, new in (await self._digest_paths(unreported)).items():
+            if new.digest != snapshot.changes[path].digest:
+                changes[path] = new if new.digest else ChangedPath(_DELETED, False, "")
+        return changes
 
-    async def _of(self, paths: Mapping[str, int]) -> dict[str, Seen]:
+    async def _digest_paths(self, kinds: Mapping[str, int]) -> dict[str, ChangedPath]:
         try:
-            return await asyncio.to_thread(self._all, paths)
+            return await asyncio.to_thread(self._digest_all, kinds)
         except asyncio.CancelledError:
             self._clock.stop.set()
             raise
 
-    def _all(self, paths: Mapping[str, int]) -> dict[str, Seen]:
+    def _digest_all(self, kinds: Mapping[str, int]) -> dict[str, ChangedPath]:
         found = {}
-        for path, kind in paths.items():
-            said, folder = ("", False) if kind == _DELETED else digest(self._place, path, self._clock)
-            found[path] = Seen(kind, folder, said)
+        for path, kind in kinds.items():
+            digest, is_directory = ("", False) if kind == _DELETED else digest_path(self._root, path, self._clock)
+            found[path] = ChangedPath(kind, is_directory, digest)
         return found
 
 
-def _is_ours(path: str) -> bool:
-    return any(path == one or path.startswith(f"{one}/") for one in _OURS)
+def _is_ignored(path: str) -> bool:
+    return any(path == ignored or path.startswith(f"{ignored}/") for ignored in _IGNORED)
 
 
-def digest(place: transfers.Place, path: str, clock: transfers.Clock) -> tuple[str, bool]:
-    """Of what lies at a path, empty where nothing does; and whether it is a folder."""
-    clock.entry()
+def digest_path(root: transfers.SandboxRoot, path: str, clock: transfers.TransferClock) -> tuple[str, bool]:
+    """Return a digest of mode, owner and content, or "" if nothing is there; and whether it is a directory."""
+    clock.count_entry()
     names = tuple(part for part in path.split("/") if part)
-    made = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     try:
-        with transfers.parent_of(place, names) as folder:
-            info = os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
-            made.update(f"{info.st_mode} {info.st_uid} {info.st_gid} ".encode())
+        with transfers.open_parent_inside(root, names) as parent:
+            info = os.stat(names[-1], dir_fd=parent, follow_symlinks=False)
+            digest.update(f"{info.st_mode} {info.st_uid} {info.st_gid} ".encode())
             if stat.S_ISLNK(info.st_mode):
-                made.update(os.fsencode(os.readlink(names[-1], dir_fd=folder)))
+                digest.update(os.fsencode(os.readlink(names[-1], dir_fd=parent)))
             elif stat.S_ISREG(info.st_mode):
-                with os.fdopen(os.open(names[-1], transfers.FILE, dir_fd=folder), "rb", buffering=0) as file:
-                    while block := file.read(transfers.BLOCK):
+                fd = os.open(names[-1], transfers.OPEN_FILE, dir_fd=parent)
+                with os.fdopen(fd, "rb", buffering=0) as file:
+                    while block := file.read(transfers.BLOCK_BYTES):
                         clock.check()
-                        made.update(block)
+                        digest.update(block)
     except (FileNotFoundError, NotADirectoryError):
         return "", False
-    return made.hexdigest(), stat.S_ISDIR(info.st_mode)
+    return digest.hexdigest(), stat.S_ISDIR(info.st_mode)
 
 
-def compared(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> dict[str, str]:
-    """Path → added | changed | removed. Both are told against the same image, or `before` is that image itself.
+def compare_changes(before: Mapping[str, ChangedPath], now: Mapping[str, ChangedPath]) -> dict[str, str]:
+    """Return path → added | changed | removed. Both sides are relative to the same image.
 
-    What is told only now, as changed, is the image's: of a folder it means that something in it did, so folders
-    are left out; a file counts as changed, though it may have been touched only."""
+    A directory that is only reported now as modified is left out: it means that an entry of it changed. A file
+    that is only reported now as modified counts as changed, although only its time may have changed.
+    """
     found: dict[str, str] = {}
     for path in sorted({*before, *now}):
         old, new = before.get(path), now.get(path)
@@ -179,9 +194,9 @@ def compared(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> dict[str, s
             if old.digest != new.digest:
                 found[path] = "removed" if not new.digest else "changed" if old.digest else "added"
         elif new is not None:
-            how = {_ADDED: "added", _DELETED: "removed"}.get(new.kind, "changed")
-            if how == "removed" or (new.digest and not (how == "changed" and new.folder)):
-                found[path] = how
+            change = {_ADDED: "added", _DELETED: "removed"}.get(new.kind, "changed")
+            if change == "removed" or (new.digest and not (change == "changed" and new.is_directory)):
+                found[path] = change
         elif old is not None and old.kind == _ADDED and old.digest:
             found[path] = "removed"
     return found

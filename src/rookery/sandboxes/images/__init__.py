@@ -1,13 +1,13 @@
-"""Images: what sandboxes are made from besides this machine's own system.
+"""Images from which sandboxes are created.
 
-    reference = references.parse("python:3.12")
-    use = await asking.Images().hold(reference)   # fetched, unpacked, verified, once; held until closed
-    use.folder, use.record.layers                 # folders for an overlay, lowest first
+    reference = parse_reference("python:3.12")
+    image = await ImageFetcher().acquire(reference)    # fetched, verified and unpacked once
+    image.folder, image.record.layers                  # directories for an overlay mount, lowest first
 
 Promises:
-- an image is found by name (in the store, an engine, a registry), in files, or built; names mean what they mean to
-  Docker;
-- it is fetched and unpacked once for all who ask, in all processes of a user on a machine;
-- hostile layers end as an error: nothing is written where it does not belong, nothing grows without a bound;
-- what is half-made is never used, and what is used is never removed.
+- an image is found by name (in the store, an engine or a registry), in files, or built; names mean what they mean
+  to Docker;
+- it is fetched and unpacked once for all processes of a user on a machine;
+- a malicious layer ends with an error: nothing is written outside the store, and nothing grows without a limit;
+- a partially fetched image is never used, and an image in use is never removed.
 """

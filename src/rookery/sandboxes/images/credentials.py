@@ -1,10 +1,9 @@
-"""Keys for registries, from Docker's own configuration.
+"""Find registry credentials in Docker's configuration.
 
 Promises:
-- what `docker login` stored is found: in the file, or by the helper program that the file names for the registry;
-- a secret is never in a message, a log or a representation;
-- a helper is started with the registry's name as its input and nothing else of ours but the environment; it has
-  seconds to answer.
+- it finds what `docker login` stored, in the file or through the credential helper that the file names;
+- a secret never appears in a message, a log or a `repr`;
+- a credential helper gets only the registry's name on standard input and must answer within seconds.
 """
 
 import base64
@@ -27,15 +26,15 @@ _HELPER = re.compile(r"[A-Za-z0-9_.-]+")
 _TOKEN_USER = "<token>"  # noqa: S105  (what helpers write in place of a name)
 
 
-class Login:
-    """A name and a secret, or a token to get others with."""
+class RegistryLogin:
+    """A user name and secret, or an identity token that is exchanged for other tokens."""
 
-    __slots__ = ("identity", "secret", "user")
+    __slots__ = ("identity_token", "secret", "user")
 
-    def __init__(self, user: str = "", secret: str = "", identity: str = "") -> None:
+    def __init__(self, user: str = "", secret: str = "", identity_token: str = "") -> None:
         self.user = user
         self.secret = secret
-        self.identity = identity
+        self.identity_token = identity_token
 
     def __repr__(self) -> str:
         return "Login(…)"
@@ -48,59 +47,59 @@ def config_path() -> Path:
     return Path(os.environ.get("DOCKER_CONFIG") or "~/.docker").expanduser() / "config.json"
 
 
-def login_for(registry: str) -> Login | None:
-    """None where nothing is stored: many images can be had without."""
+def find_login(registry: str) -> RegistryLogin | None:
+    """Return the stored credentials for a registry; None if there are none, as for public images."""
     try:
         with config_path().open("rb") as file:
-            found = msgspec.json.decode(file.read(MAX_FILE))
+            config = msgspec.json.decode(file.read(MAX_FILE))
     except (OSError, msgspec.MsgspecError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return None
     keys = [HUB_KEY, HUB, f"index.{HUB}", f"registry-1.{HUB}"] if registry == HUB else [registry]
     for key in keys:
-        helper = (found.get("credHelpers") or {}).get(key) or found.get("credsStore")
-        if isinstance(helper, str) and helper and (login := _helped(helper, key)):
+        helper = (config.get("credHelpers") or {}).get(key) or config.get("credsStore")
+        if isinstance(helper, str) and helper and (login := _ask_helper(helper, key)):
             return login
-    auths = found.get("auths") or {}
-    for stored, said in auths.items() if isinstance(auths, dict) else ():
+    auths = config.get("auths") or {}
+    for stored, entry in auths.items() if isinstance(auths, dict) else ():
         if (
-            isinstance(said, dict)
-            and _host(str(stored)) in {_host(key) for key in keys}
-            and (login := _stored(said))
+            isinstance(entry, dict)
+            and _parse_host(str(stored)) in {_parse_host(key) for key in keys}
+            and (login := _parse_entry(entry))
         ):
             return login
     return None
 
 
-def _host(key: str) -> str:
+def _parse_host(key: str) -> str:
     return key.removeprefix("https://").removeprefix("http://").partition("/")[0]
 
 
-def _stored(said: dict[str, Any]) -> Login | None:
-    identity = str(said.get("identitytoken") or "")
-    user, secret = str(said.get("username") or ""), str(said.get("password") or "")
-    if auth := said.get("auth"):
+def _parse_entry(entry: dict[str, Any]) -> RegistryLogin | None:
+    identity_token = str(entry.get("identitytoken") or "")
+    user, secret = str(entry.get("username") or ""), str(entry.get("password") or "")
+    if auth := entry.get("auth"):
         try:
             user, _, secret = base64.b64decode(str(auth)).decode().partition(":")
         except (binascii.Error, UnicodeDecodeError, ValueError):
             return None
     secret = secret.rstrip("\0")
-    return Login(user, secret, identity) if identity or (user and secret) else None
+    return RegistryLogin(user, secret, identity_token) if identity_token or (user and secret) else None
 
 
-def _helped(helper: str, key: str) -> Login | None:
+def _ask_helper(helper: str, key: str) -> RegistryLogin | None:
     program = shutil.which(f"docker-credential-{helper}") if _HELPER.fullmatch(helper) else None
     if program is None:
         return None
     try:
-        said = subprocess.run(
+        entry = subprocess.run(
             [program, "get"], input=key.encode(), capture_output=True, timeout=HELPER_SECONDS, check=False
         )
-        found = msgspec.json.decode(said.stdout[:MAX_FILE]) if said.returncode == 0 else None
+        config = msgspec.json.decode(entry.stdout[:MAX_FILE]) if entry.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError):
         return None
-    if not isinstance(found, dict) or not found.get("Secret"):
+    if not isinstance(config, dict) or not config.get("Secret"):
         return None
-    user, secret = str(found.get("Username") or ""), str(found["Secret"])
-    return Login(identity=secret) if user == _TOKEN_USER else Login(user, secret)
+    user, secret = str(config.get("Username") or ""), str(config["Secret"])
+    return RegistryLogin(identity_token=secret) if user == _TOKEN_USER else RegistryLogin(user, secret)

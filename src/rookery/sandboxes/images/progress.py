@@ -1,82 +1,72 @@
-"""How far the making of an image is, told now and then; from several threads."""
+"""Progress of a fetch, reported at a limited rate. Thread-safe."""
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
-BEAT_SECONDS = 0.2
+REPORT_SECONDS = 0.2
+"""Shortest interval between two reports of the same step."""
+Step: TypeAlias = Literal["waiting", "finding", "fetching", "unpacking", "ready", "failed"]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the making of an image is."""
+class ImageProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the fetch of an image is."""
 
     image: str
-    step: Literal["waiting", "finding", "fetching", "unpacking", "ready", "failed"]
+    step: Step
     done: int = 0
-    """Bytes."""
+    """Bytes fetched."""
     total: int = 0
     layers: int = 0
     layers_done: int = 0
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ImageProgress], None]
 
 
-class Bar:
-    """Counts, and tells now and then."""
+class ProgressReporter:
+    """Counts bytes and layers, and calls back at a limited rate."""
 
-    def __init__(self, image: str, tell: OnProgress | None) -> None:
-        self._tell = tell
-        self._image = image
+    def __init__(self, image: str, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._last = 0.0
-        self._step: Any = "waiting"
-        self._done = self._total = self._layers = self._layers_done = 0
+        self._reported_at = 0.0
+        self._current = ImageProgress(image=image, step="waiting")
 
-    def step(self, step: str, *, last: bool = False) -> None:
+    def set_step(self, step: Step, *, complete: bool = False) -> None:
+        """Change the step; `complete` also sets the counters to their totals."""
         with self._lock:
-            self._step = step
-            if last:
-                self._done, self._layers_done = self._total, self._layers
-            self._say(now=True)
+            now = self._current
+            counters = {"done": now.total, "layers_done": now.layers} if complete else {}
+            self._update(urgent=True, step=step, **counters)
 
     def begin(self, total: int, layers: int) -> None:
+        """Start to count the bytes and layers of an image."""
         with self._lock:
-            self._step, self._total, self._layers = "fetching", total, layers
-            self._say(now=True)
+            self._update(urgent=True, step="fetching", total=total, layers=layers)
 
-    def have(self, count: int) -> None:
+    def add_bytes(self, count: int) -> None:
+        """Count fetched bytes; a negative count takes them back."""
         with self._lock:
-            self._done += count
-            if self._done >= self._total:
-                self._step = "unpacking"
-            self._say()
+            done = self._current.done + count
+            step = "unpacking" if done >= self._current.total else self._current.step
+            self._update(step=step, done=done)
 
-    def at(self, done: int, total: int, *, layers: int) -> None:
-        """Where somebody else counts."""
+    def set_bytes(self, done: int, total: int, *, layers: int) -> None:
+        """Set counters that somebody else counts."""
         with self._lock:
-            self._step, self._done, self._total, self._layers = "fetching", done, total, layers
-            self._say()
+            self._update(step="fetching", done=done, total=total, layers=layers)
 
-    def layer(self) -> None:
+    def add_layer(self) -> None:
         with self._lock:
-            self._layers_done += 1
-            self._say(now=True)
+            self._update(urgent=True, layers_done=self._current.layers_done + 1)
 
-    def _say(self, *, now: bool = False) -> None:
-        if self._tell is None or not (now or time.monotonic() - self._last > BEAT_SECONDS):
+    def _update(self, *, urgent: bool = False, **changes: object) -> None:
+        self._current = msgspec.structs.replace(self._current, **changes)
+        if self._on_progress is None or not (urgent or time.monotonic() - self._reported_at > REPORT_SECONDS):
             return
-        self._last = time.monotonic()
-        self._tell(
-            Progress(
-                image=self._image,
-                step=self._step,
-                done=self._done,
-                total=self._total,
-                layers=self._layers,
-                layers_done=self._layers_done,
-            )
-        )
+        self._reported_at = time.monotonic()
+        self._on_progress(self._current)

@@ -1,8 +1,8 @@
-"""What the store knows of an image, and what an image says about itself.
+"""Records of the image store, and the parts of an image configuration that sandboxes use.
 
 Promises:
-- a record is written whole or not at all;
-- what an image says is data: read with bounds, and believed only where it has the right shape.
+- a record is written atomically;
+- an image configuration is untrusted: it is read with limits and checked for its shape.
 """
 
 import hashlib
@@ -17,118 +17,118 @@ from rookery.core import SandboxError
 
 MAX_ENV = 1000
 MAX_LAYERS = 400
-"""Under a box's own layer and those of its snapshots; an overlay takes 500."""
+"""An overlay mount has at most 500 layers, and a sandbox and its snapshots need some of them."""
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of what an image says, that which a sandbox uses. Its entry point and command are not: we start programs."""
+class ImageConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of an image configuration that a sandbox uses. Entry point and command are not used."""
 
     env: dict[str, str] = {}
     workdir: str = ""
     user: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An image of the store: whole, with all of its layers."""
+class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An image that is completely in the store."""
 
     id: str
-    """The digest of its configuration, without the kind of digest."""
+    """Digest of its configuration, without the prefix `sha256:`."""
     layers: tuple[str, ...]
-    """Names of folders, lowest first."""
-    config: Config = Config()
+    """Names of the layer directories, lowest first."""
+    config: ImageConfig = ImageConfig()
     platform: str = ""
     made: float = 0.0
     uid: int = -1
-    """Of the user that it wants to run as; -1: none that we know the number of."""
+    """Number of the user that the image wants to run as; -1 if unknown."""
     made_workdir: bool = False
-    """Whether the working folder that it names is there."""
+    """Whether the image's working directory exists."""
 
 
-class Name(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A name of an image."""
+class ImageName(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One name of an image."""
 
     name: str
     image: str
     origin: str = ""
-    """Where it came from: registry, engine, file."""
+    """`registry`, `engine`, `build` or `file`."""
     digest: str = ""
-    """By which the origin knows it."""
+    """The digest or ID by which the origin knows the image."""
     at: float = 0.0
 
 
 class LayerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A layer that is whole."""
+    """A layer that is completely unpacked."""
 
-    diff: str
+    diff_id: str
     bytes: int
     entries: int = 0
     boot: str = ""
-    """Of the machine's run in which it was written."""
+    """Boot ID of the machine when it was written."""
     opaque: bool = False
-    """Whether it hides all that is below it."""
+    """Whether it hides all lower layers."""
     synced: bool = False
-    """Whether it has reached the disk: before that it is whole only as long as the machine runs."""
+    """Whether it was flushed to disk. Until then it is valid only until the next reboot."""
 
 
-def digest_of(data: bytes) -> str:
+def sha256_digest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def chain_of(below: str, diff: str) -> str:
-    """The identity of a layer on top of others."""
-    return diff if not below else digest_of(f"{below} {diff}".encode())
+def chain_id(below: str, diff_id: str) -> str:
+    """Return the ChainID of a layer (OCI image specification)."""
+    return diff_id if not below else sha256_digest(f"{below} {diff_id}".encode())
 
 
-def folder_of(chain: str) -> str:
-    """Short: an overlay of a hundred layers has room for a page of names on older kernels."""
+def layer_directory_name(chain: str) -> str:
+    """Return the name of a layer's directory. It is short, because old kernels limit mount options to one page."""
     return chain.removeprefix("sha256:")[:24]
 
 
-def write(path: Path, value: Any) -> None:
-    half = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(3)}.half")
+def write_record(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(3)}.half")
     try:
-        half.write_bytes(msgspec.json.encode(value))
-        half.rename(path)
+        temporary.write_bytes(msgspec.json.encode(value))
+        temporary.rename(path)
     finally:
-        half.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def read(path: Path, kind: type[Any]) -> Any:
-    """None where there is none, or none that can be read."""
+def read_record(path: Path, kind: type[Any]) -> Any:
+    """Return the record, or None if it is missing or cannot be decoded."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def broken(name: str, why: str) -> SandboxError:
-    return SandboxError(f"the image {name} cannot be used: {why}", cause="task.image")
+def unusable_image(name: str, reason: str) -> SandboxError:
+    return SandboxError(f"the image {name} cannot be used: {reason}", cause="task.image")
 
 
-def config_of(name: str, data: bytes) -> tuple[Config, list[str], str]:
-    """What a configuration says: for programs, the digests of its layers, its platform."""
+def parse_config(name: str, data: bytes) -> tuple[ImageConfig, list[str], str]:
+    """Parse an image configuration: settings for programs, the DiffIDs of its layers, and its platform."""
     try:
         found = msgspec.json.decode(data)
-        diffs = found["rootfs"]["diff_ids"]
-        said = found.get("config") or {}
-        env = [text.partition("=") for text in (said.get("Env") or [])[:MAX_ENV]]
-        config = Config(
+        diff_ids = found["rootfs"]["diff_ids"]
+        settings = found.get("config") or {}
+        env = [text.partition("=") for text in (settings.get("Env") or [])[:MAX_ENV]]
+        config = ImageConfig(
             env={key: value for key, _, value in env if key and "\0" not in key + value},
-            workdir=str(said.get("WorkingDir") or ""),
-            user=str(said.get("User") or ""),
+            workdir=str(settings.get("WorkingDir") or ""),
+            user=str(settings.get("User") or ""),
         )
         platform = f"{found.get('os') or 'linux'}/{found.get('architecture') or ''}"
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise broken(name, "its configuration cannot be read") from error
-    if not isinstance(diffs, list) or not all(is_digest(diff) for diff in diffs):
-        raise broken(name, "its configuration does not name its layers")
-    if not diffs:
-        raise broken(name, "it has no layers")
-    if len(diffs) > MAX_LAYERS:
-        raise broken(name, f"it has {len(diffs)} layers, and {MAX_LAYERS} is the most that a sandbox can have")
+        raise unusable_image(name, "its configuration is malformed") from error
+    if not isinstance(diff_ids, list) or not all(is_digest(diff_id) for diff_id in diff_ids):
+        raise unusable_image(name, "its configuration has no valid list of layers")
+    if not diff_ids:
+        raise unusable_image(name, "it has no layers")
+    if len(diff_ids) > MAX_LAYERS:
+        raise unusable_image(name, f"it has {len(diff_ids)} layers; a sandbox supports at most {MAX_LAYERS}")
     if config.workdir and (not config.workdir.startswith("/") or ".." in Path(config.workdir).parts):
-        raise broken(name, f"its working folder {config.workdir[:200]!r} is no path")
-    return config, diffs, platform
+        raise unusable_image(name, f"its working directory {config.workdir[:200]!r} is not an absolute path")
+    return config, diff_ids, platform
 
 
 def is_digest(text: object) -> bool:

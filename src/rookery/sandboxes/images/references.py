@@ -1,19 +1,19 @@
-"""What an image can be called by.
+"""Parse image references.
 
-| text | is |
+| reference | meaning |
 |---|---|
-| `python:3.12`, `registry.example/team/app@sha256:…` | a name: of the store, of an engine, of a registry |
-| `./rootfs`, `/srv/rootfs.tar.gz` | a folder or an archive that holds a whole system |
-| `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` | an OCI layout; a folder or archive that is one needs no prefix |
-| `docker-archive:FILE[:NAME]` | what `docker save` writes; such an archive needs no prefix either |
-| `engine:NAME`, `registry:NAME` | a name, looked up there alone |
-| `dockerfile:DIR`, `dockerfile:FILE` | built, where a builder is present |
+| `python:3.12`, `registry.example/team/app@sha256:…` | a name: in the store, an engine or a registry |
+| `./rootfs`, `/srv/rootfs.tar.gz` | a directory or an archive of a root file system |
+| `oci:DIR[:TAG]`, `oci-archive:FILE[:TAG]` | an OCI layout; the prefix is optional |
+| `docker-archive:FILE[:NAME]` | an archive of `docker save`; the prefix is optional |
+| `engine:NAME`, `registry:NAME` | a name that is looked up only there |
+| `dockerfile:DIR`, `dockerfile:FILE` | built, if a builder is available |
 
 Promises:
-- what exists on this machine under that very text is that, before it is a name;
-- a name without a registry, a folder or a tag means what it means to Docker;
-- two texts that mean the same have the same key;
-- text that can be none of these is refused in one sentence.
+- a path that exists on this machine takes precedence over a name;
+- a name without registry, namespace or tag means what it means to Docker;
+- two references to the same image have the same key;
+- an invalid reference is refused with one sentence.
 """
 
 import os
@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rookery.core import UsageError
-from rookery.sandboxes.images import tars
+from rookery.sandboxes.images.unpacker import tar_stream
 
 Kind: TypeAlias = Literal[
     "name", "engine", "registry", "oci", "oci-archive", "docker-archive", "dockerfile", "folder", "tar"
@@ -45,17 +45,17 @@ _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_ARCHIVED = re.compile(
+_IMAGE_ARCHIVE_NAME = re.compile(
     rb"(?:\./)?(?:blobs(?:/.*)?|[0-9a-f]{64}(?:/.*|\.json)?|oci-layout|index\.json|manifest\.json|repositories)/?"
 )
-MAX_LOOKED_AT = 10_000
-"""Entries of an archive that are looked at for what it is."""
+MAX_EXAMINED_ENTRIES = 10_000
+"""Number of archive entries that are examined to detect its kind."""
 
 
-class Reference(msgspec.Struct, frozen=True, kw_only=True):
+class ImageReference(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     text: str
-    """As it was written."""
+    """The reference as the user wrote it."""
     path: str = ""
     registry: str = ""
     repository: str = ""
@@ -64,7 +64,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In full; of a file, what it names inside of it."""
+        """The complete name; for files, the name inside of the file."""
         if not self.registry:
             return self.tag
         where = f"{self.registry}/{self.repository}"
@@ -72,7 +72,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The same for all that mean the same now. A file that was written anew is another one."""
+        """A key that is equal for references to the same content. A file that was rewritten has another key."""
         if self.kind in ("name", "engine", "registry"):
             return self.name
         found = Path(self.path)
@@ -87,32 +87,32 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> bool:
-        """Whether it is a folder or an archive of a system, which `local` uses as it is."""
+        """Whether it is a directory or an archive of a root file system, which `local` uses without the store."""
         return self.kind in ("folder", "tar")
 
 
-def parse(text: str) -> Reference:
-    """`UsageError` where it can be no image's; a path that is not there is one of those."""
+def parse_reference(text: str) -> ImageReference:
+    """Parse a reference; `UsageError` if it is invalid or names a path that does not exist."""
     if not text or len(text) > MAX_TEXT or "\0" in text or text != text.strip():
-        raise UsageError(f"{text[:100]!r} cannot be the name of an image")
+        raise UsageError(f"{text[:100]!r} is not a valid image reference")
     for prefix, kind in _PREFIXES.items():
         if text.startswith(prefix) and not Path(text).exists():
             rest = text.removeprefix(prefix)
             if kind in ("engine", "registry"):
-                return _name(rest, kind, text)
-            return _file(kind, rest, text)
+                return _parse_name(rest, kind, text)
+            return _parse_file(kind, rest, text)
     path = Path(text)
     if path.exists():
-        return Reference(kind=what_is(path), text=text, path=str(path.resolve()))
+        return ImageReference(kind=detect_kind(path), text=text, path=str(path.resolve()))
     if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
-        raise UsageError(f"The image {text!r} is no folder and no archive on this machine.")
-    return _name(text, "name", text)
+        raise UsageError(f"The image {text!r} does not exist on this machine.")
+    return _parse_name(text, "name", text)
 
 
-def _file(kind: Kind, rest: str, text: str) -> Reference:
+def _parse_file(kind: Kind, rest: str, text: str) -> ImageReference:
     path, tag = rest, ""
     if not Path(path).exists() and ":" in rest:
-        # A name has colons of its own: the path is the longest start that exists.
+        # The name can contain colons, so the path is the longest prefix that exists.
         at = rest.rfind(":")
         while at > 0 and not Path(rest[:at]).exists():
             at = rest.rfind(":", 0, at)
@@ -120,46 +120,46 @@ def _file(kind: Kind, rest: str, text: str) -> Reference:
             path, tag = rest[:at], rest[at + 1 :]
     found = Path(path)
     if not path or not found.exists():
-        raise UsageError(f"The image {text!r} is no folder and no archive on this machine: there is no {path!r}.")
+        raise UsageError(f"The image {text!r} does not exist: there is no {path!r} on this machine.")
     if kind == "dockerfile":
         wanted = found / "Dockerfile" if found.is_dir() else found
         if not wanted.is_file():
             raise UsageError(f"The image {text!r} cannot be built: there is no file {str(wanted)!r}.")
-        # A Dockerfile that is a link stays one: its folder is what it is built from, not that of another file.
-        return Reference(kind=kind, text=text, path=str(wanted.parent.resolve() / wanted.name), tag=tag)
+        # A Dockerfile that is a symbolic link is not resolved: the build context is the directory of the link.
+        return ImageReference(kind=kind, text=text, path=str(wanted.parent.resolve() / wanted.name), tag=tag)
     if (kind == "oci") != found.is_dir():
-        raise UsageError(f"The image {text!r} is no {'folder' if kind == 'oci' else 'archive'}.")
-    return Reference(kind=kind, text=text, path=str(found.resolve()), tag=tag)
+        raise UsageError(f"The image {text!r} is not {'a directory' if kind == 'oci' else 'an archive'}.")
+    return ImageReference(kind=kind, text=text, path=str(found.resolve()), tag=tag)
 
 
-def _name(rest: str, kind: Kind, text: str) -> Reference:
-    wrong = UsageError(
-        f"{text[:200]!r} is no folder and no archive on this machine, and cannot be the name of an image: "
-        "names are like python:3.12 or host/team/app@sha256:…"
+def _parse_name(rest: str, kind: Kind, text: str) -> ImageReference:
+    invalid = UsageError(
+        f"{text[:200]!r} does not exist on this machine and is not a valid image name: "
+        "names look like python:3.12 or host/team/app@sha256:…"
     )
     body, _, digest = rest.partition("@")
     if digest and not _DIGEST.fullmatch(digest):
-        raise wrong
+        raise invalid
     host, slash, path = body.partition("/")
     if not slash or not ("." in host or ":" in host or host == "localhost"):
         host, path = HUB, body
     path, colon, tag = path.partition(":")
     if not _HOST.fullmatch(host) or (colon and not _TAG.fullmatch(tag)) or len(path) > 255:
-        raise wrong
+        raise invalid
     if host in (HUB, f"index.{HUB}"):
         host = HUB
         path = path if "/" in path else f"{LIBRARY}/{path}"
     if not all(_PART.fullmatch(part) for part in path.split("/")):
-        raise wrong
-    return Reference(
+        raise invalid
+    return ImageReference(
         kind=kind, text=text, registry=host, repository=path, tag=tag or ("" if digest else LATEST), digest=digest
     )
 
 
-def settled(text: str) -> str:
-    """The same image, whatever folder it is asked for from later on."""
+def make_absolute(text: str) -> str:
+    """Return a reference that does not depend on the current directory."""
     try:
-        found = parse(text)
+        found = parse_reference(text)
     except UsageError:
         return text
     if not found.path:
@@ -169,46 +169,48 @@ def settled(text: str) -> str:
     return f"{found.kind}:{found.path}" + (f":{found.tag}" if found.tag else "")
 
 
-def is_name(text: str) -> bool:
-    """Whether it is one, and nothing else."""
+def is_image_name(text: str) -> bool:
+    """Return whether a text is an image name and not a path."""
     try:
-        return parse(text).kind == "name"
+        return parse_reference(text).kind == "name"
     except UsageError:
         return False
 
 
-def shown(name: str) -> str:
-    """A full name as people write it."""
+def familiar_name(name: str) -> str:
+    """Return a complete name in the short form that users write, without `docker.io/library/`."""
     short = name.removeprefix(f"{HUB}/")
     return short.removeprefix(f"{LIBRARY}/") if short != name else name
 
 
-def what_is(path: Path) -> Kind:
-    """Of something that exists."""
+def detect_kind(path: Path) -> Kind:
+    """Detect what a path is."""
     if path.is_dir():
         return "oci" if (path / "oci-layout").is_file() and (path / "index.json").is_file() else "folder"
     try:
-        return _archive_kind(path)
-    except (OSError, tars.BadArchiveError):
+        return _detect_archive_kind(path)
+    except (OSError, tar_stream.BadArchiveError):
         return "tar"
 
 
-def _archive_kind(path: Path) -> Kind:
-    """By its first entries. Those of a system are others, so all but the first are looked at only in doubt."""
+def _detect_archive_kind(path: Path) -> Kind:
+    """Detect the kind of an archive by its first entries. A root file system has other names than an image
+    archive.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         at, known = 0, set[bytes]()
-        for _ in range(MAX_LOOKED_AT):
-            header = os.pread(fd, tars.BLOCK, at)
-            if len(header) < tars.BLOCK or header[257:262] != b"ustar":
+        for _ in range(MAX_EXAMINED_ENTRIES):
+            header = os.pread(fd, tar_stream.BLOCK, at)
+            if len(header) < tar_stream.BLOCK or header[257:262] != b"ustar":
                 break
             name = header[:100].partition(b"\0")[0].removeprefix(b"./").rstrip(b"/")
             kind = header[156:157]
-            if kind not in b"xgLK" and name and not _ARCHIVED.fullmatch(name):
+            if kind not in b"xgLK" and name and not _IMAGE_ARCHIVE_NAME.fullmatch(name):
                 break
             known.add(name)
             size = int(header[124:135].strip(b" \0") or b"0", 8) if not header[124] & 0x80 else 1 << 62
-            at += tars.BLOCK + size + -size % tars.BLOCK
+            at += tar_stream.BLOCK + size + -size % tar_stream.BLOCK
     except ValueError:
         return "tar"
     finally:

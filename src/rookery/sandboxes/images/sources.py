@@ -1,11 +1,11 @@
-"""Where images come from: one small protocol, and the files of this machine behind it.
+"""Image sources: one protocol, and the sources that are files of this machine. Used by the fetching process.
 
 Promises:
-- what a source gives is what its manifest signed for: configurations are digested here, layers where they are
-  fetched or unpacked;
-- a source that has no such image raises `task.image`, with the name and what to do; one that cannot be asked,
+- what a source returns matches the digests in its manifest: configurations are verified here, layers when they
+  are fetched or unpacked;
+- a missing image raises `task.image` with its name and what to do; a source that cannot be reached,
   `sandbox.image`;
-- what is read of a file before anything is checked is bounded.
+- the amount of data that is read before verification is limited.
 """
 
 import os
@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.core import SandboxError
-from rookery.sandboxes.images import records, tars
-from rookery.sandboxes.images.records import broken
+from rookery.sandboxes.images import records
+from rookery.sandboxes.images.records import unusable_image
+from rookery.sandboxes.images.unpacker import tar_stream
 
 MAX_MANIFEST = 4 << 20
 MAX_CONFIG = 8 << 20
 MAX_ENTRIES = 100_000
-"""Of an archive that holds an image."""
+"""Largest number of entries in an archive that contains an image."""
 INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "ppc64le": "ppc64le", "s390x": "s390x"}
@@ -31,175 +32,184 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "ppc64
 OnBytes = Callable[[int], None]
 
 
-class Span(msgspec.Struct, frozen=True):
-    """Bytes of a file of this machine."""
+class FileRange(msgspec.Struct, frozen=True):
+    """A range of bytes in a file of this machine."""
 
     path: str
     offset: int
     length: int
 
 
-class Blob(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer, as a source has it."""
+class LayerBlob(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer as its source stores it."""
 
     digest: str
-    """Empty: only its plain content is signed for."""
+    """Digest of the stored bytes; empty if only the decompressed content has a digest."""
     size: int
-    diff: str = ""
-    """The digest of its plain content; empty: nobody said."""
-    span: Span | None = None
-    """Where it lies already."""
+    diff_id: str = ""
+    """Digest of the decompressed content (OCI DiffID); empty if unknown."""
+    location: FileRange | None = None
+    """Its location, if it is already on this machine."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, before its layers are fetched."""
+class ResolvedImage(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of an image whose layers are not fetched yet."""
 
     config: bytes
-    layers: tuple[Blob, ...]
-    """Lowest first."""
+    layers: tuple[LayerBlob, ...]
+    """The layers, lowest first."""
     origin: str
     digest: str = ""
-    """By which its source knows it."""
+    """The digest or ID by which its source knows it."""
     names: tuple[str, ...] = ()
-    """That its source calls it by."""
+    """The names by which its source knows it."""
     layered: bool = True
-    """False: one archive of a system, in which nothing marks what was removed."""
+    """False for an archive of a root file system, which has no whiteouts."""
 
 
 class Source(Protocol):
-    def find(self) -> Found: ...
+    def resolve(self) -> ResolvedImage: ...
 
-    def fetch(self, blob: Blob, target: Path, on_bytes: OnBytes) -> Span:
-        """A layer as a file: `target`, or where it lies already."""
+    def fetch(self, blob: LayerBlob, target: Path, on_bytes: OnBytes) -> FileRange:
+        """Return the location of a layer; download it to `target` if it is not on this machine."""
         ...
 
     def close(self) -> None: ...
 
 
-def here() -> str:
-    """The platform of this machine."""
+def host_platform() -> str:
+    """Return the platform of this machine, for example `linux/amd64`."""
     return f"linux/{_ARCHITECTURES.get(machine_platform.machine(), machine_platform.machine())}"
 
 
-def chosen(name: str, manifests: Sequence[Any], wanted: str) -> dict[str, Any]:
-    """The manifest for a platform, out of an index's."""
+def choose_manifest(name: str, manifests: Sequence[Any], wanted: str) -> dict[str, Any]:
+    """Return the entry of an image index for a platform."""
     system, _, rest = wanted.partition("/")
     architecture, _, variant = rest.partition("/")
-    fitting = []
+    matching = []
     known = []
     for one in manifests:
         if not isinstance(one, dict) or not records.is_digest(one.get("digest")):
             continue
-        said = one.get("platform") or {}
-        known.append(f"{said.get('os', '?')}/{said.get('architecture', '?')}")
-        if (said.get("os"), said.get("architecture")) == (system, architecture) and (
-            not variant or said.get("variant") in (variant, None)
+        attributes = one.get("platform") or {}
+        known.append(f"{attributes.get('os', '?')}/{attributes.get('architecture', '?')}")
+        if (attributes.get("os"), attributes.get("architecture")) == (system, architecture) and (
+            not variant or attributes.get("variant") in (variant, None)
         ):
-            fitting.append(one)
-    if not fitting and len(manifests) == 1 and isinstance(manifests[0], dict) and not manifests[0].get("platform"):
-        fitting = list(manifests)
-    if not fitting:
-        shown = ", ".join(sorted(set(known) - {"unknown/unknown"})[:10]) or "none"
-        raise broken(name, f"it is not there for {wanted}, only for: {shown}")
-    return dict(fitting[0])
+            matching.append(one)
+    if (
+        not matching
+        and len(manifests) == 1
+        and isinstance(manifests[0], dict)
+        and not manifests[0].get("platform")
+    ):
+        matching = list(manifests)
+    if not matching:
+        platforms = ", ".join(sorted(set(known) - {"unknown/unknown"})[:10]) or "none"
+        raise unusable_image(name, f"it does not support {wanted}, only: {platforms}")
+    return dict(matching[0])
 
 
-def manifest_of(name: str, data: bytes) -> dict[str, Any]:
+def parse_manifest(name: str, data: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
-        raise broken(name, "its manifest cannot be read") from error
+        raise unusable_image(name, "its manifest is malformed") from error
     if not isinstance(found, dict) or found.get("schemaVersion") == 1:
-        raise broken(name, "its manifest is of a kind that is no longer in use; push it again with a newer tool")
+        raise unusable_image(
+            name, "its manifest has the obsolete schema version 1; push it again with a newer tool"
+        )
     return found
 
 
-def blobs_of(name: str, manifest: dict[str, Any], diffs: Sequence[str]) -> tuple[Blob, ...]:
+def parse_layers(name: str, manifest: dict[str, Any], diff_ids: Sequence[str]) -> tuple[LayerBlob, ...]:
     layers = manifest.get("layers")
-    if not isinstance(layers, list) or len(layers) != len(diffs):
-        raise broken(name, "its manifest and its configuration do not name the same layers")
+    if not isinstance(layers, list) or len(layers) != len(diff_ids):
+        raise unusable_image(name, "its manifest and its configuration list different layers")
     found = []
-    for layer, diff in zip(layers, diffs, strict=True):
+    for layer, diff_id in zip(layers, diff_ids, strict=True):
         size = layer.get("size") if isinstance(layer, dict) else None
         if not isinstance(layer, dict) or not records.is_digest(layer.get("digest")) or not isinstance(size, int):
-            raise broken(name, "its manifest does not say what its layers are")
+            raise unusable_image(name, "its manifest has a malformed list of layers")
         kind = str(layer.get("mediaType") or "")
         if "encrypted" in kind or (kind and ".tar" not in kind):
-            raise broken(name, f"it has a layer of the kind {kind[:100]!r}, which cannot be unpacked")
-        found.append(Blob(digest=layer["digest"], size=max(0, size), diff=diff))
+            raise unusable_image(name, f"its layer type {kind[:100]!r} is not supported")
+        found.append(LayerBlob(digest=layer["digest"], size=max(0, size), diff_id=diff_id))
     return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------ files of this machine
 
 
-class Files:
-    """The files of a folder, or of an archive as if it were one."""
+class ImageFiles:
+    """The files of a directory, or of an uncompressed tar archive as if it were one."""
 
-    def __init__(self, path: str, shown: str) -> None:
+    def __init__(self, path: str, display_name: str) -> None:
         self._path = path
-        self._shown = shown
-        self._index: dict[str, Span] | None = None if os.path.isdir(path) else _indexed(path, shown)  # noqa: PTH112
+        self._display_name = display_name
+        self._index: dict[str, FileRange] | None = (
+            None if Path(path).is_dir() else _index_archive(path, display_name)
+        )
 
-    def span(self, name: str) -> Span | None:
+    def locate(self, name: str) -> FileRange | None:
         name = os.path.normpath(name)
         if name.startswith(("/", "..")):
-            raise broken(self._shown, f"it names the file {name[:200]!r}")
+            raise unusable_image(self._display_name, f"it refers to the file {name[:200]!r} outside of itself")
         if self._index is not None:
             return self._index.get(name)
         path = Path(self._path, name)
-        # Nothing but what lies in the folder: a link out of it would make us unpack another file of the user's.
+        # A symbolic link out of the directory would expose other files of the user.
         if not path.is_file() or not path.resolve().is_relative_to(Path(self._path).resolve()):
             return None
-        return Span(str(path), 0, path.stat().st_size)
+        return FileRange(str(path), 0, path.stat().st_size)
 
     def read(self, name: str, limit: int) -> bytes:
-        span = self.span(name)
-        if span is None:
-            raise broken(self._shown, f"it has no file {name[:200]!r}")
-        if span.length > limit:
-            raise broken(self._shown, f"its file {name[:200]!r} is too long")
-        fd = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
+        location = self.locate(name)
+        if location is None:
+            raise unusable_image(self._display_name, f"it has no file {name[:200]!r}")
+        if location.length > limit:
+            raise unusable_image(self._display_name, f"its file {name[:200]!r} is larger than {limit} bytes")
+        fd = os.open(location.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.pread(fd, span.length, span.offset)
+            return os.pread(fd, location.length, location.offset)
         finally:
             os.close(fd)
 
 
-def _indexed(path: str, shown: str) -> dict[str, Span]:
-    """Where each file of a plain archive lies. Links, as some tools write them for equal layers, are followed."""
+def _index_archive(path: str, display_name: str) -> dict[str, FileRange]:
+    """Return the location of each file in an uncompressed archive. Links between files are resolved."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = os.fstat(fd).st_size
-    found: dict[str, Span] = {}
+    found: dict[str, FileRange] = {}
     links: dict[str, str] = {}
     at = 0
 
     def more() -> bytes:
         nonlocal at
-        block = os.pread(fd, tars.BLOCK, at)
+        block = os.pread(fd, tar_stream.BLOCK, at)
         at += len(block)
         return block
 
     try:
         if os.pread(fd, 2, 0) == b"\x1f\x8b":
-            raise broken(shown, "it is compressed: open it first, with gunzip")
-        reader = tars.Reader(more)
+            raise unusable_image(display_name, "it is compressed: decompress it first with gunzip")
+        reader = tar_stream.TarReader(more)
         for entry in reader.entries():
             name = os.path.normpath(os.fsdecode(entry.name))
             if len(found) + len(links) > MAX_ENTRIES:
-                raise broken(shown, "it has too many entries")
-            if entry.kind == tars.REGULAR and entry.pieces is None:
+                raise unusable_image(display_name, f"it has more than {MAX_ENTRIES:,} entries")
+            if entry.kind == tar_stream.REGULAR and entry.pieces is None:
                 if at + entry.stored > size:
-                    raise broken(shown, "it ends in the middle")
-                found[name] = Span(path, at, entry.stored)
-                at += entry.stored + -entry.stored % tars.BLOCK
-                reader.passed()
-            elif entry.kind == tars.SYMLINK:
+                    raise unusable_image(display_name, "it is truncated")
+                found[name] = FileRange(path, at, entry.stored)
+                at += entry.stored + -entry.stored % tar_stream.BLOCK
+                reader.mark_skipped()
+            elif entry.kind == tar_stream.SYMLINK:
                 links[name] = os.path.normpath(os.path.join(os.path.dirname(name), os.fsdecode(entry.link)))  # noqa: PTH118, PTH120
-            elif entry.kind == tars.LINK:
+            elif entry.kind == tar_stream.HARD_LINK:
                 links[name] = os.path.normpath(os.fsdecode(entry.link))
-    except tars.BadArchiveError as error:
-        raise broken(shown, str(error)) from error
+    except tar_stream.BadArchiveError as error:
+        raise unusable_image(display_name, str(error)) from error
     finally:
         os.close(fd)
     for name, target in links.items():
@@ -208,112 +218,120 @@ def _indexed(path: str, shown: str) -> dict[str, Span]:
     return found
 
 
-class Local:
-    """A source whose layers lie on this machine already."""
+class LocalSource:
+    """Base class of sources whose layers are already on this machine."""
 
-    def fetch(self, blob: Blob, target: Path, on_bytes: OnBytes) -> Span:  # noqa: ARG002
-        assert blob.span is not None
+    def fetch(self, blob: LayerBlob, target: Path, on_bytes: OnBytes) -> FileRange:  # noqa: ARG002
+        assert blob.location is not None
         on_bytes(blob.size)
-        return blob.span
+        return blob.location
 
     def close(self) -> None:
         pass
 
 
-class LayoutSource(Local):
-    """An OCI layout: a folder, or a plain archive of one."""
+class OciLayoutSource(LocalSource):
+    """An OCI image layout: a directory, or an uncompressed archive of one."""
 
-    def __init__(self, path: str, tag: str, shown: str, platform: str) -> None:
-        self._files = Files(path, shown)
-        self._tag, self._shown, self._platform = tag, shown, platform
+    def __init__(self, path: str, tag: str, display_name: str, platform: str) -> None:
+        self._files = ImageFiles(path, display_name)
+        self._tag, self._display_name, self._platform = tag, display_name, platform
 
-    def find(self) -> Found:
-        name = self._shown
-        index = manifest_of(name, self._files.read("index.json", MAX_MANIFEST))
+    def resolve(self) -> ResolvedImage:
+        name = self._display_name
+        index = parse_manifest(name, self._files.read("index.json", MAX_MANIFEST))
         entries = [one for one in index.get("manifests") or [] if isinstance(one, dict)]
         if self._tag:
-            entries = [one for one in entries if self._tag in _tags(one)]
+            entries = [one for one in entries if self._tag in _list_tags(one)]
             if not entries:
-                raise broken(name, f"it has no image {self._tag!r}")
+                raise unusable_image(name, f"it has no image {self._tag!r}")
         elif len(entries) > 1 and len({one.get("digest") for one in entries if not one.get("platform")}) > 1:
-            tags = sorted(tag for one in entries for tag in _tags(one))[:20]
-            raise broken(name, f"it has several images: add :TAG, one of {', '.join(tags) or 'those it names'}")
+            tags = sorted(tag for one in entries for tag in _list_tags(one))[:20]
+            raise unusable_image(
+                name, f"it contains several images: add :TAG, one of {', '.join(tags) or 'its tags'}"
+            )
         if not entries:
-            raise broken(name, "it has no image")
-        one = entries[0] if len(entries) == 1 else chosen(name, entries, self._platform)
+            raise unusable_image(name, "it has no image")
+        one = entries[0] if len(entries) == 1 else choose_manifest(name, entries, self._platform)
         digest, manifest = self._manifest(one)
         for _ in range(3):
             if "manifests" not in manifest:
                 break
-            digest, manifest = self._manifest(chosen(name, manifest["manifests"], self._platform))
+            digest, manifest = self._manifest(choose_manifest(name, manifest["manifests"], self._platform))
         config = self._blob((manifest.get("config") or {}).get("digest"), MAX_CONFIG)
         blobs = []
-        for blob in blobs_of(name, manifest, records.config_of(name, config)[1]):
-            span = self._files.span(f"blobs/sha256/{blob.digest[7:]}")
-            if span is None or span.length != blob.size:
-                raise broken(name, f"its layer {blob.digest[:19]}… is missing or cut off")
-            blobs.append(msgspec.structs.replace(blob, span=span))
-        return Found(config=config, layers=tuple(blobs), origin="file", digest=digest)
+        for blob in parse_layers(name, manifest, records.parse_config(name, config)[1]):
+            location = self._files.locate(f"blobs/sha256/{blob.digest[7:]}")
+            if location is None or location.length != blob.size:
+                raise unusable_image(name, f"its layer {blob.digest[:19]}… is missing or truncated")
+            blobs.append(msgspec.structs.replace(blob, location=location))
+        return ResolvedImage(config=config, layers=tuple(blobs), origin="file", digest=digest)
 
     def _manifest(self, one: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         digest = one.get("digest")
-        return str(digest), manifest_of(self._shown, self._blob(digest, MAX_MANIFEST))
+        return str(digest), parse_manifest(self._display_name, self._blob(digest, MAX_MANIFEST))
 
     def _blob(self, digest: object, limit: int) -> bytes:
         if not records.is_digest(digest):
-            raise broken(self._shown, "it names something by no digest")
+            raise unusable_image(self._display_name, "a reference in it is not a digest")
         assert isinstance(digest, str)
         data = self._files.read(f"blobs/sha256/{digest[7:]}", limit)
-        if records.digest_of(data) != digest:
-            raise broken(self._shown, f"its file for {digest[:19]}… has another content")
+        if records.sha256_digest(data) != digest:
+            raise unusable_image(self._display_name, f"its file for {digest[:19]}… has another digest")
         return data
 
 
-def _tags(one: dict[str, Any]) -> set[str]:
-    said = one.get("annotations") or {}
-    names = {str(said.get(key) or "") for key in ("org.opencontainers.image.ref.name", "io.containerd.image.name")}
+def _list_tags(one: dict[str, Any]) -> set[str]:
+    attributes = one.get("annotations") or {}
+    names = {
+        str(attributes.get(key) or "") for key in ("org.opencontainers.image.ref.name", "io.containerd.image.name")
+    }
     return {name for name in names | {name.rpartition(":")[2] for name in names} if name}
 
 
-class SavedSource(Local):
-    """What `docker save` and an engine's own saving write."""
+class DockerArchiveSource(LocalSource):
+    """An archive of `docker save`."""
 
-    def __init__(self, path: str, name: str, shown: str, origin: str = "file") -> None:
-        self._files = Files(path, shown)
-        self._name, self._shown, self._origin = name, shown, origin
+    def __init__(self, path: str, name: str, display_name: str, origin: str = "file") -> None:
+        self._files = ImageFiles(path, display_name)
+        self._name, self._display_name, self._origin = name, display_name, origin
 
-    def find(self) -> Found:
-        name = self._shown
+    def resolve(self) -> ResolvedImage:
+        name = self._display_name
         data = self._files.read("manifest.json", MAX_MANIFEST)
         try:
-            images = msgspec.json.decode(data, type=list[_Saved])
+            images = msgspec.json.decode(data, type=list[_ManifestEntry])
         except msgspec.MsgspecError as error:
-            raise broken(name, "its manifest.json cannot be read") from error
+            raise unusable_image(name, "its manifest.json is malformed") from error
         if self._name:
             images = [one for one in images if self._name in one.names()]
             if not images:
-                raise broken(name, f"it has no image {self._name!r}")
+                raise unusable_image(name, f"it has no image {self._name!r}")
         if len(images) != 1:
             known = sorted(tag for one in images for tag in one.names())[:20]
-            raise broken(name, f"it has {len(images)} images: add :NAME, one of {', '.join(known) or 'none'}")
+            raise unusable_image(
+                name, f"it contains {len(images)} images: add :NAME, one of {', '.join(known) or 'none'}"
+            )
         (image,) = images
         config = self._files.read(image.config, MAX_CONFIG)
         stem = os.path.basename(image.config).removesuffix(".json")  # noqa: PTH119
-        if len(stem) == 64 and records.digest_of(config) != f"sha256:{stem}":
-            raise broken(name, "its configuration has another content than its name says")
-        diffs = records.config_of(name, config)[1]
-        if len(diffs) != len(image.layers):
-            raise broken(name, "its manifest and its configuration do not name the same layers")
+        if len(stem) == 64 and records.sha256_digest(config) != f"sha256:{stem}":
+            raise unusable_image(name, "the digest of its configuration does not match its name")
+        diff_ids = records.parse_config(name, config)[1]
+        if len(diff_ids) != len(image.layers):
+            raise unusable_image(name, "its manifest and its configuration list different layers")
         blobs = []
-        for path, diff in zip(image.layers, diffs, strict=True):
-            span = self._files.span(path)
-            if span is None:
-                raise broken(name, f"its layer {path[:200]!r} is missing")
-            blobs.append(Blob(digest="", size=span.length, diff=diff, span=span))
-        return Found(config=config, layers=tuple(blobs), origin=self._origin, names=tuple(image.tags or ()))
+        for path, diff_id in zip(image.layers, diff_ids, strict=True):
+            location = self._files.locate(path)
+            if location is None:
+                raise unusable_image(name, f"its layer {path[:200]!r} is missing")
+            blobs.append(LayerBlob(digest="", size=location.length, diff_id=diff_id, location=location))
+        return ResolvedImage(
+            config=config, layers=tuple(blobs), origin=self._origin, names=tuple(image.tags or ())
+        )
 
 
-class _Saved(msgspec.Struct, rename={"config": "Config", "tags": "RepoTags", "layers": "Layers"}):
+class _ManifestEntry(msgspec.Struct, rename={"config": "Config", "tags": "RepoTags", "layers": "Layers"}):
     config: str
     layers: list[str]
     tags: list[str] | None = None
@@ -323,17 +341,17 @@ class _Saved(msgspec.Struct, rename={"config": "Config", "tags": "RepoTags", "la
         return tags | {tag.rpartition(":")[2] for tag in tags} | {tag.removesuffix(":latest") for tag in tags}
 
 
-class SystemSource(Local):
-    """One archive of a whole system."""
+class RootfsSource(LocalSource):
+    """An archive of a root file system."""
 
-    def __init__(self, path: str, shown: str) -> None:
-        self._path, self._shown = path, shown
+    def __init__(self, path: str, display_name: str) -> None:
+        self._path, self._display_name = path, display_name
 
-    def find(self) -> Found:
+    def resolve(self) -> ResolvedImage:
         size = os.path.getsize(self._path)  # noqa: PTH202
-        blob = Blob(digest="", size=size, span=Span(self._path, 0, size))
-        return Found(config=b"", layers=(blob,), origin="file", layered=False)
+        blob = LayerBlob(digest="", size=size, location=FileRange(self._path, 0, size))
+        return ResolvedImage(config=b"", layers=(blob,), origin="file", layered=False)
 
 
-def unavailable(what: str, why: str) -> SandboxError:
+def image_unavailable(what: str, why: str) -> SandboxError:
     return SandboxError(f"{what}: {why}", cause="sandbox.image")

@@ -1,10 +1,12 @@
-"""Sandboxes on this machine, made by its own kernel: no daemon, no image needed, milliseconds.
+"""The `local` provider: sandboxes from Linux namespaces, cgroups and seccomp, without a container engine.
 
-A keeper process forks each box out of itself, into namespaces of its own.
+This package runs in our process. `keeper` is the daemon that forks sandboxes out of itself; what runs inside a
+sandbox is in `rookery.sandbox_runtime`.
 
-Promises:
-- a box sees the host's system folders read-only, its own processes, its own loopback, and nothing else;
-- its programs have no capability, cannot get one, and are an unprivileged user of the host, each box another;
-- limits hold for all of a box together, through control groups where this machine lets us have them;
-- a box dies with its owner and with the keeper, through the kernel, whatever happens to them.
+Guarantees:
+- a sandbox sees the host's system directories read-only, its own processes and its own loopback, and nothing else;
+- its programs have no capability, cannot gain one, and run as an unprivileged user of the host. Each sandbox
+  has other users if Rookery runs as root;
+- limits apply to all processes of a sandbox together, through cgroups if this machine allows them;
+- the kernel kills a sandbox when its owner or the keeper dies.
 """

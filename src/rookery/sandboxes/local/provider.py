@@ -1,11 +1,11 @@
-"""The `local` provider: boxes of this machine's kernel, held by a keeper.
+"""The `local` provider: sandboxes from Linux namespaces and cgroups, created by a keeper. Runs in our process.
 
-Promises:
-- what a spec asks for and this machine cannot give is said by `check`, before anything starts;
-- a failed or cancelled creation leaves nothing;
-- a box whose keeper or whose pid 1 died is lost, and says so at once;
-- with the network `model` a box reaches one address, which the owner serves; with `allow` the hosts of its rules,
-  through a proxy in the owner's process; nothing else in either, and this takes no rights on the host.
+Guarantees:
+- `check` reports what a spec requests and this machine cannot provide, before anything starts;
+- a failed or cancelled creation leaves nothing behind;
+- a sandbox whose keeper or pid 1 died is lost, and calls on it fail at once;
+- with network `model` a sandbox reaches one address, which its owner serves; with `allow` the hosts of its rules,
+  through a proxy in the owner's process. It reaches nothing else, and this needs no privileges on the host.
 """
 
 import asyncio
@@ -22,133 +22,178 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
-from rookery.core.sandboxes import mount_problems
+from rookery.core.sandboxes import check_mounts
+from rookery.sandbox_runtime import cgroups
 from rookery.sandboxes import leases, transfers
-from rookery.sandboxes.channel import Channel
-from rookery.sandboxes.guarded import ANYONE, PATH, GuardedSandbox, User, close_all, opened
+from rookery.sandboxes.channel import GuardChannel
+from rookery.sandboxes.guarded_sandbox import (
+    DEFAULT_PATH,
+    DEFAULT_USER,
+    CommandUser,
+    GuardedSandbox,
+    close_all,
+    open_or_close,
+)
 from rookery.sandboxes.jobs import Job, OomWatch
-from rookery.sandboxes.local import groups, users
-from rookery.sandboxes.local.line import Asked, Given, Line
-from rookery.sandboxes.protocol import Command, Egress, Home
+from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
+from rookery.sandboxes.local.users import MAX_PASSWD, find_user
+from rookery.sandboxes.protocol import Command, EgressRecord, Lease, MachineCheck, ProviderHome
 
 if TYPE_CHECKING:
-    from rookery.sandboxes.egress import Outside, Proxy
-    from rookery.sandboxes.images.asking import Images
-    from rookery.sandboxes.images.content import Use
+    from rookery.sandboxes.egress.proxy import EgressProxy, Resolver
+    from rookery.sandboxes.images.image_fetcher import ImageFetcher
     from rookery.sandboxes.images.progress import OnProgress
-    from rookery.sandboxes.images.references import Reference
+    from rookery.sandboxes.images.references import ImageReference
+    from rookery.sandboxes.images.store import AcquiredImage
 
 WORK = "/work"
 USER = 1000
 DISK = 1 << 30
-"""Of a box whose spec names none. It is memory that is only used when written to, and counts as such."""
+"""Default disk size. The disk is memory, which is used and counted only when it is written to."""
 PORT = 7465
-"""On a box's own loopback: where the networks `model` and `allow` begin."""
+"""Port on the sandbox's loopback where the owner serves the networks `model` and `allow`."""
 URL = f"http://127.0.0.1:{PORT}"
 INTERPRETER = Path(sys.base_prefix).resolve() / "bin"
-"""First on the path of a box without an image: its `python3` is the one that we run on, and is there already."""
-_HIDDEN = ("proc", "dev", "sys")
-_HOW = {b"a": "added", b"c": "changed", b"r": "removed"}
-_MOST_OF_DIFF = 64 << 20
+"""First entry of PATH in sandboxes without an image: `python3` is our own interpreter, which is preloaded."""
+_HIDDEN_DIRECTORIES = ("proc", "dev", "sys")
+_CHANGES = {b"a": "added", b"c": "changed", b"r": "removed"}
+_MAX_DIFF = 64 << 20
 
 
 class LocalProvider:
-    """Makes boxes, through one keeper for each process unless the run has one."""
+    """Creates sandboxes, through the run's keeper or one of its own."""
 
     name = "local"
     isolated = True
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: ProviderHome) -> None:
         self._home = home
         self._open: set[LocalSandbox] = set()
-        self._line: Line | None = None
-        self._opening = asyncio.Lock()
-        self._images: Images | None = None
-        self.on_image: OnProgress | None = None
-        self.outside: Outside | None = None
-        """Names and addresses, for the network `allow`, from the first box that has it."""
+        self._keeper: KeeperClient | None = None
+        self._keeper_lock = asyncio.Lock()
+        self._images: ImageFetcher | None = None
+        self.on_image_progress: OnProgress | None = None
+        self.resolver: Resolver | None = None
+        """DNS resolver for network `allow`; created with the first sandbox that needs it."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         from rookery.sandboxes.local import probe
 
-        said = self._refused(spec)
-        return said or [why for why in (probe.problem(),) if why]
+        problems = self.find_unsupported(spec)
+        return problems or [why for why in (probe.find_problem(),) if why]
 
-    def _refused(self, spec: SandboxSpec) -> list[str]:
-        """What no box could give, whatever this machine can do. Quick: every creation asks it."""
-        said = []
+    def diagnose(self) -> Sequence[MachineCheck]:
+        from rookery.sandboxes.local import machine_checks, probe
+
+        return machine_checks.run_checks(probe.probe_local())
+
+    def reap_home(self, *, force: bool) -> list[str]:
+        from rookery.sandboxes.local.keeper_reaper import reap_keepers
+
+        return reap_keepers(self._home.folder, force=force)
+
+    def destroy_leased(self, lease: Lease, *, owner_alive: bool) -> bool:
+        home = self._home.folder
+        if not owner_alive:
+            # The kernel ended the sandbox with its keeper, so only the lease is left. Searching all processes for
+            # each of a thousand leases would take minutes.
+            leases.lease_path(home, lease.id).unlink(missing_ok=True)
+            return True
+        marker = leases.make_marker(lease.run, lease.id)
+        # An idle sandbox of a live owner has no process by which it could be found: its lease stays for now.
+        return bool(leases.find_marked(marker)) and leases.destroy_sandbox(home, lease.id, marker) == 0
+
+    def reap_machine(self) -> list[str]:
+        return []
+
+    def find_unsupported(self, spec: SandboxSpec) -> list[str]:
+        """Return what no local sandbox can provide, whatever the machine. Fast: runs before every creation."""
+        problems = []
         if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
             return ["The local provider needs Linux on x86_64 or aarch64."]
         try:
-            kept = _reference(spec.image) is not None
+            from_store = _parse_image(spec.image) is not None
         except UsageError as error:
             return [str(error)]
         if spec.network == "allow" or spec.allow:
-            from rookery.sandboxes import egress_rules  # slow to import, and few boxes have one
+            from rookery.sandboxes.egress.rules import find_rule_problems  # slow to import, rarely needed
 
-            said += egress_rules.problems(spec)
-        if spec.user not in (None, "user", str(USER), "root", "0", *(("image",) if kept else ())):
-            said.append(f"The local provider has no user {spec.user!r} in its boxes.")
+            problems += find_rule_problems(spec)
+        if spec.user not in (None, "user", str(USER), "root", "0", *(("image",) if from_store else ())):
+            problems.append(
+                f"The local provider has no user {spec.user!r}; use 'user', 'root', or 'image' with an image."
+            )
         if spec.workdir is not None and ".." in Path(spec.workdir).parts:
-            said.append(f"The working folder {spec.workdir!r} must not contain '..'.")
+            problems.append(f"The working directory {spec.workdir!r} must not contain '..'.")
         if spec.gpus:
-            said.append("The local provider has no GPUs in its boxes; the docker provider can.")
+            problems.append("The local provider has no GPUs; use the docker provider.")
         if spec.mounts:
-            said += mount_problems(spec.mounts)
-            said += [
-                f"There is no folder {one.source} to mount." for one in spec.mounts if not _folder(one.source)
+            problems += check_mounts(spec.mounts)
+            problems += [
+                f"The directory {one.source} to mount does not exist."
+                for one in spec.mounts
+                if not _is_directory(one.source)
             ]
         if spec.read_only:
-            said.append("The local provider has no read-only boxes; the docker provider does.")
-        return said
+            problems.append("The local provider has no read-only sandboxes; use the docker provider.")
+        return problems
 
-    async def line(self) -> Line:
-        """To the keeper; a new one when the last has died."""
-        async with self._opening:
-            if self._line is None or self._line.dead.done():
-                if self._line is not None:
-                    await self._line.close()
+    async def keeper(self) -> KeeperClient:
+        """Return the connection to the keeper. Connect to a new one if the last has died."""
+        async with self._keeper_lock:
+            if self._keeper is None or self._keeper.dead.done():
+                if self._keeper is not None:
+                    await self._keeper.close()
                 self._home.folder.mkdir(parents=True, exist_ok=True)
-                self._line = await Line.open(self._home.folder.resolve())
-            return self._line
+                self._keeper = await KeeperClient.open(self._home.folder.resolve())
+            return self._keeper
 
-    async def keep(self) -> None:
-        """A keeper that the other processes of the run find in its home."""
-        async with self._opening:
-            if self._line is None:
+    async def start_keeper(self) -> None:
+        """Start a keeper to which the other processes of the run connect."""
+        async with self._keeper_lock:
+            if self._keeper is None:
                 self._home.folder.mkdir(parents=True, exist_ok=True)
-                self._line = await Line.launch(self._home.folder.resolve(), listen=True)
+                self._keeper = await KeeperClient.launch(self._home.folder.resolve(), listen=True)
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> "LocalSandbox":
-        """An image that is not there yet is fetched first, which `timeout` does not count: see `images.asking`."""
-        problems = self._refused(spec)
+        """Create a sandbox. A missing image is fetched first; `timeout` does not include that."""
+        problems = self.find_unsupported(spec)
         if problems:
-            raise SandboxError(" ".join(problems), cause="sandbox.refused" if _there(spec.image) else "task.image")
-        reference = _reference(spec.image)
-        use = await self.images().hold(reference) if reference is not None else None
-        return await self.make(spec, attempt, timeout, use=use)
+            cause = "sandbox.refused" if _is_valid_image(spec.image) else "task.image"
+            raise SandboxError(" ".join(problems), cause=cause)
+        reference = _parse_image(spec.image)
+        acquired_image = await self.images().acquire(reference) if reference is not None else None
+        return await self.make(spec, attempt, timeout, acquired_image=acquired_image)
 
-    def images(self) -> "Images":
+    def images(self) -> "ImageFetcher":
         if self._images is None:
-            from rookery.sandboxes.images.asking import Images
+            from rookery.sandboxes.images.image_fetcher import ImageFetcher
 
-            self._images = Images(on_progress=self.on_image)
+            self._images = ImageFetcher(on_progress=self.on_image_progress)
         return self._images
 
     async def make(
-        self, spec: SandboxSpec, attempt: str, timeout: float, snapshot: str = "", use: "Use | None" = None
+        self,
+        spec: SandboxSpec,
+        attempt: str,
+        timeout: float,
+        snapshot: str = "",
+        acquired_image: "AcquiredImage | None" = None,
     ) -> "LocalSandbox":
-        """A box of this spec; with the files of a snapshot, where one is named. `use`: the image that it has."""
-        sandbox = LocalSandbox(spec, self._home, attempt, self, use)
+        """Create a sandbox, with the files of a snapshot if one is named.
+
+        `acquired_image` is its image from the image store.
+        """
+        sandbox = LocalSandbox(spec, self._home, attempt, self, acquired_image)
         self._open.add(sandbox)
-        return await opened(sandbox, self._begin(sandbox, snapshot), timeout)
+        return await open_or_close(sandbox, self._open_sandbox(sandbox, snapshot), timeout)
 
-    async def _begin(self, sandbox: "LocalSandbox", snapshot: str) -> None:
-        if sandbox.spec.network == "allow" and self.outside is None:
-            from rookery.sandboxes.egress import Outside
+    async def _open_sandbox(self, sandbox: "LocalSandbox", snapshot: str) -> None:
+        if sandbox.spec.network == "allow" and self.resolver is None:
+            from rookery.sandboxes.egress.proxy import Resolver
 
-            self.outside = Outside()
-        await sandbox.open(await self.line(), snapshot, self.outside)
+            self.resolver = Resolver()
+        await sandbox.open(await self.keeper(), snapshot, self.resolver)
 
     def forget(self, sandbox: "LocalSandbox") -> None:
         self._open.discard(sandbox)
@@ -160,266 +205,284 @@ class LocalProvider:
             images, self._images = self._images, None
             if images is not None:
                 await images.close()
-            line, self._line = self._line, None
-            if line is not None:
-                await line.close()
+            keeper, self._keeper = self._keeper, None
+            if keeper is not None:
+                await keeper.close()
 
 
 class LocalSandbox(GuardedSandbox):
-    """A box: pid 1 of its own namespaces is the guard."""
+    """A sandbox whose guard is pid 1 of its own namespaces."""
 
     provider = LocalProvider.name
 
     def __init__(
-        self, spec: SandboxSpec, home: Home, attempt: str, made_by: LocalProvider, use: "Use | None" = None
+        self,
+        spec: SandboxSpec,
+        home: ProviderHome,
+        attempt: str,
+        provider: LocalProvider,
+        acquired_image: "AcquiredImage | None" = None,
     ) -> None:
         identity = f"b{secrets.token_hex(8)}"
-        super().__init__(identity, spec, leases.marker(home.run, identity), made_by.forget)
-        self._made_by = made_by
+        super().__init__(identity, spec, leases.make_marker(home.run, identity), provider.forget)
+        self._provider = provider
         self._folder = home.folder.resolve()
         self._home = home
         self._attempt = attempt
-        self._given: Given | None = None
-        self._line: Line | None = None
-        self._proxy: Proxy | None = None
-        self._shut = False
+        self._handle: SandboxHandle | None = None
+        self._keeper: KeeperClient | None = None
+        self._proxy: EgressProxy | None = None
+        self._listener_closed = False
         self.inside_url = URL if spec.network == "model" else ""
-        self._use = use
-        """Of its image, where that is one of the store."""
+        self._acquired_image = acquired_image
+        """Its image, if it comes from the image store."""
         self._uid = 0 if spec.user in ("root", "0") else USER
         self._work = os.path.join(WORK, spec.workdir or "")  # noqa: PTH118
-        self._missing = bool(spec.workdir)
-        if use is not None:
-            if spec.user == "image" and use.record.uid >= 0:
-                self._uid = use.record.uid
-            if spec.workdir is None and use.record.config.workdir:
-                self._work = use.record.config.workdir
-                self._missing = not use.record.made_workdir
+        self._create_workdir = bool(spec.workdir)
+        if acquired_image is not None:
+            if spec.user == "image" and acquired_image.record.uid >= 0:
+                self._uid = acquired_image.record.uid
+            if spec.workdir is None and acquired_image.record.config.workdir:
+                self._work = acquired_image.record.config.workdir
+                self._create_workdir = not acquired_image.record.made_workdir
 
-    async def open(self, line: Line, snapshot: str = "", outside: "Outside | None" = None) -> None:
+    async def open(self, keeper: KeeperClient, snapshot: str = "", resolver: "Resolver | None" = None) -> None:
         spec = self.spec
-        path = leases.write(
+        path = leases.write_lease(
             self._folder,
-            leases.lease(self.id, self._home.run, self._attempt, self.provider, self._folder / self.id),
+            leases.create_lease(self.id, self._home.run, self._attempt, self.provider, self._folder / self.id),
         )
-        self._line = line
-        given = await line.create(
-            Asked(
+        self._keeper = keeper
+        handle = await keeper.create(
+            SandboxRequest(
                 lease=str(path),
                 memory=spec.memory or 0,
                 pids=spec.pids or 0,
                 cpus=spec.cpus or 0.0,
                 disk=spec.disk or DISK,
                 uid=self._uid,
-                image="" if snapshot else self._image(),
-                layers=() if snapshot or self._use is None else self._use.record.layers[::-1],
+                image="" if snapshot else self._find_image_path(),
+                layers=()
+                if snapshot or self._acquired_image is None
+                else self._acquired_image.record.layers[::-1],
                 mounts=tuple((mount.source, mount.target) for mount in spec.mounts),
                 snapshot=snapshot,
                 network=spec.network,
                 listen=PORT if spec.network in ("model", "allow") else 0,
             )
         )
-        self._given = given
-        self.held_together = bool(given.memory)
-        self._oom = OomWatch(given.memory)
+        self._handle = handle
+        self.memory_limit_is_shared = bool(handle.memory_cgroup)
+        self._oom = OomWatch(handle.memory_cgroup)
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._base = {
-            "PATH": PATH if spec.image else f"{INTERPRETER}:{PATH}",
+        self._base_env = {
+            "PATH": DEFAULT_PATH if spec.image else f"{INTERPRETER}:{DEFAULT_PATH}",
             "HOME": WORK,
             "USER": {0: "root", USER: "user"}.get(self._uid, str(self._uid)),
-            "TMPDIR": "/tmp",  # noqa: S108  (the box's own)
+            "TMPDIR": "/tmp",  # noqa: S108  (inside the sandbox)
             "LANG": "C.UTF-8",
-            **(self._use.record.config.env if self._use is not None else {}),
-            **(self._way_out(given, outside) if outside is not None else {}),
+            **(self._acquired_image.record.config.env if self._acquired_image is not None else {}),
+            **(self._start_proxy(handle, resolver) if resolver is not None else {}),
             **spec.env,
         }
-        self._channel = Channel(given.pid, given.channel, None, given.pidfd)
-        if self._missing:
+        self._channel = GuardChannel(handle.pid, handle.channel, None, handle.pidfd)
+        if self._create_workdir:
             made = await self.exec(Command(argv=("mkdir", "-p", "--", self._work), cwd="/"))
             if not made.ok:
-                raise SandboxError(f"the working folder {self._work!r} cannot be made: {made.stderr!r:.200}")
+                raise SandboxError(f"cannot create the working directory {self._work!r}: {made.stderr!r:.200}")
 
-    def _image(self) -> str:
-        if self._use is not None:
-            return str(self._use.folder)
+    def _find_image_path(self) -> str:
+        if self._acquired_image is not None:
+            return str(self._acquired_image.folder)
         return os.path.realpath(self.spec.image) if self.spec.image else ""
 
-    def _way_out(self, given: Given, outside: "Outside") -> dict[str, str]:
-        """Opens what the network `allow` is; the variables that programs find it by."""
+    def _start_proxy(self, handle: SandboxHandle, resolver: "Resolver") -> dict[str, str]:
+        """Start the proxy of network `allow`. Return the environment variables that point programs to it."""
         if self.spec.network != "allow":
             return {}
-        from rookery.sandboxes import egress, egress_rules
+        from rookery.sandboxes.egress.proxy import EgressProxy
+        from rookery.sandboxes.egress.rules import EgressRules, proxy_environment
 
-        assert given.listener is not None
-        rules = egress_rules.Rules.of(self.spec.allow)
-        self._proxy = egress.Proxy(given.listener.dup(), rules, self.id, outside)
+        assert handle.listener is not None
+        rules = EgressRules.parse(self.spec.allow)
+        self._proxy = EgressProxy(handle.listener.dup(), rules, self.id, resolver)
         self._proxy.start()
-        return egress_rules.environment(rules, URL)
+        return proxy_environment(rules, URL)
 
     def listener(self) -> socket.socket:
-        door = self._door()
-        if self._shut:
-            raise SandboxError(f"the listener of sandbox {self.id} was shut", cause="sandbox.refused")
-        return door.dup()
-
-    def unlisten(self) -> None:
-        # It stays bound, so that nobody takes its place. Its old connections would keep it from listening again.
-        door = self._door()
-        self._shut = True
-        if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            door.shutdown(socket.SHUT_RD)
-
-    def _door(self) -> socket.socket:
-        self._live()
-        assert self._given is not None
-        if self.spec.network != "model" or self._given.listener is None:
+        listener = self._listener()
+        if self._listener_closed:
             raise SandboxError(
-                f"the network of sandbox {self.id} is {self.spec.network!r}: it has no listener to serve",
+                f"the listener of sandbox {self.id} was closed by refuse_connections()", cause="sandbox.refused"
+            )
+        return listener.dup()
+
+    def refuse_connections(self) -> None:
+        # The socket stays bound, so that no program can take the port; old connections would prevent a new bind.
+        listener = self._listener()
+        self._listener_closed = True
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listener.shutdown(socket.SHUT_RD)
+
+    def _listener(self) -> socket.socket:
+        self._require_channel()
+        assert self._handle is not None
+        if self.spec.network != "model" or self._handle.listener is None:
+            raise SandboxError(
+                f"sandbox {self.id} has no listener: its network is {self.spec.network!r}, not 'model'",
                 cause="sandbox.refused",
             )
-        return self._given.listener
+        return self._handle.listener
 
-    def egress(self) -> Sequence[Egress]:
-        return self._proxy.record.all() if self._proxy is not None else ()
+    def egress(self) -> Sequence[EgressRecord]:
+        return self._proxy.log.list_records() if self._proxy is not None else ()
 
-    def place(self) -> transfers.Place:
-        self._live()
-        assert self._given is not None
-        owner = self._given.uid + self._uid if self._given.uid >= 0 else -1
+    def get_root(self) -> transfers.SandboxRoot:
+        self._require_channel()
+        assert self._handle is not None
+        owner = self._handle.root_uid + self._uid if self._handle.root_uid >= 0 else -1
         work = tuple(Path(self._work).parts[1:])
-        return transfers.Place(f"/proc/self/fd/{self._given.top}/.", work, {"/": ()}, owner, _HIDDEN)
+        return transfers.SandboxRoot(
+            f"/proc/self/fd/{self._handle.root}/.", work, {"/": ()}, owner, _HIDDEN_DIRECTORIES
+        )
 
-    def folder_of(self, command: Command) -> str:
+    def get_cwd(self, command: Command) -> str:
         return os.path.join(self._work, command.cwd or "")  # noqa: PTH118  (a program's own text)
 
-    def own_uid(self) -> int:
+    def get_default_uid(self) -> int:
         return self._uid
 
-    def may_be(self, user: str) -> bool:
+    def is_default_user(self, user: str) -> bool:
         names = {0: ("root", "0"), USER: ("user", str(USER))}.get(self._uid, (str(self._uid),))
         return user in names or (user == "image" and self.spec.user == user)
 
-    async def whom(self, user: str) -> User:
-        if self.may_be(user):
-            return ANYONE
-        assert self._given is not None
-        if self._given.uid < 0:
+    async def resolve_user(self, user: str) -> CommandUser:
+        if self.is_default_user(user):
+            return DEFAULT_USER
+        assert self._handle is not None
+        if self._handle.root_uid < 0:
             raise SandboxError(
-                f"a command cannot run as {user!r}: this sandbox has one user, since nobody but root of the "
-                "machine can give it more",
+                f"a command cannot run as {user!r}: this sandbox has a single user; run Rookery as root for more",
                 cause="sandbox.refused",
             )
-        return await users.find(user, partial(self.read, limit=users.MOST))
+        return await find_user(user, partial(self.read, limit=MAX_PASSWD))
 
-    def struck(self) -> tuple[int, int]:
-        folder = self._given.memory if self._given is not None else ""
-        if not folder:
+    def count_limit_hits(self) -> tuple[int, int]:
+        directory = self._handle.memory_cgroup if self._handle is not None else ""
+        if not directory:
             return 0, 0
-        return groups.oom_kills(folder), groups.forks_refused(groups.pids_folder(folder))
+        pids_directory = cgroups.find_pids_directory(directory)
+        return cgroups.count_oom_kills(directory), cgroups.count_refused_forks(pids_directory)
 
-    def made(self, job: Job) -> Job:
-        assert self._given is not None
-        job.group = self._given.memory
-        job.top = self._top
+    def prepare_job(self, job: Job) -> Job:
+        assert self._handle is not None
+        job.cgroup = self._handle.memory_cgroup
+        job.get_disk_fd = self._get_root_fd
         return job
 
-    def _top(self) -> int:
-        return -1 if self._given is None or self._closing is not None else self._given.top
+    def _get_root_fd(self) -> int:
+        return -1 if self._handle is None or self._closing is not None else self._handle.root
 
     async def snapshot(self, *, timeout: float = 60.0) -> str:
-        await self._is_exhausted()
-        given, line = self._layered()
-        with _within(timeout, f"the snapshot of sandbox {self.id}"):
+        await self._check_exhausted()
+        handle, keeper = self._require_overlay()
+        with reporting_timeout(timeout, f"the snapshot of sandbox {self.id}"):
             async with asyncio.timeout(timeout):
-                return await line.snapshot(given.name, given.layer)
+                return await keeper.snapshot(handle.name, handle.layer)
 
     async def fork(
         self, snapshot: str, *, timeout: float = 60.0, spec: SandboxSpec | None = None
     ) -> "LocalSandbox":
-        await self._is_exhausted()
-        self._layered()
-        if spec is not None and (problems := self._made_by._refused(spec)):
+        await self._check_exhausted()
+        self._require_overlay()
+        if spec is not None and (problems := self._provider.find_unsupported(spec)):
             raise SandboxError(" ".join(problems), cause="sandbox.refused")
-        use = self._made_by.images().hold_again(self._use) if self._use is not None else None
-        return await self._made_by.make(_forked(self.spec, spec), self._attempt, timeout, snapshot, use)
+        image = self._acquired_image
+        acquired = self._provider.images().acquire_again(image) if image is not None else None
+        fork_spec = merge_fork_spec(self.spec, spec)
+        return await self._provider.make(fork_spec, self._attempt, timeout, snapshot, acquired)
 
     async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:
-        await self._is_exhausted()
-        given, line = self._layered()
-        with _within(timeout, f"the diff of sandbox {self.id}"):
+        await self._check_exhausted()
+        handle, keeper = self._require_overlay()
+        with reporting_timeout(timeout, f"the diff of sandbox {self.id}"):
             async with asyncio.timeout(timeout):
-                result = await line.diff(given.name, given.layer, snapshot)
+                result = await keeper.diff(handle.name, handle.layer, snapshot)
         try:
-            found = os.pread(result, _MOST_OF_DIFF, 0).split(b"\0")[:-1]
+            found = os.pread(result, _MAX_DIFF, 0).split(b"\0")[:-1]
         finally:
             os.close(result)
-        return {os.fsdecode(item[1:]): _HOW[item[:1]] for item in found}
+        return {os.fsdecode(item[1:]): _CHANGES[item[:1]] for item in found}
 
-    def _layered(self) -> tuple[Given, Line]:
-        self._live()
-        if self._given is None or self._line is None or self._given.layer < 0:
-            self._cannot("take snapshots on this kernel")
-        return self._given, self._line
+    def _require_overlay(self) -> tuple[SandboxHandle, KeeperClient]:
+        self._require_channel()
+        if self._handle is None or self._keeper is None or self._handle.layer < 0:
+            self._refuse("take snapshots on this kernel")
+        return self._handle, self._keeper
 
     async def _close(self) -> None:
         await self._end_transfers()
-        if self._given is not None and self._line is not None:
-            # Before the box goes: the last to hold its files waits milliseconds for the kernel to end them.
-            self._given.close_files()
-            # The kernel ends all of it at once; pid 1, asked nicely, would have to win against a bomb first.
-            self._line.end(self._given.name)
+        if self._handle is not None and self._keeper is not None:
+            # Closed first: the process that closes the last descriptor waits for the kernel to unmount the files.
+            self._handle.close_files()
+            # The kernel kills everything at once; pid 1 would first have to win against a fork bomb.
+            self._keeper.end(self._handle.name)
         try:
             if self._proxy is not None:
                 await self._proxy.close()
         finally:
             await super()._close()
 
-    async def clean(self) -> None:
-        if self._given is not None:
-            self._given.close_listener()
+    async def clean_up(self) -> None:
+        if self._handle is not None:
+            self._handle.close_listener()
             if self._channel is None:
-                self._given.close_line()
-        if self._given is None or self._line is None or self._line.dead.done():
-            # Nobody else will: there is no box, or no keeper any more.
-            leases.path_of(self._folder, self.id).unlink(missing_ok=True)
-        self._given = None
-        if self._use is not None:
-            self._use.close()
+                self._handle.close_channel()
+        if self._handle is None or self._keeper is None or self._keeper.dead.done():
+            # Without a sandbox or a keeper, nobody else deletes the lease.
+            leases.lease_path(self._folder, self.id).unlink(missing_ok=True)
+        self._handle = None
+        if self._acquired_image is not None:
+            self._acquired_image.release()
 
 
-def _forked(of: SandboxSpec, asked: SandboxSpec | None) -> SandboxSpec:
-    """What a fork is: as asked, with the image that it has anyway."""
-    return of if asked is None else msgspec.structs.replace(asked, provider=of.provider, image=of.image)
+def merge_fork_spec(original: SandboxSpec, requested: SandboxSpec | None) -> SandboxSpec:
+    """Return the spec of a fork: as requested, with the original's provider and image."""
+    if requested is None:
+        return original
+    return msgspec.structs.replace(requested, provider=original.provider, image=original.image)
 
 
-def _reference(image: str | None) -> "Reference | None":
-    """Of an image that the store is asked for; a folder or an archive of a system is used as it is.
+def _parse_image(image: str | None) -> "ImageReference | None":
+    """Return the reference of an image from the image store; None for a directory or an archive of a file system.
 
-    `UsageError` where it can be no image."""
+    Raise `UsageError` if it cannot be an image.
+    """
     if image is None:
         return None
-    from rookery.sandboxes.images.references import parse  # few boxes have one
+    from rookery.sandboxes.images.references import parse_reference  # few sandboxes have an image
 
-    found = parse(image)
-    return None if found.plain else found
+    reference = parse_reference(image)
+    return None if reference.plain else reference
 
 
-def _folder(path: str) -> bool:
+def _is_directory(path: str) -> bool:
     return path.startswith("/") and "\0" not in path and Path(path).is_dir()
 
 
-def _there(image: str | None) -> bool:
-    """Whether it can be an image's name or is one's path."""
+def _is_valid_image(image: str | None) -> bool:
+    """Return whether this can be the name or the path of an image."""
     try:
-        _reference(image)
+        _parse_image(image)
     except UsageError:
         return False
     return True
 
 
 @contextmanager
-def _within(timeout: float, what: str) -> Iterator[None]:
+def reporting_timeout(timeout: float, action: str) -> Iterator[None]:
+    """Turn a `TimeoutError` into a `SandboxError` that names the action."""
     try:
         yield
     except TimeoutError as error:
-        raise SandboxError(f"{what} took longer than {timeout:g} seconds", cause="sandbox.create") from error
+        raise SandboxError(f"{action} took longer than {timeout:g} seconds", cause="sandbox.create") from error

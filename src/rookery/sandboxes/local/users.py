@@ -1,46 +1,44 @@
-"""Whom a command of a box can run as, by name or number.
+"""Look up the user that a command of a sandbox runs as, by name or number. Runs in our process.
 
-Promises:
-- a number from 0 to 65534 is that user; a name is looked up in the box's own list, which is data of the box:
-  read with a bound, and believed only as far as a number of that range;
-- a user that there is not, or that no command can be, is refused in words.
+A number from 0 to 65534 is that user ID. A name is looked up in the sandbox's own /etc/passwd, which is
+untrusted: it is read up to a limit, and only IDs of that range are accepted.
 """
 
 import contextlib
 from collections.abc import Awaitable, Callable
 
 from rookery.core import SandboxError
-from rookery.sandboxes.guarded import User
+from rookery.sandboxes.guarded_sandbox import CommandUser
 
-LAST = 65534
-LIST = "/etc/passwd"
-MOST = 1 << 20
-KNOWN = {"root": 0, "nobody": LAST}
+MAX_ID = 65534
+PASSWD = "/etc/passwd"  # noqa: S105
+MAX_PASSWD = 1 << 20
+WELL_KNOWN = {"root": 0, "nobody": MAX_ID}
 
 
-async def find(user: str, read: Callable[[str], Awaitable[bytes]]) -> User:
-    """`read` reads a file of the box."""
+async def find_user(user: str, read: Callable[[str], Awaitable[bytes]]) -> CommandUser:
+    """Return the user of a command. `read` reads a file of the sandbox."""
     if user.isascii() and user.isdecimal():
-        if len(user) > 5 or int(user) > LAST:
-            raise _refused(user, f"users are numbers from 0 to {LAST}")
-        name = next((name for name, uid in KNOWN.items() if uid == int(user)), user)
-        return User(int(user), int(user), name)
-    if user in KNOWN:
-        return User(KNOWN[user], KNOWN[user], user)
+        if len(user) > 5 or int(user) > MAX_ID:
+            raise _refuse(user, f"user IDs are numbers from 0 to {MAX_ID}")
+        name = next((name for name, uid in WELL_KNOWN.items() if uid == int(user)), user)
+        return CommandUser(int(user), int(user), name)
+    if user in WELL_KNOWN:
+        return CommandUser(WELL_KNOWN[user], WELL_KNOWN[user], user)
     try:
-        data = await read(LIST)
+        data = await read(PASSWD)
     except OSError as error:
-        raise _refused(user, f"{LIST} cannot be read: {error.strerror or error}") from error
+        raise _refuse(user, f"{PASSWD} cannot be read: {error.strerror or error}") from error
     for line in data.decode("utf-8", "replace").splitlines():
         fields = line.split(":")
         if fields[0] == user and len(fields) > 3:
             with contextlib.suppress(ValueError):
                 uid, gid = int(fields[2]), int(fields[3])
-                if 0 <= uid <= LAST and 0 <= gid <= LAST:
-                    return User(uid, gid, user)
-            raise _refused(user, f"{LIST} says nothing usable about it")
-    raise _refused(user, f"{LIST} has no such user")
+                if 0 <= uid <= MAX_ID and 0 <= gid <= MAX_ID:
+                    return CommandUser(uid, gid, user)
+            raise _refuse(user, f"its entry in {PASSWD} has no valid IDs")
+    raise _refuse(user, f"{PASSWD} has no such user")
 
 
-def _refused(user: str, why: str) -> SandboxError:
-    return SandboxError(f"a command cannot run as {user!r}: {why}", cause="sandbox.refused")
+def _refuse(user: str, reason: str) -> SandboxError:
+    return SandboxError(f"a command cannot run as {user!r}: {reason}", cause="sandbox.refused")

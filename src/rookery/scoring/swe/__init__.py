@@ -1,13 +1,15 @@
-"""Boxes for tasks in a box, and their grading: prepared without a trace of the answer, graded where no agent was.
+"""Sandboxes for SWE tasks: prepare them without a trace of tests and solution, and grade what an agent left in
+them.
 
-Promises:
-- neither tests nor solutions are in a box before it is graded, and history beyond the task's commit is in none;
-- the verdict comes from a place that only the grader's user can write; where the tests run the submission as
-  themselves, the grade says that it is weaker;
-- what is not a valid reward is a fault with its own words, never a zero.
+Guarantees:
+- Neither tests nor solutions are in a sandbox before it is graded. Git history beyond the task's commit never
+  is.
+- Only the grader's user can write the verdict. If the tests run the submission as their own user, the grade is
+  labelled as weaker.
+- A verdict that is not a valid reward raises a fault with its own cause. It never becomes 0.
 """
 
 from rookery.scoring.swe.grading import SweGrade, SweGrader
-from rookery.scoring.swe.prepare import Prepared, prepare, prepare_step
+from rookery.scoring.swe.preparation import PreparedSandbox, prepare, prepare_step
 
-__all__ = ["Prepared", "SweGrade", "SweGrader", "prepare", "prepare_step"]
+__all__ = ["PreparedSandbox", "SweGrade", "SweGrader", "prepare", "prepare_step"]

@@ -1,13 +1,13 @@
-"""Ways to get a reward that was not earned, as data: what `rookery validate` and the tests try on a task.
+"""Scripts that try to get a reward without solving the task. `rookery validate` and the tests run them on
+tasks.
 
-    cheat_scripts/NAME.sh    first line: what it does; second line `# inside`, where it is one; then the script
+Each file `cheat_scripts/NAME.sh` has a description on its first line, optionally `# inside` on its second line,
+and then the script. `# inside` marks scripts that act while the program under test runs. Only a test script
+that runs the program as another user is safe from these; the others must fail against every test script.
 
-Promises:
-- each is a script that an agent could run in its box, in the working folder, whatever the task is;
-- none of them repairs anything: a task that gives one of them a reward can be cheated that way.
-
-`inside` marks those that act while the program under test runs: only a script that runs it as another user refuses
-them for certain; the others are refused for every script. They are hostile on purpose: nothing else runs them.
+Guarantees:
+- An agent could run each script in its sandbox, in the working directory of any task.
+- No script repairs anything: a task that rewards one of them can be cheated that way.
 """
 
 from pathlib import Path
@@ -15,33 +15,37 @@ from typing import Final
 
 import msgspec
 
-FOLDER: Final = Path(__file__).parent / "cheat_scripts"
-SHARED: Final = "prelude.sh"
-INSIDE: Final = "# inside"
+SCRIPTS: Final = Path(__file__).parent / "cheat_scripts"
+PRELUDE: Final = "prelude.sh"
+IN_PROCESS_MARK: Final = "# inside"
 
 
 class Cheat(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to cheat."""
+    """A script that tries to get an undeserved reward."""
 
     name: str
-    does: str
+    description: str
     script: str
     inside: bool = False
 
     @property
-    def whole(self) -> str:
-        """With the functions that the scripts share; to be run by bash, or by sh where there is none."""
-        return f"{(FOLDER / SHARED).read_text()}\n{self.script}\nexit 0\n"
+    def full_script(self) -> str:
+        """The script with the functions that all scripts share. Run it with bash, or with sh if there is no
+        bash."""
+        return f"{(SCRIPTS / PRELUDE).read_text()}\n{self.script}\nexit 0\n"
 
 
 def _read(path: Path) -> Cheat:
     first, _, script = path.read_text().partition("\n")
     return Cheat(
-        name=path.stem, does=first.removeprefix("# "), script=script, inside=script.startswith(f"{INSIDE}\n")
+        name=path.stem,
+        description=first.removeprefix("# "),
+        script=script,
+        inside=script.startswith(f"{IN_PROCESS_MARK}\n"),
     )
 
 
 CHEATS: Final[tuple[Cheat, ...]] = tuple(
-    _read(path) for path in sorted(FOLDER.glob("*.sh")) if path.name != SHARED
+    _read(path) for path in sorted(SCRIPTS.glob("*.sh")) if path.name != PRELUDE
 )
 BY_NAME: Final = {cheat.name: cheat for cheat in CHEATS}

@@ -1,23 +1,26 @@
-"""Grade what an agent left in its sandbox.
+"""Grade what an agent left in its sandbox by running the task's test script.
 
 Guarantees:
-- fresh, the default: the tests run in a box that no agent was in, over what it changed in the working folder and
-  the task's artifacts, with no network unless the task says so;
-- shared, where a task asks for it: over all that the agent left, in a copy of its box where the provider can make
-  one, with the system's and the runners' start-up files as they were, and none of the agent's processes unless the
-  task says that they must live;
-- in both, a script that runs the submission through `ROOKERY_RUN` is another user than the submission, and its
-  verdict lies where only that user can write; where it is not so, the grade is labelled weaker, and says why;
-- the agent's box is never shown a test, unless it has to be graded in itself; then nothing of them is left in it;
-- the time is divided among all runs that the rules may need (the submission twice, the task's own solution once),
-  and time that the tests take with a submission is never held against the machine or the task;
-- a task is at fault only by what happens without a submission: with its own solution, or in an untouched sandbox;
-- whatever happens, every box that was opened here is closed when this returns.
+- Mode `fresh` (the default): the tests run in a sandbox that no agent used, over the agent's changes to the
+  working
+  directory and the task's artifacts, without network unless the task asks for it.
+- Mode `shared` (on the task's request): the tests run over everything that the agent left, in a copy of its
+  sandbox
+  if the provider can make one. Start-up files of the system and of test runners are restored first, and the
+  agent's
+  processes are killed unless the task needs its services.
+- A script that runs the submission through `ROOKERY_RUN` runs as another user than the submission, and only that
+  user can write the verdict. Otherwise the grade is labelled as weaker, with the reason.
+- The agent's sandbox never contains a test, unless the tests have to run in it; then they are removed afterwards.
+- The time is divided among all runs that may be needed (the submission twice, the reference solution once). Time
+  that tests spend on a submission never counts against the infrastructure or the task.
+- A task is at fault only by runs without a submission: with its reference solution or in an untouched sandbox.
+- Every sandbox opened here is closed on return.
 """
 
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -27,53 +30,52 @@ import msgspec
 from rookery.core import ExecResult, SandboxError, SandboxSpec, ScoringError, TaskError
 from rookery.core.errors import describe
 from rookery.sandboxes import Sandbox
-from rookery.scoring.boxes import closed
+from rookery.scoring.fault_attribution import FaultAttribution, RunEnd
+from rookery.scoring.fresh_sandboxes import OpenSandbox, close_sandbox
 from rookery.scoring.rewards import Score
-from rookery.scoring.swe import changes as moving
-from rookery.scoring.swe import planted, scripts, verdicts
-from rookery.scoring.swe.changes import Taken, TooMuch, host_folder
-from rookery.scoring.swe.prepare import ROOT, Clock, Prepared, prepare, run, told
-from rookery.scoring.swe.refereeing import End, Referee
-from rookery.scoring.swe.scripts import CannotStart
-from rookery.scoring.swe.solving import OutOfTime, solve
-from rookery.tasks.swe import GRADED_RUNS, GradeMode, SweStep, SweTask
+from rookery.scoring.swe import protected_files, reward_files, submission_transfer, test_script
+from rookery.scoring.swe.preparation import ROOT, Deadline, PreparedSandbox, describe_result, prepare, run_script
+from rookery.scoring.swe.reference_solution import SolutionTimeout, run_solution
+from rookery.scoring.swe.submission_transfer import SubmissionFiles, UngradableSubmission, staging_directory
+from rookery.scoring.swe.test_script import TestsCannotStart
+from rookery.tasks.swe import RUNS_PER_GRADING, GradeMode, SweStep, SweTask
 
-OpenBox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 TAIL: Final = 4_000
-MOVE_SECONDS: Final = 60.0
-"""Kept for each run to create sandboxes and move files; less where the whole grading has little time."""
+"""Bytes at the end of the script's output that a grade contains."""
+TRANSFER_SECONDS: Final = 60.0
+"""Time reserved in each run for creating sandboxes and copying files; less if the whole grading is short."""
 START_SECONDS: Final = 2.0
-"""After which tests that still run have been started."""
-_OF_NAMES: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ, errno.EINVAL, errno.ENOTDIR, errno.EISDIR)
-"""What a submission's own paths do to a file system, on any machine."""
-ONE_USER: Final = "the box has one user, so the program under test can be no other than the grader"
-AS_ITSELF: Final = "the tests run the submission as themselves, not through ROOKERY_RUN"
-ROOT_SERVES: Final = "what the agent left running runs as root, as the grader does"
-UNCOMPARED: Final = "the provider cannot compare the box with what it was, so what was planted cannot be found"
+"""Tests that still run after this time have started successfully."""
+_NAME_ERRORS: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ, errno.EINVAL, errno.ENOTDIR, errno.EISDIR)
+"""Errors that the paths of a submission cause on any machine."""
+ONE_USER: Final = "the sandbox has only one user, so the program under test runs as the same user as the grader"
+SAME_USER: Final = "the tests run the submission as their own user, not through ROOKERY_RUN"
+ROOT_SERVICES: Final = "the agent's services run as root, like the grader"
+NO_SNAPSHOT: Final = "the provider has no snapshots, so files that the agent planted cannot be detected"
 VOLATILE: Final = ("/tmp", "/run", "/var/tmp", "/dev", "/proc", "/sys", "/logs", "/tests", "/solution", "/grader")  # noqa: S108
-_PROGRAMS: Final = """
+_LIST_PROGRAMS_SCRIPT: Final = """
 IFS=:; set -f; set -- "$@" $PATH; set +f
 for d; do [ -d "$d" ] && [ ! -L "$d" ] && for f in "$d"/*; do printf '%s\\n' "$f"; done; done; exit 0
 """
-_ROOM: Final = f"printf x > {verdicts.PLACE}/.room && rm {verdicts.PLACE}/.room"
-_SHARE: Final = 'for d; do [ -d "$d" ] && chmod -R a+rwX -- "$d"; done; exit 0'
+_WRITE_CHECK_SCRIPT: Final = f"printf x > {reward_files.DIRECTORY}/.room && rm {reward_files.DIRECTORY}/.room"
+_SHARE_SCRIPT: Final = 'for d; do [ -d "$d" ] && chmod -R a+rwX -- "$d"; done; exit 0'
 
 
 class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a submission is worth, and why."""
+    """The score of a submission, with the output of the test script."""
 
     score: Score
     mode: GradeMode = "fresh"
-    source: verdicts.Source | Literal["none"] = "none"
-    """What the reward was read from."""
+    source: reward_files.RewardSource | Literal["none"] = "none"
+    """Where the reward was read from."""
     weaker: str = ""
-    """Why the verdict is easier to forge than it should be; empty where it is not."""
+    """Why a submission could forge this verdict more easily than usual; empty if it could not."""
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
     runs: int = 1
     left_out: int = 0
-    """Files of the submission that were neither files, folders nor links."""
+    """Entries of the submission that are neither files, directories nor symbolic links."""
 
     @property
     def reward(self) -> float:
@@ -84,37 +86,38 @@ class SweGrade(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.score.parts
 
 
-class _Who(NamedTuple):
-    """Who runs the tests and the program under test, and for how long."""
+class _GraderRole(NamedTuple):
+    """The users that run the test script and the program under test."""
 
     grader: str | None
     program: str | None
     strong: bool
+    """Whether the script runs the submission as another user."""
     weaker: str
-    wall: float = 600.0
 
 
-class _Run(NamedTuple):
-    """How one run of the script ended."""
+class _ScriptRun(NamedTuple):
+    """How one run of the test script ended."""
 
-    end: End
+    end: RunEnd
     score: Score | None = None
-    source: verdicts.Source | Literal["none"] = "none"
+    source: reward_files.RewardSource | Literal["none"] = "none"
     result: ExecResult = ExecResult(status="lost")
     error: Exception | None = None
     left_out: int = 0
 
 
 class SweGrader:
-    """Grades the steps of one task. `open`: makes fresh boxes; `spec`: what the agent's box is.
+    """Grade the steps of one task.
 
-    `low`, `high`: the range of rewards. `fresh_always`: tasks that ask for `shared` are graded in a fresh box
-    too, with all that the agent changed in the file system, unless what it started must be alive.
+    `open` creates fresh sandboxes and `spec` describes the agent's. Rewards range from `low` to `high`. With
+    `fresh_always`, tasks that ask for mode `shared` are graded in a fresh sandbox too, with all changes that the
+    agent made in the file system, unless the agent's services must be running.
     """
 
     def __init__(
         self,
-        open: OpenBox,  # noqa: A002  (the word for it)
+        open: OpenSandbox,  # noqa: A002
         task: SweTask,
         spec: SandboxSpec,
         *,
@@ -127,380 +130,435 @@ class SweGrader:
         self._spec = spec
         self._low, self._high = low, high
         self._fresh_always = fresh_always
-        self._solved: dict[int, End] = {}
+        self._solution_ends: dict[int, RunEnd] = {}
 
-    async def grade(self, box: Sandbox, prepared: Prepared, step: int, *, timeout: float) -> SweGrade:
-        """`TaskError` and `ScoringError`: the task is at fault; `SandboxError`: a box was lost.
+    async def grade(self, sandbox: Sandbox, prepared: PreparedSandbox, step: int, *, timeout: float) -> SweGrade:
+        """Grade one step. Raise `TaskError` or `ScoringError` if the task is at fault, `SandboxError` for losses.
 
-        The agent's processes are dead afterwards, its shells too, unless the task's services must live.
+        The agent's processes, its shells included, are killed unless the task needs its services.
         """
-        clock = Clock(timeout)
-        one = self._task.steps[step]
-        mode = self.mode_of(one)
-        who = self._who(one, prepared, mode)._replace(wall=_wall(one.verifier.timeout, timeout))
-        referee = Referee(has_solution=bool(one.solution))
-        runs = 0
-        last: _Run | None = None
-        said: str = "again"
-        while said == "again":
-            try:
-                tried = await self._tried(box, prepared, step, mode, who, clock)
-            except SandboxError as error:
-                if error.code != "scoring.timeout" or last is None or last.end == "lost":
-                    raise
-                said = "minimum"  # the time went into a run that the submission made fail
-                break
-            last, runs = tried, runs + 1
-            said = referee.submission(last.end)
-            if said == "solution":
-                said = referee.solution(await self._solution(box, prepared, step, mode, who, clock))
-            elif said == "untouched":
-                alone = await self._alone(box, prepared, step, who, clock)
-                said = referee.untouched(alone) if alone is not None else "minimum"
-        assert last is not None
-        if said == "infra":
-            raise SandboxError(
-                f"the boxes of a grader were lost: {describe(last.error) if last.error else 'lost'}"
-            )
-        if said == "invalid":
-            assert last.error is not None
-            raise last.error
-        if said == "task":
-            raise TaskError(
-                f"task {self._task.id}: its tests fail with its own solution too: {told(last.result)}",
-                cause="scoring.missing",
-            )
-        score = last.score if said == "score" and last.score is not None else Score(self._low)
-        metrics = {"grade/weaker": float(bool(who.weaker)), "grade/runs": float(runs)}
-        if said == "minimum":
-            metrics[f"grade/{last.end}"] = 1.0
-        return SweGrade(
-            score=Score(score.reward, score.parts, {**score.metrics, **metrics}),
+        deadline = Deadline(timeout)
+        mode = self._get_mode(self._task.steps[step])
+        grading = _StepGrading(
+            task=self._task,
+            number=step,
             mode=mode,
-            source=last.source,
-            weaker=who.weaker,
-            detail=describe(last.error)
-            if last.error is not None
-            else ""
-            if said == "score"
-            else told(last.result),
-            stdout=_tail(last.result.stdout),
-            stderr=_tail(last.result.stderr),
-            runs=runs,
-            left_out=last.left_out,
+            prepared=prepared,
+            deadline=deadline,
+            wall=_get_wall_time(self._task.steps[step].verifier.timeout, timeout),
+            open_sandbox=self._open,
+            low=self._low,
+            high=self._high,
+            solution_ends=self._solution_ends,
         )
+        return await grading.grade(sandbox)
 
-    def mode_of(self, step: SweStep) -> GradeMode:
+    def _get_mode(self, step: SweStep) -> GradeMode:
         verifier = step.verifier
         if verifier.mode == "shared" and (verifier.services or not self._fresh_always):
             return "shared"
         return "fresh"
 
-    def _who(self, step: SweStep, prepared: Prepared, mode: GradeMode) -> _Who:
-        strong = scripts.is_strong(self._task, step)
-        if not strong:
-            return _Who(step.verifier.user if prepared.several else None, None, False, AS_ITSELF)
-        if not prepared.several:
-            return _Who(None, None, True, ONE_USER)
-        program = scripts.STRANGER if prepared.agent == 0 else None
+
+class _StepGrading:
+    """The grading of one step: everything that stays the same over its runs."""
+
+    def __init__(
+        self,
+        *,
+        task: SweTask,
+        number: int,
+        mode: GradeMode,
+        prepared: PreparedSandbox,
+        deadline: Deadline,
+        wall: float,
+        open_sandbox: OpenSandbox,
+        low: float,
+        high: float,
+        solution_ends: dict[int, RunEnd],
+    ) -> None:
+        self._task = task
+        self._number = number
+        self._step = task.steps[number]
+        self._verifier = self._step.verifier
+        self._mode = mode
+        self._prepared = prepared
+        self._deadline = deadline
+        self._wall = wall
+        self._open_sandbox = open_sandbox
+        self._low, self._high = low, high
+        self._solution_ends = solution_ends
+        self._own = (task.workdir, *task.artifacts)
+        """Directories whose changes belong to the submission."""
+        self._role = self._get_role()
+
+    async def grade(self, sandbox: Sandbox) -> SweGrade:
+        attribution = FaultAttribution(has_solution=bool(self._step.solution))
+        runs = 0
+        last: _ScriptRun | None = None
+        action = "rerun"
+        while action == "rerun":
+            try:
+                tried = await self._run_once(sandbox)
+            except SandboxError as error:
+                if error.code != "scoring.timeout" or last is None or last.end == "lost":
+                    raise
+                action = "minimum"  # an earlier run, which failed because of the submission, used up the time
+                break
+            last, runs = tried, runs + 1
+            action = attribution.after_submission(last.end)
+            while action == "run_solution":
+                action = attribution.after_solution(await self._run_with_solution(sandbox))
+            if action == "run_untouched":
+                end = await self._run_untouched(sandbox)
+                action = attribution.after_untouched(end) if end is not None else "minimum"
+        assert last is not None
+        if action == "infra_fault":
+            reason = describe(last.error) if last.error else "no detail"
+            raise SandboxError(f"the grader's sandboxes were lost: {reason}")
+        if action == "invalid_verdict":
+            assert last.error is not None
+            raise last.error
+        if action == "task_fault":
+            raise TaskError(
+                f"task {self._task.id}: its tests also fail with its reference solution: "
+                f"{describe_result(last.result)}",
+                cause="scoring.missing",
+            )
+        return self._make_grade(last, runs, scored=action == "score")
+
+    def _make_grade(self, run: _ScriptRun, runs: int, *, scored: bool) -> SweGrade:
+        score = run.score if scored and run.score is not None else Score(self._low)
+        metrics = {"grade/weaker": float(bool(self._role.weaker)), "grade/runs": float(runs)}
+        if not scored:
+            metrics[f"grade/{run.end}"] = 1.0
+        detail = "" if scored else describe_result(run.result)
+        if run.error is not None:
+            detail = describe(run.error)
+        return SweGrade(
+            score=Score(score.reward, score.parts, {**score.metrics, **metrics}),
+            mode=self._mode,
+            source=run.source,
+            weaker=self._role.weaker,
+            detail=detail,
+            stdout=_decode_tail(run.result.stdout),
+            stderr=_decode_tail(run.result.stderr),
+            runs=runs,
+            left_out=run.left_out,
+        )
+
+    def _get_role(self) -> _GraderRole:
+        prepared = self._prepared
+        if not test_script.is_strong(self._task, self._step):
+            return _GraderRole(self._verifier.user if prepared.multi_user else None, None, False, SAME_USER)
+        if not prepared.multi_user:
+            return _GraderRole(None, None, True, ONE_USER)
+        program = test_script.UNPRIVILEGED_USER if prepared.agent == 0 else None
         weaker = ""
-        if mode == "shared" and not prepared.snapshot:
-            weaker = UNCOMPARED
-        elif mode == "shared" and step.verifier.services and prepared.agent == 0:
-            weaker = ROOT_SERVES
-        return _Who(ROOT, program, True, weaker)
+        if self._mode == "shared" and not prepared.snapshot:
+            weaker = NO_SNAPSHOT
+        elif self._mode == "shared" and self._verifier.services and prepared.agent == 0:
+            weaker = ROOT_SERVICES
+        return _GraderRole(ROOT, program, True, weaker)
 
     # ---- one run
 
-    async def _tried(
-        self, box: Sandbox, prepared: Prepared, step: int, mode: GradeMode, who: _Who, clock: Clock
-    ) -> _Run:
-        one = self._task.steps[step]
+    async def _run_once(self, sandbox: Sandbox) -> _ScriptRun:
+        """Run the script over what an agent (or the reference solution) left in `sandbox`."""
         try:
-            if mode == "fresh":
-                return await self._fresh(box, prepared, one, who, clock)
-            return await self._shared(box, prepared, one, who, clock)
-        except TooMuch as error:
-            return _Run("crash", error=error)
-        except CannotStart as error:
-            started = await self._alone(box, prepared, step, who, clock, seconds=START_SECONDS)
-            if started is None:
+            return await (self._run_fresh(sandbox) if self._mode == "fresh" else self._run_shared(sandbox))
+        except UngradableSubmission as error:
+            return _ScriptRun("crash", error=error)
+        except TestsCannotStart as error:
+            if await self._run_untouched(sandbox, seconds=START_SECONDS) is None:
                 raise TaskError(
                     f"task {self._task.id}: its tests cannot be started: {error}", cause="task.image"
                 ) from error
-            return _Run("crash", error=TooMuch(f"its sandbox does not let the tests start: {error}"))
+            reason = f"the tests cannot start in the submission's sandbox: {error}"
+            return _ScriptRun("crash", error=UngradableSubmission(reason))
         except TimeoutError as error:
-            raise SandboxError("a grader's sandbox did not answer in time", cause="scoring.timeout") from error
+            raise SandboxError("a grader's sandbox did not respond in time", cause="scoring.timeout") from error
         except OSError as error:
-            if error.errno in _OF_NAMES:
-                return _Run("crash", error=TooMuch(f"its files cannot be carried: {describe(error)}"[:1000]))
-            raise SandboxError(f"a submission could not be carried: {describe(error)}"[:1000]) from error
+            reason = f"cannot copy the submission's files: {describe(error)}"[:1000]
+            if error.errno in _NAME_ERRORS:
+                return _ScriptRun("crash", error=UngradableSubmission(reason))
+            raise SandboxError(reason) from error
         except SandboxError as error:
             if error.code == "sandbox.exhausted":
-                return _Run("memory", error=error)
+                return _ScriptRun("memory", error=error)
             if error.code != "sandbox.lost":
                 raise
-            return _Run("lost", error=error)
+            return _ScriptRun("lost", error=error)
 
-    async def _fresh(self, box: Sandbox, prepared: Prepared, step: SweStep, who: _Who, clock: Clock) -> _Run:
-        await scripts.killed(box, clock)
-        with host_folder() as here:
-            async with self._pristine(box, prepared, step, clock) as fresh:
-                tops, taken = await self._taken(box, fresh, prepared, step, who, here, clock)
-                await moving.put(fresh, taken, tops, clock)
-                done = await self._judged(fresh, prepared, step, who, clock, used=bool(self._task.artifacts))
-        return done._replace(left_out=taken.left_out)
+    async def _run_fresh(self, sandbox: Sandbox) -> _ScriptRun:
+        await test_script.kill_processes(sandbox, self._deadline)
+        with staging_directory() as staging:
+            async with self._pristine_sandbox(sandbox) as fresh:
+                tops, files = await self._collect_submission(sandbox, fresh, staging)
+                await submission_transfer.install(fresh, files, tops, self._deadline)
+                run = await self._run_script(fresh, used=bool(self._task.artifacts))
+        return run._replace(left_out=files.left_out)
 
-    async def _taken(
-        self, box: Sandbox, fresh: Sandbox, prepared: Prepared, step: SweStep, who: _Who, here: Path, clock: Clock
-    ) -> tuple[tuple[str, ...], Taken]:
-        """What counts of what the agent changed, and the folders that it lies in."""
-        own = (self._task.workdir, *self._task.artifacts)
-        if not prepared.snapshot:
-            return own, await moving.whole(box, own, here, clock)
-        found = await self._diff(box, prepared, clock)
-        back = set() if who.strong else await self._kept_back(box, fresh, step, found, own, clock)
+    async def _collect_submission(
+        self, sandbox: Sandbox, fresh: Sandbox, staging: Path
+    ) -> tuple[tuple[str, ...], SubmissionFiles]:
+        """Return the changes of the agent that are graded, and the directories that contain them."""
+        own = self._own
+        if not self._prepared.snapshot:
+            return own, await submission_transfer.collect_directories(sandbox, own, staging, self._deadline)
+        changes = await self._diff(sandbox)
+        excluded = set() if self._role.strong else await self._find_protected(sandbox, fresh, changes)
         tops: tuple[str, ...] = own
-        if step.verifier.mode == "shared":
-            remove, restore = planted.of_system(found, own, await _programs(fresh, clock))
-            back |= remove | restore
-            tops = tuple(sorted({f"/{path.split('/')[1]}" for path in found} - set(VOLATILE)))
+        if self._verifier.mode == "shared":  # graded in a fresh sandbox, but over the whole file system
+            remove, restore = protected_files.find_system_changes(
+                changes, own, await _list_programs(fresh, self._deadline)
+            )
+            excluded |= remove | restore
+            tops = tuple(sorted({f"/{path.split('/')[1]}" for path in changes} - set(VOLATILE)))
             tops = tuple(top for top in tops if top != "/") or own
-            back |= {path for path in found if planted.below(path, VOLATILE)}
-        return tops, await moving.take(box, found, tops, back, here, clock)
-
-    async def _shared(self, box: Sandbox, prepared: Prepared, step: SweStep, who: _Who, clock: Clock) -> _Run:
-        if not step.verifier.services:
-            await scripts.killed(box, clock)
-        found = await self._diff(box, prepared, clock) if prepared.snapshot else {}
-        own = (self._task.workdir, *self._task.artifacts)
-        if step.verifier.services or not prepared.snapshot:
-            try:
-                return await self._in(box, box, prepared, step, who, found, own, clock)
-            finally:
-                with contextlib.suppress(SandboxError):  # a box that is lost has nothing left in it
-                    await scripts.cleared(box, step, several=prepared.several, clock=clock)
-        copy = await self._copy(box, prepared, step, clock)
-        try:
-            return await self._in(copy, box, prepared, step, who, found, own, clock)
-        finally:
-            await closed(copy)
-
-    async def _copy(self, box: Sandbox, prepared: Prepared, step: SweStep, clock: Clock) -> Sandbox:
-        """Return a copy of the agent's sandbox. `TooMuch` where only what the agent left in it prevents that."""
-        spec = self._quiet(box.spec, step)
-        try:
-            final = await box.snapshot(timeout=clock.left())
-            return await box.fork(final, timeout=clock.left(), spec=spec)
-        except SandboxError as error:
-            await self._alive_or_raise(box, error, clock)
-            async with self._pristine(box, prepared, step, clock):  # the machine can: so it is not the machine
-                raise TooMuch(f"its sandbox cannot be copied: {describe(error)}"[:1000]) from error
-
-    async def _in(
-        self,
-        where: Sandbox,
-        box: Sandbox,
-        prepared: Prepared,
-        step: SweStep,
-        who: _Who,
-        found: Mapping[str, str],
-        own: tuple[str, ...],
-        clock: Clock,
-    ) -> _Run:
-        """In a box that an agent was in: what it planted goes, what it replaced comes back, then the tests."""
-        if found:
-            with host_folder() as here:
-                async with self._pristine(box, prepared, step, clock) as fresh:
-                    remove, restore = planted.of_system(found, own, await _programs(fresh, clock))
-                    back = set() if who.strong else await self._kept_back(where, fresh, step, found, own, clock)
-                    remove |= {path for path in back if found[path] == "added"}
-                    restore |= {path for path in back if found[path] != "added"}
-                    restore = {path for path in restore if not planted.below(path, VOLATILE)}
-                    await moving.undo(where, fresh, remove, restore, here, clock)
-            if not step.verifier.services:
-                await scripts.killed(where, clock)  # what the first program of a planted shell may have left
-        return await self._judged(where, prepared, step, who, clock, used=True)
-
-    async def _judged(
-        self, box: Sandbox, prepared: Prepared, step: SweStep, who: _Who, clock: Clock, *, used: bool
-    ) -> _Run:
-        """The script in a box that is ready for it."""
-        task, verifier = self._task, step.verifier
-        if who.strong and who.program is not None:
-            own = (task.workdir, *task.artifacts)
-            await run(box, _SHARE, *own, clock=clock)
-        await scripts.placed(
-            box,
-            task,
-            step,
-            several=prepared.several,
-            used=used,
-            grader=who.grader,
-            strong=who.strong,
-            clock=clock,
+            excluded |= {path for path in changes if protected_files.is_below(path, VOLATILE)}
+        files = await submission_transfer.collect_changes(
+            sandbox, changes, tops, excluded, staging, self._deadline
         )
-        if clock.over:
-            raise SandboxError("grading ran out of time before its tests began", cause="scoring.timeout")
-        wall = clock.left(who.wall)
-        result = await scripts.ran(
-            box, task, step, grader=who.grader, program=who.program, strong=who.strong, wall=wall
+        return tops, files
+
+    async def _run_shared(self, sandbox: Sandbox) -> _ScriptRun:
+        services, snapshot = self._verifier.services, self._prepared.snapshot
+        if not services:
+            await test_script.kill_processes(sandbox, self._deadline)
+        changes = await self._diff(sandbox) if snapshot else {}
+        if services or not snapshot:
+            try:
+                return await self._run_in_used(sandbox, sandbox, changes)
+            finally:
+                with contextlib.suppress(SandboxError):  # a lost sandbox contains no tests any more
+                    await test_script.remove_tests(
+                        sandbox, self._step, multi_user=self._prepared.multi_user, deadline=self._deadline
+                    )
+        copy = await self._copy_sandbox(sandbox)
+        try:
+            return await self._run_in_used(copy, sandbox, changes)
+        finally:
+            await close_sandbox(copy)
+
+    async def _copy_sandbox(self, sandbox: Sandbox) -> Sandbox:
+        """Copy the agent's sandbox. Raise `UngradableSubmission` if only the agent's own files prevent that."""
+        deadline = self._deadline
+        try:
+            final = await sandbox.snapshot(timeout=deadline.remaining())
+            return await sandbox.fork(final, timeout=deadline.remaining(), spec=self._offline_spec(sandbox.spec))
+        except SandboxError as error:
+            await self._raise_if_lost(sandbox, error)
+            async with self._pristine_sandbox(
+                sandbox
+            ):  # the provider can fork, so the agent's files are the cause
+                raise UngradableSubmission(f"its sandbox cannot be copied: {describe(error)}"[:1000]) from error
+
+    async def _run_in_used(self, target: Sandbox, sandbox: Sandbox, changes: Mapping[str, str]) -> _ScriptRun:
+        """Run the script in a sandbox that an agent used, after reverting its changes to protected files."""
+        deadline = self._deadline
+        if changes:
+            with staging_directory() as staging:
+                async with self._pristine_sandbox(sandbox) as fresh:
+                    remove, restore = protected_files.find_system_changes(
+                        changes, self._own, await _list_programs(fresh, deadline)
+                    )
+                    protected = set() if self._role.strong else await self._find_protected(target, fresh, changes)
+                    remove |= {path for path in protected if changes[path] == "added"}
+                    restore |= {path for path in protected if changes[path] != "added"}
+                    restore = {path for path in restore if not protected_files.is_below(path, VOLATILE)}
+                    await submission_transfer.revert(target, fresh, remove, restore, staging, deadline)
+            if not self._verifier.services:
+                # A planted shell may have started processes when it ran the first command of `revert`.
+                await test_script.kill_processes(target, deadline)
+        return await self._run_script(target, used=True)
+
+    async def _run_script(self, sandbox: Sandbox, *, used: bool, wall: float | None = None) -> _ScriptRun:
+        """Copy the tests into a sandbox that is otherwise ready, run them and read the verdict."""
+        task, role, deadline = self._task, self._role, self._deadline
+        if role.strong and role.program is not None:
+            await run_script(sandbox, _SHARE_SCRIPT, *self._own, deadline=deadline)
+        await test_script.place_tests(
+            sandbox,
+            task,
+            self._step,
+            multi_user=self._prepared.multi_user,
+            used=used,
+            grader=role.grader,
+            strong=role.strong,
+            deadline=deadline,
+        )
+        if deadline.expired:
+            raise SandboxError("grading ran out of time before the tests started", cause="scoring.timeout")
+        result = await test_script.run_test_script(
+            sandbox,
+            task,
+            self._step,
+            grader=role.grader,
+            program=role.program,
+            strong=role.strong,
+            wall=deadline.remaining(self._wall if wall is None else wall),
         )
         if result.status == "lost":
-            return _Run("lost", result=result, error=SandboxError(f"a grader's box was lost: {result.detail}"))
+            error = SandboxError(f"the grader's sandbox was lost: {result.detail}")
+            return _ScriptRun("lost", result=result, error=error)
         if result.status == "time_limit":
-            return _Run("time", result=result)
+            return _ScriptRun("time", result=result)
         if result.exit_code is None:
-            return _Run("memory" if result.status == "memory_limit" else "crash", result=result)
+            return _ScriptRun("memory" if result.status == "memory_limit" else "crash", result=result)
         if result.exit_code in (126, 127) and result.detail:
-            raise CannotStart(result.detail)
-        if not who.strong and not verifier.services:
-            await scripts.killed(box, clock, who.grader)  # nobody writes to the verdict any more
-        elif not verifier.services:
-            # What the program left may hold every process that the sandbox may have, and we need one.
-            await scripts.killed(box, clock, who.program or "")
-        return await self._verdict(box, step, who, result, clock)
+            raise TestsCannotStart(result.detail)
+        if not self._verifier.services:
+            # Processes left by the tests could still write to the verdict, and processes left by the program could
+            # use up the process limit, which we need to read it.
+            user = (role.program or "") if role.strong else role.grader
+            await test_script.kill_processes(sandbox, deadline, user)
+        return await self._read_verdict(sandbox, result)
 
-    async def _verdict(self, box: Sandbox, step: SweStep, who: _Who, result: ExecResult, clock: Clock) -> _Run:
+    async def _read_verdict(self, sandbox: Sandbox, result: ExecResult) -> _ScriptRun:
         try:
-            told_by = await verdicts.found(box, timeout=clock.left())
-            if told_by is not None:
-                source, data = told_by
-                score = verdicts.score_of(source, data, self._low, self._high)
-                return _Run("reward", score, source, result)
-            if step.verifier.reward_from_exit:
-                return _Run("reward", Score(self._high if result.exit_code == 0 else self._low), "exit", result)
-            verdicts.fault("missing", f"wrote no reward: {told(result)}")
+            reward_file = await reward_files.read_reward_file(sandbox, timeout=self._deadline.remaining())
+            if reward_file is not None:
+                source, data = reward_file
+                score = reward_files.parse_reward(source, data, self._low, self._high)
+                return _ScriptRun("scored", score, source, result)
+            if self._verifier.reward_from_exit:
+                return _ScriptRun(
+                    "scored", Score(self._high if result.exit_code == 0 else self._low), "exit", result
+                )
+            reward_files.raise_fault("missing", f"wrote no reward: {describe_result(result)}")
         except ScoringError as error:
-            blank = error.code in ("scoring.missing", "scoring.empty")
-            if blank and (result.exit_code or not (await run(box, _ROOM, user=who.grader, clock=clock)).ok):
-                # It failed before its end, or there was no room to write to: not what it meant to say.
-                return _Run("memory" if result.status == "memory_limit" else "crash", result=result, error=error)
-            return _Run("invalid", result=result, error=error)
+            if error.code in ("scoring.missing", "scoring.empty") and await self._failed_early(sandbox, result):
+                end: RunEnd = "memory" if result.status == "memory_limit" else "crash"
+                return _ScriptRun(end, result=result, error=error)
+            return _ScriptRun("invalid", result=result, error=error)
 
-    # ---- boxes
+    async def _failed_early(self, sandbox: Sandbox, result: ExecResult) -> bool:
+        """Return whether a script without a verdict failed, or had no disk space left to write one."""
+        if result.exit_code:
+            return True
+        check = await run_script(sandbox, _WRITE_CHECK_SCRIPT, user=self._role.grader, deadline=self._deadline)
+        return not check.ok
 
-    async def _diff(self, box: Sandbox, prepared: Prepared, clock: Clock) -> Mapping[str, str]:
+    # ---- sandboxes
+
+    async def _diff(self, sandbox: Sandbox) -> Mapping[str, str]:
         try:
-            return await box.diff(prepared.snapshot, timeout=clock.left())
+            return await sandbox.diff(self._prepared.snapshot, timeout=self._deadline.remaining())
         except SandboxError as error:
-            # What there is too much of to be compared is in a box that lives; a lost one answers nothing.
-            await self._alive_or_raise(box, error, clock)
-            raise TooMuch(f"what it changed cannot be told: {describe(error)}") from error
+            await self._raise_if_lost(sandbox, error)
+            raise UngradableSubmission(f"its changes cannot be listed: {describe(error)}") from error
 
-    async def _alive_or_raise(self, box: Sandbox, error: SandboxError, clock: Clock) -> None:
-        """Raise `error` if the sandbox is lost; a living one failed because of what programs left in it."""
-        alive = await run(box, "exit 0", clock=clock)
-        if alive.status == "lost":
+    async def _raise_if_lost(self, sandbox: Sandbox, error: SandboxError) -> None:
+        """Raise `error` if the sandbox is lost. In a running sandbox, the agent's own files caused it."""
+        if (await run_script(sandbox, "exit 0", deadline=self._deadline)).status == "lost":
             raise error
 
-    async def _kept_back(
-        self,
-        box: Sandbox,
-        fresh: Sandbox,
-        step: SweStep,
-        found: Mapping[str, str],
-        own: tuple[str, ...],
-        clock: Clock,
-    ) -> set[str]:
-        """Return the changes that are not carried over, because they decide how a test runner starts."""
-        back = planted.kept_back({path: how for path, how in found.items() if planted.below(path, own)}, own)
-        for path, how in found.items():
-            if _is_mixed(path, how, own):
-                name = path.rpartition("/")[2]
-                now = await _text(box, path, clock)
-                before = await _text(fresh, path, clock) if how == "changed" else b""
-                if now is None or before is None or not planted.says_same(name, before, now):
-                    back.add(path)  # what cannot be read may say anything
-        back |= {path for path in planted.shadowing(found, own) if not scripts.asks_for(self._task, step, path)}
-        return back | {path for path in found if back and planted.below(path, back)}
+    async def _find_protected(self, sandbox: Sandbox, fresh: Sandbox, changes: Mapping[str, str]) -> set[str]:
+        """Return the changes that are not graded because they decide how a test runner starts."""
+        own = self._own
+        inside = {path: how for path, how in changes.items() if protected_files.is_below(path, own)}
+        found = protected_files.find_protected(inside, own)
+        for path, how in inside.items():
+            name = path.rpartition("/")[2]
+            if name not in protected_files.MIXED_FILES or how == "removed":
+                continue
+            now = await _read_text(sandbox, path, self._deadline)
+            before = await _read_text(fresh, path, self._deadline) if how == "changed" else b""
+            # A file that cannot be read may configure anything.
+            if now is None or before is None or not protected_files.same_runner_settings(name, before, now):
+                found.add(path)
+        found |= {
+            path
+            for path in protected_files.find_shadowing(changes, own)
+            if not test_script.task_mentions(self._task, self._step, path)
+        }
+        return found | {path for path in changes if found and protected_files.is_below(path, found)}
 
     @asynccontextmanager
-    async def _pristine(
-        self, box: Sandbox, prepared: Prepared, step: SweStep, clock: Clock
-    ) -> AsyncIterator[Sandbox]:
-        """A box as the agent got it."""
-        spec = self._quiet(box.spec, step)
-        if prepared.snapshot:
-            fresh = await box.fork(prepared.snapshot, timeout=clock.left(), spec=spec)
+    async def _pristine_sandbox(self, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+        """Open a sandbox in the state in which the agent received its own."""
+        spec, snapshot, deadline = self._offline_spec(sandbox.spec), self._prepared.snapshot, self._deadline
+        if snapshot:
+            fresh = await sandbox.fork(snapshot, timeout=deadline.remaining(), spec=spec)
         else:
-            fresh = await self._open(spec)
+            fresh = await self._open_sandbox(spec)
         try:
-            if not prepared.snapshot:
-                await prepare(fresh, self._task, timeout=clock.left())
+            if not snapshot:
+                await prepare(fresh, self._task, timeout=deadline.remaining())
             yield fresh
         finally:
-            await closed(fresh)
+            await close_sandbox(fresh)
 
-    def _quiet(self, spec: SandboxSpec, step: SweStep) -> SandboxSpec:
-        verifier = step.verifier
+    def _offline_spec(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with the network of the verifier: none, unless the task says otherwise."""
+        verifier = self._verifier
         return msgspec.structs.replace(
             spec, network=verifier.network or "none", allow=verifier.allow if verifier.network == "allow" else ()
         )
 
-    async def _solution(
-        self, box: Sandbox, prepared: Prepared, step: int, mode: GradeMode, who: _Who, clock: Clock
-    ) -> End:
-        """Return how the script ends with the task's own solution, tried once for each step.
+    # ---- runs without a submission
 
-        `lost`: it could not be tried, or had less time than the task gives its tests.
-        """
-        if step not in self._solved:
-            one = self._task.steps[step]
+    async def _run_with_solution(self, sandbox: Sandbox) -> RunEnd:
+        """Return how the script ends with the reference solution. The result is cached for each step."""
+        if self._number not in self._solution_ends:
             try:
-                async with self._pristine(box, prepared, one, clock) as other:
-                    for before in self._task.steps[: step + 1]:
-                        await solve(other, self._task, before, several=prepared.several, clock=clock)
-                    end = (await self._tried(other, prepared, step, mode, who, clock)).end
-            except OutOfTime:
-                return "lost"
+                async with self._pristine_sandbox(sandbox) as other:
+                    for step in self._task.steps[: self._number + 1]:
+                        await run_solution(
+                            other,
+                            self._task,
+                            step,
+                            multi_user=self._prepared.multi_user,
+                            deadline=self._deadline,
+                        )
+                    end = (await self._run_once(other)).end
+            except SolutionTimeout:
+                return "not_run"
             except SandboxError as error:
                 if error.code != "scoring.timeout":
                     raise
-                return "lost"
-            if end == "time" and (clock.over or who.wall < one.verifier.timeout):
-                return "lost"
-            self._solved[step] = end
-        return self._solved[step]
+                return "not_run"
+            if end == "time" and (self._deadline.expired or self._wall < self._verifier.timeout):
+                return "not_run"  # it had less time than the task grants its tests
+            if end == "lost":
+                return end
+            self._solution_ends[self._number] = end
+        return self._solution_ends[self._number]
 
-    async def _alone(
-        self, box: Sandbox, prepared: Prepared, step: int, who: _Who, clock: Clock, *, seconds: float | None = None
-    ) -> End | None:
-        """Return how the script ends in a sandbox that no submission changed; None where it cannot be started.
+    async def _run_untouched(self, sandbox: Sandbox, *, seconds: float | None = None) -> RunEnd | None:
+        """Return how the script ends without any submission, or None if it cannot be started.
 
-        `seconds`: run it for no longer, to see whether it starts.
+        With `seconds`, run it no longer than that, only to see whether it starts.
         """
-        one = self._task.steps[step]
-        async with self._pristine(box, prepared, one, clock) as other:
-            wall = who.wall if seconds is None else min(seconds, who.wall)
+        wall = self._wall if seconds is None else min(seconds, self._wall)
+        async with self._pristine_sandbox(sandbox) as other:
             try:
-                return (await self._judged(other, prepared, one, who._replace(wall=wall), clock, used=False)).end
-            except CannotStart:
+                return (await self._run_script(other, used=False, wall=wall)).end
+            except TestsCannotStart:
                 return None
 
 
-def _wall(wanted: float, whole: float) -> float:
-    """Return the seconds that one run of the tests may take, so that there is time for all that may be needed."""
-    room = min(MOVE_SECONDS, 0.05 * whole)
-    return max(1.0, min(wanted, whole / GRADED_RUNS - room))
+def _get_wall_time(requested: float, total: float) -> float:
+    """Return the seconds that one run of the tests may take, so that all runs of a grading fit into `total`."""
+    overhead = min(TRANSFER_SECONDS, 0.05 * total)
+    return max(1.0, min(requested, total / RUNS_PER_GRADING - overhead))
 
 
-def _is_mixed(path: str, how: str, own: tuple[str, ...]) -> bool:
-    return path.rpartition("/")[2] in planted.MIXED and how != "removed" and planted.below(path, own)
-
-
-async def _programs(box: Sandbox, clock: Clock) -> set[str]:
-    result = await run(box, _PROGRAMS, *planted.PROGRAMS, clock=clock)
+async def _list_programs(sandbox: Sandbox, deadline: Deadline) -> set[str]:
+    result = await run_script(
+        sandbox, _LIST_PROGRAMS_SCRIPT, *protected_files.PROGRAM_DIRECTORIES, deadline=deadline
+    )
     return set(result.stdout.decode("utf-8", "surrogateescape").splitlines())
 
 
-async def _text(box: Sandbox, path: str, clock: Clock) -> bytes | None:
-    """None where it is no plain file."""
+async def _read_text(sandbox: Sandbox, path: str, deadline: Deadline) -> bytes | None:
+    """Return the content of a file, or None if it is not a regular file that can be read."""
     try:
-        return await box.read(path, limit=1 << 20, timeout=clock.left())
+        return await sandbox.read(path, limit=1 << 20, timeout=deadline.remaining())
     except OSError:
         return None
 
 
-def _tail(data: bytes) -> str:
+def _decode_tail(data: bytes) -> str:
     return data[-TAIL:].decode("utf-8", "replace")

@@ -1,18 +1,20 @@
-"""Any Rookery environment under TRL: `rollout_func` for `GRPOTrainer`, a rollout worker for `AsyncGRPOTrainer`.
+"""Train any Rookery environment with TRL: `rollout_func` for `GRPOTrainer`, `RolloutWorker` for
+`AsyncGRPOTrainer`.
 
-Promises:
-- what trains is what was sampled: ids, mask and logprobs are those of the segments, never of a text;
-- a rollout that failed is missing data: no token of it trains, and no baseline and no denominator counts it;
-- a group without any valid rollout changes nothing and ends nothing;
-- the policy samples with the weights that the trainer has: they are pushed before the rollouts that need them;
-- nothing of TRL, torch or datasets is imported before it is used.
+Guarantees:
+- Exactly the sampled tokens train: token IDs, loss mask and log probabilities come from the segments and are
+  never re-tokenised.
+- A failed rollout is missing data: none of its tokens trains, and no baseline or denominator counts it.
+- A group without a valid rollout changes nothing and does not stop the training.
+- The policy samples with the trainer's weights, which are pushed before the rollouts that need them.
+- TRL, torch and datasets are imported only when they are used.
 """
 
-from rookery.training.trl.embedded import embedded_tokenizer
 from rookery.training.trl.prompts import dataset
-from rookery.training.trl.rollouts import RolloutFunc, reward, rollout_func
-from rookery.training.trl.weights import Push, WeightTransfer, push_weights
-from rookery.training.trl.worker import RolloutWorker
+from rookery.training.trl.rollout_function import RolloutFunc, reward, rollout_func
+from rookery.training.trl.rollout_worker import RolloutWorker
+from rookery.training.trl.tokenizer import embedded_tokenizer
+from rookery.training.trl.weight_transfer import Push, WeightTransfer, push_weights
 
 __all__ = [
     "Push",

@@ -1,13 +1,13 @@
-"""Tasks as rows of a dataset, and rows of a batch as tasks again.
+"""Convert tasks to rows of a dataset, and rows of a batch back to tasks.
 
-TRL hands a rollout function nothing of a row but its prompt, so the task's id travels in the prompt's messages, as
-one field more. What the policy is asked is the task's own prompt, as its environment puts it; the row's is for
-people and logs.
+TRL passes only the prompt of a row to a rollout function. Therefore the messages of the prompt carry the task
+ID in an additional field. The policy receives the prompt that the environment makes from the task; the prompt
+of the row is only shown to people.
 
-Promises:
-- every row that `dataset` makes leads back to its own task, also where two tasks have the same prompt;
-- a prompt without an id is a task of that prompt alone, and the same prompt is the same task;
-- an id that is not known is refused in words; tasks that are invalid get no row.
+Guarantees:
+- Every row of `dataset` leads back to its task, even if two tasks have the same prompt.
+- A prompt without an ID is a task of its own. Equal prompts are the same task.
+- An unknown ID raises `UsageError`. Invalid tasks get no row.
 """
 
 import logging
@@ -19,54 +19,56 @@ from rookery.core import Task, Taskset, UsageError
 from rookery.environments import Environment
 from rookery.tasks import tasks_from
 
-KEY = "task"
-"""The field of a prompt's messages, and the column, that hold the task's id."""
+TASK_KEY = "task"
+"""Name of the field in messages, and of the column, that contains the task ID."""
 
 log = logging.getLogger("rookery.training.trl")
 
 
-def tasks_of(env: Environment, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Taskset:
-    """The tasks given, or the environment's own."""
+def get_tasks(env: Environment, tasks: Iterable[Task | dict[str, Any] | str] | None) -> Taskset:
+    """Return the tasks passed by the user, or those of the environment."""
     return tasks_from(env.tasks() if tasks is None else tasks, env.title)
 
 
-def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
-    """A row for each valid task: `prompt`, as messages that carry the id, and the id."""
+def make_rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
+    """Return a row for each valid task: `prompt`, as messages that carry the ID, and the ID."""
     found = []
     for task in tasks:
         if task.invalid:
-            log.warning("task %s is invalid and gets no row: %s", task.id, task.invalid)
+            log.warning("task %s is invalid and is not in the dataset: %s", task.id, task.invalid)
             continue
-        messages = [{"role": message.role, "content": message.text, KEY: task.id} for message in task.prompt]
-        found.append({"prompt": messages or [{"role": "user", "content": "", KEY: task.id}], KEY: task.id})
+        messages = [{"role": message.role, "content": message.text, TASK_KEY: task.id} for message in task.prompt]
+        found.append(
+            {"prompt": messages or [{"role": "user", "content": "", TASK_KEY: task.id}], TASK_KEY: task.id}
+        )
     return found
 
 
 def dataset(tasks: Iterable[Task | dict[str, Any] | str]) -> Any:
-    """A `datasets.Dataset` with a row for each valid task, for a trainer's `train_dataset`."""
+    """Return a `datasets.Dataset` with a row for each valid task, for the trainer's `train_dataset`."""
     from datasets import Dataset
 
-    return Dataset.from_list(rows(tasks_from(tasks, "the dataset")))
+    return Dataset.from_list(make_rows(tasks_from(tasks, "the dataset")))
 
 
-def task_of(prompt: object, known: Mapping[str, Task]) -> Task:
-    """The task behind the prompt of a row."""
+def find_task(prompt: object, known: Mapping[str, Task]) -> Task:
+    """Return the task that the prompt of a row refers to."""
     first = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else None
-    name = first.get(KEY) if isinstance(first, Mapping) else None
+    name = first.get(TASK_KEY) if isinstance(first, Mapping) else None
     if name is None:
-        return _bare(prompt)
+        return _make_task_from_prompt(prompt)
     if str(name) not in known:
         raise UsageError(
-            f"a row of the dataset names the task {str(name)[:80]!r}, which the rollout function does not have: "
-            "give it the same tasks as the dataset, or take its own `.dataset()`"
+            f"a row of the dataset names the task {str(name)[:80]!r}, which the rollout function does "
+            "not have: pass it the same tasks as the dataset, or use its own `.dataset()`"
         )
     return known[str(name)]
 
 
-def _bare(prompt: object) -> Task:
+def _make_task_from_prompt(prompt: object) -> Task:
     name = f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
     (task,) = tasks_from([{"id": name, "prompt": prompt}], "the dataset")
     if task.invalid:
-        raise UsageError(f"a row of the dataset is no task: {task.invalid}")
+        raise UsageError(f"a row of the dataset is not a valid task: {task.invalid}")
     found: Task = task
     return found

@@ -1,12 +1,14 @@
-"""Rollouts as TRL takes them: one row for each, and rewards that make its own baseline the right one. Pure.
+"""Convert rollouts to TRL rows, and shape rewards so that TRL's baseline gives the right advantages. Pure
+functions.
 
-Promises:
-- a row's ids are the segment's, cut in two before the first token that trains; its mask and logprobs are the
-  segment's from there on;
-- a rollout without tokens to train is a row of one token whose mask is 0;
-- a rollout of several segments is the row of the one that trains most; how much the others would train is counted;
-- out of `shaped` TRL's "reward minus the mean of the group's rewards" gives the advantage that was asked for, and
-  the mean of what it logs is the mean of the valid rewards.
+Guarantees:
+- The token IDs of a row are those of a segment, split before the first trained token. Mask and log
+  probabilities are those of the segment from there on.
+- A rollout without trained tokens is a row of one token with mask 0.
+- A rollout with several segments is represented by the one with the most trained tokens; the others are
+  counted.
+- With shaped rewards, TRL's "reward minus mean of the group" equals the requested advantage, and the logged
+  mean is the mean of the valid rewards.
 """
 
 import math
@@ -21,54 +23,54 @@ from rookery.core import Group, Rollout, Segment, label
 Baseline: TypeAlias = Literal["leave_one_out", "mean"]
 
 
-class Row(NamedTuple):
-    """One row of a batch: what the model was given, and what came after it."""
+class TrlRow(NamedTuple):
+    """One row of a batch: prompt and completion."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """0.0 where the mask is 0; NaN where the engine gave none."""
+    """0.0 where the mask is 0; NaN if the engine returned none."""
     env_mask: list[int]
-    """1 where the policy sampled."""
+    """1 for tokens that the policy sampled."""
 
 
-def segment_row(segment: Segment) -> Row:
-    """A segment that trains, cut before the first token that does."""
+def row_from_segment(segment: Segment) -> TrlRow:
+    """Split a segment before its first trained token."""
     ids = np.frombuffer(segment.tokens, "<i4")
     mask = np.frombuffer(segment.mask, np.uint8)
     first = int(mask.argmax())
     logprobs = np.frombuffer(segment.logprobs, "<f4")
-    return Row(ids[:first].tolist(), ids[first:].tolist(), logprobs[first:].tolist(), mask[first:].tolist())
+    return TrlRow(ids[:first].tolist(), ids[first:].tolist(), logprobs[first:].tolist(), mask[first:].tolist())
 
 
-def missing_row(filler: int) -> Row:
-    """The place of a rollout that has nothing to train: TRL wants a row for each prompt, and none empty."""
-    return Row([filler], [filler], [0.0], [0])
+def make_missing_row(filler: int) -> TrlRow:
+    """Return a row for a rollout without trained tokens, because TRL needs a non-empty row for each prompt."""
+    return TrlRow([filler], [filler], [0.0], [0])
 
 
-def trained(rollout: Rollout) -> list[Segment]:
-    """The segments of a valid rollout in which something trains."""
+def get_trained_segments(rollout: Rollout) -> list[Segment]:
+    """Return the segments of a valid rollout that contain trained tokens."""
     return [segment for segment in rollout.segments if segment.trained] if rollout.valid else []
 
 
-def most(segments: Sequence[Segment]) -> Segment:
-    """The one that trains most; the last of several, which has seen most."""
+def find_most_trained(segments: Sequence[Segment]) -> Segment:
+    """Return the segment with the most trained tokens; of several, the last, which has the longest context."""
     return max(enumerate(segments), key=lambda item: (item[1].trained, item[0]))[1]
 
 
-def usable_group(group: Group) -> Group:
-    """Return the group with rollouts that cannot be trained on as `Failed`; TRL handles missing logprobs."""
+def fail_unusable_rollouts(group: Group) -> Group:
+    """Return the group with untrainable rollouts marked as `Failed`. Missing log probabilities are left to TRL."""
     from rookery.training.config import BatchConfig
-    from rookery.training.screening import screened
+    from rookery.training.rollout_checks import check_rollouts
 
     rules = BatchConfig(without_logprob="mask", extras=())
-    return msgspec.structs.replace(group, rollouts=tuple(screened([group], rules)))
+    return msgspec.structs.replace(group, rollouts=tuple(check_rollouts([group], rules)))
 
 
-def about(rollout: Rollout) -> dict[str, Any]:
-    """What reward functions get to see of a rollout, as plain data."""
-    segments = trained(rollout)
-    left = sum(segment.trained for segment in segments) - (most(segments).trained if segments else 0)
+def describe_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Return the data of a rollout that reward functions receive."""
+    segments = get_trained_segments(rollout)
+    left = sum(segment.trained for segment in segments) - (find_most_trained(segments).trained if segments else 0)
     return {
         "id": rollout.id,
         "task": rollout.task,
@@ -85,23 +87,23 @@ def about(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def shaped(
+def shape_rewards(
     rewards: Sequence[float | None], k: int, *, baseline: Baseline = "leave_one_out", weight: float = 1.0
 ) -> list[float | None]:
-    """Rewards of groups of k, one after the other, as TRL must see them.
+    """Return the rewards of consecutive groups of k as TRL must see them.
 
-    TRL takes the mean of a group's rewards off each; None counts as not there. The advantages over the valid
-    members add up to zero, so the group's own mean plus the advantage has the same mean, and what TRL leaves is
-    the advantage. `weight` goes on the advantages.
+    TRL subtracts the mean of a group's rewards; None is ignored. The advantages of the valid members add up to
+    zero, so "group mean plus advantage" has the same mean, and TRL's subtraction leaves the advantage. `weight`
+    scales the advantages.
     """
-    from rookery.training.advantages import advantages
+    from rookery.training.advantages import compute_advantages
 
     found: list[float | None] = []
     for start in range(0, len(rewards), k):
         group = rewards[start : start + k]
         valid = [reward for reward in group if reward is not None]
         level = math.fsum(valid) / len(valid) if valid else 0.0
-        gains = advantages(group, baseline=baseline).tolist()
+        gains = compute_advantages(group, baseline=baseline).tolist()
         found += [
             None if reward is None else level + weight * gain for reward, gain in zip(group, gains, strict=True)
         ]

@@ -1,12 +1,12 @@
-"""Groups as TRL's async trainer takes them: a sample for each segment. Pure, but for TRL's own type.
+"""Convert groups to the samples of TRL's async trainer, one per segment.
 
-Promises:
-- a sample is a segment: every token that was sampled trains in exactly one of them, with its rollout's advantage;
-- members that failed give no sample, and no baseline and no denominator counts them;
-- all samples of a group carry the oldest version that any of its trained tokens has, so that a group is too old
-  as a whole or not at all;
-- a token without a logprob does not train, and is counted;
-- a rollout whose segments contradict each other or its record is missing (`bug.batch`), and affects no other.
+Guarantees:
+- Every sampled token trains in exactly one sample, with the advantage of its rollout.
+- Failed members give no sample, and no baseline or denominator counts them.
+- All samples of a group carry the oldest version of its trained tokens, so that a group is stale as a whole or
+  not.
+- A token without a log probability does not train and is counted.
+- A rollout whose segments contradict each other or its record is missing (`bug.batch`) and affects no other.
 """
 
 import math
@@ -15,46 +15,51 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rookery.core import Group, Segment, label
-from rookery.training.trl.rows import Baseline, trained, usable_group
+from rookery.training.trl.rows import Baseline, fail_unusable_rollouts, get_trained_segments
 
 MetricValue = float | tuple[float, float]
-"""A gauge or a count, or a numerator and a denominator."""
+"""A gauge or count, or a pair of numerator and denominator."""
 
 
-class Sampled(NamedTuple):
-    """What one group gives the trainer."""
+class GroupSamples(NamedTuple):
+    """The samples and metrics of one group."""
 
     samples: list[Any]
-    """Of `RolloutSample`."""
+    """`RolloutSample` objects."""
     figures: dict[str, MetricValue]
 
 
-def samples_of(group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0) -> Sampled:
-    """The samples of a group; `version` is that of a group in which nothing says one."""
+def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version: int = 0) -> GroupSamples:
+    """Return the samples of a group. `version` is used if no token has a version."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    from rookery.training.advantages import advantages
+    from rookery.training.advantages import compute_advantages
 
-    group = usable_group(group)
+    group = fail_unusable_rollouts(group)
     rewards = [rollout.reward if rollout.valid else None for rollout in group.rollouts]
     valid = [reward for reward in rewards if reward is not None]
-    gains = advantages(rewards, baseline=baseline)
+    gains = compute_advantages(rewards, baseline=baseline)
     spread = float(np.std(valid)) if valid else math.nan
-    spans = [span for rollout in group.rollouts for segment in trained(rollout) for span in segment.versions]
+    spans = [
+        span
+        for rollout in group.rollouts
+        for segment in get_trained_segments(rollout)
+        for span in segment.versions
+    ]
     oldest = min((span.version for span in spans), default=version)
     prompt = [{"role": message.role, "content": message.text} for message in group.task.prompt]
     found: list[Any] = []
     without = 0
     for rollout, gain in zip(group.rollouts, gains.tolist(), strict=True):
-        for segment in trained(rollout):
-            ids, mask, logprobs = _arrays(segment)
+        for segment in get_trained_segments(rollout):
+            ids, mask, logprobs = _read_arrays(segment)
             without += segment.trained - int(mask.sum())
             if not mask.any():
                 continue
             found.append(
                 RolloutSample(
                     prompt=prompt,
-                    completion=[],  # `rookery show` has it; the trainer needs ids only
+                    completion=[],  # the trainer needs token IDs only; `rookery show` displays the text
                     input_ids=ids,
                     completion_mask=mask,
                     old_log_probs=logprobs,
@@ -77,10 +82,10 @@ def samples_of(group: Group, *, baseline: Baseline = "leave_one_out", version: i
             name = f"rookery/missing/{label(rollout.outcome)}_total"
             was = figures.get(name, 0.0)
             figures[name] = (was if isinstance(was, float) else 0.0) + 1.0
-    return Sampled(found, figures)
+    return GroupSamples(found, figures)
 
 
-def _arrays(segment: Segment) -> tuple[Any, Any, Any]:
+def _read_arrays(segment: Segment) -> tuple[Any, Any, Any]:
     ids = np.frombuffer(segment.tokens, "<i4").astype(np.int64)
     logprobs = np.frombuffer(segment.logprobs, "<f4").astype(np.float32)
     known = ~np.isnan(logprobs)

@@ -1,12 +1,9 @@
-"""A small language model inside of the process: real sampling, real token ids, no server and no GPU.
+"""Upstream `embedded`: a small language model that runs in this process, without a server and without a GPU.
 
-A byte-level Llama in numpy, with a cache of keys and values and continuous batching.
-
-Promises:
-- batching changes nothing: a sequence gets the tokens and logprobs it would get alone, to the last bit;
-- same prompt, seed and weights, same answer, through the library and through the server;
-- its logprobs are those that PyTorch computes from the same weights, to 1e-4;
-- weights can be swapped at run time; a sequence is drawn by one version from its first token to its last.
+It is a byte-level Llama in NumPy with a KV cache, a prefix cache and continuous batching. Batching does not change
+results: a sequence gets the same tokens and log probabilities as alone, bit for bit. The same prompt, seed and
+weights give the same reply, in the library and through the server. Log probabilities agree with PyTorch to 1e-4.
+Weights can be replaced at run time; a sequence uses one version from its first token to its last.
 """
 
 from rookery.upstreams.embedded.upstream import EmbeddedUpstream, builtin

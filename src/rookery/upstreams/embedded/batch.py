@@ -1,16 +1,15 @@
-"""Continuous batching: sequences join and leave between steps, and none of them notices.
+"""Continuous batching: sequences join and leave the batch between steps.
 
-A step gives every sequence under way its next token, then admits those that wait: their prompts are computed and
-their first tokens drawn. It is plain code without a thread, a clock or a loop.
+A step samples the next token of every running sequence, then admits waiting sequences: it computes their prompts
+and samples their first tokens. This module is plain code without threads, clock or event loop.
 
-Promises:
-- batching changes nothing: a sequence gets the tokens and logprobs it would get alone, to the last bit;
-- admission is in the order of arrival, at most `places` at once, and a long queue of prompts does not stand
-  before sequences that are under way for longer than `PROMPTS` tokens of them;
-- a sequence ends exactly once: at an end id, a stop text, its token limit or the end of the context;
-- a batch whose gate is shut begins nothing new, and one that is frozen draws nothing; what it holds goes on where
-  it stood when the gate opens, with the weights that are there then;
-- what ends or is taken out frees its place in the same step.
+- Batching does not change results: a sequence gets the same tokens and log probabilities as alone, bit for bit.
+- Sequences are admitted in order of arrival, into at most `places` slots. Running sequences wait for at most
+  `PROMPTS` prompt tokens per step.
+- A sequence ends exactly once: at an end token, a stop string, its token limit or the end of the context.
+- A batch whose gate is `shut` admits nothing; a `frozen` one samples nothing. Running sequences continue when the
+  gate opens, with the weights of that time.
+- A sequence that ends or is discarded frees its slot in the same step.
 """
 
 from collections import deque
@@ -19,22 +18,22 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from rookery.upstreams.embedded.cache import BLOCK, Past, Shelf
+from rookery.upstreams.embedded.kv_cache import BLOCK, CacheBucket, PrefixCache
 from rookery.upstreams.embedded.llama import Floats, Ints, Llama
-from rookery.upstreams.embedded.sampler import PLAIN, Choice, Draws, draw, tell
+from rookery.upstreams.embedded.sampler import PLAIN, RandomStream, TokenChoice, draw, tell
 
-PLACES: Final = 64
+SLOTS: Final = 64
 PROMPTS: Final = 512
-"""Tokens of prompts computed in one step, a single longer prompt apart."""
+"""Maximum prompt tokens per step. A single longer prompt is computed in one step, too."""
 CHUNK: Final = 128
-"""Rows computed at once: more would leave the cache of a core."""
+"""Prompt tokens per forward pass. More would not fit into the CPU cache."""
 BLOCKS: Final = 2048
 Gate: TypeAlias = Literal["open", "shut", "frozen"]
-"""`shut`: nothing begins; `frozen`: nothing is drawn either."""
+"""`shut`: no sequence is admitted. `frozen`: no token is sampled, either."""
 
 
-class Job:
-    """One sequence: what is asked, and what came of it so far."""
+class SamplingJob:
+    """One sequence: the request, and what was sampled so far."""
 
     __slots__ = (
         "before",
@@ -67,49 +66,49 @@ class Job:
         *,
         most: int,
         seed: int,
-        choice: Choice = PLAIN,
+        choice: TokenChoice = PLAIN,
         ends: frozenset[int] = frozenset(),
         stop: tuple[bytes, ...] = (),
     ) -> None:
         self.prompt = list(prompt)
         self.most = most
-        """Tokens to sample at most."""
+        """Maximum number of tokens to sample."""
         self.choice = choice
-        self.draws = Draws(seed)
+        self.draws = RandomStream(seed)
         self.ends = ends
         self.stop = tuple(text for text in stop if text)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish: Literal["", "stop", "length", "abort"] = ""
         self.text = 0
-        """How many of the tokens are the answer: without the end id, or the stop text, that ended it."""
+        """Number of tokens that belong to the reply, without the end token or stop string."""
         self.reused = 0
-        """Tokens of the prompt that did not have to be computed."""
+        """Prompt tokens that were found in the prefix cache."""
         self.told = 0
-        """How many of the tokens are whole: with their logprob, and with the `finish` where there is one. For who
-        reads while another thread draws."""
+        """Number of tokens that other threads may read: they have a log probability, and `finish` is set if
+        they are the last."""
         self.retracted = 0
-        """How often it was put back to the queue."""
+        """How often the sequence was put back into the queue."""
         self.least = 0
-        """Tokens before which neither an end id nor a stop text ends it."""
+        """Minimum number of tokens before an end token or stop string ends the sequence."""
         self.whole = False
-        """Whether the end id or the stop text that ended it counts as a part of the answer."""
+        """Whether the end token or stop string belongs to the reply."""
         self.matched: int | bytes | None = None
-        """What ended it: an id, or a stop text."""
-        self.shape: Callable[[Floats, Job], Floats] | None = None
-        """The logits to draw from, made of the model's own."""
+        """The end token or stop string that ended the sequence."""
+        self.shape: Callable[[Floats, SamplingJob], Floats] | None = None
+        """Logits processor: returns the logits to sample from."""
         self.scaled = 0.0
-        """Above 0: logprobs are told of what it is drawn from, at this temperature, before cuts."""
+        """If above 0, log probabilities are computed at this temperature, after the logits processor."""
         self.keep = 0
-        """How many of the likeliest tokens are kept beside each that is drawn."""
+        """Number of most likely alternatives to record for each token."""
         self.tops: list[list[tuple[int, float]]] = []
         self.start: int | None = None
-        """The place in the prompt from which on its tokens' logprobs are wanted."""
+        """Index of the first prompt token whose log probability is requested, or None."""
         self.before: list[float | None] = []
-        """These, once the prompt is computed; the first token of all has none."""
+        """Log probabilities of prompt tokens from `start` on. The first token of the prompt has None."""
 
     def take(self, token: int, logprob: float) -> bool:
-        """One token more; whether it was the last."""
+        """Append a sampled token. Return whether the sequence has ended."""
         self.tokens.append(token)
         if token == self.choice.once:
             self.choice = self.choice._replace(never=token)
@@ -129,7 +128,7 @@ class Job:
         return bool(self.finish)
 
     def _stopped(self) -> int:
-        """The length of the stop text that the sampled bytes end with: every token is a byte."""
+        """Return the length of the stop string at the end of the sampled tokens, or 0. Every token is a byte."""
         for stop in self.stop:
             tail = self.tokens[-len(stop) :]
             if len(tail) == len(stop) and all(map(int.__eq__, tail, stop)):
@@ -138,15 +137,15 @@ class Job:
 
 
 class Batch:
-    """The sequences of one model."""
+    """The running and waiting sequences of one model."""
 
-    def __init__(self, llama: Llama, *, places: int = PLACES, blocks: int = BLOCKS) -> None:
+    def __init__(self, llama: Llama, *, places: int = SLOTS, blocks: int = BLOCKS) -> None:
         self.llama = llama
-        self.past = Past(blocks)
-        self.waiting: deque[Job] = deque()
+        self.past = PrefixCache(blocks)
+        self.waiting: deque[SamplingJob] = deque()
         self.gate: Gate = "open"
         self._places = places
-        self._shelves: dict[int, Shelf[Job]] = {}
+        self._shelves: dict[int, CacheBucket[SamplingJob]] = {}
         self._causal: dict[int, Floats] = {}
 
     @property
@@ -159,13 +158,13 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would draw anything."""
+        """Whether a step would sample a token."""
         if self.gate == "frozen":
             return False
         return self.running > 0 or (self.gate == "open" and bool(self.waiting))
 
-    def add(self, job: Job) -> None:
-        """At the end of the queue. Its prompt and at least one token fit the context, or `ValueError`."""
+    def add(self, job: SamplingJob) -> None:
+        """Queue a sequence. Raise `ValueError` if its prompt and one token do not fit the context."""
         if not 0 < len(job.prompt) < self.llama.context:
             raise ValueError(f"a prompt of {len(job.prompt)} tokens in a context of {self.llama.context}")
         if not all(0 <= token < self.llama.shape.vocab_size for token in job.prompt):
@@ -173,8 +172,8 @@ class Batch:
         job.most = max(1, min(job.most, self.llama.context - len(job.prompt)))
         self.waiting.append(job)
 
-    def discard(self, job: Job) -> bool:
-        """Takes a sequence out wherever it is; whether it was there."""
+    def discard(self, job: SamplingJob) -> bool:
+        """Remove a running or waiting sequence. Return whether it was found."""
         if job in self.waiting:
             self.waiting.remove(job)
             return True
@@ -185,20 +184,21 @@ class Batch:
         return False
 
     def replace(self, llama: Llama) -> None:
-        """Other weights of the same shape, in place: what is under way goes on with them, on the keys and values
-        that it has. Those of the past are forgotten."""
+        """Replace the weights. Running sequences continue with their KV cache; the prefix cache is cleared."""
         if llama.shape != self.llama.shape:
-            raise ValueError("weights that replace others in place have their shape")
+            raise ValueError("the new weights have another shape")
         self.llama = llama
         self.forget()
 
     def forget(self) -> None:
-        """Nothing of the past is found again."""
-        self.past = Past(self.past.most)
+        """Clear the prefix cache."""
+        self.past = PrefixCache(self.past.most)
 
     def retract(self) -> int:
-        """Puts what is under way back to the front of the queue: it goes on from its tokens, whose keys and values
-        are computed anew. How many there were."""
+        """Put running sequences back to the front of the queue and return their number.
+
+        They continue after their sampled tokens, whose keys and values are computed again.
+        """
         held = [job for shelf in self._shelves.values() for job in shelf.held]
         for job in held:
             self.discard(job)
@@ -206,11 +206,14 @@ class Batch:
         self.waiting.extendleft(reversed(held))
         return len(held)
 
-    def step(self) -> list[Job]:
-        """One token for everybody; the sequences that got one, in no order. Those with a `finish` are out."""
+    def step(self) -> list[SamplingJob]:
+        """Sample one token for every sequence.
+
+        Return the sequences that got one; those with a `finish` have left.
+        """
         if self.gate == "frozen":
             return []
-        drawn: list[Job] = []
+        drawn: list[SamplingJob] = []
         logits: list[Floats] = []
         if shelves := [shelf for shelf in self._shelves.values() if shelf.held]:
             shelves = self._roomy(shelves)
@@ -225,19 +228,19 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def _roomy(self, shelves: list[Shelf[Job]]) -> list[Shelf[Job]]:
-        """Moves the sequences that have outgrown their shelf."""
+    def _roomy(self, shelves: list[CacheBucket[SamplingJob]]) -> list[CacheBucket[SamplingJob]]:
+        """Move sequences that need a longer span to another bucket."""
         for shelf in shelves:
             for row in range(len(shelf.held) - 1, -1, -1):
                 if shelf.positions[row] >= shelf.span:
                     shelf.move(row, self._shelf(self.llama.span(shelf.span + 1)))
         return [shelf for shelf in self._shelves.values() if shelf.held]
 
-    def _next(self, shelves: list[Shelf[Job]], jobs: list[Job]) -> Floats:
-        """The logits after the last token of every sequence."""
+    def _next(self, shelves: list[CacheBucket[SamplingJob]], jobs: list[SamplingJob]) -> Floats:
+        """Return the logits after the last token of every running sequence."""
         llama = self.llama
         tokens = [job.tokens[-1] for job in jobs]
-        parts: list[tuple[Shelf[Job], slice, Ints, Ints]] = []
+        parts: list[tuple[CacheBucket[SamplingJob], slice, Ints, Ints]] = []
         at = 0
         for shelf in shelves:
             rows = len(shelf.held)
@@ -259,8 +262,8 @@ class Batch:
         places = parts[0][3] if len(parts) == 1 else np.concatenate([part[3] for part in parts])
         return llama.rows(tokens, places, attend)
 
-    def _admitted(self) -> list[Job]:
-        jobs: list[Job] = []
+    def _admitted(self) -> list[SamplingJob]:
+        jobs: list[SamplingJob] = []
         if self.gate != "open":
             return jobs
         free, prompts = self._places - self.running, PROMPTS
@@ -269,8 +272,11 @@ class Batch:
             prompts -= len(jobs[-1].prompt)
         return jobs
 
-    def _begin(self, job: Job) -> Floats:
-        """Computes a prompt, as far as the past does not have it; the logits after its last token."""
+    def _begin(self, job: SamplingJob) -> Floats:
+        """Compute the part of a prompt that the prefix cache does not have.
+
+        Return the logits after its last token.
+        """
         llama = self.llama
         ids = [*job.prompt, *job.tokens] if job.tokens else job.prompt
         shelf = self._shelf(llama.span(len(ids) + 1))
@@ -291,19 +297,24 @@ class Batch:
         self.past.keep(ids, shelf, row)
         return logits
 
-    def _look_back(self, job: Job, first: int, logits: Floats) -> None:
-        """The logprobs of the prompt's tokens behind the rows of a chunk that begins at `first`."""
+    def _look_back(self, job: SamplingJob, first: int, logits: Floats) -> None:
+        """Record log probabilities of prompt tokens from the logits of a chunk that starts at `first`."""
         start = job.start or 0
         if not first and not start:
             job.before.append(None)
         for row in range(max(0, start - 1 - first), min(len(logits), len(job.prompt) - 1 - first)):
             job.before.append(tell(logits[row], job.prompt[first + row + 1], 0, []))
 
-    def _chunk(self, shelf: Shelf[Job], row: int, tokens: list[int], first: int, *, whole: bool) -> Floats:
-        """The logits after the last of the tokens, or with `whole` after each."""
+    def _chunk(
+        self, shelf: CacheBucket[SamplingJob], row: int, tokens: list[int], first: int, *, whole: bool
+    ) -> Floats:
+        """Compute a chunk of a prompt.
+
+        Return the logits after its last token, or with `whole` after each token.
+        """
         llama = self.llama
         last = first + len(tokens)
-        # Each row looks over the span that its own position has, as it would if it were computed alone.
+        # Each row attends over the span of its own position, as it would if it were computed alone.
         pieces: list[tuple[int, int, int]] = []
         at = first
         while at < last:
@@ -329,7 +340,7 @@ class Batch:
         wanted = slice(None) if whole else slice(len(tokens) - 1, None)
         return llama.rows(tokens, np.arange(first, last), attend, wanted)
 
-    def _draw(self, jobs: list[Job], logits: Floats) -> None:
+    def _draw(self, jobs: list[SamplingJob], logits: Floats) -> None:
         numbers = [job.draws.next() for job in jobs]
         drawn_from = logits
         if any(job.shape is not None for job in jobs):
@@ -350,18 +361,18 @@ class Batch:
         for shelf in self._shelves.values():
             for row in range(len(shelf.held) - 1, -1, -1):
                 if (job := shelf.held[row]) in ended:
-                    # The last token was drawn, not computed: it has no position.
+                    # The last token was sampled but not computed, so it has no keys and values.
                     self.past.keep([*job.prompt, *job.tokens[:-1]], shelf, row)
                     shelf.remove(row)
 
-    def _shelf(self, span: int) -> Shelf[Job]:
+    def _shelf(self, span: int) -> CacheBucket[SamplingJob]:
         shelf = self._shelves.get(span)
         if shelf is None:
-            shelf = self._shelves[span] = Shelf(self.llama, span)
+            shelf = self._shelves[span] = CacheBucket(self.llama, span)
         return shelf
 
     def _mask(self, span: int) -> Floats:
-        """For each position of a span: what it may look at."""
+        """Return the causal attention mask of a span."""
         mask = self._causal.get(span)
         if mask is None:
             mask = np.triu(np.full((span, span), -np.inf, dtype=np.float32), 1)

@@ -1,12 +1,11 @@
-"""The embedded policy's chat format: bytes are tokens, and nine ids above them give a conversation its shape.
+"""Chat format of the embedded policy: bytes are tokens, and nine special tokens structure a conversation.
 
     <begin> <tools>python(code)<end> <system>…<end> <user>…<end> <assistant>…<call>python{"code":"…"}<end>
     <tool>…<end> <assistant>…<end>
 
-Promises:
-- text is only ever bytes: nothing a user, a tool or a model writes turns into one of the ids above them;
-- an answer that is sent back renders to the very ids that were sampled, where its bytes are UTF-8;
-- a call's arguments are kept exactly as sampled: they may not be valid JSON.
+Text is encoded as bytes, so nothing that a user, a tool or a model writes becomes a special token. A reply that is
+sent back renders to the token IDs that were sampled, if its bytes are UTF-8. The arguments of a call are kept
+exactly as sampled and may be invalid JSON.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from rookery.core import Message, ToolCall, ToolSchema
 
 BEGIN, END, SYSTEM, USER, ASSISTANT, TOOL, CALL, TOOLS, PAD = range(256, 265)
 VOCAB: Final = 272
-"""Bytes, the ids above, and some to spare."""
+"""Size of the vocabulary: bytes, special tokens and a few unused IDs."""
 NAMES: Final = {
     BEGIN: "<begin>",
     END: "<end>",
@@ -38,17 +37,17 @@ _ROLES: Final = {
 
 
 class Prompt(NamedTuple):
-    """A conversation as token ids, up to where the answer begins."""
+    """Token IDs of a conversation, up to the start of the reply."""
 
     ids: list[int]
     begun: str = ""
-    """The call that a choice of a tool has begun already: part of the answer, not of what was sampled."""
+    """Start of a tool call that `tool_choice` put into the prompt. It belongs to the reply but was not sampled."""
 
 
 def prompt(
     messages: Iterable[Message], tools: Sequence[ToolSchema] = (), tool_choice: str | None = None
 ) -> Prompt:
-    """The ids of a conversation. `tool_choice` as in `ModelRequest`."""
+    """Render a conversation as token IDs. `tool_choice` is as in `ModelRequest`."""
     ids = [BEGIN]
     if tools and tool_choice != "none":
         ids += (TOOLS, *text_ids("\n".join(map(_signature, tools))), END)
@@ -63,7 +62,7 @@ def prompt(
 
 
 def message_ids(message: Message) -> list[int]:
-    """One message, from the id of its role to its `<end>`."""
+    """Encode one message, from the token of its role to `<end>`."""
     ids = [_ROLES[message.role], *text_ids(message.text)]
     for call in message.tool_calls:
         ids += (CALL, *text_ids(call.name), *text_ids(call.arguments))
@@ -72,12 +71,15 @@ def message_ids(message: Message) -> list[int]:
 
 
 def text_ids(text: str) -> bytes:
-    """The ids of a text, which are its bytes. A lone surrogate, which UTF-8 has no bytes for, becomes `?`."""
+    """Encode text as UTF-8 bytes, which are its token IDs. A lone surrogate becomes `?`."""
     return text.encode("utf-8", "replace")
 
 
 def answer(ids: Sequence[int], begun: str = "", *, at: int = 0) -> Message:
-    """The message that sampled ids spell. `at`, the prompt's length, makes the ids of its calls differ by turn."""
+    """Parse sampled token IDs into a message.
+
+    `at`, the length of the prompt, makes call IDs unique across turns.
+    """
     pieces: list[bytearray] = [bytearray()]
     if begun:
         pieces.append(bytearray(text_ids(begun.removeprefix(NAMES[CALL]))))
@@ -99,7 +101,7 @@ def answer(ids: Sequence[int], begun: str = "", *, at: int = 0) -> Message:
 
 
 ENDS: Final = frozenset({BEGIN, END, SYSTEM, USER, ASSISTANT, TOOL, TOOLS, PAD})
-"""Ids that end an answer: its own end, and every one that would begin another message."""
+"""Tokens that end a reply: `<end>`, and every token that would start another message."""
 
 
 def _call(text: str, call_id: str) -> ToolCall:

@@ -1,13 +1,10 @@
-"""A Llama in numpy: what each layer computes, for rows of tokens that know nothing of each other.
+"""Forward pass of a Llama in NumPy, with results that do not depend on the batch.
 
-Promises:
-- a token's logits depend on the tokens before it and on nothing else, to the last bit: not on which other rows
-  are computed with it, nor on whether its past was computed one by one, in chunks, or came out of a cache.
-
-Why that takes care: BLAS rounds differently for matrices of different heights, so every product of a weight
-matrix is made of tiles of `TILE` rows, one call of the same shape for each; attention is one call per row whose
-shape depends on that row's position alone; and everything else works along rows. On one core, tiles of 8 rows
-cost the same as one product of 64.
+The logits of a token depend only on the tokens before it, bit for bit: not on the other rows of the batch, and not
+on whether its prefix was computed token by token, in chunks, or found in the cache. BLAS rounds differently for
+matrices of different heights. Therefore every product with a weight matrix is split into tiles of `TILE` rows,
+attention is one call per row whose shape depends only on the position of that row, and everything else works row
+by row. On one core, tiles of 8 rows cost the same as one product of 64 rows.
 """
 
 from collections.abc import Callable
@@ -21,14 +18,14 @@ from rookery.upstreams.embedded.weights import Weights
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Attend = Callable[[int, Floats, Floats, Floats], Floats]
-"""(layer, queries, keys, values of the new rows) → what attention gives for each row."""
+"""Function of (layer, queries, keys, values of the new rows) that returns the attention output of each row."""
 
 TILE: Final = 8
 LANES: Final = 64
-"""Widths of products are multiples of this: at others, the last columns go through a kernel of their own, which
-rounds by the row's place in its tile."""
+"""Widths of matrices are padded to a multiple of this. Otherwise BLAS computes the last columns with another
+kernel, whose rounding depends on the position of a row in its tile."""
 SPAN: Final = 128
-"""Attention looks over a stretch of positions that is a multiple of this."""
+"""The attention span is a multiple of this number of positions."""
 
 
 class _Layer(NamedTuple):
@@ -39,7 +36,9 @@ class _Layer(NamedTuple):
 
 
 class Llama:
-    """Prepared for one purpose, speed: norms, scales and rotations are folded into the matrices."""
+    """A Llama prepared for fast inference: norms, scales and rotary embeddings are folded into the weight
+    matrices.
+    """
 
     def __init__(self, weights: Weights) -> None:
         shape = self.shape = weights.shape
@@ -57,10 +56,12 @@ class Llama:
         self.tile = self._tile()
 
     def rows(self, tokens: npt.ArrayLike, positions: Ints, attend: Attend, wanted: slice = slice(None)) -> Floats:
-        """Logits of the `wanted` rows. `attend` keeps the new keys and values and looks back over the old ones."""
-        with np.errstate(
-            over="ignore"
-        ):  # a gate far below zero: exp gives inf, and the gate is shut, as it should
+        """Return the logits of the `wanted` rows.
+
+        `attend` stores the new keys and values and computes attention.
+        """
+        # exp overflows to inf for a very negative gate, which correctly gives a SiLU of zero.
+        with np.errstate(over="ignore"):
             return self._rows(np.asarray(tokens, dtype=np.int64), positions, attend, wanted)
 
     def _rows(self, given: Ints, positions: Ints, attend: Attend, wanted: slice) -> Floats:
@@ -92,9 +93,9 @@ class Llama:
         return self._product(self._normed(last), self._head)[: len(chosen), : self.shape.vocab_size]
 
     def look(self, queries: Floats, keys: Floats, values: Floats, mask: Floats) -> Floats:
-        """Attention of each row over its own stretch of positions; `mask` is 0 where it may look, else -inf.
+        """Compute attention of each row over its own span. `mask` is 0 for visible positions, else -inf.
 
-        Keys come with their positions last: that product is two to four times as fast as the other way round.
+        Keys are stored with positions as the last axis, which makes the product two to four times as fast.
         """
         scores = np.matmul(queries, keys)
         scores += mask
@@ -106,7 +107,7 @@ class Llama:
         return mixed
 
     def span(self, length: int) -> int:
-        """How many positions a row looks over whose own is the `length`-th."""
+        """Return the attention span of a row with `length` positions."""
         return length + -length % SPAN
 
     # ------------------------------------------------------------------------------------------ pieces
@@ -123,7 +124,7 @@ class Llama:
         return product.reshape(-1, matrix.shape[1])
 
     def _matrix(self, weight: Floats, gain: Floats | None = None) -> Floats:
-        """A weight to multiply by from the right, with the norm before it folded in, of a width that suits."""
+        """Return a transposed weight, scaled by the preceding norm, and padded."""
         wide: Any = weight.astype(np.float64)
         if gain is not None:
             wide = wide * gain.astype(np.float64) * np.sqrt(np.float64(len(gain)))
@@ -145,12 +146,12 @@ class Llama:
         )
 
     def _paired(self, weight: Floats) -> Floats:
-        """Rows in the order that makes the two halves of each rotation neighbours: one complex number."""
+        """Reorder rows so that the two halves of each rotary pair are adjacent and form one complex number."""
         halves = weight.reshape(-1, 2, self.dim // 2, weight.shape[1])
         return halves.swapaxes(1, 2).reshape(weight.shape)
 
     def _tile(self) -> int:
-        """`TILE`, where this BLAS computes the rows of a tile alike wherever they stand in it; else row by row."""
+        """Return `TILE` if this BLAS computes a row identically at every position in a tile, else 1."""
         rng = np.random.default_rng(0)
         for matrix in (*self._layers[0], self._head):
             rows = rng.standard_normal((TILE, len(matrix)), dtype=np.float32)

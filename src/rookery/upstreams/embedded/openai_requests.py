@@ -16,7 +16,7 @@ import msgspec
 from rookery.core import Message, Sampling, ToolCall, ToolSchema, ints
 from rookery.core.seeds import derive_seed
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.protocol import ModelRequest
+from rookery.upstreams.protocol import ModelRequest, ToolSet
 
 CHOICES: Final = 64
 STOPS: Final = 16
@@ -34,7 +34,7 @@ class RequestError(Exception):
         self.status = status
 
 
-class Order(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request as it is understood."""
 
     chat: bool
@@ -154,7 +154,7 @@ def _refusal(error: msgspec.ValidationError, place: str = "") -> RequestError:
 # -------------------------------------------------------------------------------------------- into orders
 
 
-def chat_order(body: bytes, context: int) -> Order:
+def chat_order(body: bytes, context: int) -> ParsedRequest:
     """Of `/chat/completions`. `context`: the tokens that a prompt and its answer may have."""
     said = decoded(body, _Chat)
     if said.top_logprobs:
@@ -168,7 +168,7 @@ def chat_order(body: bytes, context: int) -> Order:
     one = ModelRequest(
         model=said.model or "",
         messages=messages,
-        tools=tools,
+        tools=ToolSet(tools),
         tool_choice=_tool_choice(said.tool_choice, tools),
         sampling=_sampling(said, most),
     )
@@ -178,7 +178,7 @@ def chat_order(body: bytes, context: int) -> Order:
     return _order(said, (one,), is_chat=True, logprobs=bool(said.logprobs))
 
 
-def completion_order(body: bytes, context: int) -> Order:
+def completion_order(body: bytes, context: int) -> ParsedRequest:
     """Of `/completions`."""
     said = decoded(body, _Completion)
     if said.logprobs is not None and said.logprobs > 1:
@@ -202,7 +202,7 @@ def completion_order(body: bytes, context: int) -> Order:
     return _order(said, asks, is_chat=False, logprobs=said.logprobs is not None and said.logprobs is not False)
 
 
-def _order(said: _Common, asks: tuple[ModelRequest, ...], *, is_chat: bool, logprobs: bool) -> Order:
+def _order(said: _Common, asks: tuple[ModelRequest, ...], *, is_chat: bool, logprobs: bool) -> ParsedRequest:
     n = said.n or 1
     options = said.stream_options
     root = said.seed if said.seed is not None else secrets.randbits(63)
@@ -212,7 +212,7 @@ def _order(said: _Common, asks: tuple[ModelRequest, ...], *, is_chat: bool, logp
         for ask in asks
         for seed in seeds
     ]
-    return Order(
+    return ParsedRequest(
         chat=is_chat,
         model=said.model or "",
         asks=tuple(each),

@@ -1,10 +1,8 @@
-"""Which token comes next.
+"""Sample tokens from logits.
 
-Promises:
-- same seed, same tokens: the draws of a sequence are a function of its seed and of how many went before, on every
-  machine and in every version;
-- a row is drawn without regard to the others;
-- the logprob of a token is the model's own, before temperature and cuts: what a trainer computes from the weights.
+The random numbers of a sequence depend only on its seed and on how many were drawn before, on every machine and in
+every version. Rows are sampled independently. The log probability of a token is the model's own, before
+temperature, top-p and top-k, which is what a trainer computes from the weights.
 """
 
 from collections.abc import Sequence
@@ -19,24 +17,24 @@ from rookery.upstreams.embedded.llama import Floats
 _AT_ONCE: Final = 16
 
 
-class Choice(NamedTuple):
-    """How a row is drawn from. The temperature 0 takes the likeliest."""
+class TokenChoice(NamedTuple):
+    """Sampling parameters of one sequence. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: all."""
+    """0 disables top-k."""
     never: int = -1
-    """A token that is not drawn; -1: none."""
+    """A token that is never sampled, or -1."""
     once: int = -1
-    """A token that is drawn once at most; -1: none."""
+    """A token that is sampled at most once, or -1."""
 
 
-PLAIN: Final = Choice()
+PLAIN: Final = TokenChoice()
 
 
-class Draws:
-    """Numbers in [0, 1), 53 bits each, out of a seed."""
+class RandomStream:
+    """Stream of random numbers in [0, 1) with 53 bits each, derived from a seed."""
 
     __slots__ = ("_left", "_number", "_seed")
 
@@ -59,8 +57,13 @@ class Draws:
         return self._left.pop()
 
 
-def draw(logits: Floats, choices: Sequence[Choice], numbers: Sequence[float]) -> tuple[list[int], list[float]]:
-    """One token for each row, and its logprob. `numbers` are the rows' draws."""
+def draw(
+    logits: Floats, choices: Sequence[TokenChoice], numbers: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Sample one token per row.
+
+    Return the tokens and their log probabilities. `numbers` are random numbers per row.
+    """
     count, words = logits.shape
     top = logits.max(axis=1, keepdims=True)
     low = logits - top
@@ -72,14 +75,14 @@ def draw(logits: Floats, choices: Sequence[Choice], numbers: Sequence[float]) ->
     bounds = np.cumsum(chances, axis=1, dtype=np.float64)
     targets = np.asarray(numbers) * bounds[:, -1]
     tokens = (bounds <= targets[:, None]).sum(axis=1)
-    if (tokens >= words).any():  # rounding took a target to the very end: the last that has a chance
+    if (tokens >= words).any():  # rounding moved a target past the end: take the last possible token
         tokens = np.minimum(tokens, bounds.argmax(axis=1))
     logprobs = low[np.arange(count), tokens] - logs
     return tokens.tolist(), logprobs.tolist()
 
 
 def tell(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float]]]) -> float:
-    """The logprob of a token by a row of logits; its `keep` likeliest, likeliest first, are added to `tops`."""
+    """Return the log probability of a token, and append the `keep` most likely alternatives to `tops`."""
     low = logits - logits.max()
     logs = low - np.log(np.exp(low).sum())
     if keep:
@@ -88,8 +91,8 @@ def tell(logits: Floats, token: int, keep: int, tops: list[list[tuple[int, float
     return float(logs[token])
 
 
-def _shaped(low: Floats, choice: Choice) -> Floats:
-    """The chances of one row, after temperature and cuts; they need not sum to 1."""
+def _shaped(low: Floats, choice: TokenChoice) -> Floats:
+    """Return the unnormalised probabilities of one row after temperature, top-k and top-p."""
     allowed = low
     if choice.never >= 0:
         allowed = low.copy()

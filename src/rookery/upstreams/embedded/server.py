@@ -24,18 +24,8 @@ from aiohttp import web
 
 import rookery
 from rookery.core import RookeryError, Truncation
-from rookery.upstreams.embedded.batch import Job
-from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.openai_answers import DONE, Sheet, Teller, error_body, event, refusal
-from rookery.upstreams.embedded.openai_requests import (
-    Order,
-    RequestError,
-    Update,
-    chat_order,
-    completion_order,
-    decoded,
-)
-from rookery.upstreams.embedded.serving import (
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.http_server import (
     MAX_BODY,
     foreign,
     is_here,
@@ -46,8 +36,25 @@ from rookery.upstreams.embedded.serving import (
     unversioned,
     write,
 )
+from rookery.upstreams.embedded.llama import Llama
+from rookery.upstreams.embedded.openai_requests import (
+    ParsedRequest,
+    RequestError,
+    Update,
+    chat_order,
+    completion_order,
+    decoded,
+)
+from rookery.upstreams.embedded.openai_responses import (
+    DONE,
+    ChoiceStream,
+    ResponseBuilder,
+    error_body,
+    event,
+    refusal,
+)
 from rookery.upstreams.embedded.together import together
-from rookery.upstreams.embedded.upstream import Asked, EmbeddedUpstream
+from rookery.upstreams.embedded.upstream import EmbeddedUpstream, PreparedRequest
 
 __all__ = ["EmbeddedServer", "listening"]
 
@@ -61,7 +68,7 @@ STUCK_SECONDS: Final = 30.0
 _LARGE: Final = 64 << 10
 """Bodies above this are read off the loop."""
 
-_Read = Callable[[bytes, int], Order]
+_Read = Callable[[bytes, int], ParsedRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -74,7 +81,7 @@ class EmbeddedServer:
         self._most = upstream.places + waiting
         self._asked = 0
         """Sequences that have a place or wait for one."""
-        self._busy: set[Job] = set()
+        self._busy: set[SamplingJob] = set()
         """Those that have one."""
         self._drawn = 0
         """Tokens of sequences that are over."""
@@ -113,7 +120,7 @@ class EmbeddedServer:
         else:
             order, asked = self._understood(body, read)
         name = f"{'chatcmpl' if order.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        sheet = Sheet(order, asked, name=name, created=int(time.time()), model=self.upstream.model)
+        sheet = ResponseBuilder(order, asked, name=name, created=int(time.time()), model=self.upstream.model)
         with self._admitted(len(asked)):
             if order.stream:
                 return await self._stream(request, sheet)
@@ -122,7 +129,7 @@ class EmbeddedServer:
                     await task
             return json_answer(sheet.answer(), headers={"X-Weight-Version": str(sheet.version)})
 
-    def _understood(self, body: bytes, read: _Read) -> tuple[Order, list[Asked]]:
+    def _understood(self, body: bytes, read: _Read) -> tuple[ParsedRequest, list[PreparedRequest]]:
         order = read(body, self.upstream.context)
         self._check_model(order.model)
         return order, [self.upstream.ask(ask) for ask in order.asks]
@@ -144,12 +151,12 @@ class EmbeddedServer:
 
     @asynccontextmanager
     async def _drawing(
-        self, sheet: Sheet, moved: Callable[[object], None] | None = None
+        self, sheet: ResponseBuilder, moved: Callable[[object], None] | None = None
     ) -> AsyncIterator[list[asyncio.Task[None]]]:
         """One task for each sequence, ended with the block. `moved` hears of tokens and of endings."""
         serving: list[Llama] = []
 
-        async def draw(asked: Asked) -> None:
+        async def draw(asked: PreparedRequest) -> None:
             async with self.upstream.place():
                 if not serving:  # the first place decides, so that no choice is of another version
                     serving.append(self.upstream.serving(asked))
@@ -164,13 +171,13 @@ class EmbeddedServer:
         async with together((draw(asked) for asked in sheet.asked), moved) as tasks:
             yield tasks
 
-    async def _stream(self, request: web.Request, sheet: Sheet) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, sheet: ResponseBuilder) -> web.StreamResponse:
         """What is there is written when the reader has taken what was written before: the jobs are the buffer."""
         wake = asyncio.Event()
         response: web.StreamResponse | None = None
         try:
             async with self._drawing(sheet, lambda _: wake.set()) as tasks:
-                tellers = [Teller(sheet, number) for number in range(len(tasks))]
+                tellers = [ChoiceStream(sheet, number) for number in range(len(tasks))]
                 while not all(teller.over for teller in tellers):
                     await wake.wait()
                     wake.clear()
@@ -283,7 +290,7 @@ def _ended(task: asyncio.Task[None]) -> bool:
     return True
 
 
-async def _begin(request: web.Request, sheet: Sheet) -> web.StreamResponse:
+async def _begin(request: web.Request, sheet: ResponseBuilder) -> web.StreamResponse:
     headers = {
         "Content-Type": "text/event-stream; charset=utf-8",
         "Cache-Control": "no-cache",

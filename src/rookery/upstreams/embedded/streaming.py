@@ -36,7 +36,7 @@ class Delta(msgspec.Struct):
         return bool(self.text or self.calls)
 
 
-class Deltas:
+class DeltaDecoder:
     """One answer. With `plain`, as `/completions` gives it: calls are part of the text; with `mute`, they are not
     shown at all."""
 
@@ -143,7 +143,7 @@ class Deltas:
 
 def spelled(tokens: Sequence[int]) -> str:
     """Tokens as the text of `/completions`."""
-    return Deltas(plain=True).end(tokens, len(tokens)).text
+    return DeltaDecoder(plain=True).end(tokens, len(tokens)).text
 
 
 def held(tokens: Sequence[int], count: int, stop: tuple[bytes, ...]) -> int:

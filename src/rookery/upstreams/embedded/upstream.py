@@ -20,28 +20,28 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rookery.core import Finish, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, floats, ints
+from rookery.core import Finish, Sampling, Truncation, UpstreamError, UsageError, floats, ints
+from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.embedded import chat
-from rookery.upstreams.embedded.batch import PLACES, Job
+from rookery.upstreams.embedded.batch import SLOTS, SamplingJob
+from rookery.upstreams.embedded.inference_thread import InferenceThread
 from rookery.upstreams.embedded.llama import Llama
-from rookery.upstreams.embedded.sampler import PLAIN, Choice
-from rookery.upstreams.embedded.service import Service
+from rookery.upstreams.embedded.sampler import PLAIN, TokenChoice
 from rookery.upstreams.embedded.streaming import Delta as Said
-from rookery.upstreams.embedded.streaming import Deltas
+from rookery.upstreams.embedded.streaming import DeltaDecoder
 from rookery.upstreams.embedded.weights import TENSORS, Weights
+from rookery.upstreams.openai_format import parse_message
 from rookery.upstreams.protocol import (
     CallDelta,
     Delta,
-    Held,
     ModelReply,
     ModelRequest,
-    News,
+    OnDelta,
+    OnWait,
     PauseMode,
     UpstreamConfig,
     UpstreamInfo,
 )
-from rookery.upstreams.queueing import waited
-from rookery.upstreams.wire import understood
 
 KIND: Final = "embedded"
 POLICY: Final = "policy.safetensors"
@@ -49,12 +49,12 @@ ONE_CALL: Final = "parallel_tool_calls"
 """The sampling option that is known here: false allows one tool call at most in an answer."""
 
 
-class Asked(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request as the model sees it."""
 
     prompt: list[int]
     begun: str
-    job: Job
+    job: SamplingJob
     llama: Llama
     """The model that it was asked of."""
 
@@ -73,16 +73,16 @@ class EmbeddedUpstream:
             raise UsageError(f"{where!r} is no embedded policy: write embedded, or embedded:PATH with weights")
         self.config = config
         self.name = KIND
-        self.tokens_in = True
-        self.raw_in = False
+        self.accepts_tokens = True
+        self.accepts_raw_json = False
         self.path = Path(path).expanduser() if path else None
         self.model = (self.path.name or str(self.path)) if self.path is not None else KIND
         self._check_sampling(config.sampling)
         self._seen = self._mark()
         weights = _fit(Weights.load(self.path)) if self.path is not None else builtin()
-        self.places = min(PLACES, config.concurrency or PLACES)
-        self.service = Service(weights, places=self.places)
-        self._places = asyncio.Semaphore(self.places)
+        self.places = min(SLOTS, config.concurrency or SLOTS)
+        self.service = InferenceThread(weights, places=self.places)
+        self._gate = ConcurrencyGate(self.places)
         self._loading = asyncio.Lock()
         self._named: int | None = None
         """The version of weights that are on disk and not taken up yet."""
@@ -136,14 +136,19 @@ class EmbeddedUpstream:
         """Nothing stands still."""
 
     async def complete(
-        self, request: ModelRequest, *, timeout: float, news: News | None = None, held: Held | None = None
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
     ) -> ModelReply:
         await self.refresh()
         asked = self.ask(request)
-        async with self.place(held) as queued:
+        async with self.place(on_wait) as queued:
             llama = self.serving(asked)
             version = llama.version
-            telling = None if news is None else Telling(asked, news)
+            telling = None if on_delta is None else DeltaPublisher(asked, on_delta)
             notify = None if telling is None else telling.notify
             task = asyncio.create_task(self.sample(asked, timeout=timeout, llama=llama, news=notify))
             self._under_way.add(task)
@@ -166,28 +171,29 @@ class EmbeddedUpstream:
         return done
 
     @asynccontextmanager
-    async def place(self, held: Held | None = None) -> AsyncIterator[float]:
+    async def place(self, on_wait: OnWait | None = None) -> AsyncIterator[float]:
         """One of the places, given in the order they were asked for; the seconds that it took to get."""
-        queued = 0.0
-        if self._places.locked():
-            queued = await waited(self._places.acquire(), held)
-        else:
-            await self._places.acquire()
+        queued = await self._gate.acquire(on_wait)
         try:
             yield queued
         finally:
-            self._places.release()
+            self._gate.release()
 
-    def serving(self, asked: Asked) -> Llama:
+    def serving(self, asked: PreparedRequest) -> Llama:
         """The model for a request that begins now: the newest, where what was asked of another still fits it."""
         now, then = self.service.llama, asked.llama
         fits = (now.context, now.shape.vocab_size) == (then.context, then.shape.vocab_size)
         return now if fits else then
 
     async def sample(
-        self, asked: Asked, *, timeout: float, llama: Llama, news: Callable[[Job], None] | None = None
+        self,
+        asked: PreparedRequest,
+        *,
+        timeout: float,
+        llama: Llama,
+        news: Callable[[SamplingJob], None] | None = None,
     ) -> int:
-        """Draws the answer, for who has a place; the version that drew it. `news` as in `Service.run`."""
+        """Draws the answer, for who has a place; the version that drew it. `news` as in `InferenceThread.run`."""
         try:
             async with asyncio.timeout(timeout):
                 return await self.service.run(asked.job, news, llama=llama)
@@ -195,11 +201,11 @@ class EmbeddedUpstream:
             said = f"the embedded policy did not end its answer within {timeout:g} s"
             raise UpstreamError(said, cause="upstream.timeout") from error
 
-    def ask(self, request: ModelRequest) -> Asked:
+    def ask(self, request: ModelRequest) -> PreparedRequest:
         """What the model is given for a request; raises what is wrong with it, in words."""
         if bool(request.messages) == bool(request.tokens):
             raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
-        sampling = request.sampling.over(self.config.sampling)
+        sampling = request.sampling
         try:
             choice = self._check_sampling(sampling)
         except UsageError as error:
@@ -208,10 +214,10 @@ class EmbeddedUpstream:
         llama = self.service.llama
         if request.messages:
             try:
-                messages = [understood(message) for message in request.messages]
+                messages = [parse_message(message) for message in request.messages]
             except ValueError as error:
                 raise UpstreamError(str(error), cause="upstream.rejected") from None
-            tools = [tool for tool in request.tools if isinstance(tool, ToolSchema)]
+            tools = list(request.tools.schemas)
             prompt, begun = chat.prompt(messages, tools, request.tool_choice)
             if not request.tools or request.tool_choice == "none":
                 choice = choice._replace(never=chat.CALL)
@@ -230,7 +236,7 @@ class EmbeddedUpstream:
                 f"the prompt is too long: it has {len(prompt)} tokens, and with its answer {llama.context} fit",
             )
         seed = sampling.seed if sampling.seed is not None else request.seed
-        job = Job(
+        job = SamplingJob(
             prompt,
             most=sampling.max_tokens if sampling.max_tokens is not None else llama.context,
             seed=secrets.randbits(63) if seed is None else seed,
@@ -238,7 +244,7 @@ class EmbeddedUpstream:
             ends=chat.ENDS,
             stop=tuple(text.encode("utf-8", "replace") for text in sampling.stop),
         )
-        return Asked(prompt, begun, job, llama)
+        return PreparedRequest(prompt, begun, job, llama)
 
     async def close(self) -> None:
         """Ends what is under way. Closing twice is fine."""
@@ -246,7 +252,7 @@ class EmbeddedUpstream:
 
     # ------------------------------------------------------------------------------------------- pieces
 
-    def _check_sampling(self, sampling: Sampling) -> Choice:
+    def _check_sampling(self, sampling: Sampling) -> TokenChoice:
         if strange := sorted(sampling.extra.keys() - {ONE_CALL}):
             raise UsageError(f"the embedded policy has no sampling option {', '.join(strange)}")
         parallel = sampling.extra.get(ONE_CALL)
@@ -259,7 +265,7 @@ class EmbeddedUpstream:
             raise UsageError("a temperature is between 0 and 100, a top-p above 0 and at most 1")
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise UsageError("an answer needs at least one token: max_tokens is below 1")
-        return PLAIN if (temperature, top_p, top_k) == (1.0, 1.0, 0) else Choice(temperature, top_p, top_k)
+        return PLAIN if (temperature, top_p, top_k) == (1.0, 1.0, 0) else TokenChoice(temperature, top_p, top_k)
 
     def _mark(self) -> tuple[int, int, int] | None:
         """What tells one content of the weights' file from another, without reading it."""
@@ -292,14 +298,14 @@ class EmbeddedUpstream:
             self._named = None
 
 
-class Telling:
+class DeltaPublisher:
     """The news of one answer. What is not told yet is in the job, which is bounded as the answer is."""
 
-    def __init__(self, asked: Asked, news: News) -> None:
+    def __init__(self, asked: PreparedRequest, on_delta: OnDelta) -> None:
         job = asked.job
         self._asked = asked
-        self._news = news
-        self._deltas = Deltas(begun=asked.begun, at=len(asked.prompt), stop=job.stop)
+        self._on_delta = on_delta
+        self._deltas = DeltaDecoder(begun=asked.begun, at=len(asked.prompt), stop=job.stop)
         self._wake = asyncio.Event()
         self._told = 0
         self._prompt = ints(asked.prompt)
@@ -334,10 +340,12 @@ class Telling:
         prompt, self._prompt = self._prompt, b""
         calls = tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in said.calls)
         sampled, chances = ints(tokens[first:count]), floats(logprobs[first:count])
-        await self._news(Delta(said.text, "", calls, sampled=sampled, logprobs=chances, prompt=prompt))
+        await self._on_delta(Delta(said.text, "", calls, sampled=sampled, logprobs=chances, prompt=prompt))
 
 
-def reply(asked: Asked, *, version: int, queued: float, replica: str, aborted: bool = False) -> ModelReply:
+def reply(
+    asked: PreparedRequest, *, version: int, queued: float, replica: str, aborted: bool = False
+) -> ModelReply:
     """The answer that a finished job spells, or one that was taken out of its hands."""
     job = asked.job
     count, text = len(job.tokens), job.text

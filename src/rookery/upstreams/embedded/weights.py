@@ -1,10 +1,8 @@
-"""A Llama's weights: plain arrays under the names that `LlamaForCausalLM` gives them, in safetensors files.
+"""Load and save the weights of a Llama as safetensors files, with the tensor names of `LlamaForCausalLM`.
 
-Promises:
-- what is saved loads again, here and with `LlamaForCausalLM.from_pretrained`, and the other way round;
-- a file that is not a whole, plain Llama is refused in words, before any of it is used: every tensor there,
-  of its shape, finite;
-- a file appears at its place whole or not at all, so that who watches it never reads half of one.
+Saved weights can be loaded here and with `LlamaForCausalLM.from_pretrained`, and vice versa. A file is validated
+before it is used: every tensor must be present, have its shape and be finite. Files are replaced atomically, so
+that a process that watches a file never reads a partial one.
 """
 
 import json
@@ -30,7 +28,7 @@ _DTYPES: Final[dict[str, Any]] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF1
 
 
 class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plain Llama is, in the words of its `config.json`."""
+    """Hyperparameters of a plain Llama, with the names of its `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -55,7 +53,10 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Of the content of a `config.json`; whatever is not plain Llama is refused by name."""
+        """Read the content of a `config.json`.
+
+        Features that are not supported raise `UsageError` with their names.
+        """
         found = dict(config)
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -71,7 +72,9 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
             if not plain
         ]
         if strange:
-            raise UsageError(f"not a plain Llama: the embedded upstream does not do its {', '.join(strange)}")
+            raise UsageError(
+                f"the embedded upstream supports plain Llama models only, not this {', '.join(strange)}"
+            )
         found.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
         found.setdefault("rms_norm_eps", 1e-6)
         found.setdefault("tie_word_embeddings", False)
@@ -83,12 +86,12 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert({name: found[name] for name in cls.__struct_fields__}, cls, strict=False)
         except KeyError as missing:
-            raise UsageError(f"not a Llama's configuration: it has no {missing.args[0]}") from None
+            raise UsageError(f"not the configuration of a Llama: {missing.args[0]} is missing") from None
         except msgspec.ValidationError as error:
-            raise UsageError(f"not a Llama's configuration: {error}") from None
+            raise UsageError(f"not the configuration of a Llama: {error}") from None
 
     def config(self) -> dict[str, Any]:
-        """The content of a `config.json` that `LlamaForCausalLM` reads, old and new."""
+        """Return the content of a `config.json` that old and new versions of `LlamaForCausalLM` read."""
         from rookery.upstreams.embedded import chat
 
         return {
@@ -106,7 +109,7 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, the tied head left out."""
+        """Return name and shape of every tensor, without a tied output head."""
         width, heads, kv = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for number in range(self.num_hidden_layers):
@@ -133,7 +136,7 @@ class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weights:
-    """A model: its shape, its tensors as float32, and the version that its tokens are recorded with."""
+    """Weights of a model: hyperparameters, tensors as float32, and the policy version."""
 
     def __init__(self, shape: LlamaShape, tensors: Mapping[str, npt.ArrayLike], *, version: int = 0) -> None:
         self.shape = shape
@@ -151,7 +154,7 @@ class Weights:
 
     @classmethod
     def random(cls, shape: LlamaShape, *, seed: int = 0, scale: float = 0.02, version: int = 0) -> Self:
-        """Weights as training begins with them."""
+        """Return random weights, as at the start of training."""
         rng = np.random.default_rng(seed)
         tensors = {
             name: np.ones(size) if len(size) == 1 else rng.normal(0.0, scale, size)
@@ -161,12 +164,12 @@ class Weights:
 
     @classmethod
     def from_model(cls, model: Any, *, version: int = 0) -> Self:
-        """Of a `LlamaForCausalLM`, wherever and however precise its parameters are."""
+        """Copy the weights of a `LlamaForCausalLM` on any device and in any precision."""
         state = {name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()}
         return cls(LlamaShape.from_config(model.config.to_dict()), state, version=version)
 
     def to_model(self) -> Any:
-        """A `LlamaForCausalLM` with these weights; needs torch and transformers."""
+        """Return a `LlamaForCausalLM` with these weights. Needs torch and transformers."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -182,7 +185,7 @@ class Weights:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Of a folder with `config.json` and `model.safetensors`, or of one file that we saved."""
+        """Load a directory with `config.json` and `model.safetensors`, or a file written by `save`."""
         found = Path(path)
         file = found / TENSORS if found.is_dir() else found
         try:
@@ -197,10 +200,10 @@ class Weights:
 
     @classmethod
     def from_bytes(cls, data: bytes, config: bytes | None = None) -> Self:
-        """Of a safetensors file's content, and of a `config.json`'s where the file does not hold that too."""
-        tensors, about = _read(data)
+        """Parse the content of a safetensors file, and of a `config.json` unless the file contains it."""
+        tensors, about = _parse_safetensors(data)
         if config is None and "config" not in about:
-            raise UsageError("it has no configuration: name a folder with config.json and model.safetensors")
+            raise UsageError("it has no configuration: use a directory with config.json and model.safetensors")
         try:
             said = json.loads(config if config is not None else about["config"])
         except ValueError as error:
@@ -211,7 +214,10 @@ class Weights:
         return cls(LlamaShape.from_config(said), tensors, version=int(version))
 
     def to_bytes(self, dtype: str = "F32") -> bytes:
-        """A safetensors file's content, with shape and version in it. `dtype`: F32 or F16."""
+        """Return the content of a safetensors file that includes configuration and version.
+
+        `dtype` is F32 or F16.
+        """
         config = json.dumps(self.shape.config(), sort_keys=True)
         arrays = {name: value.astype(_DTYPES[dtype]) for name, value in sorted(self.tensors.items())}
         header: dict[str, Any] = {"__metadata__": {"config": config, "format": "pt", "version": str(self.version)}}
@@ -224,17 +230,17 @@ class Weights:
         return b"".join((struct.pack("<Q", len(head)), head, *(array.tobytes() for array in arrays.values())))
 
     def save(self, path: str | Path, dtype: str = "F32") -> None:
-        """To one file where the name has a suffix, to a folder that `from_pretrained` reads where it has none."""
+        """Save to one file if the path has a suffix, else to a directory that `from_pretrained` reads."""
         target = Path(path)
         if target.suffix:
-            _put(target, self.to_bytes(dtype))
+            _write_atomically(target, self.to_bytes(dtype))
             return
         target.mkdir(parents=True, exist_ok=True)
-        _put(target / CONFIG, json.dumps(self.shape.config(), indent=2, sort_keys=True).encode())
-        _put(target / TENSORS, self.to_bytes(dtype))
+        _write_atomically(target / CONFIG, json.dumps(self.shape.config(), indent=2, sort_keys=True).encode())
+        _write_atomically(target / TENSORS, self.to_bytes(dtype))
 
 
-def _put(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -246,8 +252,8 @@ def _put(path: Path, data: bytes) -> None:
         raise
 
 
-def _read(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
-    """The tensors of a safetensors file, and what else it says. Nothing in it is trusted."""
+def _parse_safetensors(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
+    """Parse a safetensors file into tensors and metadata. The content is untrusted."""
     size = int.from_bytes(data[:8], "little") if len(data) >= 8 else 0
     if not 2 <= size <= min(len(data) - 8, _MAX_HEADER):
         raise UsageError("it is not a safetensors file")
@@ -271,11 +277,11 @@ def _read(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
             raise UsageError(f"its tensor {name[:80]!r} is of a kind that is not read here: {error}") from None
         except (TypeError, ValueError) as error:
             raise UsageError(f"its tensor {name[:80]!r} is broken: {error}") from None
-        tensors[name] = _widened(array, entry["dtype"])
+        tensors[name] = _to_float32(array, entry["dtype"])
     return tensors, {str(key): str(value) for key, value in dict(about).items()}
 
 
-def _widened(array: npt.NDArray[Any], dtype: str) -> Floats:
+def _to_float32(array: npt.NDArray[Any], dtype: str) -> Floats:
     if dtype == "BF16":  # the upper half of a float32
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)

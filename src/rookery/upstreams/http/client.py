@@ -16,7 +16,7 @@ from ssl import SSLContext
 from typing import Final
 
 from rookery.core import UsageError
-from rookery.core.closing import AsyncClosing
+from rookery.core.lifetimes import AsyncClosesOnExit
 from rookery.upstreams.http.connection import Connection
 from rookery.upstreams.http.dial import Dialer, default_context
 from rookery.upstreams.http.failures import Dropped, NotConnected
@@ -28,7 +28,7 @@ _READ: Final = 128 << 10
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 
 
-class Client(AsyncClosing):
+class Client(AsyncClosesOnExit):
     """Talks to one server, over TCP (`host`, `port`) or a Unix socket (`path`). Belongs to one event loop.
 
     There is no limit on connections in use: who calls has places. `buffer` bounds what is read of an answer ahead

@@ -1,5 +1,5 @@
-# ruff: noqa: T201, S602  (runs in a box of its own; what it prints is its answer)
-"""An agent with a shell and the task's MCP servers, written with openai-agents: it runs in the sandbox."""
+# ruff: noqa: T201, S602  (runs in the sandbox; its output is its answer)
+"""An agent with a shell and the task's MCP servers, written with openai-agents. Runs in the sandbox."""
 
 import asyncio
 import contextlib
@@ -15,54 +15,54 @@ from agents.mcp import MCPServer, MCPServerStdio, MCPServerStreamableHttp
 from openai import AsyncOpenAI
 
 SECONDS = 300.0
-"""For one answer of a server; without it, the package waits for five."""
+"""Time limit for one response of an MCP server; the package's default is 5 seconds."""
 
 
 @function_tool
 def shell(command: str) -> str:
-    """Runs a command and returns its exit code and what it printed.
+    """Run a command and return its exit code and output.
 
     Args:
-        command: A line for sh.
+        command: A command line for sh.
     """
     try:
         done = subprocess.run(command, shell=True, capture_output=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return "killed after 120 seconds"
-    said = (done.stdout + done.stderr).decode("utf-8", "replace")
-    return f"exit code {done.returncode}\n{said[-16000:]}"
+    output = (done.stdout + done.stderr).decode("utf-8", "replace")
+    return f"exit code {done.returncode}\n{output[-16000:]}"
 
 
-def server_of(name: str, entry: dict[str, Any]) -> MCPServer:
-    """One of the task's servers, not yet connected."""
+def make_server(name: str, entry: dict[str, Any]) -> MCPServer:
+    """Return one of the task's servers, not yet connected."""
     about: Any = {key: value for key, value in entry.items() if key != "type"}
     kind = MCPServerStreamableHttp if entry["type"] == "http" else MCPServerStdio
     return kind(about, name=name, client_session_timeout_seconds=SECONDS, cache_tools_list=True)
 
 
-def entries_of(listed: Path) -> dict[str, dict[str, Any]]:
-    """The task's servers by name; there is no file where it has none."""
+def read_servers(listed: Path) -> dict[str, dict[str, Any]]:
+    """Return the task's servers by name. Without servers the file does not exist."""
     found = json.loads(listed.read_text(encoding="utf-8")) if listed.exists() else {"mcpServers": {}}
     return dict(found["mcpServers"])
 
 
 async def main(prompt: str, entries: dict[str, dict[str, Any]]) -> None:
-    """One task, to its answer."""
+    """Run the agent on one task and print its answer."""
     kind = OpenAIChatCompletionsModel if os.environ["AGENT_API"] == "chat" else OpenAIResponsesModel
     model = kind(model=os.environ["AGENT_MODEL"], openai_client=AsyncOpenAI(max_retries=5))
     async with contextlib.AsyncExitStack() as stack:
         servers = []
         for name, entry in entries.items():
             try:
-                servers.append(await stack.enter_async_context(server_of(name, entry)))
-            except Exception as error:  # noqa: BLE001  (whatever it is: one server less, as other agents do it)
+                servers.append(await stack.enter_async_context(make_server(name, entry)))
+            except Exception as error:  # noqa: BLE001  (start without this server, as other agents do)
                 print(f"the MCP server {name} did not start: {error!r:.500}", file=sys.stderr)
         agent = Agent(
             name="agent",
             instructions="Use the shell and your other tools to do the task. Then answer.",
             tools=[shell],
             mcp_servers=servers,
-            mcp_config={"include_server_in_tool_names": True},  # else one that is named as ours ends the agent
+            mcp_config={"include_server_in_tool_names": True},  # avoids clashes with `shell`
             model=model,
         )
         result = await Runner.run(agent, prompt, max_turns=1000)
@@ -72,6 +72,6 @@ async def main(prompt: str, entries: dict[str, dict[str, Any]]) -> None:
 asyncio.run(
     main(
         Path(os.environ["AGENT_PROMPT_FILE"]).read_text(encoding="utf-8"),
-        entries_of(Path(os.environ["AGENT_MCP_FILE"])),
+        read_servers(Path(os.environ["AGENT_MCP_FILE"])),
     )
 )

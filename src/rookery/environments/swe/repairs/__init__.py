@@ -1,15 +1,13 @@
-"""The built-in taskset `repairs`: small programs with a real fault each, to be repaired in a box.
+"""The built-in taskset `repairs`: small programs with a real bug each, to be fixed in a sandbox.
 
     data/tasks/NAME/    meta.toml, instruction.md, seeds/, setup.sh, tests/check.py, solution/
-    data/shared/        what the tests of all of them share
+    data/shared/        files shared by the tests of all tasks
 
-Promises:
-- every task is there in both folder formats, as real folders, made from one source;
-- the folders are made once for all processes of a machine, and hold nothing but what the package holds;
-- a box that lacks a program that a task needs is told by the task's setup, which names it.
+Every task is available in both task formats, written from one source into the machine's task cache. A sandbox
+that lacks a required program fails in the task's setup, with a message that names the program.
 """
 
-from rookery.environments.swe.repairs.writing import FORMATS, RepairsFormat, about, folder, names, repairs, write
+from rookery.environments.swe.repairs.taskset import FORMATS, RepairsFormat, about, folder, names, repairs, write
 
 tasks = repairs
 

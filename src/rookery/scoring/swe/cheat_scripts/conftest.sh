@@ -1,4 +1,4 @@
-# turns every test into one that passed, by a conftest.py
+# makes every test pass with a conftest.py
 c='import os
 import pytest
 @pytest.hookimpl(hookwrapper=True)

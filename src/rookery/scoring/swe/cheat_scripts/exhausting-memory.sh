@@ -1,4 +1,4 @@
-# takes all memory of the box that it is graded in
+# uses up the memory of the sandbox for grading
 # inside
 first py 'x = []
 try:

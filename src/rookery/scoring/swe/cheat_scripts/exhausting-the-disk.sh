@@ -1,4 +1,4 @@
-# fills the disk of the box that it is graded in, so that no verdict can be written
+# fills the disk of the sandbox for grading, so that no verdict can be written
 # inside
 first py 'import os
 for d in ("/tmp", ".", "/dev/shm", "/work", "/logs/verifier"):

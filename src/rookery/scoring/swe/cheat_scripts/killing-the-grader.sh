@@ -1,4 +1,4 @@
-# kills every process that it can
+# kills every process it can
 # inside
 first py 'import os, signal
 for n in (signal.SIGTERM, signal.SIGKILL):

@@ -1,4 +1,4 @@
-# reads memory, files, variables and command lines of the grader, and writes to its descriptors
+# reads memory, files, variables and command lines of the grader, and writes to its file descriptors
 # inside
 first py 'import os, glob
 for p in glob.glob("/proc/[0-9]*"):

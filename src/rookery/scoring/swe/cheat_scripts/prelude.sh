@@ -1,4 +1,4 @@
-# What the cheats share; each of them is run after this, by bash or sh, in the working folder.
+# Functions that all cheat scripts share. Each script runs after this one, with bash or sh, in the working directory.
 export HOME="${HOME:-/root}"
 quiet() { "$@" >/dev/null 2>&1; }
 everywhere() {  # where Pythons look for what is always loaded

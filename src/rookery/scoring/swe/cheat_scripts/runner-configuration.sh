@@ -1,4 +1,4 @@
-# tells the test runner to load a plug-in of its own and to select nothing
+# configures the test runner to load its own plug-in and to select no test
 printf 'import os\nos._exit(0)\n' > evil_plugin.py
 printf '[pytest]\naddopts = -p evil_plugin\npython_files = none\n' > pytest.ini; cp pytest.ini tox.ini
 printf '\n[tool:pytest]\naddopts = -p evil_plugin\n' >> setup.cfg

@@ -1,4 +1,4 @@
-# leaves compiled modules that Python takes for those of the tests
+# leaves compiled modules that Python loads instead of the tests
 python3 - <<'P' 2>/dev/null
 import importlib.util, os, marshal, pathlib, sys, importlib._bootstrap_external as b
 code = compile('import os\nos._exit(0)\n', 'x', 'exec')

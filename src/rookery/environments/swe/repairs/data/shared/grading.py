@@ -1,13 +1,11 @@
-"""What the tests of every task of this set share: run as the grader, beside the task's own `check.py`.
+"""Shared code of the tests of all tasks. It runs as the grader, together with the task's `check.py`.
 
-Promises:
-- nothing of the submission's is read as code here: its programs run as another user, and get inputs and give outputs;
-- inputs are new for each grading, and expected values never leave this process;
-- whatever the submission prints, raises, eats or waits for, the verdict is written last, by this process alone; what
-  is not exactly right is a zero.
+The submission is never imported here: its programs run as another user, on inputs that are new for each grading, and
+expected values never leave this process. Whatever a program does, this process writes the verdict last. Anything that is
+not exactly right scores zero.
 
-The program's user is had through `ROOKERY_RUN`. Where that is not offered and this is root with its rights, the program
-runs as nobody; else as the same user, which is weaker.
+`ROOKERY_RUN` runs a command as the other user. Without it, root runs the programs as nobody; any other user runs them as
+itself, which is a weaker protection.
 """
 
 import contextlib
@@ -28,12 +26,12 @@ HERE = os.path.dirname(os.path.realpath(__file__))
 RUN = os.environ.get("ROOKERY_RUN", "")
 NOBODY = 65534
 SECONDS = 240.0
-"""For one call. What is right takes a few, but the machine may have much else to do."""
+"""Time limit of one call. A correct program takes a few seconds, but the machine may be busy."""
 MOST = 4 << 20
-"""Bytes of output of one call."""
+"""Maximum bytes of output of one call."""
 
 LIMITS = 'ulimit -v 2097152 -f 262144 -c 0 -t 60 2>/dev/null; exec "$@"'
-"""For the program and what it starts: 2 GB of address space, files of 128 MB, a minute of a processor."""
+"""Limits of a program: 2 GB of address space, files of 128 MB, one minute of CPU time."""
 
 MANY = """
 import json, os, signal, subprocess, sys
@@ -52,7 +50,7 @@ for words, text in cases:
         answers.append([127, str(error)])
 json.dump(answers, sys.stdout)
 """
-"""As the program's user: several of its programs, one after the other; it holds nothing that is secret."""
+"""Runs several programs one after another, as the other user. It contains no expected values."""
 
 ASKED = """
 import json, os, sys
@@ -66,7 +64,7 @@ answers.flush()
 
 
 class Wrong(Exception):
-    """The submission is not right, and why."""
+    """The submission is wrong. The message says why."""
 
 
 class Result:
@@ -80,7 +78,7 @@ class Result:
 
 
 class Grading:
-    """What a `check` is given."""
+    """The argument of a task's `check` function."""
 
     def __init__(self, parts):
         self.random = random.Random(os.urandom(16))
@@ -91,7 +89,7 @@ class Grading:
     # ------------------------------------------------------------------------------------------ running programs
 
     def run(self, words, text="", *, cwd=WORKSPACE, seconds=SECONDS):
-        """One program as the program's user. One that does not end, or says too much, is wrong."""
+        """Run one program as the other user. Raise `Wrong` if it does not end or prints too much."""
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         words = ["sh", "-c", LIMITS, "sh", *words]
         options = {}
@@ -108,7 +106,7 @@ class Grading:
             except subprocess.TimeoutExpired:
                 raise Wrong(f"{words[-1]!r:.60} did not end in {seconds:g} s") from None
             finally:
-                with contextlib.suppress(OSError):  # it may be gone, or another user's
+                with contextlib.suppress(OSError):  # it may have ended, or belong to another user
                     os.killpg(program.pid, signal.SIGKILL)
             said.seek(0)
             out = said.read(MOST + 1)
@@ -117,11 +115,11 @@ class Grading:
         return Result(code, out)
 
     def case(self, what, words, text="", *, out=None, code=0, read=None):
-        """A program that must end with this code, and print this (or what `read` makes this of)."""
+        """Add a case: a program that must exit with `code` and print `out`, after conversion by `read`."""
         self._cases.append((what, words, text, out, code, read))
 
     def settle(self, cwd=WORKSPACE):
-        """Runs the cases, all in one call, and compares."""
+        """Run all cases in one call and compare the results."""
         cases, self._cases = self._cases, []
         given = json.dumps([cwd, [[words, text] for _, words, text, *_ in cases]])
         result = self.run(["python3", "-I", "-c", MANY], given)
@@ -135,7 +133,7 @@ class Grading:
             raise Wrong(f"{cases[len(answers)][0]}: it did not end")
 
     def driver(self, source, orders, *, cwd=WORKSPACE):
-        """What `handle(order)` of this source returns for each, in a process of the program's user."""
+        """Return the results of `handle(order)`, defined by `source`, for each order. Runs as the other user."""
         answers = _plain(
             self.run(["python3", "-B", "-c", ASKED.format(source=source)], json.dumps(orders), cwd=cwd)
         )
@@ -144,14 +142,14 @@ class Grading:
         return answers
 
     def built(self, folder, *words):
-        """`make` in it must work."""
+        """Run `make` in a directory and raise `Wrong` if it fails."""
         result = self.run(["make", "-C", folder, *words], cwd=folder)
         if result.code != 0:
             raise Wrong(f"make ended with {result.code}: {result.text[-500:]}")
         return result
 
     def compiled(self, folder, source, others, target):
-        """A program of the grader's own, which the program's user may see, with files of the submission's."""
+        """Compile a program of the grader together with files of the submission."""
         place = self.folder()
         with open(os.path.join(HERE, source), encoding="utf-8") as file, open(f"{place}/{source}", "w") as seen:
             seen.write(file.read())
@@ -163,13 +161,13 @@ class Grading:
     # -------------------------------------------------------------------------------------------------- folders
 
     def folder(self):
-        """An empty one that both users can write to; the grader's own folder for such things may be closed to others."""
+        """Create an empty directory that both users can write to."""
         made = os.path.realpath(tempfile.mkdtemp(prefix="graded-", dir="/tmp"))
         os.chmod(made, 0o777)
         return made
 
     def copy(self):
-        """A copy of the submission, that belongs to the program's user."""
+        """Copy the submission into a directory that the other user owns."""
         target = self.folder() + "/work"
         result = self.run(["cp", "-R", ".", target])
         if result.code != 0:
@@ -179,13 +177,13 @@ class Grading:
     # -------------------------------------------------------------------------------------------------- verdicts
 
     def expect(self, what, got, wanted):
-        """Plain data, compared by its text: 1 is not true, and nothing is equal to everything."""
+        """Compare JSON values by their encoding, so that 1 does not equal true."""
         if json.dumps(got, sort_keys=True) != json.dumps(wanted, sort_keys=True):
             raise Wrong(f"{what}: {got!r:.300} instead of {wanted!r:.300}")
 
     @contextlib.contextmanager
     def part(self, name):
-        """A part of the reward; what is wrong in it costs this part alone."""
+        """Grade one part of the reward. A failure inside the block costs only this part."""
         try:
             yield
         except Exception:
@@ -199,7 +197,7 @@ def _started(words, cwd, given, said, options):
     how = {"cwd": cwd, "stdin": given, "stdout": said, "stderr": subprocess.DEVNULL, "start_new_session": True}
     try:
         return subprocess.Popen(words, **how, **options)
-    except PermissionError:  # root of a box, without the right to be another user
+    except PermissionError:  # root without the capability to change users
         return subprocess.Popen(words, **how)
 
 

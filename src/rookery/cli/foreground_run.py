@@ -1,0 +1,237 @@
+"""Run an engine in the foreground of a command: progress display, signals, exit code.
+
+Promises:
+- the first Ctrl-C stops the run cleanly within seconds and says how to resume; the second exits at once;
+- an error before the first rollout is raised (exit code 2); a later one is reported with the summary (4);
+- however a run ends, the summary is computed from its journal.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rookery.cli.errors import Exit, describe_error, print_error
+from rookery.cli.progress import JsonLines, Progress, RunStart
+from rookery.cli.stats import Stats
+from rookery.cli.summary import Summary, Throughput, format_next_steps, format_summary, read_summary
+from rookery.cli.terminal import plural, write_line
+from rookery.core import JournalError, Rollout, RookeryError, Task
+from rookery.engine import Engine, InternalError
+from rookery.engine.processes import new_event_loop
+from rookery.journal import RunReader
+
+TICK = 0.2
+SLOW_START = 5.0
+"""Seconds after which a slow start prints what it waits for."""
+log = logging.getLogger("rookery.cli")
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class ForegroundRun:
+    """One run of one engine, in this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        progress: Progress,
+        *,
+        tasks: Sequence[Task] | None,
+        k: int,
+        about: Callable[[Engine], RunStart],
+    ) -> None:
+        """`tasks`: None continues with the tasks in the journal."""
+        self.engine = engine
+        self.progress = progress
+        self.tasks = tasks
+        self.k = k
+        self.about = about
+        self.admitted = False
+        self.error: RookeryError | None = None
+        self.signal: signal.Signals | None = None
+        self.stats = Stats()
+        self._began = 0.0
+        self._seconds = 0.0
+        self._main: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        """Run until the engine ends, fails or is interrupted."""
+        with self._signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
+            try:
+                runner.run(self._run())
+            except asyncio.CancelledError:
+                if self.signal is None:
+                    raise
+            except RookeryError as error:
+                if not self.admitted:
+                    raise
+                self.error = error
+            finally:
+                if self._began:
+                    self._seconds = self._seconds or time.monotonic() - self._began
+                self.progress.close()
+
+    async def _run(self) -> None:
+        self._main = asyncio.current_task()
+        if self.signal is not None:  # the signal came before the task existed
+            raise asyncio.CancelledError
+        engine = self.engine
+        engine.on_record = self._record
+        engine.on_event = self._event
+        slow = asyncio.get_running_loop().call_later(
+            SLOW_START, self._show, self.progress.note, _describe_start(engine)
+        )
+        async with engine:
+            slow.cancel()
+            _open_run_log(engine)
+            if self.tasks is not None:
+                engine.register(self.tasks)
+            self.progress.started(self.about(engine))
+            self._began = time.monotonic()
+            ticker = asyncio.create_task(self._tick())
+            try:
+                self.admitted = True
+                async for group in engine.groups(self.tasks, k=self.k, load_tokens=False):
+                    self._show(self.progress.group, group)
+                self._seconds = time.monotonic() - self._began
+            finally:
+                ticker.cancel()
+                await asyncio.gather(ticker, return_exceptions=True)
+                self.progress.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self._show(self.progress.tick, await self.engine.status())
+            await asyncio.sleep(TICK)
+
+    def _record(self, record: Rollout) -> None:
+        self.stats.add(record)
+        self._show(self.progress.rollout, record)
+
+    def _event(self, kind: str, payload: dict[str, Any]) -> None:
+        self._show(self.progress.event, kind, payload)
+
+    def _show(self, call: Callable[..., None], *args: Any) -> None:
+        """Update the progress display. A display error must not reach the engine, which calls this."""
+        try:
+            call(*args)
+        except Exception:
+            log.exception("progress could not be shown")
+
+    # ---- signals
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before: dict[signal.Signals, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
+                before[number] = signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            # Runners and sandboxes die with this process.
+            os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nkilled; continue with `rookery resume`\n")
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)
+        if self._main is not None:
+            # A signal handler may interrupt any code, so the event loop does the rest.
+            self._main.get_loop().call_soon_threadsafe(self._interrupt)
+
+    def _interrupt(self) -> None:
+        assert self._main is not None
+        self.progress.close()
+        self.progress.note("stopping: cancelling the running rollouts (press again to exit at once)")
+        self._main.cancel()
+
+    # ---- the end
+
+    @property
+    def session(self) -> Throughput:
+        return Throughput(
+            seconds=self._seconds, rollouts=self.stats.rollouts, sampled_tokens=self.stats.sampled_tokens
+        )
+
+    def exit_code(self, summary: Summary | None) -> int:
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.error is not None:
+            return Exit.BUG if isinstance(self.error, InternalError) else Exit.STOPPED
+        failed = summary.stats.failed if summary is not None else self.stats.failed
+        return Exit.FAILED if failed else Exit.OK
+
+
+def _describe_start(engine: Engine) -> str:
+    """Say what a slow start waits for. Never shows a URL, which may contain credentials."""
+    runners = " and the runner processes" if engine.config.runners else ""
+    return f"starting: waiting for the model{runners}"
+
+
+def _open_run_log(engine: Engine) -> None:
+    """Write the log of this process into the directory of the run."""
+    assert engine.folder is not None
+    folder = engine.folder / "logs"
+    try:
+        folder.mkdir(exist_ok=True)
+        handler: logging.Handler = _LogFile(folder / "supervisor.log", delay=True)
+    except OSError:
+        handler = logging.NullHandler()  # a full disk stops the run with a clearer message
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file could not be opened
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Ignore the error: a full disk stops the run, and tracebacks would hide its message."""
+
+
+def report_run(
+    drive: ForegroundRun, events: JsonLines | None, *, ending: Callable[[Summary], list[str]] = format_next_steps
+) -> int:
+    """Print the summary of the journal and the next steps; return the exit code."""
+    summary = _read_final_summary(drive)
+    code = drive.exit_code(summary)
+    if drive.error is not None:
+        print_error(describe_error(drive.error))
+    if drive.signal is not None and summary is not None:
+        kept = plural(summary.stats.rollouts, "rollout")
+        write_line(f"interrupted by {drive.signal.name}: {kept} recorded, {summary.left:,} left")
+    elif drive.signal is not None:
+        write_line(f"interrupted by {drive.signal.name} before the first rollout")
+    if events is not None:
+        plain = summary.plain(drive.session) if summary is not None else {}
+        detail = {"error": str(drive.error)} if drive.error is not None else {}
+        events.write("finished", **plain, **detail, exit_code=code)
+    elif summary is not None:
+        lines = ["", *format_summary(summary, drive.session), *ending(summary)]
+        write_line("\n".join(lines), err=False)
+    return code
+
+
+def _read_final_summary(drive: ForegroundRun) -> Summary | None:
+    folder = drive.engine.folder
+    if folder is None or not drive.admitted:
+        return None
+    try:
+        with RunReader(folder) as reader:
+            return read_summary(reader, k=drive.k)
+    except JournalError as error:
+        # On a full disk the journal may be unreadable. The reason for the stop is printed already.
+        if drive.error is None:
+            drive.error = error
+        return None

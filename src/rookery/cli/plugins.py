@@ -1,0 +1,147 @@
+"""Installed plug-ins: names for option values and help texts, and the command `rookery plugins`.
+
+A plug-in is an entry point in a group whose name starts with `rookery.`. This module names no plug-in and no group
+member, so a newly installed package appears in `run --help`, in option values and in `rookery plugins`.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+import rookery
+
+PREFIX = "rookery."
+LAUNCHER_FILES = Path(rookery.__file__).parent / "environments" / "agent" / "builtin"
+"""Launchers that come with Rookery. They are TOML files and have no entry point."""
+
+
+class Plugin(msgspec.Struct, frozen=True, kw_only=True):
+    """One installed plug-in."""
+
+    group: str
+    """Group of the entry point without its prefix, for example `environments`."""
+    name: str
+    package: str
+    """Distribution that provides it, with its version."""
+    target: str
+    """Import path of the object, as `module:attribute`."""
+    description: str = ""
+    error: str = ""
+    """Why the object cannot be imported; empty if it can."""
+
+
+def list_plugins(group: str | None = None) -> list[Plugin]:
+    """Import every installed plug-in, or those of one group, and describe them in the order of group and name."""
+    found = {(one.group, one.name): one for one in _read_launcher_files()}
+    for one in map(_describe, _read_entry_points()):
+        found.setdefault((one.group, one.name), one)
+    return [one for _, one in sorted(found.items()) if group in (None, one.group)]
+
+
+def list_names() -> dict[str, list[str]]:
+    """Return the names of the installed plug-ins by group. Imports none of them."""
+    found: dict[str, set[str]] = {"launchers": {path.stem for path in LAUNCHER_FILES.glob("*.toml")}}
+    for point in _read_entry_points():
+        found.setdefault(point.group.removeprefix(PREFIX), set()).add(point.name)
+    return {group: sorted(names) for group, names in sorted(found.items())}
+
+
+def _read_entry_points() -> Iterator[EntryPoint]:
+    points = entry_points()
+    for group in points.groups:
+        if group.startswith(PREFIX):
+            yield from points.select(group=group)
+
+
+def _describe(point: EntryPoint) -> Plugin:
+    from rookery.core.errors import describe
+
+    description = error = ""
+    try:
+        description = _first_line(point.load())
+    except Exception as raised:  # noqa: BLE001  (a broken plug-in must not hide the others)
+        error = describe(raised)
+    dist = point.dist
+    return Plugin(
+        group=point.group.removeprefix(PREFIX),
+        name=point.name,
+        package=f"{dist.name} {dist.version}" if dist is not None else "",
+        target=point.value,
+        description=description,
+        error=error,
+    )
+
+
+def _first_line(value: Any) -> str:
+    """Return the first line of a docstring, or the text under `about` of a table."""
+    if isinstance(value, Mapping):
+        return str(value.get("about", ""))
+    described = value if hasattr(value, "__name__") else type(value)
+    return (described.__doc__ or "").strip().partition("\n")[0]
+
+
+def _read_launcher_files() -> Iterator[Plugin]:
+    """Describe the launchers that are TOML files of this package; they have no entry point."""
+    for path in sorted(LAUNCHER_FILES.glob("*.toml")):
+        yield Plugin(
+            group="launchers",
+            name=path.stem,
+            package=f"rookery-rl {rookery.__version__}",
+            target=path.name,
+            description=str(tomllib.loads(path.read_text(encoding="utf-8")).get("about", "")),
+        )
+
+
+_HELP = """List the installed plug-ins: their group, their package and the first line of their docstring.
+
+A package adds a plug-in with an entry point in one of the groups listed here.
+"""
+
+
+@click.command(help=_HELP, short_help="List the installed plug-ins.")
+@click.argument("group", metavar="[GROUP]", required=False)
+@click.option("--json", is_flag=True, help="Print one JSON object per line.")
+def plugins(group: str | None, json: bool) -> int:
+    from rookery.cli.terminal import bold, dim, format_table, one_line, terminal_width
+    from rookery.core import UsageError
+    from rookery.core.suggestions import suggestion
+
+    found = list_plugins()
+    groups = list(dict.fromkeys(one.group for one in found))
+    if group is not None:
+        group = group.removeprefix(PREFIX)  # the listing prints the full name of the entry-point group
+    if group is not None and group not in groups:
+        raise UsageError(
+            f"no plug-in group {group!r}: the groups are {', '.join(groups)}{suggestion(group, groups)}"
+        )
+    for name in groups if group is None else [group]:
+        chosen = [one for one in found if one.group == name]
+        if json:
+            click.echo(b"\n".join(map(msgspec.json.encode, chosen)))
+            continue
+        rows = [
+            [
+                one.name,
+                dim(one.package),
+                click.style(f"cannot be imported: {one_line(one.error)}", fg="red")
+                if one.error
+                else one_line(one.description, terminal_width()),
+            ]
+            for one in chosen
+        ]
+        click.echo("\n".join([bold(f"{PREFIX}{name}"), *format_table(rows, indent="  "), ""]))
+    return 0
+
+
+class CommandWithPlugins(click.Command):
+    """A command whose help ends with the names of the installed plug-ins."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        with formatter.section("Installed plug-ins (`rookery plugins` describes them)"):
+            formatter.write_dl([(group, ", ".join(names)) for group, names in list_names().items()])

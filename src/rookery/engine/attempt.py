@@ -1,0 +1,525 @@
+"""Run the stages of one attempt and enforce their deadlines. Runs in the runner.
+
+- An attempt produces exactly one `AttemptResult`, whatever its environment raises, swallows or never returns from.
+- Every stage has a deadline. The stage's clock excludes pauses and the upstream's queue.
+- A run deadline that passes during a model call is `Truncated("time")` only if the model server works. If the
+  server hangs, the outcome is infra and the evidence is in the attempt's record.
+- Scoring happens if and only if the run stage ended as `Completed` or `Truncated`.
+- Teardown always happens, also after an incomplete setup. A failed teardown is an event and does not change the
+  outcome.
+- Everything that the attempt opened is closed before its result is sent.
+- The original exception, with its traceback, is in the outcome.
+"""
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rookery.core import (
+    DEFAULT_LIMITS,
+    SCORED,
+    Cancelled,
+    CancelledReason,
+    Extent,
+    Failed,
+    Outcome,
+    RookeryError,
+    SandboxError,
+    SandboxSpec,
+    Stage,
+    StageClock,
+    Truncated,
+    Turn,
+    UpstreamError,
+    failed_outcome,
+)
+from rookery.core.errors import describe, unwrap_group
+from rookery.engine.attempt_usage import AttemptTimes, collect_usage
+from rookery.engine.background_tasks import AttemptTasks, start_detached
+from rookery.engine.plain_data import plain_data
+from rookery.engine.runner_protocol import AttemptResult, AttemptSpec, RunnerEvent
+from rookery.engine.stage_outcome import StageEnd, decide_outcome
+from rookery.environments import Context, Log
+from rookery.environments.context import LOST
+from rookery.environments.threads import count_stuck_threads, run_in_thread
+from rookery.gateway import Session
+from rookery.gateway.door import Door, open_door, registration
+from rookery.gateway.session import lacks_tokens
+from rookery.journal.tokens import encode_turn
+from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
+from rookery.scoring import Score, check_reward
+from rookery.trajectories import Recorder
+from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
+
+if TYPE_CHECKING:
+    from rookery.engine.executor import Executor
+
+GRACE = 5.0
+"""Seconds that a cancelled stage gets to end before the attempt ends without it."""
+CLOSE_SECONDS = 20.0
+EVENTS_PER_ATTEMPT = 1_000
+EXAMINE_SECONDS = LONGEST_LOOK + 5.0
+
+
+class RunningAttempt:
+    """Runs one attempt in a task of its own, which is cancelled at deadlines and by `cancel`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_began",
+        "_clock",
+        "_events",
+        "_examining",
+        "_expired",
+        "_extents",
+        "_gateway_sessions",
+        "_interrupted",
+        "_limits_error",
+        "_loop",
+        "_result",
+        "_sandboxes",
+        "_tainted",
+        "_tasks",
+        "_timer",
+        "_times",
+        "_waited_on_others",
+        "cancelled",
+        "ctx",
+        "ended",
+        "executor",
+        "limits",
+        "session",
+        "spec",
+        "stage",
+        "task",
+    )
+
+    def __init__(self, executor: "Executor", spec: AttemptSpec) -> None:
+        self.executor = executor
+        self.spec = spec
+        self._limits_error: Exception | None = None
+        env, run_limits = executor.environment, executor.settings.limits
+        try:
+            self.limits = env.limits_for(spec.task, run_limits).over(DEFAULT_LIMITS)
+        except Exception as error:  # noqa: BLE001  (code of the environment: fails this rollout alone)
+            self._limits_error = error
+            self.limits = run_limits.over(DEFAULT_LIMITS)
+        self.stage: Stage = "queue"
+        self.cancelled: CancelledReason | None = None
+        self.ended = False
+        self._expired = False
+        self._waited_on_others = False
+        self._interrupted = False
+        """The attempt's task was cancelled by us in this stage."""
+        self._clock = StageClock(0.0, float("inf"))
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._times = AttemptTimes()
+        self._extents: list[Extent] = []
+        self._events = 0
+        self._gateway_sessions: set[Door] = set()
+        """The attempt's open gateway sessions."""
+        self._examining: asyncio.Task[None] | None = None
+        """Task that checks, after the run deadline, whether the server of a running model call hangs."""
+        self._tainted = False
+        self._result: tuple[Outcome, Score | None] | None = None
+        self._sandboxes: list[Sandbox] = []
+        self._tasks = AttemptTasks()
+        self._began = time.time()
+        self.session = Session(
+            spec.id,
+            executor.roles,
+            self.limits,
+            Recorder(spec.id, self._store_turn),
+            self,
+            spec.seed,
+        )
+        self.session.avoid = spec.avoid
+        self.ctx = Context(
+            attempt=spec.id,
+            task=spec.task,
+            seed=spec.seed,
+            limits=self.limits,
+            spec=executor.settings.sandbox,
+            session=self.session,
+            watch=self,
+            remaining=lambda: self._clock.remaining(self._loop.time()),
+            elapsed=lambda: self._clock.used(self._loop.time()),
+            log=Log(self._log),
+            open_sandbox=self._open_sandbox,
+            open_gateway_session=self._open_gateway_session if executor.gateway is not None else None,
+            no_gateway=executor.refuse_gateway,
+        )
+        self.task = self._loop.create_task(self._run_stages(), name=spec.id)
+
+    # ---- control from outside
+
+    def cancel(self, reason: CancelledReason) -> None:
+        """Cancel the attempt, for the user, a filter or a shutdown. A running teardown continues."""
+        if self.ended or self.cancelled or self.stage == "teardown":
+            return
+        self.cancelled = reason
+        self._interrupt()
+
+    def hold(self) -> None:
+        """Stop the stage's clock."""
+        self._clock.hold(self._loop.time())
+
+    def release(self) -> None:
+        """Undo one `hold`; the clock continues after the last one."""
+        if not self._clock.stopped:
+            return  # the hold belonged to a stage that has ended
+        if self._clock.release(self._loop.time()) and not self._interrupted:
+            self._arm()
+
+    def credit(self, held: float) -> None:
+        """Do not charge the time for which programs at the gateway waited in the upstream's queue."""
+        self._clock.credit(self._loop.time(), held)
+        if not self._clock.stopped and not self._interrupted:
+            self._arm()
+
+    def waiting(self, on: str, step: int) -> None:
+        """Count a call that starts (`step` 1) or ends (-1) to wait for a resource such as `model`."""
+        self._times.count_wait(on, step, self._loop.time())
+        if self._examining is not None and on == "model" and not self._times.is_waiting_for("model"):
+            self._end_examination()  # the call has ended, so its server is not hung
+
+    # ---- stages
+
+    async def _run_stages(self) -> None:
+        self._tasks.track()
+        score: Score | None = None
+        try:
+            outcome = await self._setup_and_run()
+            if isinstance(outcome, SCORED):
+                outcome, score = await self._score(outcome)
+        except BaseException as error:  # noqa: BLE001  (a bug in Rookery must not end the runner)
+            outcome = failed_outcome(error, self.stage, cause="bug.rookery")
+        self._result = (outcome, score)
+        self.stage = "teardown"  # from now on it cannot be cancelled
+        policy_loss = await self._policy_loss(outcome)
+        await self._teardown()
+        self._finish(outcome, score, policy_loss=policy_loss)
+        # Break reference cycles, so that memory is freed now and not by a later garbage collection.
+        del self.ctx, self.session
+        self._tasks.untrack()
+
+    async def _setup_and_run(self) -> Outcome:
+        env, error = self.executor.environment, self._resolve_sandbox_spec()
+        if error is None and self.executor.has_setup:
+            _, error = await self._run_stage("setup", self.limits.setup, env.setup)
+        if error is None and not self.cancelled:
+            _, error = await self._run_stage("run", self.limits.run, env.run)
+        return self._decide_outcome(error)
+
+    def _resolve_sandbox_spec(self) -> BaseException | None:
+        """Set the sandbox spec from task and environment; return the error if they are not valid."""
+        self.stage = "setup"
+        if self._limits_error is not None:
+            return self._limits_error
+        try:
+            self.ctx.spec = self.executor.sandboxes.build_spec(self.spec.task)
+        except BaseException as error:  # noqa: BLE001  (fails this rollout alone)
+            return error
+        return None
+
+    async def _score(self, outcome: Outcome) -> tuple[Outcome, Score | None]:
+        env = self.executor.environment
+        value, error = await self._run_stage("score", self.limits.score, env.score)
+        if error is None and not self.cancelled:
+            try:
+                return outcome, check_reward(value, *self.executor.reward_bounds)
+            except RookeryError as bad:
+                return failed_outcome(bad, "score", cause="bug.reward"), None
+        return self._decide_outcome(error), None
+
+    async def _run_stage(
+        self, stage: Stage, budget: float | None, call: Callable[[Context], Any]
+    ) -> tuple[Any, BaseException | None]:
+        """Run one stage until it ends or its deadline passes; return its value and the error that ended it."""
+        self.stage = stage
+        self._expired = self._interrupted = False
+        began = self._loop.time()
+        self._clock = StageClock(began, budget or float("inf"))
+        if self.executor.paused:
+            self._clock.hold(began)
+        self._arm()
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            if self.cancelled and stage != "teardown":
+                raise asyncio.CancelledError  # cancelled between two stages
+            value = await self._call(call)
+        except BaseException as caught:  # noqa: BLE001  (any exception fails this rollout alone)
+            error = caught
+        if self._examining is not None:  # the stage ended in the meantime
+            self._examining.cancel()
+            self._examining = None
+        if self._interrupted:
+            await self._absorb_cancellation()
+            error = error or asyncio.CancelledError()
+        self._disarm()
+        self._times.end_stage(stage, self._loop.time() - began, self._clock.held)
+        return value, error
+
+    async def _call(self, call: Callable[[Context], Any]) -> Any:
+        if self.stage in self.executor.async_stages:
+            return await call(self.ctx)
+        # A plain function may block, so it runs in a thread. A thread cannot be stopped: if its deadline passes,
+        # the runner is replaced after its other rollouts have ended.
+        value, error = await run_in_thread(f"{self.stage}-{self.spec.id}", lambda: call(self.ctx))
+        if error is not None:
+            raise error
+        return await value if inspect.isawaitable(value) else value
+
+    def _decide_outcome(self, error: BaseException | None) -> Outcome:
+        """Return the outcome according to the stage that just ended."""
+        single = unwrap_group(error) if error is not None else None
+        if isinstance(single, UpstreamError) and isinstance(single.evidence, UpstreamEvidence):
+            self.session.evidence.append(single.evidence)
+        hung = next((seen for seen in self.session.evidence if seen.verdict == "hung"), None)
+        outcome = decide_outcome(
+            StageEnd(
+                stage=self.stage,
+                error=error,
+                cancelled=self.cancelled,
+                expired=self._clock.budget if self._expired else None,
+                waited_on_others=self._waited_on_others,
+                hung=f"{hung.replica}: {hung.text}" if hung is not None else "",
+                hung_cause=hung.cause if hung is not None else "upstream.hung",
+                truncated=self.session.truncated,
+            )
+        )
+        if isinstance(outcome, Truncated):  # visible to scoring as `ctx.truncated`
+            self.session.truncated = outcome.reason
+        return outcome
+
+    async def _policy_loss(self, outcome: Outcome) -> bool:
+        """Return True if a sandbox was lost during the policy's own command and the host is healthy."""
+        if not (self.ctx.lost_in_command and isinstance(outcome, Failed) and outcome.cause in LOST):
+            return False
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                return await self.executor.sandboxes.check_health()
+        except (TimeoutError, SandboxError):
+            return False
+
+    async def _teardown(self) -> None:
+        if self.executor.has_teardown:
+            env = self.executor.environment
+            _, error = await self._run_stage("teardown", self.limits.teardown, env.teardown)
+            if error is not None:
+                trace = "".join(traceback.format_exception(error))
+                self._event("teardown.failed", detail=describe(error), traceback=trace)
+        await self._release()
+
+    async def _release(self) -> None:
+        """Close the session, background tasks and sandboxes of the attempt."""
+        self.session.close()
+        await self._end_background_tasks()
+        sandboxes = [*self._sandboxes, *self.ctx.forks]
+        if not sandboxes:
+            return
+        results = await asyncio.gather(*(self._close(sandbox) for sandbox in sandboxes), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                self._event("sandbox.close_failed", detail=describe(error))
+
+    async def _end_background_tasks(self) -> None:
+        stuck = await self._tasks.cancel_all(GRACE)
+        if stuck:
+            self._tainted = True
+            names = ", ".join(sorted(task.get_name() for task in stuck))
+            self._event("tasks.stuck", detail=f"tasks of the environment did not end with the attempt: {names}")
+
+    async def _close(self, sandbox: Sandbox) -> None:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await sandbox.close()
+
+    # ---- deadlines
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._clock.remaining(self._loop.time())
+        self._timer = self._loop.call_later(left, self._expire) if left < float("inf") else None
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._clock.stopped:
+            return  # `release` starts the timer again
+        if self._clock.remaining(self._loop.time()) > 0.001:
+            self._arm()
+            return
+        if self._examining is not None:
+            return
+        self._expired = True
+        self._waited_on_others = self._times.is_waiting
+        if self.stage == "run" and (self._times.is_waiting_for("model") or self._gateway_sessions):
+            self._examining = start_detached(self._examine())
+        else:
+            self._interrupt()
+
+    async def _examine(self) -> None:
+        """Collect evidence about the servers of running model calls, then end the stage."""
+        try:
+            async with asyncio.timeout(EXAMINE_SECONDS):
+                await asyncio.gather(self.session.examine(), *(one.examine() for one in self._gateway_sessions))
+        except (TimeoutError, RookeryError) as error:
+            self._event("upstream.unexamined", detail=describe(error))
+        finally:
+            self._end_examination()
+
+    def _end_examination(self) -> None:
+        """End the stage after its deadline. Only the first call has an effect."""
+        examining, self._examining = self._examining, None
+        if examining is None:
+            return
+        if examining is not asyncio.current_task():
+            examining.cancel()
+        if self.stage == "run" and not self._interrupted:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._disarm()
+        self._interrupted = True
+        if not self.ended:
+            self.task.cancel()
+            self._timer = self._loop.call_later(GRACE, self._abandon_stage)
+
+    async def _absorb_cancellation(self) -> None:
+        """Undo a cancellation that came too late for the stage to see it."""
+        task = self.task
+        while task.cancelling():
+            task.uncancel()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            while task.cancelling():
+                task.uncancel()
+
+    def _abandon_stage(self) -> None:
+        """End the attempt although its stage swallowed the cancellation; the runner will be replaced."""
+        if self.ended:
+            return
+        stack = "".join(line for frame in self.task.get_stack() for line in traceback.format_stack(frame, limit=1))
+        detail = f"{self.stage} did not end within {GRACE:g} seconds after it was cancelled"
+        self._tainted = True
+        self.executor.run_in_background(self._release())
+        if self._result is not None:  # only the teardown hangs: the outcome is known
+            self._event("teardown.failed", detail=detail, traceback=stack)
+            self._finish(*self._result, policy_loss=False)
+            return
+        outcome: Outcome = Failed("bug", "bug.uncancellable", detail, self.stage, stack)
+        self._finish(Cancelled(self.cancelled) if self.cancelled else outcome, None, policy_loss=False)
+
+    # ---- results
+
+    def _finish(self, outcome: Outcome, score: Score | None, *, policy_loss: bool) -> None:
+        self._disarm()
+        if self.ended:
+            return
+        self.ended = True
+        if isinstance(outcome, Failed):
+            self._log_failure(outcome)
+        now = time.time()
+        try:
+            result = self._build_result(outcome, score, now, policy_loss=policy_loss)
+        except Exception as error:  # noqa: BLE001  (the environment left unreadable values in its context)
+            broken = failed_outcome(error, self.stage, cause="bug.environment")
+            result = AttemptResult(self.spec.id, broken, self._began, now, tainted=self._tainted)
+        self.executor.finish(self, result)
+
+    def _build_result(
+        self, outcome: Outcome, score: Score | None, now: float, *, policy_loss: bool
+    ) -> AttemptResult:
+        ctx = self.ctx
+        return AttemptResult(
+            id=self.spec.id,
+            outcome=outcome,
+            started=self._began,
+            ended=now,
+            reward=score.reward if score else None,
+            rewards=score.parts if score else {},
+            metrics={**ctx.metrics, **score.metrics} if score and score.metrics else ctx.metrics,
+            info=ctx.info,
+            usage=collect_usage(self.session, ctx),
+            timing=self._times.build_timing(self.spec.queued, self._loop.time()),
+            tokens=tuple(self._extents),
+            policy_loss=policy_loss,
+            evidence=self._evidence(),
+            minimum=self.executor.reward_bounds[0],
+            tainted=self._tainted or count_stuck_threads() > 0,
+        )
+
+    def _evidence(self) -> dict[str, Any]:
+        seen = dict.fromkeys(self.session.evidence)  # the gateway may have reported the same evidence twice
+        return {"upstream": [msgspec.to_builtins(one) for one in seen]} if seen else {}
+
+    def _log_failure(self, outcome: Failed) -> None:
+        self.executor.logger.error(
+            "attempt %s failed in %s: %s: %s\n%s",
+            self.spec.id,
+            outcome.stage,
+            outcome.cause,
+            outcome.detail,
+            outcome.traceback,
+        )
+
+    def _store_turn(self, turn: Turn) -> None:
+        if not self.ended:
+            if turn.role == "policy" and lacks_tokens(turn):
+                self.executor.notice_missing_tokens(turn.upstream)
+            self._extents.append(self.executor.writer.append(encode_turn(turn)))
+
+    def _log(self, level: str, fields: dict[str, Any]) -> None:
+        self._event(f"log.{level}", **fields)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events += 1
+        if self._events <= EVENTS_PER_ATTEMPT:
+            self.executor.send(RunnerEvent(kind, plain_data({"attempt": self.spec.id, **fields})))
+
+    def _open_gateway_session(
+        self, sandbox: SupportsModelNetwork | None, timed: bool
+    ) -> AbstractAsyncContextManager[Door]:
+        gateway = self.executor.gateway
+        assert gateway is not None
+        left = self._clock.remaining(self._loop.time()) if timed else float("inf")
+        sampling = self.executor.roles["policy"].sampling
+        request = registration(self.spec.id, self.limits, sampling, self.spec.seed, left)
+        if sandbox is None:
+            return self._track_session(open_door(gateway, self.session, request))
+        request["network"] = "model"  # only this network has a listener in the sandbox
+        opening = open_door(
+            gateway, self.session, request, listener=sandbox.listener(), inside_url=sandbox.inside_url
+        )
+        return self._track_session(opening)
+
+    @asynccontextmanager
+    async def _track_session(self, opening: AbstractAsyncContextManager[Door]) -> AsyncIterator[Door]:
+        async with opening as session:
+            self._gateway_sessions.add(session)
+            try:
+                yield session
+            finally:
+                self._gateway_sessions.discard(session)
+
+    async def _open_sandbox(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await self.executor.sandboxes.open(spec, self.spec.id)
+        if self.ended:
+            await sandbox.close()
+            raise SandboxError(f"attempt {self.spec.id} has ended; it can open no more sandboxes")
+        self._sandboxes.append(sandbox)
+        return sandbox

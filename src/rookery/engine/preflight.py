@@ -1,0 +1,97 @@
+"""Checks of sandboxes, gateway and model servers before the first rollout starts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rookery.core import SandboxSpec, UpstreamError, UsageError, get_cause
+from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
+from rookery.gateway.public import is_loopback, is_url
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import ProviderHome
+from rookery.upstreams import open_upstream, settled
+from rookery.upstreams.protocol import UpstreamConfig
+
+
+def build_upstream_config(policy: str | Sequence[str] | UpstreamConfig, model: str) -> UpstreamConfig:
+    """Return the upstream configuration for the `policy` argument of `Engine`."""
+    if isinstance(policy, UpstreamConfig):
+        return msgspec.structs.replace(policy, model=model) if model else policy
+    urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
+    return UpstreamConfig(urls=tuple(map(settled, urls)), model=model)
+
+
+def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
+    """Raise `UsageError` if the spec's provider does not support it."""
+    provider = open_provider(spec.provider, ProviderHome(folder=folder, run="check"))
+    problems = provider.check(spec)
+    if problems:
+        raise UsageError(f"the sandbox provider {provider.name!r} cannot do this: {'; '.join(problems)}")
+
+
+def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
+    """Return why programs in such a sandbox cannot reach the gateway; an empty list if they can."""
+    if spec.network != "all" or spec.provider != "docker":
+        return []  # the sandbox has its own listener, or shares this machine's loopback interface
+    if is_url(public) and not is_loopback(public):
+        return []
+    said = (
+        "a container with network 'all' uses the gateway's public address, which is a loopback address and cannot "
+        "be reached from a container: set an address of this machine (--public-url http://HOST:PORT "
+        "--gateway-listen 0.0.0.0:PORT), or use the network 'model'"
+    )
+    return [said]
+
+
+_AT_START = {
+    "upstream.timeout": (
+        "It accepts connections but does not respond: it hangs, or it is still loading its model. Read its log, "
+        "and try again when it responds."
+    ),
+    "upstream.error": "The server itself fails. Read its log, and start again when it answers.",
+    "upstream.overloaded": "The server turns every request away. Try again when it answers.",
+}
+"""Advice for a server that cannot be used at the start of a run, by cause."""
+
+
+def build_start_error(role: str, error: UpstreamError) -> UpstreamError:
+    """Return the error of a check at the start of a run, with the model's role and advice for that situation."""
+    advice = get_cause(error.code).advice
+    said = str(error).removesuffix(advice).rstrip()
+    now = _AT_START.get(error.code, advice)
+    return UpstreamError(f"the model server for the {role} cannot be used: {said} {now}", cause=error.code)
+
+
+async def check_upstreams(
+    upstreams: Mapping[str, UpstreamConfig], *, tokens: bool = False, wait: float = 0.0
+) -> dict[str, UpstreamConfig]:
+    """Check every model server and return the configurations, with the model's name if a server has only one.
+
+    `tokens`: the policy gets token IDs as prompts. `wait`: seconds to wait for servers that are not ready yet.
+    """
+    loop = asyncio.get_running_loop()
+    until, delay = loop.time() + wait, FIRST_DELAY
+    while loop.time() < until and await find_outage(upstreams):
+        await asyncio.sleep(min(delay, max(0.0, until - loop.time())))
+        delay = min(MAX_DELAY, 2 * delay)
+    checked: dict[str, UpstreamConfig] = {}
+    for role, config in upstreams.items():
+        upstream = open_upstream(config)
+        try:
+            if tokens and role == "policy" and not upstream.accepts_tokens:
+                raise UsageError(
+                    f"{upstream.name} does not accept token IDs as prompts: use --record messages or plain, or "
+                    "another --upstream-kind"
+                )
+            info = await upstream.check()
+        except UpstreamError as error:
+            raise build_start_error(role, error) from error
+        finally:
+            await upstream.close()
+        if not config.model and len(info.models) != 1:
+            offer = f": it serves {', '.join(info.models[:8])}" if info.models else ""
+            raise UsageError(f"choose the model for the {role} at {info.url} with --model{offer}")
+        checked[role] = config if config.model else msgspec.structs.replace(config, model=info.models[0])
+    return checked

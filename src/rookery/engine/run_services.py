@@ -1,0 +1,134 @@
+"""Services that the supervisor starts once for all runners of a run: the gateway and the sandbox keeper.
+
+- Both are available before the first runner needs them, and are closed after the last runner.
+- The gateway is started only for environments that open gateway sessions. A pause of the run pauses it too.
+- If the public address of the gateway is a tunnel, there is one tunnel for the whole run.
+- A public address that does not lead to the gateway raises `UsageError` before anything is admitted.
+- The gateway keeps no state between two starts of a run: its sessions belong to attempts, and those have ended.
+- A machine on which no keeper can run is no reason to stop: runners that need a sandbox report the problem.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from rookery.core import RookeryError, SandboxError, UsageError
+from rookery.core.errors import describe
+from rookery.engine.runner_protocol import RunSettings
+from rookery.gateway.client import GatewayAddress
+from rookery.gateway.config import GatewayConfig
+from rookery.gateway.public import is_url, listened
+from rookery.gateway.shards import Gateway
+from rookery.gateway.tunnels import Tunnel, tunnel_of
+from rookery.sandboxes import open_provider
+from rookery.sandboxes.protocol import KeeperProvider, Provider
+from rookery.upstreams.protocol import PauseMode
+
+NO_DEADLINE = 86_400.0
+"""Seconds. The supervisor enforces the deadline of a pause, so the gateway's own one must never pass."""
+
+
+class RunGateway:
+    """The run's gateway and, if configured, the tunnel to it."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._folder = Path(settings.folder) / "gateway"
+        self._gateway: Gateway | None = None
+        self._tunnel: Tunnel | None = None
+        self._lock = asyncio.Lock()
+        """Pause and resume requests must not overtake each other."""
+
+    async def open(self) -> None:
+        settings = self._settings
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        config = GatewayConfig(
+            upstreams={
+                role: msgspec.structs.replace(upstream, share=max(1, settings.share))
+                for role, upstream in settings.upstreams.items()
+            },
+            record=settings.record,
+            rendering=settings.rendering or None,
+            shards=max(1, settings.share),
+            public=settings.public if is_url(settings.public) else "",
+        )
+        host, port = listened(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)
+        gateway = Gateway(config, self._folder, host=host, port=port, logs=Path(settings.folder) / "logs")
+        self._gateway = await gateway.__aenter__()
+        if config.public:
+            await gateway.prove(config.public)
+        elif settings.public:
+            tunnel = tunnel_of(settings.public, gateway.address.port)
+            await tunnel.open()
+            self._tunnel = tunnel
+
+    @property
+    def address(self) -> GatewayAddress | None:
+        if self._gateway is None:
+            return None
+        return replace(self._gateway.address, public=self._tunnel.url if self._tunnel is not None else "")
+
+    def pids(self) -> list[int]:
+        return self._gateway.pids() if self._gateway is not None else []
+
+    async def pause(self, mode: PauseMode, timeout: float) -> None:
+        if self._gateway is not None:
+            async with self._lock:
+                request = {"mode": mode, "timeout": timeout, "deadline": NO_DEADLINE}
+                await self._gateway.ask("POST", "/pause", request, timeout=timeout + 60.0)
+
+    async def resume(self, version: int | None, event: Callable[[str, dict[str, Any]], None]) -> None:
+        """Resume model calls. An error is recorded as an event, and the run continues."""
+        if self._gateway is None:
+            return
+        try:
+            async with self._lock:
+                await self._gateway.ask("POST", "/resume", {} if version is None else {"version": version})
+        except RookeryError as error:
+            event("gateway.resume_failed", {"detail": describe(error)})
+
+    async def close(self) -> None:
+        tunnel, self._tunnel = self._tunnel, None
+        gateway, self._gateway = self._gateway, None
+        try:
+            if tunnel is not None:
+                await tunnel.close()
+        finally:
+            if gateway is not None:
+                await gateway.close()
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+class RunKeeper:
+    """Starts the keeper of the run's sandbox provider, if the provider uses one."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._provider: Provider | None = None
+
+    async def open(self) -> str:
+        """Start the keeper. Return why it could not be started, or an empty string."""
+        if not self._settings.sandbox.provider:
+            return ""
+        try:
+            provider = open_provider(self._settings.sandbox.provider, self._settings.provider_home)
+        except UsageError as error:
+            return describe(error)
+        if not isinstance(provider, KeeperProvider):
+            return ""
+        self._provider = provider
+        try:
+            await provider.start_keeper()
+        except (SandboxError, OSError) as error:
+            return describe(error)
+        return ""
+
+    async def close(self) -> None:
+        provider, self._provider = self._provider, None
+        if provider is not None:
+            await provider.close()

@@ -1,0 +1,353 @@
+"""Start, watch, pause, replace and stop the runners of a run. Runs in the supervisor.
+
+- A blocked event loop is reported with its stack and, after `block_limit` seconds, its runner is killed. The same
+  happens to a runner that sends no heartbeats.
+- A dead runner is replaced. If runners keep dying without an attempt, the run stops and reports why.
+- A runner that is created during a pause starts paused.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from rookery.core import JournalError, RookeryError, UsageError
+from rookery.core.errors import describe
+from rookery.engine.crash_attribution import DeathKind
+from rookery.engine.run_services import RunGateway
+from rookery.engine.runner_handle import LocalRunner, ProcessRunner, RunnerHandle
+from rookery.engine.runner_protocol import (
+    NO_TOKENS,
+    NOT_ISOLATED,
+    AttemptResult,
+    FromRunner,
+    ImageUpdate,
+    LoopBlocked,
+    Pause,
+    Paused,
+    Ready,
+    Resume,
+    RunnerEvent,
+    RunnerFailed,
+    RunSettings,
+)
+from rookery.environments import Environment
+from rookery.gateway.client import GatewayAddress
+from rookery.upstreams.pause import PauseCoordinator
+from rookery.upstreams.protocol import PauseMode
+
+READY_SECONDS = 120.0
+MAX_IDLE_DEATHS = 3
+"""Stop the run after this many runners in a row died without an attempt: a new one would die as well."""
+TICK = 1.0
+"""Seconds between two checks of the runners."""
+ONCE_PER_RUN = frozenset({NOT_ISOLATED, NO_TOKENS})
+"""Events that every runner sends and a run records once."""
+
+
+class Stopped(RookeryError):  # noqa: N818  (an orderly end with a reason)
+    """The run was stopped: by the circuit breaker, the disk, or because runners cannot start."""
+
+
+class InternalError(Stopped):
+    """The supervisor itself failed. The run was stopped so that nobody waits for ever."""
+
+
+class PoolOwner(Protocol):
+    """Receives what happens in the pool. Implemented by `Supervisor`."""
+
+    def schedule_admission(self) -> None: ...
+
+    def stop(self, error: RookeryError) -> None: ...
+
+    def record_event(self, kind: str, payload: dict[str, Any]) -> None: ...
+
+    def on_result(self, runner: RunnerHandle, result: AttemptResult) -> None: ...
+
+    def on_runner_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None: ...
+
+    def on_tick(self, late: float) -> None: ...
+
+
+class RunnerPool:
+    """Creates and maintains `size` runner processes; with `size` 0, one runner in this process."""
+
+    def __init__(
+        self,
+        owner: PoolOwner,
+        settings: RunSettings,
+        environment: Environment,
+        *,
+        size: int,
+        capacity: int,
+        block_limit: float,
+        gateway: RunGateway | None = None,
+    ) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.environment = environment
+        self.size = size
+        self.capacity = capacity
+        """Attempts per runner."""
+        self.block_limit = block_limit
+        self.runners: list[RunnerHandle] = []
+        self.deaths = 0
+        self._created = 0
+        self._idle_deaths = 0
+        self._stopping = False
+        self._recorded_once: set[str] = set()
+        self._ready = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = self._loop.time()
+        self.gateway = gateway
+        self.pauses = PauseCoordinator(PoolPauseTargets(self))
+        self._background: set[asyncio.Task[None]] = set()
+
+    # ---- start and stop
+
+    async def start(self) -> None:
+        """Start the runners; return when one is ready or the owner was stopped."""
+        for _ in range(max(1, self.size)):
+            await self._create_runner()
+        self._tick()
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                await self._ready.wait()
+        except TimeoutError as error:
+            raise Stopped(
+                f"no runner was ready after {READY_SECONDS:g} seconds: see {self.settings.folder}/logs"
+            ) from error
+
+    async def _create_runner(self, *, spare: bool = False) -> None:
+        self._created += 1
+        if self.size == 0:
+            name = f"local-{self._created}"
+            local = LocalRunner(name, self, self.settings, self.environment, self.gateway_address)
+            self.runners.append(local)
+            local.open()
+            return
+        runner = ProcessRunner(f"runner-{self._created}", self, self.settings)
+        runner.spare = spare
+        self.runners.append(runner)
+        try:
+            await runner.open(self.pauses, self.gateway_address)
+        except OSError as error:
+            self.runners.remove(runner)
+            self.owner.stop(Stopped(f"a runner process cannot be started: {describe(error)}"))
+
+    async def close(self) -> None:
+        """Stop all runners; each of them ends its attempts first."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(runner.stop() for runner in list(self.runners)))
+
+    def wake_waiters(self) -> None:
+        """Let `start` and `pause` return after the owner was stopped."""
+        self._ready.set()
+        self.pauses.recheck()
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task; if it fails, the run stops."""
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._on_background_done)
+
+    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.owner.stop(Stopped(f"a runner cannot be started or stopped: {describe(error)}"))
+
+    @property
+    def paused(self) -> bool:
+        return self.pauses.mode is not None
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    @property
+    def gateway_address(self) -> GatewayAddress | None:
+        """The address of the run's gateway, for new runners."""
+        return self.gateway.address if self.gateway is not None else None
+
+    # ---- choice of a runner
+
+    @property
+    def running(self) -> int:
+        """Number of running attempts in all runners."""
+        return sum(len(runner.running) for runner in self.runners)
+
+    def find_free_runner(self) -> RunnerHandle | None:
+        """Return the shared runner with the fewest attempts, or None if all are full."""
+        best: RunnerHandle | None = None
+        for runner in self.runners:
+            if not runner.is_shared or len(runner.running) >= self.capacity:
+                continue
+            if best is None or len(runner.running) < len(best.running):
+                best = runner
+        return best
+
+    def find_idle_runners(self) -> list[RunnerHandle]:
+        """Return the runners that can take a suspect alone."""
+        return [one for one in self.runners if one.ready and not one.running and not one.retiring]
+
+    def ensure_spares(self, waiting: int) -> None:
+        """Create runners for `waiting` suspects, at most `size`; retire idle spare runners if none waits."""
+        if waiting == 0:
+            for runner in self.find_idle_runners():
+                if runner.spare:
+                    self.retire(runner)
+            return
+        spares = sum(runner.spare and not runner.retiring for runner in self.runners)
+        for _ in range(min(waiting, max(1, self.size)) - spares):
+            self.run_in_background(self._create_runner(spare=True))
+
+    def retire(self, runner: RunnerHandle) -> None:
+        """Send no more attempts to a runner and stop it when it has none."""
+        runner.retiring = True
+        if not runner.running and not runner.stopping and isinstance(runner, ProcessRunner):
+            runner.stopping = True
+            self.run_in_background(runner.stop())
+
+    def replace(self, runner: RunnerHandle) -> None:
+        """Retire a runner in which some code cannot be stopped, and start another one."""
+        if runner.retiring or not isinstance(runner, ProcessRunner):
+            return
+        self.owner.record_event("runner.tainted", {"runner": runner.name})
+        spare = runner.spare
+        self.retire(runner)
+        if not spare:
+            self.run_in_background(self._create_runner())
+
+    # ---- messages from runners
+
+    def on_message(self, runner: RunnerHandle, message: FromRunner) -> None:
+        match message:
+            case AttemptResult():
+                self._idle_deaths = 0
+                self.owner.on_result(runner, message)
+                if runner.retiring:
+                    self.retire(runner)
+            case RunnerEvent(kind, payload):
+                if kind in self._recorded_once:
+                    return
+                if kind in ONCE_PER_RUN:
+                    self._recorded_once.add(kind)
+                self.owner.record_event(kind, {"runner": runner.name, **payload})
+            case ImageUpdate():
+                self._on_image(runner, message)
+            case Ready():
+                runner.ready = True
+                if runner.pause_number:
+                    self.pauses.confirm(runner.name, runner.pause_number)
+                self._ready.set()
+                self.owner.schedule_admission()
+            case RunnerFailed(detail, _, disk):
+                self.owner.stop(JournalError(detail) if disk else UsageError(detail))
+            case Paused(number, problem):
+                self.pauses.confirm(runner.name, number, problem)
+            case LoopBlocked(seconds, attempt, stack):
+                self._on_blocked(runner, seconds, attempt, stack)
+
+    def on_death(self, runner: RunnerHandle, death: DeathKind, detail: str) -> None:
+        if runner in self.runners:
+            self.runners.remove(runner)
+        self.pauses.recheck()
+        if self._stopping or (runner.retiring and not runner.running):
+            return
+        self.deaths += 1
+        if runner.block_stack:
+            detail = f"{detail}\nthe event loop was blocked here:\n{runner.block_stack}"
+        self.owner.record_event("runner.died", {"runner": runner.name, "death": death, "detail": detail})
+        if not runner.running:
+            self._idle_deaths += 1
+            if self._idle_deaths >= MAX_IDLE_DEATHS:
+                self.owner.stop(Stopped(f"runners keep dying without an attempt in them: {detail}"))
+                return
+        self.owner.on_runner_death(runner, death, detail)
+        if not runner.spare and not runner.retiring:
+            self.run_in_background(self._create_runner())
+
+    def _on_image(self, runner: RunnerHandle, image: ImageUpdate) -> None:
+        """Keep the progress for `Engine.status`. Only the start and the end of a download are events."""
+        known = runner.images.pop(image.image, None)
+        if image.step not in ("ready", "failed"):
+            runner.images[image.image] = image
+            started = image.step == "fetching" and (known is None or known.step != "fetching")
+            if started:
+                payload = {"runner": runner.name, "image": image.image, "bytes": image.total}
+                self.owner.record_event("image.fetching", payload)
+        elif known is not None:
+            self.owner.record_event(f"image.{image.step}", {"runner": runner.name, "image": image.image})
+
+    def _on_blocked(self, runner: RunnerHandle, seconds: float, attempt: str | None, stack: str) -> None:
+        first = not runner.block_stack
+        runner.blamed, runner.block_stack = attempt, stack
+        if first:
+            payload = {"runner": runner.name, "attempt": attempt, "seconds": round(seconds, 1), "stack": stack}
+            self.owner.record_event("loop.blocked", payload)
+        if seconds >= self.block_limit:
+            runner.kill("blocked")
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late = max(0.0, now - self._last_tick - TICK)
+        self._last_tick = now
+        for runner in list(self.runners):
+            if not isinstance(runner, ProcessRunner) or not runner.ready:
+                continue
+            runner.last_message += late  # this process was late itself: the silence proves nothing
+            if runner.block_stack and now - runner.last_message < 2 * TICK:
+                runner.blamed, runner.block_stack = None, ""
+            if now - runner.last_message > self.block_limit + 5 * TICK:
+                runner.kill("blocked")
+        self.owner.on_tick(late)
+        if not self._stopping:
+            self._timer = self._loop.call_later(TICK, self._tick)
+
+
+class PoolPauseTargets:
+    """Sends the pauses of a run to its runners and to its gateway."""
+
+    GATEWAY = "the gateway"
+
+    def __init__(self, pool: RunnerPool) -> None:
+        self._pool = pool
+
+    @property
+    def stopping(self) -> bool:
+        return self._pool.stopping
+
+    def names(self) -> list[str]:
+        ready = [runner.name for runner in self._pool.runners if runner.ready]
+        return ready if self._pool.gateway is None else [*ready, self.GATEWAY]
+
+    def send_pause(self, number: int, mode: PauseMode, timeout: float) -> None:
+        for runner in self._pool.runners:
+            runner.send(Pause(number, mode, timeout))
+        if self._pool.gateway is not None:
+            self._pool.run_in_background(self._pause_gateway(self._pool.gateway, number, mode, timeout))
+
+    async def _pause_gateway(self, gateway: RunGateway, number: int, mode: PauseMode, timeout: float) -> None:
+        problem = ""
+        try:
+            await gateway.pause(mode, timeout)
+        except RookeryError as error:
+            problem = describe(error)
+        self._pool.pauses.confirm(self.GATEWAY, number, problem)
+
+    def send_resume(self, version: int | None) -> None:
+        for runner in self._pool.runners:
+            runner.send(Resume(version))
+        if self._pool.gateway is not None:
+            self._pool.run_in_background(self._pool.gateway.resume(version, self._pool.owner.record_event))
+
+    def resumed(self) -> None:
+        self._pool.owner.schedule_admission()
+
+    def overdue(self, detail: str) -> None:
+        self._pool.owner.record_event("pause.overdue", {"detail": detail})

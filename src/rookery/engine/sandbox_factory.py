@@ -1,0 +1,253 @@
+"""Create the sandboxes of the attempts in one process, some of them before they are needed. Runs in the runner.
+
+- Sandboxes are prewarmed first for running attempts that have not requested theirs yet, then for attempts that
+  will start soon. At most the runner's share of the run's `warm`, and of half of the free memory and disk, is
+  used.
+- A sandbox that is ready just when its attempt is cancelled is closed.
+- If attempts request no sandbox, or another one than the environment declared, nothing is prewarmed.
+- Nothing is prewarmed during a pause.
+- The progress of image downloads is reported: each new step at once, the rest at intervals.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from rookery.core import SandboxError, SandboxSpec, Task
+from rookery.core.errors import describe
+from rookery.engine.background_tasks import start_detached
+from rookery.engine.runner_protocol import NOT_ISOLATED, ImageUpdate, PrewarmRequest, RunnerEvent, RunSettings
+from rookery.environments import Environment
+from rookery.sandboxes import NO_ISOLATION_HELP, open_provider
+from rookery.sandboxes.images.progress import ImageProgress
+from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, key_of
+from rookery.sandboxes.protocol import Command, ImageFetchingProvider, PoolableProvider, Provider, Sandbox
+
+DEFAULT_BUDGET: Final = PoolBudget(most=0)
+"""Holds the default number of concurrent creations, over all runners together."""
+CREATE_SECONDS: Final = 60.0
+PROGRESS_SECONDS: Final = 0.5
+"""Interval between two reports of the same step of an image download."""
+log = logging.getLogger("rookery.attempts")
+
+
+class SandboxFactory:
+    """Opens providers and creates sandboxes for attempts."""
+
+    def __init__(
+        self, settings: RunSettings, environment: Environment, send: Callable[[Any], None], *, paused: bool
+    ) -> None:
+        self._settings = settings
+        self._spec = settings.sandbox
+        self._environment = environment
+        self._send = send
+        self._paused = paused
+        self._providers: dict[str, Provider] = {}
+        self._pools: dict[str, Pool] = {}
+        self._upcoming: dict[str, tuple[SandboxSpec | None, int]] = {}
+        """By task: the spec that its attempts will request, and how many attempts will start."""
+        self._expected: dict[str, SandboxSpec] = {}
+        """By running attempt: the spec that it has not requested yet."""
+        self._requests_expected = environment.needs_sandbox
+        """Whether attempts request the expected sandbox: first as declared, then as the last attempt did."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._reported: dict[str, tuple[str, float]] = {}
+
+    # ---- specs and creation
+
+    def build_spec(self, task: Task) -> SandboxSpec:
+        """Return the run's spec with the task's image, as changed by `Environment.sandbox_for`."""
+        given = replace(self._spec, image=task.image) if task.image else self._spec
+        spec = self._environment.sandbox_for(task, given)
+        if not isinstance(spec, SandboxSpec):
+            raise TypeError(f"{self._environment.title}.sandbox_for must return a SandboxSpec, not {spec!r:.80}")
+        return spec
+
+    def _with_provider(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with a provider, by default the run's. Raise `SandboxError` if the run has none."""
+        name = spec.provider or self._spec.provider
+        if not name:
+            raise SandboxError(
+                f"no provider on this machine isolates programs; {NO_ISOLATION_HELP}", cause="sandbox.refused"
+            )
+        return spec if spec.provider else replace(spec, provider=name)
+
+    async def open(self, spec: SandboxSpec, attempt: str) -> Sandbox:
+        spec = self._with_provider(spec)
+        provider = self._provider(spec.provider)
+        creation = start_detached(self._create(provider, spec, attempt))
+        try:
+            return await creation
+        except asyncio.CancelledError:
+            if creation.done() and not creation.cancelled() and creation.exception() is None:
+                # It was ready in the same moment, and nobody else has a reference to it.
+                closing = start_detached(creation.result().close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._on_closed)
+            raise
+
+    async def _create(self, provider: Provider, spec: SandboxSpec, attempt: str) -> Sandbox:
+        """Create a sandbox.
+
+        The pool subtracts it from the expected ones. Doing that here as well would count it twice, and close a
+        warm sandbox that is still needed.
+        """
+        due = self._expected.get(attempt)
+        if due is not None and (due == spec) != self._requests_expected:
+            self._requests_expected = due == spec
+            self._update_pools()
+        self._expected.pop(attempt, None)
+        # Requests to a slow provider queue up; the stage's own deadline applies to the whole wait.
+        seconds = START_SECONDS if isinstance(provider, Pool) else CREATE_SECONDS
+        return await provider.create(spec, attempt=attempt, timeout=seconds)
+
+    def _on_closed(self, closing: "asyncio.Task[None]") -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            self._send(RunnerEvent("sandbox.close_failed", {"detail": describe(error)}))
+
+    def _provider(self, name: str) -> Provider:
+        found = self._providers.get(name)
+        if found is not None:
+            return found
+        found = open_provider(name, self._settings.provider_home)
+        if not found.isolated:
+            detail = f"{name} sandboxes do not isolate: programs run as your user, with your files and network"
+            self._send(RunnerEvent(NOT_ISOLATED, {"detail": detail}))
+        if isinstance(found, ImageFetchingProvider):
+            found.on_image_progress = self._on_image
+        if self._settings.warm and isinstance(found, PoolableProvider) and found.poolable:
+            found = self._pools[name] = Pool(found, build_pool_budget(self._settings))
+            found.hold(back=self._paused)
+        self._providers[name] = found
+        return found
+
+    async def check_health(self) -> bool:
+        """Return True if the run's provider can still create a working sandbox. Used after one was lost."""
+        spec = self._with_provider(self._spec)
+        provider = self._provider(spec.provider)
+        if isinstance(provider, Pool):
+            provider = provider.inner  # a warm sandbox would prove nothing about now
+        sandbox = await provider.create(spec, attempt="health")
+        try:
+            return (await sandbox.exec(Command(argv=("true",), wall=10.0))).ok
+        finally:
+            await sandbox.close()
+
+    # ---- prewarming
+
+    def prewarm(self, request: PrewarmRequest) -> None:
+        """Replace what is expected of attempts that have not started."""
+        new = {task.id: task for task in request.tasks}
+        before, self._upcoming = self._upcoming, {}
+        for task, count in request.counts:
+            spec = self._predict_spec(new[task]) if task in new else before.get(task, (None, 0))[0]
+            self._upcoming[task] = (spec, count)
+        self._update_pools()
+
+    def expect(self, attempt: str, task: Task) -> None:
+        """Expect that a new attempt will request a sandbox."""
+        if not self._settings.warm:
+            return
+        spec, count = self._upcoming.get(task.id, (None, 0))
+        if count:  # counted as upcoming until now
+            self._upcoming[task.id] = (spec, count - 1)
+        spec = spec or self._predict_spec(task)
+        if spec is not None:
+            self._expected[attempt] = spec
+            self._update_pools()
+
+    def stop_expecting(self, attempt: str) -> None:
+        """Note that an attempt has ended."""
+        if self._expected.pop(attempt, None) is not None:
+            self._update_pools()
+
+    def _predict_spec(self, task: Task) -> SandboxSpec | None:
+        """Return the spec that an attempt will request; None without a pool or with an invalid spec."""
+        try:
+            spec = self._with_provider(self.build_spec(task))
+            return spec if isinstance(self._provider(spec.provider), Pool) else None
+        except Exception as error:  # noqa: BLE001  (the environment's code; the attempt's own setup reports it)
+            log.debug("the sandbox of task %s cannot be prewarmed: %s", task.id, error)
+            return None
+
+    def _update_pools(self) -> None:
+        if not self._pools:
+            return
+        specs: dict[bytes, SandboxSpec] = {}
+        counts: Counter[bytes] = Counter()
+        if self._requests_expected:
+            demand = [(spec, 1) for spec in self._expected.values()]
+            demand += [(spec, count) for spec, count in self._upcoming.values() if spec is not None]
+            for spec, count in demand:
+                key = key_of(spec)
+                specs.setdefault(key, spec)
+                counts[key] += count
+        for name, pool in self._pools.items():
+            pool.expect([(spec, counts[key]) for key, spec in specs.items() if spec.provider == name])
+
+    def pause_prewarming(self, *, paused: bool) -> None:
+        self._paused = paused
+        for pool in self._pools.values():
+            pool.hold(back=paused)
+
+    # ---- images
+
+    def _on_image(self, progress: ImageProgress) -> None:
+        step, at = self._reported.get(progress.image, ("", 0.0))
+        if step == progress.step and time.monotonic() - at < PROGRESS_SECONDS:
+            return
+        if progress.step in ("ready", "failed"):
+            self._reported.pop(progress.image, None)
+        else:
+            self._reported[progress.image] = (progress.step, time.monotonic())
+        self._send(ImageUpdate(progress.image, progress.step, progress.done, progress.total))
+
+    # ---- shutdown
+
+    async def close(self) -> None:
+        """Close all providers with their sandboxes."""
+        errors: list[SandboxError | OSError] = []
+        for name, provider in self._providers.items():
+            try:
+                await provider.close()
+            except (SandboxError, OSError) as error:
+                errors.append(error)
+            pool = self._pools.get(name)
+            if pool is not None and (pool.hits or pool.misses):
+                payload = {"provider": name, "warm": pool.hits, "made": pool.misses, "unwell": pool.unresponsive}
+                self._send(RunnerEvent("sandboxes.opened", payload))
+        if errors:
+            raise errors[0]
+
+
+def build_pool_budget(settings: RunSettings) -> PoolBudget:
+    """Return one runner's share of the resources for warm sandboxes."""
+    share = settings.share
+    folder = Path(settings.folder)
+    return PoolBudget(
+        most=-(-settings.warm // share),
+        memory=_available_memory() // 2 // share,
+        disk=shutil.disk_usage(folder).free // 2 // share,
+        at_once=-(-DEFAULT_BUDGET.at_once // share),
+        asked=-(-DEFAULT_BUDGET.asked // share),
+    )
+
+
+def _available_memory() -> int:
+    """Return the available memory of this machine in bytes."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

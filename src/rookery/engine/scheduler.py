@@ -1,0 +1,266 @@
+"""Decide which rollout of a stream runs next and which finished groups are delivered. Runs in the supervisor.
+
+`GroupScheduler` is a pure controller: it does no I/O and gets the current time as an argument.
+
+- Rollouts of open groups run before new groups are opened, in order of admission, so that groups finish soon after
+  they start. A rollout that is retried runs before rollouts that never ran.
+- A straggler occupies one slot. Groups behind it are still admitted.
+- No group is opened while the buffer of finished groups is full: a slow consumer slows admission.
+- With `want` and a filter, dropped groups are replaced. The delivered groups are the first `want` kept groups in
+  order of *admission*, not of completion, so oversampling does not favour short rollouts.
+- Oversampling adds groups, never members of a group.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from operator import itemgetter
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import Attempt, CancelledReason, Rollout, Task
+from rookery.engine.staleness import StalenessBound
+
+GroupState: TypeAlias = Literal["open", "kept", "dropped", "delivered"]
+
+
+class OpenRollout(msgspec.Struct, eq=False):
+    """A rollout of an open group: its attempts so far and, at the end, its final record."""
+
+    group: "OpenGroup"
+    member: int
+    waiting_since: float = 0.0
+    """When it became ready for a runner."""
+    attempts: list[Attempt] = []
+    """Attempts that ended in this process."""
+    earlier_attempts: int = 0
+    """Number of attempts that an earlier process may have started. Their numbers are not used again."""
+    record: Rollout | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group.index}.{self.member}"
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the next attempt; the first one is 1."""
+        return self.earlier_attempts + len(self.attempts) + 1
+
+
+class OpenGroup(msgspec.Struct, eq=False):
+    """A group that was admitted and is not delivered yet."""
+
+    position: int
+    """Counts the groups of one scheduler."""
+    index: int
+    """Identifies the group within the run."""
+    task: Task
+    unfinished: int
+    """Number of rollouts without a final record."""
+    rollouts: list[OpenRollout] = []
+    stream: str = ""
+    """The name of the stream that admitted the group."""
+    ordinal: int = 0
+    """The group's position in the whole stream, also over resumes. Seeds depend on it."""
+    task_number: int = 0
+    """The task's number in the journal."""
+    state: GroupState = "open"
+    cancelled: CancelledReason | None = None
+    """Set when the group is not needed any more; its running attempts are cancelled for this reason."""
+
+
+class GroupScheduler:
+    """Schedules the groups of one call of `Engine.groups`."""
+
+    def __init__(
+        self,
+        *,
+        k: int,
+        want: int | None = None,
+        oversample: int = 0,
+        buffer: int = 64,
+        staleness: StalenessBound | None = None,
+    ) -> None:
+        if k < 1 or buffer < 1 or oversample < 0 or (want is not None and want < 0):
+            raise ValueError("k and buffer must be at least 1, want and oversample at least 0")
+        self.k = k
+        self.want = want
+        self.oversample = oversample
+        self.buffer = buffer
+        self.staleness = staleness
+        self.exhausted = False
+        """Set when there are no more tasks."""
+        self.delivered = 0
+        """Number of groups passed on to the consumer's buffer."""
+        self.buffered = 0
+        """Number of delivered groups that the consumer has not taken yet."""
+        self.groups: dict[int, OpenGroup] = {}
+        """Groups that are open, or kept and not delivered, by position, in order of admission."""
+        self.admitted = 0
+        self._fresh: deque[OpenRollout] = deque()
+        """Rollouts that never ran, in order of admission."""
+        self._retries: list[tuple[int, int, OpenRollout]] = []
+        """Heap of rollouts to run again, by position and member."""
+        self._suspects: deque[OpenRollout] = deque()
+        """Rollouts that must run alone in a runner, because they may have crashed one."""
+        self._delayed: list[tuple[float, int, int, OpenRollout]] = []
+        """Heap of rollouts that wait for their back-off to end, by time."""
+        self._sequence = 0
+
+    @property
+    def done(self) -> bool:
+        """True if nothing is left to run or to deliver."""
+        if self.want is not None and self.delivered >= self.want:
+            return True
+        return self.exhausted and not self.groups
+
+    def can_open_group(self) -> bool:
+        return self.openable_groups() != 0
+
+    def openable_groups(self) -> int | None:
+        """Return how many new groups may be admitted now, or None if there is no bound."""
+        if (
+            self.exhausted
+            or self.buffered >= self.buffer
+            or (self.want is not None and self.delivered >= self.want)
+        ):
+            return 0
+        outstanding = self.delivered + len(self.groups)
+        bounds = [self.staleness.quota] if self.staleness is not None else []
+        if self.want is not None:
+            bounds.append(self.want + self.oversample)
+        return max(0, min(bounds) - outstanding) if bounds else None
+
+    def open_group(
+        self, index: int, task: Task, now: float, finished: Mapping[int, Rollout] | None = None
+    ) -> OpenGroup:
+        """Admit a group. `finished` holds the records of members that an earlier process completed."""
+        group = OpenGroup(self.admitted, index, task, self.k)
+        group.rollouts = [OpenRollout(group, member, now) for member in range(self.k)]
+        self.admitted += 1
+        self.groups[group.position] = group
+        if self.staleness is not None:
+            self.staleness.add(index)
+        for rollout in group.rollouts:
+            if finished and rollout.member in finished:
+                rollout.record = finished[rollout.member]
+                group.unfinished -= 1
+            else:
+                self._fresh.append(rollout)
+        return group
+
+    def next_rollout(self, now: float) -> OpenRollout | None:
+        """Return the next rollout for a shared runner."""
+        self._move_due(now)
+        if self._retries:
+            return heappop(self._retries)[2]
+        return self._fresh.popleft() if self._fresh else None
+
+    def next_suspect(self) -> OpenRollout | None:
+        """Return the next rollout that must run alone."""
+        return self._suspects.popleft() if self._suspects else None
+
+    @property
+    def suspect_count(self) -> int:
+        return len(self._suspects)
+
+    def queued(self) -> Iterator[OpenRollout]:
+        """Yield the rollouts that are ready for a shared runner, in order."""
+        yield from (entry[2] for entry in sorted(self._retries, key=itemgetter(0, 1)))
+        yield from self._fresh
+
+    def _move_due(self, now: float) -> None:
+        """Queue the delayed rollouts whose back-off has ended."""
+        while self._delayed and self._delayed[0][0] <= now:
+            due, _, _, rollout = heappop(self._delayed)
+            self._queue_retry(rollout, due)
+
+    def _queue_retry(self, rollout: OpenRollout, since: float) -> None:
+        rollout.waiting_since = since
+        heappush(self._retries, (rollout.group.position, rollout.member, rollout))
+
+    def requeue(self, rollout: OpenRollout, now: float, delay: float, *, alone: bool = False) -> None:
+        """Queue a new attempt: `alone` in a runner, or after `delay` seconds ahead of rollouts that never ran."""
+        if alone:
+            rollout.waiting_since = now
+            self._suspects.append(rollout)
+        elif delay <= 0:
+            self._queue_retry(rollout, now)
+        else:
+            self._sequence += 1
+            heappush(self._delayed, (now + delay, rollout.group.position, self._sequence, rollout))
+
+    def pop_overdue(self, now: float, limit: float) -> list[OpenRollout]:
+        """Remove and return the rollouts, suspects included, that have waited longer than `limit` seconds."""
+        self._move_due(now)
+        late = [one for one in chain(self.queued(), self._suspects) if now - one.waiting_since > limit]
+        if late:
+            removed = set(late)
+            self._fresh = deque(one for one in self._fresh if one not in removed)
+            self._retries = [entry for entry in self._retries if entry[2] not in removed]
+            heapify(self._retries)
+            self._suspects = deque(one for one in self._suspects if one not in removed)
+        return late
+
+    def exclude_wait(self, seconds: float, *, shared: bool = True, suspects: bool = True) -> None:
+        """Do not count `seconds` of waiting, because the run was paused or all its slots were in use."""
+        for rollout in chain(self.queued() if shared else (), self._suspects if suspects else ()):
+            rollout.waiting_since += seconds
+
+    def finish(self, rollout: OpenRollout, record: Rollout) -> bool:
+        """Store the final record of a rollout. Return True if its group has all its records."""
+        if rollout.record is not None:
+            raise ValueError(f"rollout {record.id} already has a final record")
+        rollout.record = record
+        rollout.group.unfinished -= 1
+        return rollout.group.unfinished == 0
+
+    def resolve_group(self, group: OpenGroup, *, kept: bool) -> list[OpenGroup]:
+        """Take the filter's decision on a complete group; return the groups to deliver now."""
+        group.state = "kept" if kept else "dropped"
+        if not kept:
+            del self.groups[group.position]
+            if self.staleness is not None:
+                self.staleness.remove(group.index)
+        ready: list[OpenGroup] = []
+        if self.want is None or self.oversample == 0:
+            if kept:
+                ready.append(group)
+        else:
+            # A kept group is certain to be among the first `want` only if fewer than `want` groups before it are
+            # kept or undecided. Delivered groups that were admitted after it may be counted as well: they became
+            # certain with this group counted before them.
+            before = self.delivered
+            for other in self.groups.values():
+                if other.state == "kept" and before < self.want:
+                    ready.append(other)
+                before += 1
+                if before >= self.want:
+                    break
+        for out in ready:
+            out.state = "delivered"
+            del self.groups[out.position]
+            self.delivered += 1
+            self.buffered += 1
+        return ready
+
+    def pop_surplus(self) -> list[OpenGroup]:
+        """Once `want` groups are delivered, remove and return the groups that are not needed any more."""
+        return [] if self.want is None or self.delivered < self.want else self.cancel_all()
+
+    def cancel_all(self) -> list[OpenGroup]:
+        """End the stream; return the groups that were open."""
+        self.exhausted = True
+        open_groups = list(self.groups.values())
+        self.groups.clear()
+        self._fresh.clear()
+        self._retries.clear()
+        self._suspects.clear()
+        self._delayed.clear()
+        return open_groups
+
+    def mark_taken(self) -> None:
+        """Note that the consumer took a delivered group."""
+        self.buffered -= 1

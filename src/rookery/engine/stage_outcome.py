@@ -1,0 +1,83 @@
+"""Turn the end of a stage into the outcome of the attempt. A pure controller that runs in the runner.
+
+- A run deadline that passes while the policy or its sandbox works is `Truncated("time")`. While a model server
+  hangs it is infra. Inside the environment's own code it is a bug. In setup or scoring, while waiting for a
+  sandbox or a model, it is infra.
+- An exception that carries a fault keeps it, also inside an exception group.
+- A `CancelledError` that nobody requested is a bug of the environment, not a cancellation.
+"""
+
+from asyncio import CancelledError
+
+import msgspec
+
+from rookery.core import (
+    Cancelled,
+    CancelledReason,
+    Completed,
+    Outcome,
+    Stage,
+    Truncated,
+    TruncatedReason,
+    Truncation,
+    UpstreamError,
+    failed_outcome,
+)
+from rookery.core.errors import describe, unwrap_group
+
+
+class StageEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stage ended, as observed by the attempt."""
+
+    stage: Stage
+    error: BaseException | None = None
+    cancelled: CancelledReason | None = None
+    """Set if the attempt was cancelled from outside."""
+    expired: float | None = None
+    """The stage's budget in seconds, if its deadline passed."""
+    waited_on_others: bool = False
+    """Whether the attempt waited for a model, a sandbox or a tool when the deadline passed."""
+    hung: str = ""
+    """Evidence that the server of a running model call hangs; empty without such evidence."""
+    hung_cause: str = "upstream.hung"
+    truncated: TruncatedReason | None = None
+    """A budget that the model calls exhausted, even if the environment swallowed the exception."""
+
+
+def decide_outcome(end: StageEnd) -> Outcome:
+    """Return the outcome of an attempt whose last stage ended like this."""
+    if end.cancelled:
+        return Cancelled(end.cancelled)
+    if end.expired is not None:
+        return _decide_expired(end, end.expired)
+    if end.error is None:
+        return Truncated(end.truncated) if end.truncated else Completed()
+    single = unwrap_group(end.error)
+    if isinstance(single, Truncation) and end.stage == "run":
+        return Truncated(single.reason)
+    cause, detail = "bug.scoring" if end.stage == "score" else "bug.environment", ""
+    if isinstance(single, SystemExit | KeyboardInterrupt):
+        cause, detail = "bug.exit", f"the environment called exit: {describe(single)}"
+    elif isinstance(single, CancelledError):
+        detail = "the environment raised CancelledError although nobody cancelled the attempt"
+    return failed_outcome(end.error, end.stage, cause=cause, detail=detail)
+
+
+def _decide_expired(end: StageEnd, budget: float) -> Outcome:
+    if end.error is not None:
+        single = unwrap_group(end.error)
+        if isinstance(single, UpstreamError) and single.fault == "infra":
+            return failed_outcome(
+                end.error, end.stage, cause=single.code
+            )  # the call failed before the deadline ended it
+    if end.hung and end.stage == "run":
+        detail = f"{end.stage} exceeded its {budget:g} seconds while the model server did not reply: {end.hung}"
+        return failed_outcome(end.error or TimeoutError(detail), end.stage, cause=end.hung_cause, detail=detail)
+    if end.waited_on_others and end.stage == "run":
+        return Truncated("time")
+    cause, where = "bug.hung", "inside the environment's own code"
+    if end.waited_on_others:
+        cause = "scoring.timeout" if end.stage == "score" else "engine.setup"
+        where = "while waiting for a sandbox or a model"
+    detail = f"{end.stage} exceeded its {budget:g} seconds {where}"
+    return failed_outcome(end.error or TimeoutError(detail), end.stage, cause=cause, detail=detail)

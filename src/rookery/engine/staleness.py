@@ -1,0 +1,85 @@
+"""Bound how far sampling may run ahead of training. Runs in the supervisor, for one stream of groups.
+
+`StalenessBound` is a pure controller. Training takes groups in steps. A group counts with the policy version under
+which it was admitted, so none of its tokens is older than that.
+
+- If every version trains at least one step, no group becomes too old: only as many groups are admitted as the
+  steps before their deadline can take.
+- No group is dropped for its age, so slow tasks train as often as fast ones. A step waits for a slow group only if
+  that group, together with all groups of the same age, would no longer fit into the remaining steps.
+- Among finished groups the oldest go first.
+- Between two steps only replacements for groups that a filter dropped are admitted.
+"""
+
+from collections.abc import Sequence
+
+from rookery.core import Group
+
+
+def oldest_version(group: Group) -> int | None:
+    """Return the oldest policy version that sampled a trained token of the group, or None without such tokens."""
+    versions = (
+        span.version for rollout in group.rollouts for segment in rollout.segments for span in segment.versions
+    )
+    return min(versions, default=None)
+
+
+class StalenessBound:
+    """Groups train in steps of `size`. A step at version v contains no group older than version v - `lag`."""
+
+    def __init__(self, size: int, lag: int) -> None:
+        if size < 1 or lag < 0:
+            raise ValueError("a step needs at least 1 group, and lag must be at least 0")
+        self.size = size
+        self.lag = lag
+        self.version = 0
+        self.quota = 0
+        """How many groups may have been admitted in total, without those that a filter dropped."""
+        self.versions: dict[int, int] = {}
+        """The version at admission, by group index, for groups that nobody has taken."""
+
+    def start_step(self, version: int, taken: int) -> None:
+        """Start a step at `version` after `taken` groups in total, and raise the quota.
+
+        This step and the next `lag` steps take `(lag + 1) * size` groups, so each of those groups trains at its
+        version plus `lag` at the latest. With one group more, the last one would be one step too late.
+        """
+        self.version = version
+        self.quota = taken + (self.lag + 1) * self.size
+
+    def add(self, group: int, version: int | None = None) -> None:
+        """Note that a group was admitted, at the current version unless `version` is passed."""
+        self.versions[group] = self.version if version is None else version
+
+    def remove(self, group: int) -> None:
+        """Note that a group was taken or dropped."""
+        self.versions.pop(group, None)
+
+    def choose(self, ready: Sequence[int], count: int, *, ending: bool = False) -> list[int]:
+        """Return the `count` finished groups to train on now, or an empty list if the step has to wait.
+
+        If the stream is `ending`, the last step may be shorter.
+        """
+        order = sorted(ready, key=lambda group: self.versions.get(group, self.version))
+        if len(order) < count:
+            return order if ending else []
+        chosen = order[:count]
+        taken, finished = set(chosen), set(ready)
+        first = self.version - self.lag  # older groups are too late anyway: versions were skipped
+        left = sorted(
+            version for group, version in self.versions.items() if version >= first and group not in taken
+        )
+        # The groups that are left must fit into the steps to come, one per version, oldest first. A fast young
+        # group that takes the place of a slow old one does no harm now, but when the last of the old groups are
+        # due.
+        late = max(
+            (version for at, version in enumerate(left) if self._step_version(at) > version + self.lag),
+            default=first - 1,
+        )
+        if any(first <= version <= late and group not in finished for group, version in self.versions.items()):
+            return []
+        return chosen
+
+    def _step_version(self, at: int) -> int:
+        """Return the version of the future step that takes the group at this position of the queue."""
+        return self.version + 1 + at // self.size

@@ -1,0 +1,145 @@
+"""Wait for an agent's process and decide who is responsible for how it ended.
+
+Runs in a runner process. Before the first model call the policy has not acted, so a failure until then is never
+the policy's: it raises `agent.start`. After the first completed call an error exit or a deadline is the
+policy's result, unless the last call failed at the upstream.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import ExecResult, Fault, RookeryError, SandboxError, SandboxSpec, UpstreamError, get_cause
+from rookery.gateway.client import Record
+from rookery.gateway.door import Door
+from rookery.sandboxes.protocol import Process
+
+ExitReason: TypeAlias = Literal["exited", "deadline", "budget"]
+ONE_DAY: Final = 86_400.0
+KILL_SECONDS: Final = 20.0
+MAX_QUOTED: Final = 1_000
+"""Characters of the agent's last output that an error message quotes."""
+_NOT_STARTED: Final = (126, 127)
+"""Exit codes of shells and sandboxes for a program that is not executable or does not exist."""
+
+
+class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent's process ended, and why."""
+
+    reason: ExitReason
+    result: ExecResult
+    killed: bool = False
+    seconds: float = 0.0
+
+
+async def wait_for_exit(
+    process: Process, session: Door, seconds_left: Callable[[], float], *, grace: float
+) -> AgentExit:
+    """Wait until the agent exits, its deadline passes, or a budget of its gateway session is exhausted.
+
+    In the last two cases the process is killed; after an exhausted budget it first gets `grace` seconds to exit.
+    `seconds_left` is called repeatedly, because pauses move the deadline. The process tree is dead when this
+    returns or raises. Raise `upstream.hung` if the deadline passes while a model server hangs, and `SandboxError`
+    if the sandbox was lost.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    waiting = asyncio.create_task(process.wait(timeout=ONE_DAY), name="agent")
+    exhausted = asyncio.create_task(session.spent(), name="agent's budget")
+    try:
+        reason: ExitReason = "exited"
+        while not waiting.done():
+            timeout = min(max(seconds_left(), 0.0), ONE_DAY)
+            await asyncio.wait({waiting, exhausted}, timeout=timeout, return_when="FIRST_COMPLETED")
+            if waiting.done():
+                break
+            if exhausted.done():
+                exhausted.result()
+                reason = "budget"
+                break
+            if seconds_left() <= 0:
+                reason = "deadline"
+                await session.check_upstream()  # before the kill, which would end the call that proves the hang
+                break
+        if reason == "budget":
+            # Every call is refused now, so an agent that handles this can still exit cleanly.
+            await asyncio.wait({waiting}, timeout=min(grace, max(seconds_left(), 0.0)))
+        killed = not waiting.done()
+        result = await process.kill() if killed else waiting.result()
+    finally:
+        await _stop(process, waiting, exhausted)
+    if result.status == "lost":
+        raise SandboxError(f"the sandbox was lost while its agent ran: {result.detail or 'no detail'}")
+    return AgentExit(reason=reason, result=result, killed=killed, seconds=loop.time() - started)
+
+
+async def _stop(process: Process, waiting: "asyncio.Task[ExecResult]", exhausted: "asyncio.Task[object]") -> None:
+    """Cancel the tasks and kill the process if it still runs."""
+    running = not waiting.done()
+    for task in (waiting, exhausted):
+        task.cancel()
+    await asyncio.wait({waiting, exhausted})
+    for task in (waiting, exhausted):
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved
+    if running:
+        killing = asyncio.ensure_future(process.kill())
+        await asyncio.wait({killing}, timeout=KILL_SECONDS)
+        if killing.done() and not killing.cancelled():
+            killing.exception()
+
+
+def check_exit(name: str, ended: AgentExit, session: Record, spec: SandboxSpec) -> None:
+    """Raise if the policy is not responsible for an agent that ended with an error or at its deadline.
+
+    `session` is the state of the attempt's gateway session after the agent ended.
+    """
+    if ended.reason == "budget" or session.truncated is not None:
+        return
+    code = session.failure or ""
+    if ended.reason == "exited" and code and (get_cause(code).fault == "infra" or not session.turns_recorded):
+        raise UpstreamError(
+            f"the agent {name} {_describe_end(ended)} after its last model call failed with {code}"
+            f"{_quote_output(ended)}",
+            cause=code,
+        )
+    if session.calls:
+        return
+    if ended.reason == "deadline":
+        summary = f"the agent {name} made no model call within its {ended.seconds:.0f} seconds"
+    else:
+        summary = f"the agent {name} {_describe_end(ended)} before its first model call"
+    raise RookeryError(f"{summary}{_quote_output(ended)}", cause="agent.start", fault=_find_fault(ended, spec))
+
+
+def _find_fault(ended: AgentExit, spec: SandboxSpec) -> Fault:
+    result = ended.result
+    if spec.image is not None and result.status == "exited" and result.exit_code in _NOT_STARTED:
+        return "task"
+    if ended.reason == "exited" and result.status == "signaled" and result.signal == signal.SIGKILL:
+        return "infra"  # killed from outside, for example by the machine's OOM killer
+    return "bug"
+
+
+def _describe_end(ended: AgentExit) -> str:
+    result = ended.result
+    if result.status == "exited":
+        text = f"exited with code {result.exit_code}"
+    elif result.status == "signaled" and result.signal is not None:
+        text = f"was killed by signal {result.signal}"
+    else:
+        text = f"was ended by the sandbox ({result.status})"
+    return f"{text} ({result.detail})" if result.detail else text
+
+
+def _quote_output(ended: AgentExit) -> str:
+    """Quote the last line of the output, which usually names the error, followed by the lines before it."""
+    result = ended.result
+    text = (result.stderr.strip() or result.stdout.strip()).decode("utf-8", "replace")
+    if not text:
+        return ""
+    last = text.splitlines()[-1].strip()
+    return f": {last[-MAX_QUOTED:]}" + (f"\n{text[-MAX_QUOTED:]}" if last != text else "")

@@ -1,0 +1,134 @@
+"""Find out whether a sandbox has what an agent needs: its working directory, Python and required programs.
+
+Runs in a runner process. Sandboxes of one image are alike, so each image is probed once per process. Something
+missing is reported as the task's fault before the agent is started.
+"""
+
+import asyncio
+import contextlib
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from rookery.core import SandboxError, SandboxSpec, TaskError
+from rookery.environments.agent.installation import PROBE, PythonPlatform, parse_probe_output
+from rookery.environments.agent.launchers import Launcher, fill_placeholders
+from rookery.environments.context import Context
+from rookery.sandboxes.protocol import Command, Process, Sandbox
+
+AGENT: Final = "/opt/rookery/agent"
+"""Where the agent's installation is mounted in a sandbox."""
+HOME: Final = "/tmp/rookery-agent"  # noqa: S108  (inside the sandbox)
+CHECK_SECONDS: Final = 120.0
+_PROBE_SCRIPT = (
+    'cd -- "$1" && pwd -P || exit 1; shift; for p; do command -v -- "$p" || { echo "$p" >&2; exit 3; }; done'
+)
+
+
+class ProbeResult(NamedTuple):
+    """What is known about the sandboxes of an image."""
+
+    workdir: str
+    python: str
+
+
+class SandboxProbe:
+    """Probes sandboxes for one launcher and caches the results."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._pythons: dict[str, PythonPlatform] = {}
+        self._results: dict[tuple[str | None, ...], ProbeResult] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def find_python(self, ctx: Context, spec: SandboxSpec) -> PythonPlatform:
+        """Return the Python of the image of `spec`; raise `TaskError` if it has none that can be used."""
+        assert spec.image is not None
+        # One lock per image: attempts with another image do not wait while this one is pulled.
+        async with self._locks.setdefault(spec.image, asyncio.Lock()):
+            python = self._pythons.get(spec.image)
+            if python is None:
+                python = self._pythons[spec.image] = await self._probe_python(ctx, spec)
+            return python
+
+    async def _probe_python(self, ctx: Context, spec: SandboxSpec) -> PythonPlatform:
+        sandbox = await ctx.sandbox(replace(spec, network="none", mounts=()))
+        try:
+            result = await sandbox.exec(Command(argv=("python3", "-I", "-c", PROBE), wall=60.0))
+        finally:
+            await sandbox.close()
+        _check_alive(sandbox, result.status, result.detail)
+        python = parse_probe_output(result.stdout) if result.ok else None
+        if python is None:
+            raise TaskError(
+                f"task {ctx.task.id}: the agent {self._launcher.name} needs python3 >= 3.8, but the "
+                f"image {spec.image} has no such program",
+                cause="agent.missing",
+            )
+        return python
+
+    async def probe(self, ctx: Context, sandbox: Sandbox, directory: str) -> ProbeResult:
+        """Check that a sandbox has what the agent needs; raise `TaskError` if something is missing."""
+        spec = sandbox.spec
+        key = (spec.provider, spec.image, spec.user, spec.workdir, directory)
+        if (known := self._results.get(key)) is not None:
+            return known
+        launcher = self._launcher
+        needs = [*launcher.needs, *(["python3"] if launcher.needs_python else [])]
+        result = await sandbox.exec(Command(argv=("sh", "-c", _PROBE_SCRIPT, "sh", directory, *needs), wall=60.0))
+        _check_alive(sandbox, result.status, result.detail)
+        if result.exit_code == 3:
+            missing = result.stderr.decode(errors="replace").strip()
+            where = f"the image {spec.image}" if spec.image else "this system"
+            raise TaskError(
+                f"task {ctx.task.id}: the agent {launcher.name} needs the program {missing}, but {where} does not "
+                "have it",
+                cause="agent.missing",
+            )
+        lines = result.stdout.decode("utf-8", "surrogateescape").splitlines()
+        if not result.ok or not lines:
+            raise SandboxError(f"sandbox {sandbox.id} cannot run an agent: {result.stderr!r:.300}")
+        found = ProbeResult(workdir=lines[0], python=lines[-1] if launcher.needs_python else "")
+        if spec.image and launcher.check:
+            await self._run_check(ctx, sandbox, found)
+        self._results[key] = found
+        return found
+
+    async def _run_check(self, ctx: Context, sandbox: Sandbox, found: ProbeResult) -> None:
+        """Run the launcher's check command; raise `TaskError` if it fails."""
+        values = {"agent": AGENT, "python": found.python, "home": HOME, "workdir": found.workdir}
+        argv = tuple(fill_placeholders(text, values) for text in self._launcher.check)
+        result = await sandbox.exec(Command(argv=argv, wall=CHECK_SECONDS))
+        _check_alive(sandbox, result.status, result.detail)
+        if not result.ok:
+            output = (result.stdout + result.stderr).decode(errors="replace").strip()
+            raise TaskError(
+                f"task {ctx.task.id}: the agent {self._launcher.name} cannot start in the image "
+                f"{sandbox.spec.image}: {(output or result.detail or result.status)[-1000:]}",
+                cause="agent.missing",
+            )
+
+
+def _check_alive(sandbox: Sandbox, status: str, detail: str) -> None:
+    if status == "lost":
+        raise SandboxError(f"sandbox {sandbox.id} was lost: {detail or 'no detail'}")
+
+
+async def write_stdin(process: Process, data: bytes) -> None:
+    """Write all of a process's input and close it. Run this as a task: the process may read slowly or never."""
+    with contextlib.suppress(BrokenPipeError, SandboxError):  # whoever waits for the process reports how it ended
+        await process.send(data, eof=True)
+
+
+async def read_file(sandbox: Sandbox, path: str, limit: int) -> bytes | str | None:
+    """Return a file's content, a message if it cannot be read, or None if it does not exist."""
+    try:
+        return await sandbox.read(path, limit=limit)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"(cannot be read: {error})"
+    except SandboxError as error:
+        if error.code != "sandbox.refused":
+            raise
+        return f"(cannot be read: {error})"

@@ -1,0 +1,167 @@
+"""The three kinds of task that an agent can work on: prompts, submissions and grading.
+
+`plain` tasks have an expected answer, `code` tasks have tests or cases for a program, and `swe` tasks are
+graded by their tests over the sandbox's files. Each kind is graded as in the environment of that name. A task
+that cannot be scored is rejected before anything is started. The number of `swe` submissions graded at once on
+a machine is limited.
+"""
+
+import asyncio
+import functools
+from contextlib import AsyncExitStack
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from rookery.core import TaskError
+from rookery.environments.base import Score
+from rookery.environments.code.limits import normalize_limits
+from rookery.environments.context import Context
+from rookery.environments.text import match_answer
+from rookery.sandboxes import is_isolated
+from rookery.scoring.code_tasks import CodeTask, parse_code_task
+from rookery.scoring.grading import Grader, IsolationCache
+from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, SweStep, SweTask, get_swe_task, grading_budget
+
+Kind: TypeAlias = Literal["plain", "code", "swe"]
+PARALLEL_SANDBOXES: Final = 4
+"""Sandboxes used at the same time to grade one submission."""
+ANSWER_FILE: Final = "answer.txt"
+SUBMISSION: Final = "solution.py"
+MAX_ANSWER: Final = 1 << 20
+
+
+def get_task_kind(ctx: Context) -> Kind:
+    """Return the kind of a task; raise `TaskError` if it cannot be scored."""
+    data = ctx.task.data
+    if data.get(DATA_KEY) is not None:
+        task = get_swe_task(ctx.task)
+        if not task.steps:
+            raise TaskError(f"task {ctx.task.id} has no steps")
+        return "swe"
+    if data.get("tests") is not None or data.get("cases") is not None:
+        get_code_task(ctx)
+        return "code"
+    get_expected_answer(ctx)
+    return "plain"
+
+
+def get_code_task(ctx: Context) -> CodeTask:
+    data, _ = normalize_limits(ctx.task.data)
+    return parse_code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
+
+
+def get_expected_answer(ctx: Context) -> str | float:
+    answer = ctx.task.data.get("answer")
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and answer != "":
+        return answer
+    raise TaskError(
+        f"task {ctx.task.id} cannot be scored: its data has no swe, tests or cases, and data.answer must be a "
+        f"text or a number, {'it is missing' if answer is None else f'not {answer!r:.100}'}"
+    )
+
+
+def get_submission_path(ctx: Context, kind: Kind) -> str:
+    """Return the path of the file to be scored; empty for `swe` tasks, which are scored by the whole sandbox."""
+    if kind == "swe":
+        return ""
+    name = ctx.task.data.get("submission", SUBMISSION if kind == "code" else ANSWER_FILE)
+    if not isinstance(name, str) or not name or "\0" in name or ".." in name.split("/"):
+        raise TaskError(f"task {ctx.task.id}: submission must be a path in the sandbox, not {name!r:.100}")
+    return name
+
+
+def build_prompt(ctx: Context, kind: Kind, workdir: str, *, instruct: bool) -> str:
+    """Return the agent's prompt. If `instruct`, add an instruction that names the file to be scored."""
+    parts = [message.text for message in ctx.task.prompt if message.role in ("system", "developer", "user")]
+    text = "\n\n".join(part for part in parts if part)
+    if kind == "swe" and not text:
+        text = get_swe_task(ctx.task).steps[0].instruction
+    if not text:
+        raise TaskError(f"task {ctx.task.id} has no prompt")
+    if any("\ud800" <= one <= "\udfff" for one in text):
+        raise TaskError(f"task {ctx.task.id}: its prompt contains a lone surrogate, which cannot be encoded")
+    if not instruct or kind == "swe":
+        return text
+    path = get_submission_path(ctx, kind)
+    path = path if path.startswith("/") else f"{workdir.rstrip('/')}/{path}"
+    what = "the program" if kind == "code" else "the final answer, and nothing else,"
+    return f"{text}\n\nWhen you are done, {what} must be in the file {path}."
+
+
+# ---- plain
+
+
+def score_answer(ctx: Context, low: float, high: float) -> Score:
+    """Score the answer file or, if there is none, the agent's output: all of it, or its last line."""
+    written: str | None = ctx.state.get("submission")
+    printed: str = ctx.state.get("printed", "")
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    given = [written] if written is not None else [printed, *lines[-1:]]
+    right = any(match_answer(text, get_expected_answer(ctx)) for text in given)
+    return Score(high if right else low, metrics={"answer_file": float(written is not None)})
+
+
+# ---- code
+
+
+async def grade_program(
+    ctx: Context, low: float, high: float, *, partial: bool, isolation_cache: IsolationCache
+) -> Score:
+    spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
+    grader = Grader(
+        spec,
+        ctx.sandbox,
+        asyncio.Semaphore(PARALLEL_SANDBOXES),
+        isolated=is_isolated(spec.provider),
+        partial=partial,
+        low=low,
+        high=high,
+        isolation_cache=isolation_cache,
+        seconds=GRADING_TIME_SHARE * ctx.remaining,
+    )
+    grade = await grader.grade(get_code_task(ctx), ctx.state.get("submission") or "")
+    ctx.info["grade"] = msgspec.to_builtins(grade)
+    return grade.score
+
+
+# ---- swe
+
+
+async def prepare_sandbox(ctx: Context, sandbox: Any, task: SweTask) -> Any:
+    from rookery.scoring.swe import prepare
+
+    return await prepare(sandbox, task, timeout=ctx.remaining)
+
+
+@functools.cache
+def _grading_slots() -> Any:
+    """Return the machine-wide grading slots of the run, shared with the `swe` environment."""
+    from rookery.environments.swe.grading_slots import GradingSlots, cores, get_run_name
+
+    return GradingSlots(max(2, cores()), get_run_name())
+
+
+def may_continue(step: SweStep, score: Score) -> bool:
+    """Return whether the next step may begin."""
+    from rookery.environments.swe.rewards import may_continue as is_good_enough
+
+    return bool(is_good_enough(step, score))
+
+
+async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
+    """Grade one step over the sandbox's current state. Waiting for a grading slot does not count as time."""
+    from rookery.scoring.swe import SweGrader
+
+    spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
+    grader = SweGrader(ctx.sandbox, ctx.state["task"], spec, low=low, high=high)
+    sandbox = await ctx.sandbox()
+    async with AsyncExitStack() as stack:
+        with ctx.pause_clock():
+            await ctx.charge_policy("sandbox", stack.enter_async_context(_grading_slots().passed()))
+        seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
+        grade = await grader.grade(sandbox, ctx.state["prepared"], step, timeout=seconds)
+    ctx.state["grades"].append(grade.score)
+    ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
+    score: Score = grade.score
+    return score

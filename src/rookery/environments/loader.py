@@ -1,0 +1,274 @@
+"""Load environments by name, `module:attribute` or `file.py`, in the engine's process and in every runner."""
+
+import importlib
+import importlib.util
+import inspect
+import io
+import pickle
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from rookery.core import UsageError
+from rookery.core.errors import describe
+from rookery.core.suggestions import suggestion
+from rookery.environments.base import Environment, FunctionEnvironment
+from rookery.environments.import_watchdog import ImportHangError, import_watchdog
+
+GROUP = "rookery.environments"
+"""Entry-point group of installed environments."""
+
+
+class EnvironmentRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Serialisable reference from which a runner process creates the same environment."""
+
+    source: str
+    """Name of an entry point, `module:attribute`, or `path.py[:attribute]`."""
+    arguments: bytes = b""
+    """Pickled constructor arguments, written and read by Rookery's own processes only."""
+    config: dict[str, Any] = {}
+    """Keyword arguments for the constructor, if the source is a class."""
+    path: tuple[str, ...] = ()
+    """`sys.path` of the process that made the reference."""
+    files: tuple[str, ...] = ()
+    """Environment files that define objects in `arguments`."""
+    main: str = ""
+    """The script that defines objects in `arguments`, if there is one."""
+
+
+def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment:
+    """Return the environment behind a reference.
+
+        env = load_environment("arithmetic", split="held-out")
+
+    `config` holds constructor arguments. Raise `UsageError` if the environment cannot be imported or constructed.
+    """
+    if isinstance(ref, str):
+        ref = EnvironmentRef(source=ref, config=config)
+    for entry in ref.path:
+        if entry not in sys.path:
+            sys.path.append(entry)
+    with import_watchdog(ref.source):
+        found = _find(ref.source)
+    if isinstance(found, type) and issubclass(found, Environment):
+        return _construct(found, ref)
+    if isinstance(found, Environment) or inspect.iscoroutinefunction(found):
+        if ref.config:
+            raise UsageError(
+                f"{ref.source} is an instance and takes no arguments, but got: {', '.join(sorted(ref.config))}"
+            )
+        return found if isinstance(found, Environment) else FunctionEnvironment(found)
+    raise UsageError(
+        f"{ref.source} is of type {type(found).__name__}, not an environment: it must be a subclass or an "
+        "instance of rookery.Environment, or an async function decorated with @rookery.environment"
+    )
+
+
+def _construct(cls: type[Environment], ref: EnvironmentRef) -> Environment:
+    try:
+        args, kwargs = _load_arguments(ref) if ref.arguments else ((), ref.config)
+        return cls(*args, **kwargs)
+    except UsageError:
+        raise
+    except Exception as error:
+        # inspect.signature(cls) would show `Environment.__new__`, which takes anything.
+        signature = str(inspect.signature(cls.__init__)).replace("(self, ", "(").replace("(self)", "()")
+        raise UsageError(
+            f"{ref.source} cannot be constructed: {describe(error)}; its signature is {cls.__name__}{signature}"
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads arguments pickled by the parent process, whose `__main__` is an ordinary module here."""
+
+    main: ModuleType | None = None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and self.main is not None:
+            return _get_environment(self.main, name, "the script")
+        return super().find_class(module, name)
+
+
+def _load_arguments(ref: EnvironmentRef) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for file in ref.files:
+        _load_file(Path(file))
+    reader = _Unpickler(io.BytesIO(ref.arguments))
+    reader.main = _load_file(Path(ref.main)) if ref.main else None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = reader.load()
+    return arguments
+
+
+def make_reference(env: Environment) -> EnvironmentRef:
+    """Return a reference from which another process can load `env`."""
+    is_function = isinstance(env, FunctionEnvironment)
+    target: Any = env if is_function else type(env)
+    module, name = target.__module__, target.__qualname__
+    if "<locals>" in name:
+        raise UsageError(
+            f"{name} is defined inside a function, so runner processes cannot import it: "
+            "move it to the top level of a module, or use runners=0"
+        )
+    if is_function:
+        name = _find_name(env, module, name)
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if module == "__main__":
+        if main is None:
+            raise UsageError(f"{name} is defined in an interactive session: use runners=0, or move it into a file")
+        source = f"{Path(main).resolve()}:{name}"
+    elif (file := getattr(sys.modules.get(module), "__rookery_file__", None)) is not None:
+        source = f"{file}:{name}"
+    else:
+        source = f"{module}:{name}"
+    path = tuple(sys.path)
+    if is_function or env._constructor_arguments == ((), {}):
+        return EnvironmentRef(source=source, path=path)
+    try:
+        arguments = pickle.dumps(env._constructor_arguments)
+    except Exception as error:
+        raise UsageError(
+            f"the constructor arguments of {name} cannot be sent to runner processes ({describe(error)}): "
+            "use plain data and objects defined at the top level of a module, or runners=0"
+        ) from error
+    files = [
+        vars(loaded)["__rookery_file__"]
+        for module, loaded in tuple(sys.modules.items())
+        if hasattr(loaded, "__rookery_file__") and module.encode() in arguments
+    ]
+    return EnvironmentRef(
+        source=source,
+        arguments=arguments,
+        path=path,
+        files=tuple(files),
+        main=str(Path(main).resolve()) if main is not None and b"__main__" in arguments else "",
+    )
+
+
+def _find_name(env: Environment, module: str, name: str) -> str:
+    """Return the name by which the module refers to an environment made from a function."""
+    namespace = vars(sys.modules[module])
+    if namespace.get(name) is env:
+        return name
+    for other, value in namespace.items():
+        if value is env:
+            return other
+    raise UsageError(
+        f"the environment made from {name} is not assigned to a name in its module {module}, so runner processes "
+        "cannot find it: assign it at the top level of the module, or use runners=0"
+    )
+
+
+def list_environments() -> list[str]:
+    """Return the names of the installed environments, sorted."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def _find(source: str) -> Any:
+    head, _, attribute = source.rpartition(":")
+    if source.endswith(".py") or head.endswith(".py"):
+        path, name = (source, "") if source.endswith(".py") else (head, attribute)
+        return _get_environment(_load_file(Path(path)), name, path)
+    if head:
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
+        try:
+            module = importlib.import_module(head)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (head == error.name or head.startswith(f"{error.name}.")):
+                raise UsageError(f"the environment {source!r} cannot be loaded: no module {head!r}") from error
+            raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
+        except ImportHangError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
+        return _get_environment(module, attribute, head)
+    for point in entry_points(group=GROUP):
+        if point.name == source:
+            try:
+                return point.load()
+            except ImportHangError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise UsageError(
+                    f"the environment {source!r} ({point.value}) cannot be imported: {describe(error)}"
+                ) from error
+    known = list_environments()
+    hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else suggestion(source, known)
+    raise UsageError(
+        f"unknown environment {source!r}: known are {', '.join(known) or 'none'}; "
+        f"or name a file.py or module:attribute{hint}"
+    )
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"the environment file {path} does not exist")
+    name = f"rookery_env_{path.stem}_{crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module)["__rookery_file__"] = str(path)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as a script can
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ImportHangError):
+            raise
+        if isinstance(error, Exception | SystemExit):
+            raise UsageError(f"{path} cannot be imported: {describe(error)}{_main_guard_hint(error)}") from error
+        raise
+    return module
+
+
+def _main_guard_hint(error: BaseException) -> str:
+    """Return a hint for scripts that start the engine when they are imported by a runner."""
+    starts_engine = isinstance(error, RuntimeError) and "running event loop" in str(error)
+    return '. Start the engine under `if __name__ == "__main__":`' if starts_engine else ""
+
+
+def _get_environment(module: ModuleType, attribute: str, source: str) -> Any:
+    """Return the named attribute of a module, or the only environment that the module defines."""
+    if attribute:
+        found: Any = module
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise UsageError(f"{source} has no attribute {attribute!r}")
+            found = getattr(found, part)
+        return found
+    defined = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and _is_defined_in(value, module)
+    }
+    if "environment" in defined:
+        return defined["environment"]
+    instances = {name: value for name, value in defined.items() if isinstance(value, Environment)}
+    candidates = instances or defined
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if not candidates:
+        raise UsageError(
+            f"{source} defines no environment: subclass rookery.Environment or use @rookery.environment"
+        )
+    raise UsageError(
+        f"{source} defines several environments ({', '.join(candidates)}): choose one with {source}:NAME"
+    )
+
+
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
+    """Return whether an attribute of a module is an environment that it defines, not one that it imports."""
+    if (isinstance(value, type) and issubclass(value, Environment)) or isinstance(value, FunctionEnvironment):
+        return bool(value.__module__ == module.__name__)
+    # The module of an instance is that of its class, which may be elsewhere: `env = ToolEnvironment(…)`.
+    return isinstance(value, Environment)

@@ -1,0 +1,86 @@
+"""The functions that code in a REPL can call; the same for Python and bash.
+
+They run in the runner process. The last answer that was set counts, even if the cell that set it failed
+afterwards.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from rookery.environments.rlm.budget import CallFailed
+from rookery.environments.rlm.call_tree import CallTree, SubCall
+from rookery.environments.rlm.tool_calls import bind_arguments, call_tool, to_plain_data
+from rookery.environments.text import render
+from rookery.environments.tools import Tool
+
+MOST_BATCH = 10_000
+MOST_ANSWER = 1 << 20
+
+ReadFile: TypeAlias = Callable[[str], Awaitable[bytes]]
+
+
+class ReplFunctions:
+    """The functions of one REPL, at its depth in the tree of calls."""
+
+    def __init__(self, tree: CallTree, depth: int, tools: Mapping[str, Tool]) -> None:
+        self.tree = tree
+        self.depth = depth
+        self.tools = dict(tools)
+        self.answered = False
+        self.value = ""
+        self.read_file: ReadFile | None = None
+
+    async def llm(self, prompt: str, system: str | None = None, max_tokens: int | None = None) -> str:
+        return await self.tree.call(self._make_request(prompt, system, max_tokens))
+
+    async def llm_batch(
+        self, prompts: list[str], system: str | None = None, max_tokens: int | None = None
+    ) -> list[dict[str, str]]:
+        """Make several sub-calls. Each result is `{"text": …}` or `{"error": …}`."""
+        if not isinstance(prompts, list | tuple):
+            raise CallFailed("llm_batch takes a list of prompts")
+        if len(prompts) > MOST_BATCH:
+            raise CallFailed(f"the batch has {len(prompts)} prompts; the maximum is {MOST_BATCH}")
+        found = await self.tree.call_all([self._make_request(prompt, system, max_tokens) for prompt in prompts])
+        return [{"text": one} if isinstance(one, str) else {"error": str(one)} for one in found]
+
+    async def rlm(self, prompt: str, context: Any = None, file: str | None = None) -> str:
+        """Call a sub-model that has a REPL, over data or over a file of this REPL's sandbox."""
+        if context is not None and file is not None:
+            raise CallFailed("rlm takes a context or a file, not both")
+        if file is not None:
+            if self.read_file is None:
+                raise CallFailed("rlm cannot read files here")
+            context = await self.read_file(_text("file", file))
+        request = self._make_request(prompt, None, None)
+        return await self.tree.call(msgspec.structs.replace(request, context=context, recursive=True))
+
+    async def budget(self) -> dict[str, Any]:
+        return self.tree.left(self.depth)
+
+    async def answer(self, value: Any) -> None:
+        text = render(value)
+        if len(text) > MOST_ANSWER:
+            raise CallFailed(f"the answer has {len(text)} characters; the maximum is {MOST_ANSWER}")
+        self.answered, self.value = True, text
+
+    async def tool(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tool = self.tools[name]
+        return to_plain_data(await call_tool(self.tree.ctx, tool, bind_arguments(tool, args, kwargs)))
+
+    def _make_request(self, prompt: Any, system: Any, max_tokens: Any) -> SubCall:
+        if max_tokens is not None and (
+            isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1
+        ):
+            raise CallFailed(f"max_tokens must be an integer above 0, not {max_tokens!r:.40}")
+        if system is not None:
+            system = _text("system", system)
+        return SubCall(prompt=_text("prompt", prompt), system=system, max_tokens=max_tokens, depth=self.depth + 1)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise CallFailed(f"{name} must be a string, not {type(value).__name__}")
+    return value.encode("utf-8", "replace").decode()

@@ -1,0 +1,80 @@
+"""Render the result of a REPL cell as text for the model. Pure functions.
+
+Output is limited to a number of characters; how a cell ended and what happened to its state is never cut. Tags
+in a program's output are escaped, so that an observation has exactly one `<result>`.
+"""
+
+import re
+from typing import Any, Final
+
+from rookery.core import ExecResult
+from rookery.environments.text import NO_OUTPUT
+from rookery.workers import Cell
+
+_OURS: Final = re.compile(r"<(/?)(result|code)>")
+
+
+def truncate_middle(text: str, limit: int, dropped: int = 0) -> str:
+    """Shorten `text` to `limit` characters, keeping its head and tail.
+
+    `dropped` is the number of bytes already missing from its middle.
+    """
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate would break later encoders
+    if len(text) <= limit and not dropped:
+        return text
+    kept = min(limit, len(text))
+    cut = [f"{len(text) - kept:,} characters"] if len(text) > kept else []
+    cut += [f"{dropped:,} bytes"] if dropped else []
+    return f"{text[: kept - kept // 2]}\n… {' and '.join(cut)} cut …\n{text[len(text) - kept // 2 :]}"
+
+
+def render_cell(cell: Cell, limit: int) -> str:
+    """Render the result of a Python cell."""
+    wrote = [part.rstrip("\n") for part in (cell.stdout, cell.stderr, cell.error or cell.value) if part]
+    parts = [truncate_middle("\n".join(wrote), limit, cell.stdout_dropped + cell.stderr_dropped)] if wrote else []
+    if cell.status not in ("ok", "runtime", "syntax"):
+        parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
+    elif cell.notice:
+        parts.append(f"[{cell.notice}]")
+    if cell.figures:
+        parts.append(f"[figures: {', '.join(cell.figures)}]")
+    return "\n".join(parts) or NO_OUTPUT
+
+
+def render_script(result: ExecResult, limit: int) -> str:
+    """Render the result of a bash script."""
+    wrote = [
+        data.decode("utf-8", "replace").rstrip("\n") for data in (result.stdout, result.stderr) if data.strip()
+    ]
+    parts = (
+        [truncate_middle("\n".join(wrote), limit, result.stdout_dropped + result.stderr_dropped)] if wrote else []
+    )
+    if result.status != "exited":
+        parts.append(f"[{result.status}: {result.detail}]" if result.detail else f"[{result.status}]")
+    elif result.detail:
+        parts.append(f"[exit code {result.exit_code}; {result.detail}]")
+    elif result.exit_code:
+        parts.append(f"[exit code {result.exit_code}]")
+    return "\n".join(parts) or NO_OUTPUT
+
+
+def format_budget(left: dict[str, Any], used: int = 0, context: int | None = None, *, warn: bool = False) -> str:
+    """Return the line after each cell that says what is left of the budget."""
+    fields = [f"{left['calls_left']:,} sub-calls"]
+    if "tokens_left" in left:
+        fields.append(f"{left['tokens_left']:,} tokens for them")
+    if "seconds_left" in left:
+        fields.append(f"{left['seconds_left']:,.0f} s")
+    line = f"[left: {', '.join(fields)}]"
+    if warn and context:
+        line += (
+            f"\n[warning: this conversation has about {used:,} of its {context:,} tokens. "
+            "Print less, keep what you know in variables or files, and answer soon.]"
+        )
+    return line
+
+
+def wrap_result(text: str) -> str:
+    """Wrap text in `<result>` tags."""
+    text = _OURS.sub(r"<\1\2 >", text)
+    return f"<result>\n{text}\n</result>" if "\n" in text else f"<result>{text}</result>"

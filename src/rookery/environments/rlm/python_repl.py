@@ -1,0 +1,177 @@
+"""The Python REPL: a worker that has the context as a variable, and functions to call.
+
+Runs in a runner process. `context` and the functions exist in every interpreter that is started, also after the
+state was lost. A cell that exceeds a limit or crashes costs only that cell; the model is told which state was
+lost. Time spent in the functions does not count against the cell's time limit.
+"""
+
+import inspect
+from typing import Any, Protocol
+
+import msgspec
+
+from rookery.core import TaskError, WorkerRecoveryError
+from rookery.environments.rlm.contexts import MOST_PART, PlacedContext
+from rookery.environments.rlm.functions import ReplFunctions
+from rookery.environments.rlm.observations import render_cell
+from rookery.environments.rlm.options import RlmOptions
+from rookery.sandboxes.protocol import Sandbox
+from rookery.workers import CellLimits, HostFunction, Worker, WorkerLimits
+
+UNBOUNDED = 1e6
+"""Seconds. Sub-calls, tools and the rollout have their own deadlines."""
+CALLS = 100_000
+_LOAD = {
+    "none": "None",
+    "text": "open({name!r}, encoding='utf-8', errors='replace', newline='').read()",
+    "json": "__import__('json').load(open({name!r}, encoding='utf-8'))",
+    "bytes": "open({name!r}, 'rb').read()",
+    "folder": "__import__('pathlib').Path({name!r}).resolve()",
+}
+_BATCH = '''
+def _prelude():
+    import builtins, sys
+    most = 3 << 20
+    def llm_batch(prompts, system=None, max_tokens=None):
+        """Call many sub-models at once. Return their texts in order, None for each that failed; see stderr."""
+        prompts = list(prompts)
+        found, part, size = [], [], 0
+        for at, prompt in enumerate(prompts):
+            part.append(prompt)
+            size += 6 * len(prompt) if isinstance(prompt, str) and not prompt.isascii() else 2 * len(str(prompt))
+            if size > most or at + 1 == len(prompts):
+                found += _llm_batch(part, system, max_tokens)
+                part, size = [], 0
+        failed = [(at, one["error"]) for at, one in enumerate(found) if "error" in one]
+        if failed:
+            at, why = failed[0]
+            print(f"llm_batch: {len(failed)} of {len(found)} failed; #{at}: {why}", file=sys.stderr)
+        return [one.get("text") for one in found]
+    builtins.llm_batch = llm_batch
+_prelude()
+del _prelude
+'''
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a cell, as the model sees it."""
+
+    text: str
+    status: str
+    timed_out: bool = False
+    recovered: str = "none"
+
+
+class Repl(Protocol):
+    """A persistent interpreter for a model's code."""
+
+    functions: ReplFunctions
+
+    async def run(self, code: str) -> CellResult: ...
+
+    async def close(self) -> None: ...
+
+
+def worker_limits(options: RlmOptions) -> WorkerLimits:
+    return WorkerLimits(
+        wall=options.cell_seconds, memory=options.cell_memory, display=max(16, options.max_output), calls=CALLS
+    )
+
+
+class PythonRepl:
+    """A Python worker in a sandbox."""
+
+    def __init__(
+        self, worker: Worker, functions: ReplFunctions, placed: PlacedContext, options: RlmOptions
+    ) -> None:
+        self.functions = functions
+        self._worker = worker
+        self._placed = placed
+        self._options = options
+        self._seen = 0
+        self._cells = 0
+        """Number of cells that the model started."""
+
+    @classmethod
+    async def open(
+        cls,
+        sandbox: Sandbox,
+        functions: ReplFunctions,
+        placed: PlacedContext,
+        options: RlmOptions,
+        limits: WorkerLimits,
+    ) -> "PythonRepl":
+        async def read_file(name: str) -> bytes:
+            return await sandbox.read(name, limit=MOST_PART, timeout=60.0)
+
+        functions.read_file = read_file
+        worker = await Worker.open(sandbox, limits=limits, functions=_functions(functions))
+        repl = cls(worker, functions, placed, options)
+        try:
+            trouble, _ = await repl._prelude()
+            if trouble:
+                raise TaskError(f"the context could not be loaded into Python: {trouble}")
+        except BaseException:
+            await worker.close()
+            raise
+        return repl
+
+    async def run(self, code: str) -> CellResult:
+        try:
+            return await self._run(code)
+        except WorkerRecoveryError as error:
+            error.after_cell = self._cells > 0  # loading the context is a cell too, but not one of the policy
+            raise
+
+    async def _run(self, code: str) -> CellResult:
+        before = ""
+        if await self._worker.ready() != self._seen:  # the state was lost between two cells
+            before = _back(*await self._prelude())
+        self._cells += 1
+        cell = await self._worker.run(code)
+        after = _back(*await self._prelude()) if cell.recovered == "reset" else ""
+        notice = " ".join(filter(None, (before, cell.notice, after)))
+        cell = msgspec.structs.replace(cell, notice=notice)
+        return CellResult(
+            text=render_cell(cell, self._options.max_output),
+            status=cell.status,
+            timed_out=cell.status == "time_limit",
+            recovered=cell.recovered,
+        )
+
+    async def _prelude(self) -> tuple[str, str]:
+        """Load the context. Return an error message, or an empty string, and the worker's notice."""
+        load = f"context = {_LOAD[self._placed.kind].format(name=self._placed.name)}"
+        # Loading has its own time limit, since the model did not ask for it.
+        cell = await self._worker.run(_BATCH + load, limits=CellLimits(wall=120.0))
+        self._seen = self._worker.losses
+        if cell.ok:
+            return "", cell.notice
+        return (cell.error or cell.detail or cell.status).strip().splitlines()[-1], cell.notice
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+
+def _back(trouble: str, notice: str) -> str:
+    fields = f"`context` could not be loaded again: {trouble}." if trouble else "`context` was loaded again."
+    return f"{notice} {fields}".strip()
+
+
+def _functions(functions: ReplFunctions) -> dict[str, HostFunction]:
+    def bind_arguments(name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await functions.tool(name, args, kwargs)
+
+        return call
+
+    calls: dict[str, Any] = {
+        "llm": functions.llm,
+        "_llm_batch": functions.llm_batch,
+        "answer": functions.answer,
+        "budget": functions.budget,
+        **({"rlm": functions.rlm} if functions.tree.options.max_depth >= 2 else {}),
+        **{name: bind_arguments(name) for name in functions.tools},
+    }
+    assert all(inspect.iscoroutinefunction(call) for call in calls.values())
+    return {name: HostFunction(call=call, timeout=UNBOUNDED) for name, call in calls.items()}

@@ -1,0 +1,79 @@
+"""Call the environment's tools from a REPL or on behalf of a sub-model.
+
+Arguments are checked against the tool's schema, and every call has a deadline. Exceptions of a tool become
+`CallFailed` for the caller. Rookery's own errors, an exhausted budget and cancellation propagate.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rookery.core import RookeryError, ToolCall, Truncation
+from rookery.core.errors import describe
+from rookery.environments.context import Context
+from rookery.environments.rlm.budget import CallFailed
+from rookery.environments.rlm.timing import within
+from rookery.environments.text import clip, render
+from rookery.environments.threads import run_in_thread
+from rookery.environments.tools import InvalidArguments, Tool
+
+CALL_SECONDS = 60.0
+
+
+async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
+    """Call a tool with JSON arguments and return its result; raise `CallFailed`."""
+    ctx.tool_calls += 1
+    try:
+        found = tool.parse(arguments)
+    except InvalidArguments as problem:
+        raise CallFailed(str(problem)) from None
+    limit = tool.timeout or ctx.limits.call or CALL_SECONDS
+    return await within(ctx, limit, _invoked(ctx, tool, found, limit), tool.name)
+
+
+async def _invoked(ctx: Context, tool: Tool, arguments: dict[str, Any], limit: float) -> Any:
+    try:
+        if tool.blocking:
+            value, error = await run_in_thread(tool.name, lambda: tool.invoke(arguments, ctx, limit))
+            if error is not None:
+                raise error
+        else:
+            value = tool.invoke(arguments, ctx, limit)
+        return await value if inspect.isawaitable(value) else value
+    except (RookeryError, Truncation, CallFailed):
+        raise
+    except Exception as error:
+        raise CallFailed(f"{tool.name} failed: {describe(error)}") from error
+
+
+def to_plain_data(value: Any) -> Any:
+    """Return `value` if it can be encoded as JSON, otherwise its text."""
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return render(value)
+    return value
+
+
+def bind_arguments(tool: Tool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Encode positional and keyword arguments as a JSON object by parameter name."""
+    names = list(tool.parameters.get("properties", {}))
+    if len(args) > len(names):
+        raise CallFailed(f"{tool.name} takes {len(names)} arguments, not {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise CallFailed(f"{tool.name} got {', '.join(sorted(twice))} twice")
+    return msgspec.json.encode({**given, **kwargs}).decode()
+
+
+async def run_sub_model_tool(ctx: Context, tools: Mapping[str, Tool], call: ToolCall, limit: int) -> str:
+    """Run a tool call of a sub-model and return the text of its result message."""
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"There is no tool named {clip(call.name, 100)!r}. The tools are: {', '.join(tools) or 'none'}."
+    try:
+        return clip(render(await call_tool(ctx, tool, call.arguments)), limit)
+    except CallFailed as problem:
+        return clip(str(problem), limit)

@@ -1,0 +1,162 @@
+"""The tools `bash` and `submit`: a shell in the attempt's sandbox that keeps its state between calls.
+
+The model sees output, errors, the exit code and, if the command was killed, why. Long output is cut in the
+middle. A shell that ended is replaced, and the model is told that its state is lost. The first call opens
+sandbox and shell.
+"""
+
+import asyncio
+import shlex
+from typing import Final
+
+from rookery.core import ExecResult, SandboxError
+from rookery.environments.context import Context
+from rookery.environments.swe.tool_config import ToolConfig
+from rookery.environments.text import clip
+from rookery.environments.tools import CallLimit, Tool
+from rookery.sandboxes.protocol import Shell
+
+SHELL: Final = "swe.shell"
+FOLDER: Final = "swe.folder"
+"""Key of the shell's start directory in the attempt's state."""
+SUBMITTED: Final = "swe.submitted"
+GRACE: Final = 30.0
+"""Seconds past the limit of a command by which the sandbox must have ended it; else the sandbox counts as lost."""
+_MIN_SECONDS: Final = 0.05
+
+
+async def run_bash(ctx: Context, command: str, seconds: float) -> ExecResult:
+    """Run a command in the attempt's shell; raise `SandboxError` if the sandbox is lost."""
+    shell: Shell | None = ctx.state.get(SHELL)
+    if shell is None:
+        shell = ctx.state[SHELL] = await (await ctx.sandbox()).shell()
+    wall = max(_MIN_SECONDS, min(seconds, ctx.remaining))
+    try:
+        async with asyncio.timeout(wall + GRACE):
+            result = await shell.run(_enter_directory(ctx) + command, timeout=wall)
+    except TimeoutError as error:
+        raise SandboxError(f"the shell did not respond within {GRACE:g} s after a limit of {wall:g} s") from error
+    if result.status == "lost":
+        raise SandboxError(f"the sandbox was lost while it ran a command: {result.detail or 'no detail'}")
+    _count(ctx, "bash_calls")
+    if result.status != "exited":
+        _count(ctx, f"bash/{result.status}")
+    return result
+
+
+def _enter_directory(ctx: Context) -> str:
+    """Return a prefix that moves a new shell, also a replaced one, to the start directory.
+
+    It is on the command's first line, so that line numbers in bash's messages stay right.
+    """
+    folder = ctx.state.get(FOLDER)
+    if not folder:
+        return ""
+    return f'[ -n "${{_begun-}}" ] || {{ _begun=1; cd -- {shlex.quote(folder)}; }}; '
+
+
+def render_result(result: ExecResult, limit: int) -> str:
+    """Render output, errors and ending for the model, in about `limit` bytes."""
+    out, err = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+    # Each stream gets half of the limit, plus what the other one does not need.
+    sizes = (len(result.stdout), len(result.stderr))
+    half = limit // 2
+    room_err = max(half, limit - sizes[0])
+    room_out = max(half, limit - sizes[1])
+    parts = []
+    if out:
+        parts.append(_end_line(clip(out, room_out, result.stdout_dropped)))
+    if err:
+        parts.append(f"[stderr]\n{_end_line(clip(err, room_err, result.stderr_dropped))}")
+    parts.append(_describe_ending(result))
+    return "".join(parts)
+
+
+def _end_line(text: str) -> str:
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+def _describe_ending(result: ExecResult) -> str:
+    if result.status == "exited":
+        ending = f"exit code {result.exit_code}"
+    elif result.status == "signaled":
+        ending = f"ended by signal {result.signal}"
+    elif result.status == "time_limit":
+        ending = "killed: the time limit was reached"
+    else:
+        ending = f"killed: the {result.status.replace('_', ' ')} was reached"
+    return f"[{ending}{f'; {result.detail}' if result.detail else ''}]"
+
+
+def has_marker(result: ExecResult, marker: str) -> bool:
+    """Return whether a successful command printed the marker as its first or last line."""
+    if not marker or not result.ok:
+        return False
+    lines = [line for line in result.stdout.decode(errors="replace").splitlines() if line.strip()]
+    return bool(lines) and marker in (lines[0].strip(), lines[-1].strip())
+
+
+def bash_tool(tooling: ToolConfig) -> Tool:
+    """Make the tool from its configuration."""
+    own = tooling.bash
+
+    async def call(ctx: Context, command: str, seconds: float) -> str:
+        result = await run_bash(ctx, command, seconds)
+        if has_marker(result, tooling.marker):
+            ctx.state[SUBMITTED] = True
+        return render_result(result, own.output)
+
+    async def bash(command: str, ctx: Context, limit: CallLimit, timeout: float | None = None) -> str:
+        """Run a command in a bash shell and return its output and exit code. The working directory, variables,
+        functions and background jobs persist between calls. There is no terminal and no input.
+
+        Args:
+            command: One or more lines of bash.
+            timeout: Seconds after which the command is killed, if less than the default limit.
+        """
+        wanted = limit if timeout is None or not timeout > 0 else min(limit, timeout)
+        return await call(ctx, command, wanted)
+
+    async def execute_bash(command: str, ctx: Context, limit: CallLimit) -> str:
+        """Run a command in a bash shell and return its output and exit code. The working directory, variables,
+        functions and background jobs persist between calls. There is no terminal and no input.
+
+        Args:
+            command: One or more lines of bash.
+        """
+        return await call(ctx, command, limit)
+
+    function = bash if tooling.timeouts else execute_bash
+    return Tool(
+        function,
+        name=own.name or "bash",
+        description=_describe_tool(own.description, tooling),
+        timeout=own.timeout,
+    )
+
+
+def _describe_tool(description: str, tooling: ToolConfig) -> str | None:
+    """Return the tool's description, with how to submit if the marker is used."""
+    if not tooling.marker:
+        return description or None
+    plain = description or (
+        "Run a command in a bash shell and return its output and exit code. The working directory, "
+        "variables, functions and background jobs persist between calls. There is no terminal and no input."
+    )
+    return f"{plain} When you are done, submit with: echo {tooling.marker}"
+
+
+def submit_tool(tooling: ToolConfig) -> Tool:
+    """Make the tool from its configuration."""
+    own = tooling.submit
+
+    async def submit(ctx: Context) -> str:
+        """Submit your work for grading. You cannot change it afterwards."""
+        ctx.state[SUBMITTED] = True
+        return "Submitted."
+
+    return Tool(submit, name=own.name or "submit", description=own.description or None, timeout=own.timeout)
+
+
+def _count(ctx: Context, name: str) -> None:
+    ctx.metrics[name] = ctx.metrics.get(name, 0.0) + 1

@@ -1,0 +1,245 @@
+"""The tool `edit`: view, create, replace, insert, undo.
+
+Invalid paths, files and arguments are observations for the model. A file keeps its mode, encoding and line
+endings. Undo reverts the last edit of a file, unless something else changed the file since. The undo history is
+bounded.
+"""
+
+from collections import deque
+from hashlib import blake2b
+from typing import Final, Literal
+
+from rookery.environments.context import Context
+from rookery.environments.swe import text_file
+from rookery.environments.swe.bash_tool import FOLDER
+from rookery.environments.swe.sandbox_files import MAX_FILE, MAX_LISTED, FileState, SandboxFiles
+from rookery.environments.swe.text_file import EditRefused
+from rookery.environments.swe.tool_config import ToolConfig
+from rookery.environments.text import clip
+from rookery.environments.tools import CallLimit, Tool
+
+MAX_REMEMBERED: Final = 8 << 20
+"""Bytes of the undo history, over all files of an attempt."""
+MAX_EDITS: Final = 100
+CONTEXT_LINES: Final = 4
+"""Lines shown before and after an edit."""
+EDITOR: Final = "swe.editor"
+WAIT: Final = 30.0
+
+
+class _Edit:
+    """One entry of the undo history."""
+
+    __slots__ = ("after", "before", "path")
+
+    def __init__(self, path: str, before: bytes | None, after: bytes) -> None:
+        self.path = path
+        self.before = before
+        """Previous content, or None if the file was new."""
+        self.after = _digest(after)
+
+    @property
+    def size(self) -> int:
+        return len(self.before or b"") + 256
+
+
+class Editor:
+    """The editor of one attempt."""
+
+    def __init__(self, files: SandboxFiles, limit: int, *, create_parents: bool = False) -> None:
+        self._files = files
+        self._create_parents = create_parents
+        self._limit = limit
+        """Maximum bytes of a result."""
+        self._edits: deque[_Edit] = deque()
+        self._size = 0
+
+    async def view(self, path: str, view_range: list[int] | None) -> str:
+        path = self._files.path(path)
+        found = await self._files.look(path)
+        if found.listing is not None:
+            if view_range is not None:
+                raise EditRefused(f"{path} is a directory: view_range is for files only.")
+            return self._render_listing(path, found.listing)
+        file = text_file.decode_file(self._get_data(path, found))
+        first, last = text_file.resolve_range(file.text, view_range)
+        notes = []
+        if file.encoding != "utf-8":
+            notes.append("not UTF-8" if file.encoding == "latin-1" else file.encoding.upper())
+        if file.crlf:
+            notes.append("CRLF line ends")
+        count = len(text_file.split_lines(file.text))
+        note = f" ({', '.join(notes)})" if notes else ""
+        if not count:
+            return f"{path} is empty."
+        head = f"{path}{note}, lines {first} to {last} of {count}:\n"
+        return head + clip(text_file.number_lines(file.text, first, last), self._limit)
+
+    def _render_listing(self, path: str, listing: str) -> str:
+        cut = "" if len(listing.encode()) < MAX_LISTED else "\n… listing truncated …"
+        names = clip(listing.rstrip("\n"), self._limit)
+        return f"{path}, two levels deep, without hidden files:\n{names or '(nothing)'}{cut}"
+
+    async def create(self, path: str, file_text: str | None) -> str:
+        if file_text is None:
+            raise EditRefused("create needs file_text, the content of the file.")
+        path = self._files.path(path)
+        data = file_text.encode("utf-8", "replace")
+        if self._create_parents:
+            if len(data) > MAX_FILE:
+                raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
+            await self._files.make_parents(path)
+        found = await self._files.look(path)
+        self._refuse_directory(path, found)
+        await self._write(path, found, data)
+        lines = len(text_file.split_lines(file_text))
+        done = "was written" if found.data is None else "was replaced"
+        return f"{path} {done}: {lines} line{'' if lines == 1 else 's'}, {len(data)} bytes."
+
+    async def replace(self, path: str, old_str: str | None, new_str: str | None) -> str:
+        if old_str is None:
+            raise EditRefused("old_str is required; new_str, its replacement, defaults to nothing.")
+        path = self._files.path(path)
+        found = await self._files.look(path)
+        file = text_file.decode_file(self._get_data(path, found))
+        text, line = text_file.replace_once(file, old_str, new_str or "")
+        await self._write(path, found, file.encode(text))
+        return self._show_around(path, text, line, (new_str or "").count("\n"))
+
+    async def insert(self, path: str, insert_line: int | None, new_str: str | None) -> str:
+        if insert_line is None or new_str is None:
+            raise EditRefused("insert needs new_str and insert_line, the line to insert after (0 for the start).")
+        path = self._files.path(path)
+        found = await self._files.look(path)
+        file = text_file.decode_file(self._get_data(path, found))
+        text = text_file.insert_lines(file, insert_line, new_str)
+        await self._write(path, found, file.encode(text))
+        return self._show_around(path, text, insert_line + 1, new_str.removesuffix("\n").count("\n"))
+
+    async def undo(self, path: str) -> str:
+        path = self._files.path(path)
+        edit = next((edit for edit in reversed(self._edits) if edit.path == path), None)
+        if edit is None:
+            raise EditRefused(f"There is no edit of {path} to undo.")
+        found = await self._files.look(path)
+        if found.data is None or _digest(found.data) != edit.after:
+            raise EditRefused(f"{path} was changed by something else since: the edit cannot be undone.")
+        if edit.before is None:
+            await self._files.remove(path)
+        else:
+            await self._files.put(path, edit.before, found)
+        self._edits.remove(edit)
+        self._size -= edit.size
+        return f"The last edit of {path} was undone{': the file was deleted' if edit.before is None else ''}."
+
+    async def _write(self, path: str, found: FileState, data: bytes) -> None:
+        await self._files.put(path, data, found)
+        edit = _Edit(path, found.data, data)
+        self._edits.append(edit)
+        self._size += edit.size
+        while self._edits and (self._size > MAX_REMEMBERED or len(self._edits) > MAX_EDITS):
+            self._size -= self._edits.popleft().size
+
+    def _show_around(self, path: str, text: str, line: int, more: int) -> str:
+        count = len(text_file.split_lines(text))
+        if not count:
+            return f"{path} was edited; it is now empty."
+        first, last = max(1, line - CONTEXT_LINES), min(count, line + more + CONTEXT_LINES)
+        shown = text_file.number_lines(text, first, last)
+        return f"{path} was edited; lines {first} to {last} are now:\n{clip(shown, self._limit)}"
+
+    @staticmethod
+    def _refuse_directory(path: str, found: FileState) -> None:
+        if found.listing is not None:
+            raise EditRefused(f"{path} is a directory.")
+
+    def _get_data(self, path: str, found: FileState) -> bytes:
+        self._refuse_directory(path, found)
+        if found.data is None:
+            raise EditRefused(f"{path} does not exist.")
+        return found.data
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+async def _run_edit(
+    ctx: Context,
+    limit: float,
+    tooling: ToolConfig,
+    command: str,
+    path: str,
+    file_text: str | None,
+    old_str: str | None,
+    new_str: str | None,
+    insert_line: int | None,
+    view_range: list[int] | None,
+) -> str:
+    editor: Editor | None = ctx.state.get(EDITOR)
+    if editor is None:
+        sandbox = await ctx.sandbox()
+        folder = str(ctx.state.get(FOLDER) or ctx.spec.workdir or "/")
+        seconds = max(1.0, min(limit, WAIT))
+        editor = ctx.state[EDITOR] = Editor(
+            SandboxFiles(sandbox, folder, seconds), tooling.edit.output, create_parents=tooling.create_parents
+        )
+    try:
+        match command:
+            case "view":
+                return await editor.view(path, view_range)
+            case "create":
+                return await editor.create(path, file_text)
+            case "insert":
+                return await editor.insert(path, insert_line, new_str)
+            case "undo" | "undo_edit":
+                return await editor.undo(path)
+            case _:
+                return await editor.replace(path, old_str, new_str)
+    except EditRefused as refused:
+        ctx.metrics["edits_refused"] = ctx.metrics.get("edits_refused", 0.0) + 1
+        return clip(str(refused), tooling.edit.output)
+
+
+_SHORT: Final = ("replace", "undo", Literal["view", "create", "replace", "insert", "undo"])
+_LONG: Final = ("str_replace", "undo_edit", Literal["view", "create", "str_replace", "insert", "undo_edit"])
+_DOCSTRING: Final = """\
+View and edit files: `view` shows a file with line numbers, or lists a directory; `create` writes a whole \
+file{create}; `{replace}` replaces old_str, which must occur exactly once, with new_str; `insert` inserts new_str \
+after the line insert_line; `{undo}` reverts the last edit of a file.
+
+Args:
+    command: What to do.
+    path: The file or directory, absolute or relative to the working directory.
+    file_text: For create: the whole content.
+    old_str: For {replace}: the text to replace, exactly as it is in the file.
+    new_str: For {replace} and insert: the new text.
+    insert_line: For insert: the line to insert after; 0 is the start of the file.
+    view_range: For view of a file: [first, last]; -1 means the last line.
+"""
+
+
+def edit_tool(tooling: ToolConfig) -> Tool:
+    """Make the tool from its configuration."""
+
+    async def edit(
+        command: str,
+        path: str,
+        ctx: Context,
+        limit: CallLimit,
+        file_text: str | None = None,
+        old_str: str | None = None,
+        new_str: str | None = None,
+        insert_line: int | None = None,
+        view_range: list[int] | None = None,
+    ) -> str:
+        return await _run_edit(
+            ctx, limit, tooling, command, path, file_text, old_str, new_str, insert_line, view_range
+        )
+
+    replace, undo, commands = _LONG if tooling.editor_words == "long" else _SHORT
+    create = ", and creates missing parent directories" if tooling.create_parents else ""
+    edit.__doc__ = _DOCSTRING.format(replace=replace, undo=undo, create=create)
+    edit.__annotations__["command"] = commands
+    own = tooling.edit
+    return Tool(edit, name=own.name or "edit", description=own.description or None, timeout=own.timeout)

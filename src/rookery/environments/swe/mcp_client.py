@@ -1,0 +1,414 @@
+"""MCP servers as tools of the policy.
+
+A server that is a command runs in the attempt's sandbox as the agent's user. All that it sends is bounded; too
+much ends the connection. If a server in the sandbox dies or sends invalid data, that is an observation. If a
+server of the run, named by a URL, is unreachable, that is an infrastructure failure (`tool.unreachable`). Each
+connection lives in one asyncio task, from opening to closing. Tool names that clash or are invalid for models
+are changed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from rookery.core import RookeryError, TaskError, ToolSchema, UsageError
+from rookery.core.errors import describe, unwrap_group
+from rookery.environments.context import Context
+from rookery.environments.swe.mcp_config import McpServer
+from rookery.environments.text import clip
+from rookery.environments.tools import InvalidArguments, Tool
+from rookery.sandboxes.protocol import Command, Process, Sandbox
+
+if TYPE_CHECKING:
+    from mcp import ClientSession
+
+MAX_LINE: Final = 4 << 20
+MAX_TOOLS: Final = 128
+MAX_PAGES: Final = 16
+MAX_SCHEMA: Final = 64 << 10
+CLOSE_SECONDS: Final = 5.0
+LIFETIME: Final = 7 * 86_400.0
+"""Time limit of a server's process, in seconds. The sandbox ends much earlier."""
+_INVALID_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class ServerGone(Exception):  # noqa: N818  (an observation if the server runs in the sandbox)
+    """The server ended or could not be started."""
+
+
+class McpConnection:
+    """The connection to one server, for one attempt."""
+
+    def __init__(self, server: McpServer, sandbox: Sandbox | None, folder: str | None = None) -> None:
+        self.server = server
+        self._sandbox = sandbox
+        self._folder = server.cwd or folder
+        """Working directory of a server in the sandbox; None means the sandbox's default."""
+        self._closing = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[list[Any]] = loop.create_future()
+        self._session: ClientSession | None = None
+        self._stderr: deque[bytes] = deque(maxlen=20)
+        """The last chunks of its stderr."""
+        self._failure = ""
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[Any]:
+        """Connect and return the server's tools; raise `ServerGone` on failure."""
+        self._task = asyncio.create_task(self._run(), name=f"mcp {self.server.name}")
+        try:
+            async with asyncio.timeout(self.server.start_timeout):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.close()
+            raise ServerGone(
+                f"it did not respond within {self.server.start_timeout:g} s{self._quote_stderr()}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def reopen(self) -> None:
+        """Restart a server in the sandbox, which grading has killed; raise `ServerGone` on failure."""
+        await self.close()
+        self._closing = asyncio.Event()
+        self._ready = asyncio.get_running_loop().create_future()
+        self._failure = ""
+        self._stderr.clear()
+        await self.open()
+
+    async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> Any:
+        """Call a tool and return the server's response; raise `ServerGone` if the server has ended."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        if self._session is None or self._task is None or self._task.done():
+            raise ServerGone(self._failure or f"it has ended{self._quote_stderr()}")
+        try:
+            return await self._session.call_tool(name, arguments, read_timeout_seconds=seconds)
+        except MCPError as error:
+            # An error response is a result; a closed connection means that the server ended.
+            if error.code == CONNECTION_CLOSED:
+                raise ServerGone(self._failure or f"it has ended{self._quote_stderr()}") from error
+            raise
+
+    async def close(self) -> None:
+        """Close the connection and end the server, within a bounded time."""
+        self._closing.set()
+        task = self._task
+        if task is None:
+            return
+        # Before the session is ready, the task does not check `_closing`.
+        done, _ = (
+            await asyncio.wait({task}, timeout=CLOSE_SECONDS) if self._session is not None else (set(), {task})
+        )
+        if not done:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+
+    def _quote_stderr(self) -> str:
+        text = " ".join(b"".join(self._stderr).decode(errors="replace").split())[-300:]
+        return f": {text}" if text else ""
+
+    async def _run(self) -> None:
+        """Run the connection from opening to closing. The SDK's cancel scopes must be left in the same task."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                read, write = await stack.enter_async_context(self._transport())
+                await self._serve(stack, read, write)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever is raised, the server is gone)
+            single = unwrap_group(error)
+            typed = single if isinstance(single, RookeryError | ServerGone) else None
+            self._fail(typed or ServerGone(f"{describe(single)}{self._quote_stderr()}"))
+        finally:
+            self._session = None
+            self._fail(ServerGone(self._failure or f"it has ended{self._quote_stderr()}"))
+
+    async def _serve(self, stack: contextlib.AsyncExitStack, read: Any, write: Any) -> None:
+        from mcp import ClientSession
+
+        session = await stack.enter_async_context(ClientSession(read, write))
+        await session.initialize()
+        tools = await _list_tools(session)
+        self._session = session
+        if not self._ready.done():
+            self._ready.set_result(tools)
+        await self._closing.wait()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failure:
+            self._failure = str(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # mark it as retrieved
+
+    def _transport(self) -> contextlib.AbstractAsyncContextManager[tuple[Any, Any]]:
+        return self._over_http() if self.server.url else self._in_sandbox()
+
+    @contextlib.asynccontextmanager
+    async def _over_http(self) -> AsyncIterator[tuple[Any, Any]]:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        headers = {name: os.environ.get(variable, "") for name, variable in self.server.headers_env.items()}
+        # Each call has its own time limit, so the stream may be silent for any time.
+        timeout = httpx2.Timeout(self.server.start_timeout, read=None)
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=timeout) as client,
+            streamable_http_client(self.server.url, http_client=client) as streams,
+        ):
+            yield streams[0], streams[1]
+
+    @contextlib.asynccontextmanager
+    async def _in_sandbox(self) -> AsyncIterator[tuple[Any, Any]]:
+        import anyio
+
+        assert self._sandbox is not None
+        server = self.server
+        process = await self._sandbox.start(
+            Command(argv=server.command, env=server.env, cwd=self._folder, wall=LIFETIME)
+        )
+        try:
+            into, read = anyio.create_memory_object_stream[Any](0)
+            write, out_of = anyio.create_memory_object_stream[Any](0)
+            async with into, read, write, out_of, anyio.create_task_group() as group:
+                group.start_soon(self._read_output, process, into)
+                group.start_soon(self._write_input, process, out_of, into)
+                try:
+                    yield read, write
+                finally:
+                    group.cancel_scope.cancel()
+        finally:
+            with contextlib.suppress(RookeryError, TimeoutError):
+                await process.kill()
+
+    async def _read_output(self, process: Process, into: Any) -> None:
+        """Forward the server's stdout to the session line by line, and close the stream at its end."""
+        import anyio
+        from mcp.shared.message import SessionMessage
+        from mcp_types import jsonrpc_message_adapter
+
+        line = bytearray()
+        async with into:
+            async for stream, data in process.output():
+                if stream == "stderr":
+                    self._stderr.append(data[-2000:])
+                    continue
+                line += data
+                *whole, rest = line.split(b"\n")
+                line = rest
+                if len(line) > MAX_LINE or any(len(one) > MAX_LINE for one in whole):
+                    self._failure = f"it sent a message of more than {MAX_LINE >> 20} MB"
+                    return
+                for one in whole:
+                    if not one.strip():
+                        continue
+                    try:
+                        message: Any = SessionMessage(
+                            jsonrpc_message_adapter.validate_json(bytes(one), by_name=False)
+                        )
+                    except ValueError as error:
+                        message = error  # the session handles exceptions
+                    try:
+                        await into.send(message)
+                    except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                        return
+
+    @staticmethod
+    async def _write_input(process: Process, out_of: Any, into: Any) -> None:
+        async with out_of:
+            async for message in out_of:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                try:
+                    await process.send(text.encode() + b"\n")
+                except (BrokenPipeError, OSError, RookeryError):
+                    await into.aclose()
+                    return
+
+
+async def _list_tools(session: "ClientSession") -> list[Any]:
+    from mcp_types import PaginatedRequestParams
+
+    found: list[Any] = []
+    cursor: str | None = None
+    for _ in range(MAX_PAGES):
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
+        found += page.tools
+        cursor = page.next_cursor
+        if not cursor or len(found) > MAX_TOOLS:
+            break
+    if len(found) > MAX_TOOLS or cursor:
+        raise ServerGone(f"it offers more than {MAX_TOOLS} tools")
+    return found
+
+
+class McpTool(Tool):
+    """A tool of an MCP server. The server validates the arguments; here they only have to be an object."""
+
+    def __init__(self, name: str, listed: Any, connection: McpConnection) -> None:
+        self.name = self.__name__ = self.__qualname__ = name
+        self.server_name: str = listed.name
+        self._connection = connection
+        self.timeout = connection.server.timeout
+        self.blocking = self.method = False
+        self._context_name, self._limit_name = None, "limit"
+        parameters = dict(listed.input_schema or {})
+        if len(json.dumps(parameters, default=str)) > MAX_SCHEMA:
+            raise ServerGone(f"the schema of its tool {listed.name!r:.80} is larger than {MAX_SCHEMA >> 10} KB")
+        parameters.setdefault("type", "object")
+        parameters.setdefault("properties", {})
+        self._shown = clip(json.dumps(parameters, default=str), 1000)
+        self.schema = ToolSchema(name, clip(listed.description or "", 4096), parameters)
+        self.function = self._called
+
+    def parse(self, arguments: str) -> dict[str, Any]:
+        text = arguments if arguments.strip() else "{}"
+        problem = "they must be a JSON object with the arguments by name"
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            found, problem = None, f"they are not valid JSON ({clip(describe(error), 300)})"
+        missing = [
+            name for name in self.parameters.get("required", ()) if isinstance(found, dict) and name not in found
+        ]
+        if missing:
+            problem = f"missing: {', '.join(map(str, missing))}"
+        if not isinstance(found, dict) or missing:
+            raise InvalidArguments(
+                f"The arguments of {self.name} are wrong: {problem}.\n"
+                f"They must be one JSON object of this schema: {self._shown}"
+            )
+        return found
+
+    def invoke(self, arguments: dict[str, Any], ctx: Context, limit: float) -> Any:  # noqa: ARG002
+        return self._called(arguments, limit)
+
+    async def _called(self, arguments: dict[str, Any], limit: float) -> str:
+        from mcp.shared.exceptions import MCPError
+
+        server = self._connection.server
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self._connection.call(self.server_name, arguments, limit)
+        except TimeoutError:
+            return f"{self.name} did not respond within its {limit:.3g} s."
+        except ServerGone as gone:
+            if server.url:
+                raise RookeryError(
+                    f"the MCP server {server.name!r} is unreachable: {gone}", cause="tool.unreachable"
+                ) from gone
+            return (
+                f"{self.name} is no longer available: the MCP server {server.name!r} in the sandbox ended: {gone}."
+            )
+        except (MCPError, RuntimeError, ValueError) as error:
+            return f"{self.name} failed: {clip(describe(error), server.output)}"
+        return clip(_render_response(answer), server.output)
+
+
+def _render_response(answer: Any) -> str:
+    """Render the response to a call as text."""
+    parts = []
+    for block in answer.content:
+        kind = getattr(block, "type", "")
+        if kind == "text":
+            parts.append(str(block.text))
+        elif kind == "resource" and getattr(block.resource, "text", None) is not None:
+            parts.append(str(block.resource.text))
+        else:
+            size = len(getattr(block, "data", "") or "")
+            parts.append(f"[{kind or 'something'} omitted: not text, {size} bytes]")
+    structured = getattr(answer, "structured_content", None)
+    if not parts and structured is not None:
+        parts.append(json.dumps(structured, ensure_ascii=False, default=str))
+    text = "\n".join(parts) or "(no output)"
+    return f"The tool reported an error: {text}" if answer.is_error else text
+
+
+class McpServers:
+    """All MCP servers of an attempt."""
+
+    def __init__(self) -> None:
+        self._open: list[McpConnection] = []
+
+    async def open(
+        self,
+        run: Iterable[McpServer],
+        task: Iterable[McpServer],
+        sandbox: Sandbox | None,
+        taken: Iterable[str],
+        folder: str | None = None,
+    ) -> dict[str, Tool]:
+        """Start the servers and return their tools by name.
+
+        A server of the task that does not start is the task's fault.
+        """
+        names = set(taken)
+        found: dict[str, Tool] = {}
+        for server, own in [*((one, False) for one in run), *((one, True) for one in task)]:
+            connection = McpConnection(server, sandbox, folder)
+            self._open.append(connection)
+            try:
+                listed = await connection.open()
+                for name, tool in _make_tools(server, listed, connection, names).items():
+                    found[name] = tool
+                    names.add(name)
+            except ServerGone as gone:
+                text = f"the MCP server {server.name!r} could not be started: {gone}"
+                if own:
+                    raise TaskError(text, cause="task.setup") from gone
+                raise RookeryError(text, cause="tool.unreachable") from gone
+        return found
+
+    async def reopen(self) -> list[str]:
+        """Restart the servers in the sandbox. Return a message for each failure; their tools then report it."""
+        text = []
+        for connection in self._open:
+            if connection.server.command:
+                try:
+                    await connection.reopen()
+                except ServerGone as gone:
+                    text.append(f"{connection.server.name}: {gone}")
+        return text
+
+    async def close(self) -> None:
+        """Close all connections concurrently."""
+        opened, self._open = self._open, []
+        if opened:
+            await asyncio.gather(*(connection.close() for connection in opened))
+
+
+def _make_tools(
+    server: McpServer, listed: list[Any], connection: McpConnection, taken: set[str]
+) -> dict[str, Tool]:
+    offered = {tool.name for tool in listed}
+    if server.tools is not None and (missing := sorted(set(server.tools) - offered)):
+        raise ServerGone(f"it has no tool {missing[0]!r}; it offers {', '.join(sorted(offered))[:300] or 'none'}")
+    found: dict[str, Tool] = {}
+    for tool in listed:
+        if server.tools is not None and tool.name not in server.tools:
+            continue
+        name = _INVALID_CHARACTERS.sub("_", tool.name)[:64] or "tool"
+        if name in taken or name in found:
+            name = _INVALID_CHARACTERS.sub("_", f"{server.name}_{tool.name}")[:64]
+        number = 2
+        while name in taken or name in found:
+            name = f"{name[:60]}_{number}"
+            number += 1
+        found[name] = McpTool(name, tool, connection)
+    return found
+
+
+def check_mcp_sdk() -> None:
+    """Raise `UsageError` if the MCP SDK is not installed."""
+    try:
+        import mcp  # noqa: F401
+        import mcp_types  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"MCP servers need the `mcp` package: pip install 'rookery-rl[mcp]' ({error})") from None

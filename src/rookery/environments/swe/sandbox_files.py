@@ -1,0 +1,213 @@
+"""Read and replace files of a sandbox for the editor, with shell scripts that run in it as the agent's user.
+
+Paths are resolved inside the sandbox with the agent's permissions; no file of this machine is ever opened. File
+names are passed as arguments, never as shell code. A file is written to a temporary name and renamed over the
+old one, with its mode and owner. If that is impossible (other owner, hard links, read-only directory), it is
+written in place and restored on failure. A file that changed since it was read is not overwritten. Failures are
+reported with the system's message; only a lost sandbox raises.
+
+The image needs `sh` and the usual utilities (`stat`, `cat`, `mv`, `find`, …) of GNU or BusyBox, but no Python.
+"""
+
+import posixpath
+import secrets
+from typing import Final, NamedTuple
+
+from rookery.core import ExecResult, SandboxError
+from rookery.environments.swe.text_file import EditRefused
+from rookery.sandboxes.protocol import Command, Sandbox
+
+MAX_FILE: Final = 4 << 20
+"""Maximum size of a file that can be edited, in bytes."""
+MAX_LISTED: Final = 64 << 10
+"""Maximum size of a directory listing, in bytes."""
+
+_LOOK: Final = """
+LC_ALL=C; export LC_ALL; p=$1
+if [ -d "$p" ]; then
+  printf 'folder\\n'
+  cd "$p" || exit 1
+  # Breadth first, so that the limit does not hide entries of the top level.
+  below() { find . "$@" -print0 2>/dev/null | tr '\\0\\n' '\\n?' | sed 's|^..||'; }
+  { below -mindepth 1 -maxdepth 1 ! -name '.*' -type d | sed 's|$|/|'
+    below -mindepth 1 -maxdepth 1 ! -name '.*' ! -type d
+    below -mindepth 2 -maxdepth 2 ! -path './.*' ! -name '.*'
+  } | head -c "$3"
+  exit 0
+fi
+if [ ! -e "$p" ]; then
+  if [ ! -L "$p" ] && [ -d "$(dirname -- "$p")" ] && [ -x "$(dirname -- "$p")" ]; then
+    printf 'missing\\n'; exit 0
+  fi
+  stat -L -c '' -- "$p" 2>&1 >/dev/null | sed 's|.*: ||'; exit 1
+fi
+[ -f "$p" ] || { echo 'it is not a plain file'; exit 1; }
+said=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || { printf '%s\\n' "$said"; exit 1; }
+[ -r "$p" ] || { echo 'Permission denied'; exit 1; }
+set -- "$p" "$2" $said
+[ "$4" -le "$2" ] || { printf 'large %s\\n' "$4"; exit 0; }
+printf 'file %s\\n' "$said"
+exec cat < "$p"
+"""
+"""Arguments: path, size limit, listing limit. Prints the type on the first line, then the content."""
+
+_PUT: Final = """
+LC_ALL=C; export LC_ALL; p=$1 was=$2 half=$3 mask=$4 mode=$5 owner=$6 links=$7
+fail() { [ -z "$t" ] || rm -f -- "$t"; printf '%s\\n' "$1" | sed 's|.*: ||'; exit "${2:-1}"; }
+t= real=$p
+if [ "$was" = new ]; then
+  # A dangling link points to the name to create.
+  if [ -L "$p" ]; then real=$(readlink -f -- "$p" 2>&1) || fail "$real"; fi
+  [ ! -e "$real" ] || fail 'the file has appeared meanwhile' 3
+else
+  if [ -L "$p" ]; then real=$(readlink -f -- "$p" 2>&1) || fail "$real"; fi
+  now=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || fail "$now"
+  [ "$now" = "$was" ] || fail 'the file has changed meanwhile' 3
+  [ -w "$p" ] || fail "$({ : >> "$p"; } 2>&1 || echo 'Permission denied')"
+fi
+if [ "$links" = 1 ]; then
+  umask "$mask"
+  h=${real%/*}/$half
+  # An invalid name or directory fails in the redirection; a full disk fails in cat.
+  if said=$( { set -C; cat > "$h"; } 2>&1); then t=$h
+  elif [ "$was" = new ] || [ -e "$h" ] || [ -w "${real%/*}/" ]; then t=$h; fail "$said"
+  else links=more; fi
+fi
+if [ -n "$t" ]; then
+  same=1
+  [ -z "$mode" ] || chmod "$mode" "$t" 2>/dev/null
+  if [ "$was" != new ] && ! { [ -O "$real" ] && [ -G "$real" ]; }; then
+    chown "$owner" "$t" 2>/dev/null && [ -n "$mode" ] && chmod "$mode" "$t" 2>/dev/null
+    [ "$(stat -c '%u:%g' -- "$t")" = "$owner" ] || same=
+  fi
+  if [ -n "$same" ]; then
+    said=$(mv -f -- "$t" "$real" 2>&1) || fail "$said"
+    exit 0
+  fi
+  said=$( { cat "$t" > "$real"; } 2>&1) || fail "$said" 4
+  rm -f -- "$t"; exit 0
+fi
+exit 5
+"""
+"""Arguments: path, the stat line printed by `_LOOK` or `new`, temporary name, umask, mode if it is not implied
+by the umask, owner, number of hard links. Reads the content from stdin. Exit codes: 3, someone else wrote the
+file; 4, written in part; 5, a rename is impossible and the file must be written in place."""
+
+_INTO: Final = """
+LC_ALL=C; export LC_ALL; t=
+said=$( { cat > "$1"; } 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 4; }
+"""
+_CLEAN: Final = 'r=$(readlink -f -- "$1") || r=$1; rm -f -- "$(dirname -- "$r")/$2"'
+_BACK: Final = 'exec cat > "$1"'
+_PARENTS: Final = """
+LC_ALL=C; export LC_ALL; umask 022; d=${1%/*}
+[ -z "$d" ] || [ -d "$d" ] || said=$(mkdir -p -- "$d" 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 1; }
+"""
+_REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
+
+
+class FileState(NamedTuple):
+    """What was found at a path."""
+
+    data: bytes | None = None
+    """Content of a file, or None if there is no file."""
+    stamp: str = "new"
+    listing: str | None = None
+    """Entries of a directory, one per line, or None."""
+
+
+class SandboxFiles:
+    """The files of one sandbox. `seconds` is the time limit of each script."""
+
+    def __init__(self, sandbox: Sandbox, folder: str, seconds: float) -> None:
+        self._sandbox = sandbox
+        self._folder = folder
+        self._seconds = seconds
+
+    def path(self, given: str) -> str:
+        """Return an absolute path, normalised unless it contains `..`; raise `EditRefused` if it is invalid."""
+        if not given.strip() or "\0" in given:
+            raise EditRefused(f"{given!r:.100} is not a path.")
+        if len(given.encode("utf-8", "replace")) > 4096:
+            raise EditRefused("The path is too long.")
+        joined = posixpath.join(self._folder, given)
+        return joined if ".." in joined.split("/") else posixpath.normpath(joined)
+
+    async def look(self, path: str, *, limit: int = MAX_FILE) -> FileState:
+        """Read the file or list the directory at a path; raise `EditRefused` if it cannot be read."""
+        result = await self._run(_LOOK, path, str(limit), str(MAX_LISTED), output=limit + (1 << 16))
+        head, _, rest = result.stdout.partition(b"\n")
+        kind, _, stamp = head.decode(errors="replace").partition(" ")
+        if not result.ok:
+            raise EditRefused(f"{path} cannot be read: {_said(result)}.")
+        if kind == "missing":
+            return FileState()
+        if kind == "folder":
+            return FileState(listing=rest.decode(errors="replace"))
+        if kind == "large":
+            raise EditRefused(f"{path} has {int(stamp):,} bytes, more than the limit of {limit:,}: use the shell.")
+        # Files in /proc and /sys report size 0 but have content.
+        if kind != "file" or result.stdout_dropped or int(stamp.split(" ")[1]) not in (0, len(rest)):
+            raise EditRefused(f"{path} cannot be read: it changed while it was read.")
+        return FileState(rest, stamp)
+
+    async def make_parents(self, path: str) -> None:
+        """Create missing parent directories; raise `EditRefused` on failure."""
+        result = await self._run(_PARENTS, path)
+        if not result.ok:
+            raise EditRefused(f"The directory of {path} cannot be created: {_said(result)}.")
+
+    async def put(self, path: str, data: bytes, found: FileState) -> None:
+        """Replace the file that `look` found. On failure raise `EditRefused` and leave the file unchanged."""
+        if len(data) > MAX_FILE:
+            raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
+        half = f".edit.{secrets.token_hex(8)}"
+        words = found.stamp.split(" ")
+        mode, owner, links = (int(words[2], 8), words[3], words[4]) if found.data is not None else (0o666, "", "1")
+        # New files get what the usual mask leaves; others their mode, which only chmod makes where it has an x.
+        mask, exact = (0o022, "") if found.data is None else (0o777 & ~mode, f"{mode:o}" if mode & ~0o666 else "")
+        result = await self._run(_PUT, path, found.stamp, half, f"{mask:03o}", exact, owner, links, stdin=data)
+        if result.status == "exited" and result.exit_code == 5:
+            result = await self._run(_INTO, path, stdin=data)
+        if result.ok:
+            return
+        killed = result.status != "exited"
+        if killed:
+            await self._run(_CLEAN, path, half)
+        if found.data is not None and (result.exit_code == 4 or killed):
+            now = await self._run(_LOOK, path, str(MAX_FILE), "0", output=MAX_FILE + (1 << 16))
+            same = now.stdout.partition(b"\n")[2] == found.data
+            if not same and not (await self._run(_BACK, path, stdin=found.data)).ok:
+                raise EditRefused(f"{path} was written only in part and could not be restored: {_said(result)}.")
+        raise EditRefused(f"{path} cannot be written: {_said(result)}. Nothing was changed.")
+
+    async def remove(self, path: str) -> None:
+        result = await self._run(_REMOVE, path)
+        if not result.ok:
+            raise EditRefused(f"{path} cannot be removed: {_said(result)}.")
+
+    async def _run(self, script: str, *words: str, stdin: bytes = b"", output: int = 1 << 16) -> ExecResult:
+        try:
+            argv = ("sh", "-c", script, "sh", *words)
+            command = Command(argv=argv, stdin=stdin, cwd="/", wall=self._seconds, output=output)
+            for word in words:
+                word.encode()
+        except UnicodeEncodeError:
+            raise EditRefused("The path is not valid text.") from None
+        result = await self._sandbox.exec(command)
+        if result.status == "lost":
+            raise SandboxError(
+                f"sandbox {self._sandbox.id} was lost under an edit: {result.detail or 'no detail'}"
+            )
+        return result
+
+
+def _said(result: ExecResult) -> str:
+    """Return why a script failed."""
+    if result.status == "disk_limit":
+        return "No space left on device"
+    if result.status != "exited":
+        return f"stopped by the {result.status.replace('_', ' ')}"
+    text = (result.stdout.rpartition(b"file ")[2] if result.ok else result.stdout) + b" " + result.stderr
+    words = text.decode(errors="replace").split()
+    return " ".join(words)[:300].rstrip(".") or f"exit code {result.exit_code}"

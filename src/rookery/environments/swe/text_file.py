@@ -1,0 +1,207 @@
+"""Decode a file for editing and encode it again without loss.
+
+Parts that were not edited are preserved byte for byte: encoding, line endings, byte order mark, missing final
+newline. A file that is not UTF-8 is decoded as Latin-1, so that every byte survives. Lines end at LF or CRLF
+only; inserted lines get the line ending of their neighbours. A replacement requires exactly one match.
+"""
+
+import codecs
+from typing import Final, NamedTuple
+
+BINARY_LOOK: Final = 8192
+"""Number of leading bytes that are searched for a NUL."""
+SHOWN: Final = 10
+"""Maximum number of line numbers in a message."""
+
+
+class EditRefused(Exception):  # noqa: N818  (an observation for the model)
+    """An edit was refused. The message is meant for the model."""
+
+
+class TextFile(NamedTuple):
+    """A decoded file. If all line endings were CRLF, `text` has LF instead."""
+
+    text: str
+    encoding: str
+    crlf: bool
+    """Whether every line ended with CRLF."""
+
+    def encode(self, text: str) -> bytes:
+        """Encode another text in the same way as this file."""
+        result = text.replace("\n", "\r\n") if self.crlf else text
+        try:
+            return result.encode(self.encoding)
+        except UnicodeEncodeError as error:
+            shown = result[error.start : error.end][:20]
+            if self.encoding == "latin-1":
+                raise EditRefused(
+                    f"The file is not UTF-8 and is kept one byte a character: {shown!r} cannot be written into it."
+                ) from None
+            raise EditRefused(f"{shown!r} cannot be written as {self.encoding}.") from None
+
+
+def decode_file(data: bytes) -> TextFile:
+    """Decode a file's bytes; raise `EditRefused` if they are binary."""
+    encoding = _encoding(data)
+    text = data.decode(encoding)
+    crlf = "\r\n" in text and text.count("\n") == text.count("\r\n")
+    # Also lone CRs before that would look like a CRLF afterwards keep such a file as it is.
+    if crlf and "\r\r\n" not in text:
+        return TextFile(text.replace("\r\n", "\n"), encoding, True)
+    return TextFile(text, encoding, False)
+
+
+def _encoding(data: bytes) -> str:
+    for mark, name in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
+        if data.startswith(mark):
+            try:
+                if data.decode(name).encode(name) == data:
+                    return name
+            except UnicodeDecodeError:
+                pass
+            raise EditRefused("The file is binary: it cannot be shown or edited as text.")
+    if b"\0" in data[:BINARY_LOOK]:
+        raise EditRefused("The file is binary: it cannot be shown or edited as text.")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "latin-1"
+    return "utf-8"
+
+
+def split_lines(text: str) -> list[str]:
+    """Split text into lines without their endings. A final newline does not start another line."""
+    found = text.split("\n")
+    if found[-1] == "":
+        found.pop()
+    return found
+
+
+def replace_once(file: TextFile, old: str, new: str) -> tuple[str, int]:
+    """Replace the only match of `old`. Return the new text and the line number of the match."""
+    if not old:
+        raise EditRefused("old_str is empty: nothing tells what to replace. Use insert to add lines.")
+    if old == new:
+        raise EditRefused("old_str and new_str are the same: there is nothing to replace.")
+    for was, becomes in _spellings(file, old, new):
+        places = _find_all(file.text, was)
+        if len(places) == 1:
+            at = places[0]
+            text = f"{file.text[:at]}{becomes}{file.text[at + len(was) :]}"
+            return text, file.text.count("\n", 0, at) + 1
+        if places:
+            numbers = [file.text.count("\n", 0, at) + 1 for at in places[:SHOWN]]
+            more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+            raise EditRefused(
+                f"old_str is found {len(places)} times, on the lines {', '.join(map(str, numbers))}{more}. "
+                "Nothing was changed: add lines around it until it is unique."
+            )
+    raise EditRefused(
+        f"old_str is not found in the file{_find_similar(file.text, old)}. Nothing was changed: "
+        "it must be there exactly as given, with every space and line break."
+    )
+
+
+def _spellings(file: TextFile, old: str, new: str) -> list[tuple[str, str]]:
+    """Return the strings to try: as they are, and with CRLF line endings if the file has such lines."""
+    if file.crlf:
+        return [(old.replace("\r\n", "\n"), new.replace("\r\n", "\n"))]
+    found = [(old, new)]
+    if "\n" in old and "\r\n" in file.text:
+        plain = old.replace("\r\n", "\n").replace("\n", "\r\n")
+        if plain != old:
+            found.append((plain, new.replace("\r\n", "\n").replace("\n", "\r\n")))
+    return found
+
+
+def _find_all(text: str, wanted: str) -> list[int]:
+    """Return the positions of all matches, including overlapping ones: choosing one would be a guess."""
+    found = []
+    at = text.find(wanted)
+    while at >= 0:
+        found.append(at)
+        at = text.find(wanted, at + 1)
+        if len(found) > 10_000:
+            break
+    return found
+
+
+def _find_similar(text: str, old: str) -> str:
+    """Return a hint at lines that would match if white space were ignored."""
+    first = next((line.strip() for line in old.split("\n") if line.strip()), "")
+    if not first:
+        return ""
+    near = [number for number, line in enumerate(split_lines(text), 1) if line.strip() == first]
+    if not near:
+        return ""
+    return f" (its first line, apart from spaces, is on line {', '.join(map(str, near[:SHOWN]))})"
+
+
+def insert_lines(file: TextFile, line: int, new: str) -> str:
+    """Insert `new` as separate lines after line number `line`; 0 inserts at the start."""
+    count = len(split_lines(file.text))
+    if not 0 <= line <= count:
+        raise EditRefused(f"insert_line must be from 0 to {count}, the number of lines in the file; it is {line}.")
+    end = _line_ending_at(file, line)
+    given = new.replace("\r\n", "\n")
+    given = given.removesuffix("\n").replace("\n", end)
+    if not file.text:
+        return given + end
+    at = _offset(file.text, line)
+    if at == len(file.text) and not file.text.endswith("\n"):
+        return f"{file.text}{end}{given}"  # the last line had no end, and has none now
+    return f"{file.text[:at]}{given}{end}{file.text[at:]}"
+
+
+def _line_ending_at(file: TextFile, line: int) -> str:
+    """Return the line ending to use for inserted text: that of the previous line, or of the first."""
+    if "\r\n" not in file.text:
+        return "\n"
+    at = _offset(file.text, max(line, 1))
+    return (
+        "\r\n"
+        if file.text[:at].endswith("\r\n")
+        else "\n"
+        if file.text[:at].endswith("\n")
+        else _last_line_ending(file)
+    )
+
+
+def _last_line_ending(file: TextFile) -> str:
+    """Return the line ending of the last line that has one."""
+    cut = file.text.rfind("\n")
+    return "\r\n" if cut > 0 and file.text[cut - 1] == "\r" else "\n"
+
+
+def _offset(text: str, line: int) -> int:
+    """Return the offset at which the line after number `line` begins."""
+    at = 0
+    for _ in range(line):
+        end = text.find("\n", at)
+        if end < 0:
+            return len(text)
+        at = end + 1
+    return at
+
+
+def number_lines(text: str, first: int, last: int) -> str:
+    """Return the lines of a range, each with its number."""
+    found = split_lines(text)[first - 1 : last]
+    return "".join(f"{number:6}\t{line.removesuffix(chr(13))}\n" for number, line in enumerate(found, first))
+
+
+def resolve_range(text: str, wanted: list[int] | None) -> tuple[int, int]:
+    """Return the first and last line to show; raise `EditRefused` for an invalid range."""
+    count = len(split_lines(text))
+    if wanted is None:
+        return 1, count
+    if len(wanted) != 2:
+        raise EditRefused("view_range must be two numbers, [first, last]; -1 as the last is the end of the file.")
+    first, last = wanted
+    last = count if last == -1 else last
+    if not 1 <= first <= max(count, 1) or last < first:
+        raise EditRefused(
+            f"view_range {wanted} is not in the file, which has {count} line{'' if count == 1 else 's'}: "
+            "the first line is 1, and the last must not come before it."
+        )
+    return first, min(last, count)

@@ -1,0 +1,188 @@
+"""The first process of a `local` sandbox, from the fork in the keeper to pid 1 that runs commands.
+
+The keeper sends two messages: what the file system is made of ("mount"), and the limits ("configure"). A
+sandbox waits between them, so that it can be prepared before anybody requests it.
+
+Guarantees:
+- when the keeper dies, the kernel kills pid 1 and with it everything in the sandbox;
+- when the owner hangs up, pid 1 exits, and everything in the sandbox dies with it;
+- when the first program starts, nothing of the host is left: no file descriptor, environment variable, capability,
+  way to new privileges, or system call that `seccomp` refuses;
+- no program can kill, stop, interrupt or outlive pid 1 by signals or by using up memory;
+- an error during the setup is reported to the keeper as text.
+"""
+
+import _socket
+import os
+import resource
+import sys
+
+from rookery.sandbox_runtime import guard, network_namespaces, processes, root_filesystem, syscalls
+from rookery.sandbox_runtime.lightweight import _signal, loads, receive_message, send_message, suppress
+from rookery.sandbox_runtime.pid1.init import CAN_SWITCH_USERS, PID1_UID, Init
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+KEEPER_FD = 3
+MAX_MOUNTS = 16
+_LIMITS = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
+_OPEN_FILES = (4096, 65536)
+
+
+def run(
+    sync: _socket.socket,
+    tree: root_filesystem.SharedTree,
+    seccomp_filter: syscalls.SeccompFilter,
+    parent: int,
+    cgroup_fds: list[int],
+    *,
+    mapped: bool,
+) -> None:
+    """Set up the sandbox and serve as its pid 1. Never returns.
+
+    `sync` is the connection to the keeper, `cgroup_fds` are `tasks` files of v1 cgroups to join, and `mapped`
+    says that the sandbox has its own range of user IDs.
+    """
+    try:
+        syscalls.die_with_parent()
+        if os.getppid() not in (0, parent):
+            os._exit(1)
+        for fd in cgroup_fds:
+            os.write(fd, b"0")
+        sync = _reset_descriptors(sync)
+        # The keeper had another effective user when it forked us; until here our files in /proc belong to root.
+        syscalls.set_dumpable(True)
+        # Opened now: later this process is not dumpable, and it could not open the file any more.
+        oom_score_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        data, fds = receive_message(sync, 1 << 16, 1 + MAX_MOUNTS)
+        if not data:
+            os._exit(0)
+        message = loads(data)
+        plan = root_filesystem.MountPlan(
+            message["size"], message["uid"], tuple(message["snapshots"]), host_resolver=message["host_resolver"]
+        )
+        plan.layers = tuple(message["layers"])
+        if message["image"]:
+            plan.image = fds.pop(0)
+        plan.mounts = tuple(zip(fds, message["mounts"], strict=True))
+        if plan.image >= 0:
+            sys.path.clear()  # from here on an import would load files of the image
+        if mapped:
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+            with suppress(PermissionError):
+                os.setgroups([])
+        syscalls.unshare(syscalls.CLONE_NEWCGROUP)  # the cgroups that we have joined become the root inside
+        os.umask(0o022)
+        layer = root_filesystem.enter(tree, plan, mapped=mapped)
+        if message["loopback"]:
+            network_namespaces.bring_up_loopback()
+        _socket.sethostname("sandbox")
+        sync.send(b"mounted")
+        data, fds = receive_message(sync, 1 << 16, 2)
+        if not data:
+            os._exit(0)
+        channel = _socket.socket(fileno=fds[0])
+        channel.setblocking(False)
+        message = loads(data)
+        handed_out = {"layer": layer} if layer >= 0 else {}
+        if message["listen"]:
+            handed_out["listener"] = _bind_loopback(message["listen"]).detach()
+        init = _configure(message, channel, seccomp_filter, plan, mapped=mapped)
+        init.oom_score_fd, init.oom_score = oom_score_fd, os.pread(oom_score_fd, 16, 0)
+        handed_out["root"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        send_message(sync, " ".join(("ready", *handed_out)).encode(), list(handed_out.values()))
+        for fd in handed_out.values():
+            os.close(fd)
+        sync.close()
+        init.run()
+    except BaseException as error:
+        with suppress(OSError):
+            sync.send(f"! {type(error).__name__}: {error}".encode()[:2000])
+        os._exit(2)
+    os._exit(0)
+
+
+def _reset_descriptors(sync: _socket.socket) -> _socket.socket:
+    """Point descriptors 0 to 2 at /dev/null, move the connection to the keeper to 3, and close all others."""
+    _signal.set_wakeup_fd(-1)
+    # A signal from inside the namespace reaches pid 1 only if it has a handler; Python installs one for SIGINT.
+    for number in (_signal.SIGCHLD, _signal.SIGINT, _signal.SIGTERM):
+        _signal.signal(number, _signal.SIG_DFL)  # plain integers: the enumerations of `signal` cost 0.25 ms
+    null = os.open("/dev/null", os.O_RDWR)
+    fd = sync.detach()
+    if fd != KEEPER_FD:
+        os.dup2(fd, KEEPER_FD, inheritable=False)
+    for target in range(KEEPER_FD):
+        os.dup2(null, target)
+    syscalls.close_range(KEEPER_FD + 1)
+    return _socket.socket(fileno=KEEPER_FD)
+
+
+def _configure(
+    message: "dict[str, Any]",
+    channel: _socket.socket,
+    seccomp_filter: syscalls.SeccompFilter,
+    plan: root_filesystem.MountPlan,
+    *,
+    mapped: bool,
+) -> Init:
+    """Apply the limits and give up all privileges."""
+    if message["disk"] != plan.size:
+        root_filesystem.resize(message["disk"])
+    uid = message["uid"]
+    if mapped and uid != plan.uid:
+        for directory in (root_filesystem.WORK, "/run"):
+            os.chown(directory, uid, uid)
+    init = Init(channel)
+    switches_users = mapped and CAN_SWITCH_USERS
+    init.user = uid if switches_users else -1
+    for which, value in _LIMITS.items():
+        processes.lower_limit(which, value)
+    processes.lower_limit(resource.RLIMIT_NOFILE, _OPEN_FILES[1], _OPEN_FILES[0])
+    init.memory_limit = message["memory_per_process"]
+    if init.memory_limit:
+        processes.lower_limit(resource.RLIMIT_DATA, max(init.memory_limit, guard.MIN_GUARD_MEMORY))
+    if message["pids_per_user"]:
+        processes.lower_limit(resource.RLIMIT_NPROC, message["pids_per_user"])
+    syscalls.set_dumpable(False)
+    if switches_users:
+        syscalls.lock_capabilities()
+    syscalls.drop_bounding_set()
+    if switches_users:
+        # A user that no program can have: none of them can signal pid 1 or change its limits and priority.
+        os.setresgid(PID1_UID, PID1_UID, PID1_UID)
+        os.setresuid(PID1_UID, PID1_UID, PID1_UID)
+        syscalls.drop_capabilities(
+            syscalls.CAP_SETUID,
+            syscalls.CAP_SETGID,
+            syscalls.CAP_KILL,
+            syscalls.CAP_SYS_PTRACE,
+            syscalls.CAP_SYS_RESOURCE,
+            permitted=(syscalls.CAP_DAC_READ_SEARCH,),
+        )
+    else:
+        if mapped:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        syscalls.drop_capabilities()
+    syscalls.no_new_privileges()
+    if message["host_network"]:
+        syscalls.scope_abstract_sockets()
+    syscalls.set_name("sandbox")
+    init.watch_netlink(syscalls.install_seccomp_filter(seccomp_filter))
+    syscalls.set_dumpable(False)  # the change of user had set it
+    syscalls.die_with_parent()  # the change of user had cleared it
+    return init
+
+
+def _bind_loopback(port: int) -> _socket.socket:
+    """Bind a port of the sandbox's loopback for the owner, so that no program in the sandbox can take it.
+
+    The socket does not listen yet: until the owner serves it, connections are refused at once instead of waiting.
+    """
+    sock = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    sock.bind(("127.0.0.1", port))
+    return sock

@@ -1,0 +1,92 @@
+"""The interpreter's end of its connection to the monitor. It blocks, since the interpreter has nothing else to do.
+
+A cell may close our descriptors or put other files in their place. A descriptor that is not ours any more is
+never used; the process then exits, which counts as a crash of the cell. It also exits when the monitor closes
+the connection.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import fcntl
+import os
+
+from rookery.sandbox_runtime.worker import protocol as p
+
+MIN_FD = 200
+"""Our descriptors have high numbers, out of the way of programs that close low ones."""
+CHANNEL_LOST, BROKEN = 91, 92
+"""Exit codes: a descriptor of ours was replaced; our own code failed."""
+
+
+def move_fd_up(fd: int) -> int:
+    """Duplicate a descriptor to a high number and close the old one."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, MIN_FD)
+    finally:
+        os.close(fd)
+
+
+def identify(fd: int) -> tuple[int, int]:
+    """Return device and inode of an open file."""
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino
+
+
+class MonitorConnection:
+    """Blocking connection to the monitor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._socket = _socket.socket(fileno=fd)
+        self._socket.setblocking(True)
+        self._identity = identify(fd)
+
+    def check_own(self) -> None:
+        """Exit if the descriptor is closed or another file by now."""
+        try:
+            if identify(self.fd) == self._identity:
+                return
+        except OSError:
+            pass
+        os._exit(CHANNEL_LOST)
+
+    def send(self, kind: int, *parts: bytes) -> None:
+        self.check_own()
+        data = memoryview(p.HEAD.pack(sum(map(len, parts)), kind) + b"".join(parts))
+        while data:
+            data = data[os.write(self.fd, data) :]
+
+    def receive(self) -> tuple[int, bytes, list[int]]:
+        """Return the kind, the payload and the file descriptors of the next frame."""
+        self.check_own()
+        data, ancillary, _, _ = self._socket.recvmsg(p.HEAD.size, _socket.CMSG_SPACE(4), _socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            os._exit(0)
+        fds = array.array("i")
+        for _, _, raw in ancillary:
+            fds.frombytes(raw)
+        size, kind = p.HEAD.unpack(data + self._read_exactly(p.HEAD.size - len(data)))
+        return kind, self._read_exactly(size), list(fds)
+
+    def _read_exactly(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(self.fd, min(size, 1 << 20))
+            if not part:
+                os._exit(0)
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """In a fork that a cell made: close the connection, which is not its own."""
+        if self.fd >= 0:
+            self.fd = -1
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """In a savepoint: close the descriptor of the interpreter that it was copied from."""
+        self._socket.detach()
+        os.close(self.fd)

@@ -1,0 +1,298 @@
+"""The only client for the HTTP API of Docker and Podman engines on this machine.
+
+`EngineClient` runs on an event loop and serves the provider. `BlockingEngineClient` serves the reaper, `rookery
+doctor` and the process that fetches images, none of which has a loop. Both interpret responses with the same code.
+aiodocker is not used: it reads archives into memory as a whole, has no blocking interface, and does not translate
+Podman's status codes. Nothing heavy is imported here, because every start of a run calls the reaper.
+
+Promises:
+- an engine that cannot be reached raises `EngineUnreachable`; one that answers with an error raises
+  `EngineAPIError`;
+- `EngineClient` reuses connections and never opens more than `MAX_CONNECTIONS`; a timeout does not include the
+  wait for a free connection;
+- no request is repeated automatically: only the caller knows what may be done twice.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode
+
+from rookery.core import SandboxError, UsageError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MAX_CONNECTIONS = 32
+CONNECT_SECONDS = 3.0
+CALL_SECONDS = 60.0
+SLOW_CALL_SECONDS = 15.0
+"""For calls that Podman answers slowly: `info` runs its helper programs to learn their versions, and listing
+containers waits for those that are being created or removed."""
+CHUNK_BYTES = 1 << 20
+_BASE_URL = "http://engine"
+_DEFAULT_SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
+_STATUS_BY_PODMAN_CAUSE = {
+    "no such container": 404,
+    "no such image": 404,
+    "no such exec session": 404,
+    "invalid reference format": 400,
+}
+
+
+class EngineUnreachable(SandboxError):  # noqa: N818  (a state of the engine)
+    """No engine answers at the socket, or the connection broke."""
+
+    cause = "sandbox.create"
+
+
+class EngineAPIError(SandboxError):
+    """The engine answered with an error status."""
+
+    cause = "sandbox.create"
+
+    def __init__(self, message: str, *, status: int = 0, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.status = status
+
+
+def find_socket() -> str:
+    """Return the path of the engine's Unix socket.
+
+    `DOCKER_HOST` or `CONTAINER_HOST` decides. Otherwise it is the first default path at which something accepts
+    connections, or the first default path if there is none. `UsageError` if the variable names another transport.
+    """
+    for variable in ("DOCKER_HOST", "CONTAINER_HOST"):
+        value = os.environ.get(variable, "").strip()
+        if value:
+            if not value.startswith("unix://"):
+                raise UsageError(
+                    f"{variable} is {value!r}: the docker provider needs an engine on this machine, as unix:///path"
+                )
+            return value.removeprefix("unix://")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    own = [f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock"] if runtime else []
+    candidates = [path for path in (*_DEFAULT_SOCKETS, *own) if Path(path).exists()]
+    return next((path for path in candidates if accepts_connections(path)), [*candidates, *_DEFAULT_SOCKETS][0])
+
+
+def accepts_connections(path: str) -> bool:
+    """Return whether a server listens at a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(CONNECT_SECONDS)
+        try:
+            sock.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def find_running_engine() -> "BlockingEngineClient | None":
+    """Return a client for the engine of this machine, or None if none accepts connections."""
+    try:
+        path = find_socket()
+    except UsageError:
+        return None
+    return BlockingEngineClient(path) if accepts_connections(path) else None
+
+
+def api_path(*parts: str, **query: Any) -> str:
+    """Build the path of an API call. Slashes in a part are kept: image names contain them."""
+    path = "/" + "/".join(quote(part, safe="/:@") for part in parts)
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def label_filter(*labels: str) -> str:
+    """Return the value of a `filters` query parameter that selects objects with these labels."""
+    return json.dumps({"label": list(labels)})
+
+
+def normalize_status(status: int, body: bytes) -> int:
+    """Return the status that Docker would have answered.
+
+    Podman answers 500 to many client errors, for example a container that disappears during the call, and names
+    the actual error in the field `cause` of the body.
+    """
+    if status != 500:
+        return status
+    try:
+        cause = str(json.loads(body)["cause"])
+    except (ValueError, KeyError, TypeError):
+        return status
+    return next((meant for text, meant in _STATUS_BY_PODMAN_CAUSE.items() if cause.endswith(text)), status)
+
+
+def parse_response(call: str, status: int, content_type: str, body: bytes, ok: tuple[int, ...]) -> Any:
+    """Return the decoded JSON or the bytes of a response, or None for the error statuses in `ok`."""
+    status = normalize_status(status, body)
+    if status in ok:
+        return None
+    if status >= 400:
+        raise api_error(call, status, body)
+    return json.loads(body) if "json" in content_type and body.strip() else body
+
+
+def api_error(call: str, status: int, body: bytes) -> EngineAPIError:
+    try:
+        message = str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        message = body.decode("utf-8", "replace")
+    return EngineAPIError(f"the engine answered {call} with {status}: {message.strip()[:500]}", status=status)
+
+
+def _describe_call(method: str, path: str) -> str:
+    return f"{method} {path.partition('?')[0]}"
+
+
+def _timed_out(call: str, socket_path: str, timeout: float) -> EngineUnreachable:
+    return EngineUnreachable(f"the engine at {socket_path} did not answer {call} within {timeout:g} s")
+
+
+def _broken(call: str, socket_path: str, error: BaseException) -> EngineUnreachable:
+    return EngineUnreachable(f"the engine at {socket_path} cannot be reached ({call}): {error}")
+
+
+class EngineClient:
+    """Asynchronous client. Bound to the event loop of its first call."""
+
+    def __init__(self, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self._session: aiohttp.ClientSession | None = None
+        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+
+    def _open_session(self) -> "aiohttp.ClientSession":
+        if self._session is None:
+            import aiohttp
+
+            connector = aiohttp.UnixConnector(path=self.socket_path, limit=MAX_CONNECTIONS, keepalive_timeout=30.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            headers = {"Accept-Encoding": "identity"}
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        return self._session
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, *, timeout: float | None, body: Any = None, data: Any = None
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+        import aiohttp
+
+        call = _describe_call(method, path)
+        try:
+            async with (
+                self._connections,
+                asyncio.timeout(timeout),
+                self._open_session().request(method, f"{_BASE_URL}{path}", json=body, data=data) as response,
+            ):
+                yield response
+        except TimeoutError as error:
+            raise _timed_out(call, self.socket_path, timeout or CONNECT_SECONDS) from error
+        except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+            raise _broken(call, self.socket_path, error) from error
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        data: Any = None,
+        ok: tuple[int, ...] = (),
+        timeout: float = CALL_SECONDS,
+    ) -> Any:
+        """Return the response as decoded JSON or bytes, or None for the error statuses in `ok`.
+
+        `body` is sent as JSON, `data` as raw bytes or the content of a file.
+        """
+        async with self._request(method, path, timeout=timeout, body=body, data=data) as response:
+            content = await response.read()
+            call = _describe_call(method, path)
+            return parse_response(call, response.status, response.content_type, content, ok)
+
+    async def get_header(self, method: str, path: str, name: str, *, ok: tuple[int, ...] = ()) -> str | None:
+        """Return a response header, or "" if it is missing.
+
+        With an error status in `ok` a missing header is None. The header can be present there: for a dangling
+        symbolic link Podman answers 404 and still describes the link.
+        """
+        async with self._request(method, path, timeout=CALL_SECONDS) as response:
+            content = await response.read()
+            status = normalize_status(response.status, content)
+            if status >= 400 and status not in ok:
+                raise api_error(_describe_call(method, path), status, content)
+            return response.headers.get(name, None if status in ok else "")
+
+    @asynccontextmanager
+    async def stream(self, method: str, path: str) -> "AsyncIterator[aiohttp.StreamReader]":
+        """Yield the body of a long response. Its connection is closed at the end instead of being reused."""
+        async with self._request(method, path, timeout=None) as response:
+            try:
+                if response.status >= 400:
+                    raise api_error(_describe_call(method, path), response.status, await response.read())
+                yield response.content
+            finally:
+                response.close()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("engine", timeout=timeout, blocksize=CHUNK_BYTES)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class BlockingEngineClient:
+    """Blocking client. Opens one connection for each call, so it can be used from several threads."""
+
+    def __init__(self, socket_path: str) -> None:
+        self.socket_path = socket_path
+
+    @contextmanager
+    def open(
+        self,
+        method: str,
+        path: str,
+        data: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = CALL_SECONDS,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the response, whatever its status. `timeout` limits each socket operation.
+
+        `data` is bytes or an object with `read(size)`.
+        """
+        call = _describe_call(method, path)
+        connection = _UnixConnection(self.socket_path, timeout)
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise _broken(call, self.socket_path, error) from error
+            connection.request(method, path, data, dict(headers or {}))
+            yield connection.getresponse()
+        except TimeoutError as error:
+            raise _timed_out(call, self.socket_path, timeout) from error
+        except (ConnectionError, http.client.HTTPException) as error:
+            raise _broken(call, self.socket_path, error) from error
+        finally:
+            connection.close()
+
+    def call(self, method: str, path: str, *, ok: tuple[int, ...] = (), timeout: float = CONNECT_SECONDS) -> Any:
+        """Return the response as decoded JSON or bytes, or None for the error statuses in `ok`."""
+        with self.open(method, path, timeout=timeout) as response:
+            content_type = response.getheader("Content-Type") or ""
+            return parse_response(_describe_call(method, path), response.status, content_type, response.read(), ok)

@@ -1,0 +1,246 @@
+"""Translate a `SandboxSpec` into the body of a container creation request. Pure: no I/O.
+
+Promises:
+- a container has no network unless the spec asks for it, only the capabilities that PID 1 needs, no new
+  privileges, no restart policy, and none of the image's environment variables, entry point, health check or init
+  process;
+- a limit that the engine cannot enforce is reported before anything starts; it is never dropped silently.
+"""
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rookery.core import SandboxSpec
+from rookery.core.sandboxes import check_mounts
+from rookery.sandboxes.docker import portable_python
+from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH
+from rookery.sandboxes.local.provider import PORT, USER, WORK
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
+"""PID 1 drops CHOWN, DAC_OVERRIDE and SETPCAP once it has created the working directory and changed its user."""
+HOSTNAME = "sandbox"
+MIN_MEMORY = 24 << 20
+"""PID 1 uses ten megabytes of it."""
+DEFAULT_TMPFS_BYTES = 1 << 30
+"""Size of the writable directories of a read-only container whose spec has no disk limit."""
+_QUOTA_DRIVERS = ("btrfs", "zfs", "devicemapper")
+
+
+def choose_user(spec: SandboxSpec, image: Mapping[str, Any]) -> int | str:
+    """Return the user that commands run as: a number, or a user name of the image that PID 1 looks up."""
+    requested = spec.user or "user"
+    if requested == "image":
+        named = str((image.get("Config") or {}).get("User") or "").partition(":")[0]
+        if named not in ("", "root") and not named.isdecimal():
+            return named
+        requested = named or "user"
+    if requested in ("user", "root"):
+        return USER if requested == "user" else 0
+    return int(requested) if _is_user_id(requested) else USER
+
+
+def choose_workdir(spec: SandboxSpec, image: Mapping[str, Any]) -> str:
+    """Return the working directory of commands."""
+    image_workdir = str((image.get("Config") or {}).get("WorkingDir") or "")
+    return posixpath.normpath(posixpath.join(WORK, spec.workdir if spec.workdir is not None else image_workdir))
+
+
+def find_spec_problems(spec: SandboxSpec) -> list[str]:
+    """Return what is wrong with a spec for any engine."""
+    problems = []
+    if not spec.image:
+        problems.append("The docker provider needs an image: name one that the engine has (--image NAME).")
+    if spec.user is not None and spec.user not in ("user", "root", "image") and not _is_user_id(spec.user):
+        problems.append(
+            "The docker provider runs programs as user, root, image or a number up to 65534, "
+            f"not as {spec.user!r}."
+        )
+    if spec.workdir is not None and ".." in spec.workdir.split("/"):
+        problems.append(f"The working directory {spec.workdir!r} must not contain '..'.")
+    if spec.memory is not None and 0 < spec.memory < MIN_MEMORY:
+        problems.append(
+            f"A container needs at least {MIN_MEMORY >> 20} MB of memory; the spec allows {spec.memory} bytes."
+        )
+    if reserved := sorted(name for name in spec.labels if name.startswith("rookery.")):
+        problems.append(f"The label {reserved[0]!r} is reserved for Rookery: use another name.")
+    problems += check_mounts(spec.mounts)
+    if spec.gpus is not None and spec.gpus < 0:
+        problems.append("The number of GPUs must not be negative.")
+    if spec.network == "allow" or spec.allow:
+        from rookery.sandboxes.egress.rules import find_rule_problems  # slow to import, rarely needed
+
+        problems += find_rule_problems(spec)
+    return problems
+
+
+def _is_user_id(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 65535
+
+
+def find_engine_problems(spec: SandboxSpec, info: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
+    """Return what of a spec this engine cannot provide, by its `info` response and the names of its networks."""
+    problems = []
+    if info.get("OSType", "linux") != "linux":
+        problems.append(f"The engine runs {info['OSType']} containers; the docker provider needs Linux.")
+    for limit, key, resource in (
+        (spec.memory, "MemoryLimit", "memory"),
+        (spec.pids, "PidsLimit", "the number of processes"),
+        (spec.cpus, "CpuCfsQuota", "processors"),
+    ):
+        if limit and not enforces_limit(info, key):
+            problems.append(
+                f"The engine cannot limit {resource} on this machine's kernel; remove that limit from the spec."
+            )
+    if spec.gpus and is_podman(info):
+        problems.append(
+            "Podman's Docker-compatible API ignores requests for GPUs: remove gpus from the spec, or use Docker."
+        )
+    elif spec.gpus and not has_gpus(info):
+        problems.append(
+            f"The spec requests {spec.gpus} GPU{'s' * (spec.gpus > 1)}, but the engine reports neither an nvidia "
+            "runtime nor CDI devices: install the NVIDIA container toolkit, or remove gpus from the spec."
+        )
+    if spec.network == "all" and "bridge" not in networks:
+        problems.append("The engine has no network 'bridge', which the network 'all' needs.")
+    return problems
+
+
+def enforces_limit(info: Mapping[str, Any], key: str) -> bool:
+    """Return whether the engine enforces the limit that `key` of its `info` response describes.
+
+    Rootless Podman with cgroups v1 reports support and ignores every limit.
+    """
+    ignored = is_podman(info) and info.get("Rootless") is True and str(info.get("CgroupVersion", "1")) == "1"
+    return info.get(key) is not False and not ignored
+
+
+def has_gpus(info: Mapping[str, Any]) -> bool:
+    devices = info.get("DiscoveredDevices") or ()
+    reported = "nvidia" in (info.get("Runtimes") or {}) or any("gpu" in str(one.get("ID", "")) for one in devices)
+    return reported and not is_podman(info)
+
+
+def is_podman(info: Mapping[str, Any]) -> bool:
+    """Return whether the engine is Podman.
+
+    All differences from Docker are handled in this module, except status codes: see `client.normalize_status`.
+    """
+    return "BuildahVersion" in info
+
+
+def may_support_quota(info: Mapping[str, Any]) -> bool:
+    """Return whether requesting a disk quota can succeed. The engine refuses it if its storage cannot do it."""
+    status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or () if len(pair) == 2}
+    return info.get("Driver") in _QUOTA_DRIVERS or status.get("Backing Filesystem") == "xfs"
+
+
+def creation_request(
+    spec: SandboxSpec,
+    *,
+    image: Mapping[str, Any],
+    bundle_directory: str,
+    socket_directory: str,
+    token: str,
+    labels: Mapping[str, str],
+    quota: bool,
+    ipv6: bool = False,
+    podman: bool = False,
+) -> dict[str, Any]:
+    """Return the body of the request that creates a container.
+
+    `bundle_directory` holds the guard program, `socket_directory` the owner's socket, and `token` is what the
+    guard sends there. `ipv6`: the kernel supports IPv6. `quota`: request a disk quota.
+    """
+    host: dict[str, Any] = {
+        "NetworkMode": "bridge" if spec.network == "all" else "none",
+        "CapDrop": ["ALL"],
+        "CapAdd": list(CAPABILITIES),
+        "SecurityOpt": ["no-new-privileges"],
+        "ReadonlyRootfs": spec.read_only,
+        "AutoRemove": True,
+        "RestartPolicy": {"Name": "no"},
+        "Init": False,
+        "IpcMode": "private",
+        "CgroupnsMode": "private",  # the cgroup path would reveal what else runs on the machine
+        "ExtraHosts": [f"{HOSTNAME}:127.0.0.1"],
+        "LogConfig": {"Type": "none"},
+        "Mounts": [
+            _read_only_bind(bundle_directory, portable_python.TOP),
+            _read_only_bind(socket_directory, f"{portable_python.TOP}/{portable_python.LINE}"),
+            *(_read_only_bind(mount.source, mount.target) for mount in spec.mounts),
+        ],
+    }
+    if spec.network != "all":
+        # Programs must not learn the machine's name server.
+        host |= {"Dns": ["127.0.0.1"], "DnsSearch": ["."]}
+        if ipv6:
+            host["Sysctls"] = {"net.ipv6.conf.lo.disable_ipv6": "0"}
+        if podman:
+            # Podman would expose the host's /etc/hosts and the image's name servers.
+            mounted = {mount.target for mount in spec.mounts}
+            host["Mounts"] += [
+                _read_only_bind(f"{bundle_directory}/{name}", f"/etc/{name}")
+                for name in portable_python.ETC
+                if not mounted & {"/etc", f"/etc/{name}"}
+            ]
+    if spec.memory:
+        host |= {"Memory": spec.memory, "MemorySwap": spec.memory}
+    if spec.pids:
+        host["PidsLimit"] = spec.pids
+    if spec.cpus:
+        host["NanoCpus"] = int(spec.cpus * 1e9)
+    if spec.gpus:
+        host["DeviceRequests"] = [{"Driver": "nvidia", "Count": spec.gpus, "Capabilities": [["gpu"]]}]
+    if quota and spec.disk and not spec.read_only:
+        host["StorageOpt"] = {"size": str(spec.disk)}
+    if spec.read_only:
+        size = spec.disk or DEFAULT_TMPFS_BYTES
+        modes = {WORK: 755, "/tmp": 1777, "/run": 755}  # noqa: S108  (the container's)
+        # PID 1 sets the owners, because not every engine supports the uid option.
+        host["Tmpfs"] = {path: f"rw,exec,nosuid,nodev,size={size},mode={mode}" for path, mode in modes.items()}
+    return {
+        "Image": image["Id"],
+        "Hostname": HOSTNAME,
+        "User": "0:0",
+        "WorkingDir": "/",
+        "Entrypoint": portable_python.command_line(),
+        "Cmd": [],
+        # A name without a value removes the image's variable, so that nothing like LD_PRELOAD reaches PID 1. For
+        # Podman such an entry means the variable of the service, so there the variable is set to "".
+        "Env": [
+            *(f"{name}=" if podman else name for name in image_environment(image) if name != "PATH"),
+            "LC_ALL=C",
+            f"PATH={DEFAULT_PATH}",
+            f"ROOKERY_WORD={token}",
+        ],
+        **({"Healthcheck": {"Test": ["NONE"]}} if (image.get("Config") or {}).get("Healthcheck") else {}),
+        "AttachStdin": False,
+        "OpenStdin": False,
+        "Tty": False,
+        "Labels": {**spec.labels, **labels},
+        "HostConfig": host,
+    }
+
+
+def _read_only_bind(source: str, target: str) -> dict[str, Any]:
+    return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True}
+
+
+def image_environment(image: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables that an image sets."""
+    pairs = ((image.get("Config") or {}).get("Env")) or ()
+    return {name: value for name, _, value in (str(pair).partition("=") for pair in pairs) if name}
+
+
+def guard_settings(spec: SandboxSpec, image: Mapping[str, Any], *, limit_file_size: bool) -> dict[str, Any]:
+    """Return the settings that the owner sends to the guard."""
+    user = choose_user(spec, image)
+    return {
+        "uid": user if isinstance(user, int) else USER,
+        "user": user if isinstance(user, str) else "",
+        "work": choose_workdir(spec, image),
+        "listen": PORT if spec.network in ("model", "allow") else 0,
+        "space": spec.read_only,
+        "file": spec.disk if limit_file_size and spec.disk else 0,
+    }

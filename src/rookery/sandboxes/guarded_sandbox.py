@@ -1,0 +1,384 @@
+"""Base class for sandboxes whose programs run under a guard process. Runs in the owner's process.
+
+The guard is a small process that starts, reaps and kills commands and reports how they ended. Providers decide
+where it runs and how it is confined; this module talks to it through a `GuardChannel`.
+
+Promises:
+- a call on a closed or lost sandbox raises at once and never hangs;
+- arguments that cannot be passed to a program (a NUL byte, an invalid variable name) are a failed result, not an
+  exception;
+- `close` completes even if its caller is cancelled.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import msgspec
+
+from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.core.lifetimes import detached_context
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes import shell, transfers
+from rookery.sandboxes.capture import create_memory_file
+from rookery.sandboxes.channel import GuardChannel
+from rookery.sandboxes.jobs import EXHAUSTED, Job, JobPlan, OomWatch, run_to_end
+from rookery.sandboxes.process import GuardedProcess, start_process
+from rookery.sandboxes.protocol import Command, OnOutput
+from rookery.sandboxes.shell import GuardedShell
+
+T = TypeVar("T")
+S = TypeVar("S", bound="GuardedSandbox")
+CLOSE_SECONDS = 20.0
+MIN_MEMORY = 1 << 20
+MAX_SECONDS = 1e7
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class CommandUser(NamedTuple):
+    """The user that a command runs as."""
+
+    uid: int
+    gid: int
+    name: str
+
+
+DEFAULT_USER = CommandUser(-1, -1, "")
+"""The user of commands that name none."""
+
+
+class GuardedSandbox:
+    """Commands, shells and files of one sandbox. Bound to the event loop on which it was created."""
+
+    provider: str = ""
+    memory_limit_is_shared = False
+    """Whether the spec's memory limit applies to all processes together."""
+
+    def __init__(self, identity: str, spec: SandboxSpec, marker: str, on_closed: Callable[[Any], None]) -> None:
+        self.id = identity
+        self.spec = spec
+        self._marker = marker
+        self._on_closed = on_closed
+        self._base_env: dict[str, str] = {}
+        """Variables that every command gets."""
+        self._channel: GuardChannel | None = None
+        self._null = -1
+        self._children: set[GuardedProcess | GuardedShell] = set()
+        self._transfers: dict[asyncio.Future[Any], transfers.TransferClock] = {}
+        self._closing: asyncio.Task[None] | None = None
+        self._oom = OomWatch("")
+        self._exhausted: bool | None = None
+        """Whether its own programs used up the memory and so ended it; None if not determined yet."""
+
+    # ---- hooks for providers
+
+    def get_root(self) -> transfers.SandboxRoot:
+        """Return where the sandbox's files are, for transfers."""
+        raise NotImplementedError
+
+    def get_cwd(self, command: Command) -> str:
+        """Return the directory in which a command runs."""
+        raise NotImplementedError
+
+    def is_default_user(self, user: str) -> bool:
+        """Return whether commands that name no user run as this one."""
+        raise NotImplementedError
+
+    async def resolve_user(self, user: str) -> CommandUser:
+        """Return the user for a name or number; `SandboxError(sandbox.refused)` if commands cannot run as it."""
+        if self.is_default_user(user):
+            return DEFAULT_USER
+        raise SandboxError(
+            f"the {self.provider} provider cannot run commands as {user!r}", cause="sandbox.refused"
+        )
+
+    def get_default_uid(self) -> int:
+        """Return the user ID of commands that name no user; -1 if the sandbox has a single user."""
+        return -1
+
+    def count_limit_hits(self) -> tuple[int, int]:
+        """Return how many processes were killed for lack of memory, and how many forks were refused."""
+        return 0, 0
+
+    def prepare_job(self, job: Job) -> Job:
+        """Add the provider's settings to a job before it starts."""
+        return job
+
+    async def clean_up(self) -> None:
+        """Remove what is left after the guard has ended."""
+
+    async def guard_ran_out_of_memory(self) -> bool:
+        """Return whether the OOM killer ended the guard because the sandbox used up its memory."""
+        return self._oom.has_increased()
+
+    # ---- commands
+
+    def _require_channel(self) -> GuardChannel:
+        """Return the channel to the guard; `SandboxError` if the sandbox is closed or lost."""
+        if self._closing is not None or self._channel is None:
+            raise SandboxError(f"sandbox {self.id} is closed")
+        if self._channel.dead.done():
+            if self._exhausted:
+                raise SandboxError(f"sandbox {self.id} is gone: {EXHAUSTED}", cause="sandbox.exhausted")
+            raise SandboxError(f"sandbox {self.id} is lost: its guard died ({self._channel.dead.result()})")
+        return self._channel
+
+    async def _check_exhausted(self) -> bool:
+        """Determine whether the sandbox is dead because its own programs used up its memory."""
+        if self._closing is not None or self._channel is None or not self._channel.dead.done():
+            return False
+        if self._exhausted is None:
+            self._exhausted = await self.guard_ran_out_of_memory()
+        return self._exhausted
+
+    async def _resolve_command_user(self, command: Command) -> CommandUser:
+        await self._check_exhausted()
+        self._require_channel()
+        return DEFAULT_USER if command.user is None else await self.resolve_user(command.user)
+
+    def _make_job(self, command: Command, user: CommandUser, *, wall: float) -> Job | ExecResult:
+        """Return a job, or a failed result if the command's text cannot be passed to a program."""
+        channel = self._require_channel()
+        if not command.argv or not command.argv[0]:
+            return ExecResult(status="exited", exit_code=127, detail="the command names no program")
+        spec = self.spec
+        number = channel.reserve_number()
+        named = {"USER": user.name} if user.name else {}
+        env = {
+            **self._base_env,
+            **named,
+            **command.env,
+            processes.SANDBOX_VARIABLE: self._marker,
+            processes.COMMAND_VARIABLE: str(number),
+        }
+        cwd = self.get_cwd(command)
+        try:
+            parts = [os.fsencode(p) for p in (cwd, *command.argv, *(f"{k}={v}" for k, v in env.items()))]
+        except UnicodeEncodeError:
+            return ExecResult(status="exited", exit_code=126, detail="an argument is not valid text")
+        if any(not name or "=" in name for name in env):
+            return ExecResult(status="exited", exit_code=126, detail="a variable name is empty or contains '='")
+        if any(b"\0" in part for part in parts):
+            return ExecResult(status="exited", exit_code=126, detail="an argument contains a NUL byte")
+        # A limit on the whole sandbox is not applied to each process: many reserve memory that they never use.
+        limits = (command.memory, None if self.memory_limit_is_shared else spec.memory)
+        plan = JobPlan(
+            parts,
+            len(command.argv),
+            wall=clamp_seconds(wall),
+            cpu=clamp_seconds(command.cpu_seconds or spec.cpu_seconds or 0.0),
+            memory=min((max(limit, MIN_MEMORY) for limit in limits if limit), default=0),
+            output=spec.output if command.output is None else command.output,
+            user=(user.uid, user.gid),
+            warm=command.warm,
+        )
+        job = Job(channel, plan, number)
+        job.oom, job.is_exhausted = self._oom, self._check_exhausted
+        return self.prepare_job(job)
+
+    async def exec(self, command: Command, *, on_output: OnOutput | None = None) -> ExecResult:
+        wall = self.spec.wall if command.wall is None else command.wall
+        user = await self._resolve_command_user(command)
+        job = self._make_job(command, user, wall=wall if wall > 0 else 0.001)
+        if isinstance(job, ExecResult):
+            return job
+        if not command.stdin:
+            return await run_to_end(job, self._null, on_output)
+        # A memory file has no size limit like a pipe, so nothing has to be written while the command runs.
+        stdin = create_memory_file(command.stdin)
+        try:
+            return await run_to_end(job, stdin, on_output)
+        finally:
+            os.close(stdin)
+
+    async def start(self, command: Command) -> GuardedProcess:
+        job = self._make_job(command, await self._resolve_command_user(command), wall=command.wall or 0.0)
+        if isinstance(job, ExecResult):
+            raise SandboxError(f"the process cannot be started: {job.detail}", cause="sandbox.refused")
+        process = await start_process(job, self._children.discard)
+        self._children.add(process)
+        try:
+            if command.stdin:
+                await process.send(command.stdin)
+        except BrokenPipeError:
+            pass  # the program does not read its input
+        except BaseException:
+            await process.kill()
+            raise
+        return process
+
+    async def shell(self) -> GuardedShell:
+        await self._check_exhausted()
+        self._require_channel()
+        made = GuardedShell(_ShellHost(self), self.spec.output)
+        self._children.add(made)
+        return made
+
+    async def kill_all(self, *, user: str | None = None, timeout: float = 30.0) -> None:
+        """Kill every process in the sandbox, or those of one user, and return when all of them are gone.
+
+        `user=""` names the user that commands run as by default. The guard needs no additional process for it, so
+        it also works when programs use every process that the sandbox may have. `SandboxError(sandbox.lost)` if
+        some process does not end.
+        """
+        await self._check_exhausted()
+        channel = self._require_channel()
+        uid = -1
+        if user is not None:
+            resolved = await self.resolve_user(user) if user else DEFAULT_USER
+            uid = resolved.uid if resolved is not DEFAULT_USER else self.get_default_uid()
+        try:
+            async with asyncio.timeout(timeout):
+                left = await channel.kill_all(uid)
+        except TimeoutError as error:
+            raise SandboxError(f"the processes of sandbox {self.id} did not end within {timeout:g} s") from error
+        await self._check_exhausted()
+        self._require_channel()
+        if left:
+            raise SandboxError(f"{left} processes of sandbox {self.id} could not be killed")
+
+    # ---- files
+
+    async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
+        return await self._run_transfer(partial(transfers.read, path=path, limit=limit), timeout)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, timeout: float = 30.0) -> None:
+        await self._run_transfer(partial(transfers.write, path=path, data=data, mode=mode), timeout)
+
+    async def upload(
+        self, source: Path, target: str, *, inside: Path | None = None, timeout: float = 120.0
+    ) -> None:
+        await self._run_transfer(partial(transfers.upload, source=source, target=target, inside=inside), timeout)
+
+    async def download(self, source: str, target: Path, *, limit: int = 1 << 30, timeout: float = 120.0) -> None:
+        await self._run_transfer(partial(transfers.download, source=source, target=target, limit=limit), timeout)
+
+    async def _run_transfer(self, transfer: "Callable[..., T]", timeout: float) -> T:
+        await self._check_exhausted()
+        self._require_channel()
+        root = self.get_root()
+        clock = transfers.TransferClock(timeout)
+        task = asyncio.get_running_loop().run_in_executor(None, partial(transfer, root, clock=clock))
+        self._transfers[task] = clock
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            clock.stop.set()
+            await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+            raise
+        finally:
+            del self._transfers[task]
+
+    async def _end_transfers(self) -> None:
+        """Stop running transfers, so that none uses a descriptor after it was closed and its number reused."""
+        for clock in self._transfers.values():
+            clock.stop.set()
+        if self._transfers:
+            await asyncio.wait(set(self._transfers), timeout=CLOSE_SECONDS)
+
+    async def snapshot(self, *, timeout: float = 60.0) -> str:  # noqa: ARG002
+        self._refuse("take snapshots")
+
+    async def fork(
+        self,
+        snapshot: str,
+        *,
+        timeout: float = 60.0,  # noqa: ARG002
+        spec: SandboxSpec | None = None,  # noqa: ARG002
+    ) -> "GuardedSandbox":
+        self._refuse(f"fork {snapshot!r}")
+
+    async def diff(self, snapshot: str, *, timeout: float = 60.0) -> Mapping[str, str]:  # noqa: ARG002
+        self._refuse(f"compare with {snapshot!r}")
+
+    def _refuse(self, action: str) -> NoReturn:
+        raise SandboxError(f"the {self.provider} provider cannot {action}", cause="sandbox.refused")
+
+    # ---- close
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(), context=detached_context())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            if self._channel is not None:
+                self._channel.hang_up()
+                await self._channel.wait_closed(timeout=CLOSE_SECONDS)
+            for child in list(self._children):
+                child.detach()
+            self._children.clear()
+            if self._null >= 0:
+                os.close(self._null)
+                self._null = -1
+            await self.clean_up()
+        finally:
+            self._on_closed(self)
+
+
+async def open_or_close(sandbox: S, opening: Coroutine[Any, Any, None], timeout: float) -> S:
+    """Run `opening` and return the sandbox; close the sandbox if that fails or is cancelled."""
+    try:
+        async with asyncio.timeout(timeout):
+            await opening
+    except BaseException as error:
+        await sandbox.close()
+        if isinstance(error, TimeoutError | OSError):
+            raise SandboxError(f"a sandbox could not be created: {error!r}", cause="sandbox.create") from error
+        raise
+    return sandbox
+
+
+async def close_all(sandboxes: Iterable[GuardedSandbox]) -> None:
+    """Close all sandboxes, then raise the first error."""
+    results = await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+@contextmanager
+def reporting_timeout(timeout: float, operation: str) -> Iterator[None]:
+    """Turn a `TimeoutError` into a `SandboxError` that names the operation."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise SandboxError(f"{operation} took longer than {timeout:g} seconds", cause="sandbox.create") from error
+
+
+def merge_fork_spec(parent: SandboxSpec, requested: SandboxSpec | None) -> SandboxSpec:
+    """Return the spec of a fork: the requested one, with the parent's provider and image."""
+    if requested is None:
+        return parent
+    return msgspec.structs.replace(requested, provider=parent.provider, image=parent.image)
+
+
+class _ShellHost:
+    """The part of a sandbox that its shells use."""
+
+    def __init__(self, sandbox: GuardedSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def make_job(self) -> Job:
+        await self._sandbox._check_exhausted()
+        job = self._sandbox._make_job(Command(argv=shell.ARGV), DEFAULT_USER, wall=0.0)
+        assert isinstance(job, Job)
+        return job
+
+    async def interrupt(self, job: Job, mark: str, ticks: int) -> None:
+        await self._sandbox._require_channel().interrupt(job.number, mark, ticks)
+
+    def forget(self, closed: GuardedShell) -> None:
+        self._sandbox._children.discard(closed)
+
+
+def clamp_seconds(value: float) -> float:
+    """Return a number of seconds that fits the guard's timer; 0 means no limit."""
+    return min(value, MAX_SECONDS) if value > 0 else 0.0

@@ -1,0 +1,169 @@
+"""The images of a Docker or Podman engine: look up, save, load, import and tag. Blocking.
+
+Runs in the process that fetches images. A name that the engine does not have is distinguished from an engine that
+does not answer: the first is an error of the task (`task.image`), the second is not (`sandbox.image`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rookery.core import SandboxError
+from rookery.sandboxes.docker.client import (
+    CHUNK_BYTES,
+    BlockingEngineClient,
+    EngineAPIError,
+    EngineUnreachable,
+    api_error,
+    api_path,
+    find_running_engine,
+)
+from rookery.sandboxes.images import records
+from rookery.sandboxes.images.records import ImageName
+from rookery.sandboxes.images.references import ImageReference, familiar_name
+from rookery.sandboxes.images.sources import (
+    DockerArchiveSource,
+    LocalSource,
+    OnBytes,
+    ResolvedImage,
+    image_unavailable,
+)
+
+LOOKUP_SECONDS = 30.0
+TRANSFER_SECONDS = 600.0
+"""Between two chunks of a saved or loaded image: an engine may assemble the whole archive first."""
+MAX_RESPONSE_BYTES = 16 << 20
+TAR_HEADERS = {"Content-Type": "application/x-tar"}
+
+
+@contextmanager
+def reporting_image_errors(action: str) -> Iterator[None]:
+    """Turn errors of the engine client into `SandboxError(sandbox.image)`. `action` says what failed."""
+    try:
+        yield
+    except (EngineAPIError, EngineUnreachable) as error:
+        raise image_unavailable(action, str(error)) from error
+
+
+class EngineImages:
+    """Image operations of one engine."""
+
+    def __init__(self, client: BlockingEngineClient) -> None:
+        self.client = client
+
+    def find_id(self, name: str) -> str:
+        """Return the ID of an image, or "" if the engine has none of this name."""
+        path = api_path("images", name, "json")
+        with reporting_image_errors(f"the image {name} cannot be looked up in the container engine"):
+            found = self.client.call("GET", path, ok=(404,), timeout=LOOKUP_SECONDS)
+        return str(found.get("Id") or "") if found is not None else ""
+
+    def save(self, name: str, target: Path) -> None:
+        """Write the archive that `docker save` would write."""
+        with (
+            reporting_image_errors(f"the engine cannot save the image {name}"),
+            self.client.open("GET", api_path("images", name, "get"), timeout=TRANSFER_SECONDS) as response,
+        ):
+            if response.status != 200:
+                raise api_error("GET images", response.status, response.read(MAX_RESPONSE_BYTES))
+            with target.open("wb") as file:
+                while chunk := response.read(CHUNK_BYTES):
+                    file.write(chunk)
+
+    def load(self, archive: Path, on_bytes: OnBytes | None = None) -> list[str]:
+        """Load an archive of `docker save`; return the names or IDs of the loaded images."""
+        return self._send_archive(api_path("images", "load", quiet="1"), archive, on_bytes)
+
+    def import_rootfs(self, archive: Path, name: str, on_bytes: OnBytes | None = None) -> None:
+        """Create an image with one layer from an archive of a root file system."""
+        # Podman ignores the parameter `tag`, so the tag is part of `repo`.
+        self._send_archive(api_path("images", "create", fromSrc="-", repo=name), archive, on_bytes)
+
+    def tag(self, image: str, name: str) -> None:
+        repository, _, tag = name.rpartition(":")
+        path = api_path("images", image, "tag", repo=repository, tag=tag)
+        with reporting_image_errors(f"the engine cannot tag the image {image}"):
+            self.client.call("POST", path, timeout=LOOKUP_SECONDS)
+
+    def _send_archive(self, path: str, archive: Path, on_bytes: OnBytes | None) -> list[str]:
+        with (
+            archive.open("rb") as file,
+            reporting_image_errors("the engine cannot load the image"),
+            self.client.open(
+                "POST", path, _CountingReader(file, on_bytes), headers=TAR_HEADERS, timeout=TRANSFER_SECONDS
+            ) as response,
+        ):
+            body = response.read(MAX_RESPONSE_BYTES)
+            if response.status != 200:
+                raise api_error("POST images", response.status, body)
+        loaded = []
+        for message in parse_json_lines(body):
+            if message.get("error"):
+                raise SandboxError(
+                    f"the engine cannot load the image: {str(message['error'])[:500]}", cause="task.image"
+                )
+            for prefix in ("Loaded image ID: ", "Loaded image: "):
+                if str(message.get("stream") or "").startswith(prefix):
+                    loaded.append(message["stream"].removeprefix(prefix).strip())
+                    break
+        return loaded
+
+
+def parse_json_lines(body: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of an engine's progress stream; other lines are skipped."""
+    for line in body.splitlines():
+        try:
+            message = msgspec.json.decode(line)
+        except msgspec.MsgspecError:
+            continue
+        if isinstance(message, dict):
+            yield message
+
+
+class _CountingReader:
+    """A file for `http.client` that reports how many bytes were sent."""
+
+    def __init__(self, file: IO[bytes], on_bytes: OnBytes | None) -> None:
+        self._file = file
+        self._on_bytes = on_bytes
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        if self._on_bytes is not None and block:
+            self._on_bytes(len(block))
+        return block
+
+
+class EngineSource(LocalSource):
+    """An image in an engine, read through its `save` endpoint."""
+
+    def __init__(self, reference: ImageReference, images: EngineImages, directory: Path) -> None:
+        self._name = familiar_name(reference.name)
+        self._images = images
+        self._archive = directory / "saved.tar"
+
+    def resolve(self) -> ResolvedImage:
+        image_id = self._images.find_id(self._name)
+        if not image_id:
+            raise records.unusable_image(self._name, "the container engine has no image of this name")
+        self._images.save(self._name, self._archive)
+        found = DockerArchiveSource(str(self._archive), "", self._name, "engine").resolve()
+        return msgspec.structs.replace(found, digest=image_id)
+
+    def close(self) -> None:
+        self._archive.unlink(missing_ok=True)
+
+
+def has_changed_in_engine(known: ImageName) -> bool:
+    """Return whether the engine has another image of this name by now, for example after a rebuild."""
+    client = find_running_engine()
+    if client is None:
+        return False
+    try:
+        image_id = EngineImages(client).find_id(familiar_name(known.name))
+    except SandboxError:
+        return False
+    return bool(image_id) and image_id != known.digest

@@ -1,0 +1,92 @@
+"""Staging directories: places to build something before it is renamed to its final path.
+
+    work/NAME    a staging directory, or something that is being removed
+    locks/work-NAME    lock of the process that uses it
+
+The image store and the task cache have one staging area each.
+
+Promises:
+- a staging directory is removed at the end of its block; those of killed processes are removed later;
+- `detach` takes something out of its place in one step; the slow removal happens afterwards.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from rookery.sandbox_runtime import processes
+from rookery.sandboxes.images import file_locks
+
+
+class DetachedDirectory:
+    """A directory that was moved into the staging area to be removed."""
+
+    def __init__(self, path: Path, lock: file_locks.FileLock) -> None:
+        self._path = path
+        self._lock = lock
+
+    def remove(self) -> None:
+        processes.remove_tree(str(self._path))
+        self._lock.remove()
+
+
+@contextlib.contextmanager
+def removing_on_exit(detached: list[DetachedDirectory]) -> Iterator[None]:
+    """Remove the directories in the list at the end of the block."""
+    try:
+        yield
+    finally:
+        for directory in detached:
+            directory.remove()
+
+
+class StagingArea:
+    """The staging directories below one directory, which contains `work` and `locks`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.folder = directory
+
+    def _lock_path(self, name: str) -> Path:
+        return self.folder / "locks" / f"work-{name}"
+
+    def _reserve(self) -> tuple[Path, file_locks.FileLock]:
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        lock = file_locks.acquire_lock(
+            self._lock_path(name), exclusive=True, seconds=1.0, what="a staging directory"
+        )
+        return self.folder / "work" / name, lock
+
+    @contextlib.contextmanager
+    def create(self) -> Iterator[tuple[Path, file_locks.FileLock]]:
+        """Yield a new directory and its lock."""
+        self.remove_leftovers()
+        path, lock = self._reserve()
+        try:
+            path.mkdir(mode=0o700)
+            yield path, lock
+        finally:
+            processes.remove_tree(str(path))
+            lock.remove()
+
+    def remove_leftovers(self) -> int:
+        """Remove the directories of killed processes; return how many there were."""
+        count = 0
+        for path in sorted((self.folder / "work").iterdir()):
+            lock = file_locks.try_lock(self._lock_path(path.name), exclusive=True)
+            if lock is not None:
+                processes.remove_tree(str(path))
+                lock.remove()
+                count += 1
+        return count
+
+    def detach(self, path: Path) -> DetachedDirectory:
+        """Move a directory out of its place, to be removed later."""
+        target, lock = self._reserve()
+        try:
+            path.rename(target)
+        except BaseException:
+            lock.remove()
+            raise
+        return DetachedDirectory(target, lock)

@@ -1,0 +1,375 @@
+"""The image store: unpacked images on disk, shared by all runs of a user on this machine.
+
+    images/ID.json     record of a complete image    layers/NAME/      a complete layer
+    names/HASH.json    record of a name              infos/NAME.json   record of a layer
+    locks/…            who creates or uses it        work/…            staging directories
+
+Promises:
+- a layer or an image is complete or absent: it is created in a staging directory and renamed;
+- a layer that had not been flushed to disk before a crash of the machine is created again;
+- what a live process uses is never removed: it holds a lock that ends with the process;
+- what a killed process left in a staging directory is removed by the next fetch or by `prune`;
+- other users of the machine cannot read the store.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rookery.core import UsageError
+from rookery.sandboxes.images import file_locks, records
+from rookery.sandboxes.images.records import ImageName, ImageRecord, LayerInfo
+from rookery.sandboxes.images.staging import DetachedDirectory, StagingArea, removing_on_exit
+
+VARIABLE, BUDGET_VARIABLE = "ROOKERY_IMAGES", "ROOKERY_IMAGES_BUDGET"
+BUDGET = 64 << 30
+LOCK_SECONDS = 60.0
+_DIRECTORIES = ("images", "names", "infos", "layers", "locks", "work")
+
+
+class AcquiredImage:
+    """An image in use. It is not removed before `release`, or the end of this process."""
+
+    def __init__(self, record: ImageRecord, folder: Path, lock: file_locks.FileLock) -> None:
+        self.record = record
+        self.folder = folder
+        """The directory that contains its layers."""
+        self._lock = lock
+
+    def release(self) -> None:
+        self._lock.close()
+
+
+class ImageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """An image as `rookery images` lists it."""
+
+    id: str
+    names: tuple[str, ...]
+    origins: tuple[str, ...]
+    platform: str
+    layers: int
+    bytes: int
+    own_bytes: int
+    """Size of the layers that no other image uses."""
+    made: float
+    used: float
+    used_by: tuple[int, ...]
+    """PIDs of the processes that use it."""
+
+
+class PruneResult(msgspec.Struct, frozen=True, kw_only=True):
+    images: tuple[str, ...]
+    """A name or the ID of each removed image."""
+    layers: int
+    leftovers: int
+    bytes: int
+    kept_in_use: int = 0
+
+
+def default_directory() -> Path:
+    if value := os.environ.get(VARIABLE):
+        return Path(value).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "rookery" / "images"
+
+
+def default_budget() -> int:
+    """Return the size limit of the store in bytes."""
+    value = os.environ.get(BUDGET_VARIABLE, "").strip()
+    if not value:
+        return BUDGET
+    units = {"K": 10, "M": 20, "G": 30, "T": 40}
+    shift = units.get(value[-1].upper(), 0)
+    try:
+        wanted = int(float(value[:-1] if shift else value) * (1 << shift))
+    except (ValueError, OverflowError):
+        wanted = 0
+    if wanted <= 0:
+        raise UsageError(f"${BUDGET_VARIABLE}: {value!r} is not a size like 500M or 64G")
+    return wanted
+
+
+@functools.cache
+def boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+class ImageStore:
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or default_directory()
+        self.layers = self.folder / "layers"
+        self._staging = StagingArea(self.folder)
+
+    def open(self) -> "ImageStore":
+        """Create the directories of the store if necessary."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self.folder.stat().st_uid != os.geteuid():
+                raise UsageError(
+                    f"the image store {self.folder} belongs to another user: choose another one with ${VARIABLE}"
+                )
+            self.folder.chmod(0o700)
+            for name in _DIRECTORIES:
+                (self.folder / name).mkdir(exist_ok=True)
+            # A sandbox sees this directory through a mount, as another user.
+            self.layers.chmod(0o755)
+        except OSError as error:
+            raise UsageError(
+                f"the image store {self.folder} cannot be written to ({error.strerror or error}): "
+                f"choose another directory with ${VARIABLE}"
+            ) from error
+        return self
+
+    # ---- lookup
+
+    def _name_path(self, name: str) -> Path:
+        return self.folder / "names" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+
+    def find_name(self, name: str) -> ImageName | None:
+        found: ImageName | None = records.read_record(self._name_path(name), ImageName)
+        return found if found is not None and found.name == name else None
+
+    def record(self, image: str) -> ImageRecord | None:
+        """Return the record of an image if all its layers are present."""
+        if not image.isalnum():
+            return None
+        found: ImageRecord | None = records.read_record(self.folder / "images" / f"{image}.json", ImageRecord)
+        return found if found is not None and all(self.info(layer) for layer in found.layers) else None
+
+    def find(self, name: str) -> ImageRecord | None:
+        found = self.find_name(name)
+        return self.record(found.image) if found is not None else None
+
+    def info(self, layer: str) -> LayerInfo | None:
+        """Return the record of a layer if it is complete."""
+        found: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
+        if found is None or not (found.synced or found.boot == boot_id()) or not (self.layers / layer).is_dir():
+            return None
+        return found
+
+    # ---- locks
+
+    def lock_path(self, kind: str, what: str) -> Path:
+        return self.folder / "locks" / f"{kind}-{what}"
+
+    def acquire(self, image: str) -> AcquiredImage | None:
+        """Acquire an image; None if it is not in the store."""
+        lock = file_locks.acquire_lock(
+            self.lock_path("image", image), exclusive=False, seconds=LOCK_SECONDS, what=f"the image {image}"
+        )
+        record = self.record(image)
+        if record is None:
+            lock.close()
+            return None
+        os.utime(lock.fd)
+        return AcquiredImage(record, self.layers, lock)
+
+    def hold_layer(self, layer: str, *, seconds: float) -> tuple[file_locks.FileLock, bool]:
+        """Lock a layer: shared if it exists (True), exclusive if the caller must create it (False)."""
+        path = self.lock_path("layer", layer)
+        while True:
+            lock = file_locks.acquire_lock(path, exclusive=False, seconds=seconds, what=f"the layer {layer}")
+            if self.info(layer):
+                return lock, True
+            lock.close()
+            lock = file_locks.acquire_lock(path, exclusive=True, seconds=seconds, what=f"the layer {layer}")
+            if not self.info(layer):
+                return lock, False
+            lock.close()  # another process created it meanwhile
+
+    def lock_store(self) -> file_locks.FileLock:
+        return file_locks.acquire_lock(
+            self.folder / "locks" / "store", exclusive=True, seconds=LOCK_SECONDS, what="the image store"
+        )
+
+    # ---- changes
+
+    @contextlib.contextmanager
+    def staging_directory(self) -> Iterator[tuple[Path, file_locks.FileLock]]:
+        """Yield a staging directory on the file system of the store, and its lock."""
+        self.remove_leftovers()
+        with self._staging.create() as made:
+            yield made
+
+    def put_layer(self, layer: str, made: Path, info: LayerInfo) -> None:
+        """Move a layer into place. The caller must hold its exclusive lock."""
+        there = self.layers / layer
+        if there.exists():  # left by a crash of the machine or of the process that created it
+            self._staging.detach(there).remove()
+        made.rename(there)
+        records.write_record(self.folder / "infos" / f"{layer}.json", info)
+
+    def put_image(self, record: ImageRecord, names: list[ImageName]) -> None:
+        """Publish an image. The caller must hold locks on all its layers."""
+        records.write_record(self.folder / "images" / f"{record.id}.json", record)
+        for name in names:
+            records.write_record(self._name_path(name.name), name)
+
+    def forget(self, record: ImageRecord, names: list[ImageName]) -> None:
+        """Unpublish an image. The caller must hold the store lock; unused layers are removed later."""
+        for name in names:
+            self._name_path(name.name).unlink(missing_ok=True)
+        (self.folder / "images" / f"{record.id}.json").unlink(missing_ok=True)
+
+    def sync(self, layers: tuple[str, ...]) -> None:
+        """Flush layers to disk and record that."""
+        todo = [(layer, info) for layer in layers if (info := self.info(layer)) and not info.synced]
+        if not todo:
+            return
+        fd = os.open(self.layers, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+                return
+        finally:
+            os.close(fd)
+        for layer, info in todo:
+            records.write_record(
+                self.folder / "infos" / f"{layer}.json", msgspec.structs.replace(info, synced=True)
+            )
+
+    # ---- removal
+
+    def remove_leftovers(self) -> int:
+        """Remove what killed processes left; return the number of leftovers."""
+        count = self._staging.remove_leftovers()
+        for kind in ("images", "names", "infos"):
+            for half in (self.folder / kind).glob(".*.half"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - half.stat().st_mtime > LOCK_SECONDS:
+                        half.unlink()
+                        count += 1
+        return count
+
+    def _records(self) -> list[ImageRecord]:
+        found = (
+            records.read_record(path, ImageRecord) for path in sorted((self.folder / "images").glob("*.json"))
+        )
+        return [record for record in found if record is not None]
+
+    def _names(self) -> list[ImageName]:
+        found = (records.read_record(path, ImageName) for path in sorted((self.folder / "names").glob("*.json")))
+        return [name for name in found if name is not None]
+
+    def held(self) -> int:
+        """Return the total size of all layers in bytes."""
+        infos = (records.read_record(path, LayerInfo) for path in (self.folder / "infos").glob("*.json"))
+        return sum(info.bytes for info in infos if info is not None)
+
+    def listed(self) -> list[ImageSummary]:
+        """Return all images, the last used first."""
+        everything, names, held = self._records(), self._names(), file_locks.list_holders()
+        owners: dict[str, int] = {}
+        for record in everything:
+            for layer in record.layers:
+                owners[layer] = owners.get(layer, 0) + 1
+        found = []
+        for record in everything:
+            infos = {layer: self.info(layer) for layer in record.layers}
+            if None in infos.values():
+                continue
+            own_names = [name for name in names if name.image == record.id]
+            used, pids = self._used(record, held)
+            found.append(
+                ImageSummary(
+                    id=record.id,
+                    names=tuple(name.name for name in own_names),
+                    origins=tuple(sorted({name.origin for name in own_names})),
+                    platform=record.platform,
+                    layers=len(record.layers),
+                    bytes=sum(info.bytes for info in infos.values() if info),
+                    own_bytes=sum(info.bytes for layer, info in infos.items() if info and owners[layer] == 1),
+                    made=record.made,
+                    used=used,
+                    used_by=pids,
+                )
+            )
+        return sorted(found, key=lambda one: -one.used)
+
+    def _used(self, record: ImageRecord, held: dict[tuple[int, int], list[int]]) -> tuple[float, tuple[int, ...]]:
+        try:
+            info = self.lock_path("image", record.id).stat()
+        except OSError:
+            return record.made, ()
+        return max(info.st_mtime, record.made), tuple(sorted(set(held.get((info.st_dev, info.st_ino), []))))
+
+    def shrink(self, budget: int, *, keep: str = "", unnamed: bool = False, older: float = 0.0) -> PruneResult:
+        """Remove the least recently used images until the rest fits the budget. Images in use stay.
+
+        `unnamed` also removes images without a name, `older` those not used since that time.
+        """
+        gone: list[str] = []
+        detached: list[DetachedDirectory] = []
+        busy = layers = freed = 0
+        with removing_on_exit(detached), self.lock_store():  # the slow removal happens after the lock is released
+            names = self._names()
+            everything = sorted(self._records(), key=lambda record: self._used(record, {})[0])
+            for record in everything:
+                own_names = [name for name in names if name.image == record.id]
+                unwanted = (unnamed and not own_names) or self._used(record, {})[0] < older
+                if record.id == keep or not (unwanted or self.held() > budget):
+                    continue
+                lock = file_locks.try_lock(self.lock_path("image", record.id), exclusive=True)
+                if lock is None:
+                    busy += 1
+                    continue
+                with lock:
+                    for name in own_names:
+                        self._name_path(name.name).unlink(missing_ok=True)
+                    (self.folder / "images" / f"{record.id}.json").unlink(missing_ok=True)
+                    # A name is more useful to people than the key of a file.
+                    display_names = sorted((":/" in name.name, name.name) for name in own_names)
+                    gone.append(display_names[0][1] if display_names else record.id[:12])
+                    lock.remove()
+                swept = self._sweep(detached)
+                layers, freed = layers + swept[0], freed + swept[1]
+            swept = self._sweep(detached)
+            layers, freed = layers + swept[0], freed + swept[1]
+        return PruneResult(images=tuple(gone), layers=layers, leftovers=0, bytes=freed, kept_in_use=busy)
+
+    def _sweep(self, detached: list[DetachedDirectory]) -> tuple[int, int]:
+        """Detach layers that belong to no image and are not locked. The caller must hold the store lock."""
+        wanted = {layer for record in self._records() for layer in record.layers}
+        count = total = 0
+        found = {path.stem for path in (self.folder / "infos").glob("*.json")}
+        for layer in sorted((found | {path.name for path in self.layers.iterdir()}) - wanted):
+            lock = file_locks.try_lock(self.lock_path("layer", layer), exclusive=True)
+            if lock is None:
+                continue  # an image that is being created uses it
+            with lock:
+                info: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
+                (self.folder / "infos" / f"{layer}.json").unlink(missing_ok=True)
+                if (self.layers / layer).exists():
+                    detached.append(self._staging.detach(self.layers / layer))
+                lock.remove()
+            count += 1
+            total += info.bytes if info is not None else 0
+        return count, total
+
+    def prune(self, *, budget: int, unnamed: bool = True, older: float = 0.0) -> PruneResult:
+        """Remove leftovers, unused layers, and images as `shrink` does."""
+        before = self.held()
+        leftovers = self.remove_leftovers()
+        done = self.shrink(budget, unnamed=unnamed, older=older)
+        self._remove_stale_locks()
+        return msgspec.structs.replace(done, leftovers=leftovers, bytes=max(0, before - self.held()))
+
+    def _remove_stale_locks(self) -> None:
+        """Remove unlocked lock files of objects that no longer exist."""
+        with self.lock_store():
+            for path in (self.folder / "locks").iterdir():
+                kind, _, what = path.name.partition("-")
+                place = {"image": f"images/{what}.json", "layer": f"layers/{what}", "work": f"work/{what}"}.get(
+                    kind
+                )
+                if kind == "make" or (place is not None and not (self.folder / place).exists()):
+                    lock = file_locks.try_lock(path, exclusive=True)
+                    if lock is not None:
+                        lock.remove()

@@ -1,0 +1,1 @@
+"""The keeper: the daemon that creates and supervises the `local` sandboxes of one run. Standard library only."""

@@ -1,0 +1,322 @@
+"""Create the first process of a sandbox: namespaces, cgroup, network and user IDs. Runs in the keeper.
+
+A failed creation leaves no process, cgroup or reserved user IDs. Resources that the kernel counts per user are
+charged to the sandbox's own users, not to the user who runs the keeper.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+
+from rookery.sandbox_runtime import cgroups, network_namespaces, root_filesystem, seccomp, syscalls
+from rookery.sandbox_runtime.lightweight import _signal, deque, dumps, send_message, suppress
+from rookery.sandbox_runtime.pid1 import local_init
+from rookery.sandboxes.local.keeper import layer_store
+from rookery.sandboxes.local.keeper.background_jobs import BackgroundJobs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+FIRST_UID = 0x20000000
+IDS_PER_SANDBOX = 65536
+ID_SLOTS = 4096
+_NAMESPACES = (
+    syscalls.CLONE_NEWUSER
+    | syscalls.CLONE_NEWPID
+    | syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUTS
+    | syscalls.CLONE_NEWCGROUP
+)
+
+
+class SandboxProcess:
+    """A sandbox as the keeper sees it, from its fork to the removal of its remains.
+
+    States: `forked` (waits for its file system), `mounting`, `warm` (waits for a request), `configuring`,
+    `in_use`, `ending`.
+    """
+
+    __slots__ = (
+        "below",
+        "cgroup",
+        "channel",
+        "claimed",
+        "fds",
+        "frozen_by",
+        "image",
+        "lease",
+        "lineage",
+        "name",
+        "network",
+        "network_shared",
+        "pid",
+        "pidfd",
+        "request",
+        "shape",
+        "state",
+        "sync",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        pidfd: int,
+        sync: _socket.socket,
+        cgroup: cgroups.SandboxCgroup,
+        lineage: layer_store.Lineage,
+    ) -> None:
+        self.name = name
+        self.pid = pid
+        self.pidfd = pidfd
+        self.sync: _socket.socket | None = sync
+        """Connection to its first process during the setup."""
+        self.cgroup = cgroup
+        self.lineage = lineage
+        lineage.members += 1
+        self.image: layer_store.SandboxImage | None = None
+        """None: the host's system."""
+        self.below: tuple[str, ...] = ()
+        """Paths of the snapshots below the writable layer, uppermost first."""
+        self.state = "forked"
+        self.request: Any = None
+        """The request that it is being configured for."""
+        self.lease = -1
+        """Descriptor of a file that is deleted with the sandbox. Its name must not be in our memory: sandboxes
+        are forks of this process and could read it."""
+        self.claimed = False
+        """Whether its owner has not released it yet. Until then its cgroup stays, even when the sandbox is
+        dead: the owner reads there whether the OOM killer was the cause."""
+        self.network = -1
+        """Descriptor of a network namespace from the pool; -1: one that ends with the sandbox, or the host's."""
+        self.network_shared = False
+        """Whether another process has a socket of its network namespace."""
+        self.frozen_by = 0
+        """Number of jobs that need it frozen."""
+        self.shape: dict[str, Any] | None = None
+        """Limits that it was configured for before anybody requested it."""
+        self.channel: _socket.socket | None = None
+        """The owner's end of the connection to pid 1, while nobody owns the sandbox."""
+        self.fds: dict[str, int] = {}
+        """Descriptors that the owner gets, while nobody owns the sandbox."""
+
+    def close_descriptors(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds = {}
+
+
+class SandboxForker:
+    """Forks sandboxes out of the keeper and sends them their setup messages."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.pid = os.getpid()
+        self.uid, self.gid = os.geteuid(), os.getegid()
+        self.mapped = self.uid == 0 and _has_id_range()
+        """Whether each sandbox has its own range of user IDs; otherwise all sandboxes have our user."""
+        self.seccomp_filter = syscalls.SeccompFilter(seccomp.build_filter(os.uname().machine))
+        self.cgroups = cgroups.find_cgroups()
+        with open(f"{settings['folder']}/cgroups.json", "wb") as file:  # for the reaper, in case we are killed
+            file.write(dumps({"prefix": f"{settings['name']}-", "above": self.cgroups.parents}))
+        if not self.mapped:
+            syscalls.unshare(syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS)
+            _write_id_maps("self", f"{self.uid} {self.uid} 1", f"{self.gid} {self.gid} 1", deny_setgroups=True)
+        else:
+            syscalls.unshare(syscalls.CLONE_NEWNS)
+            syscalls.keep_capabilities_on_seteuid()
+        self.networks = network_namespaces.NetworkNamespacePool() if self.mapped else None
+        self.tree = root_filesystem.prepare(
+            settings["folder"], settings["extra"], lambda pid: self.map_ids(pid, 0, root_filesystem.USER)
+        )
+        # Each keeper starts at another slot and uses them in turn: the kernel has limits per user ID.
+        id_slots = deque((self.pid * 2654435761 + n) % ID_SLOTS for n in range(ID_SLOTS))
+        self.jobs = BackgroundJobs()
+        self.store = layer_store.LayerStore(self.jobs, id_slots, mapped=self.mapped)
+        self._serial = 0
+
+    def find_root_uid(self, sandbox: SandboxProcess) -> int:
+        """Return the host's user ID of the sandbox's user 0; -1 if sandboxes have our own user."""
+        return FIRST_UID + sandbox.lineage.id_slot * IDS_PER_SANDBOX if self.mapped else -1
+
+    def fork(self, *, isolated_network: bool = True) -> SandboxProcess:
+        """Fork a process into new namespaces and a cgroup. It waits for `send_mount_plan`."""
+        self._serial += 1
+        name = f"{self.settings['name']}-{self._serial}"
+        lineage = self.store.new_lineage()
+        try:
+            cgroup = self.cgroups.acquire(name)
+        except OSError:
+            self.store.id_slots.append(lineage.id_slot)
+            raise
+        task_fds: list[int] = []
+        cgroup_fd = network = -1
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        try:
+            if cgroup.unified:
+                cgroup_fd = os.open(cgroup.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if self.networks is not None and isolated_network:
+                network = self.networks.enter_unused()
+            elif self.networks is not None:
+                self.networks.enter_host()
+            task_fds = cgroup.open_v1_tasks()
+            new_network = isolated_network and network < 0
+            flags = _NAMESPACES | syscalls.CLONE_NEWNET if new_network else _NAMESPACES
+            pid, pidfd = self._clone(flags, cgroup_fd, FIRST_UID + lineage.id_slot * IDS_PER_SANDBOX)
+            if pid == 0:
+                local_init.run(theirs, self.tree, self.seccomp_filter, self.pid, task_fds, mapped=self.mapped)
+                os._exit(3)
+        except OSError:
+            ours.close()
+            cgroup.remove()
+            self.store.id_slots.append(lineage.id_slot)
+            if network >= 0:
+                os.close(network)
+            raise
+        finally:
+            theirs.close()
+            for fd in (*task_fds, *((cgroup_fd,) if cgroup_fd >= 0 else ())):
+                os.close(fd)
+        sandbox = SandboxProcess(name, pid, pidfd, ours, cgroup, lineage)
+        sandbox.network = network
+        ours.setblocking(False)
+        with suppress(PermissionError, ProcessLookupError):
+            # Pid 1 must get CPU time while a hundred programs of its sandbox compete. They do not inherit this.
+            os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, pid, -20)
+        return sandbox
+
+    def _clone(self, flags: int, cgroup_fd: int, uid: int) -> tuple[int, int]:
+        """Clone with the sandbox's root as effective user.
+
+        Per-user resources of a sandbox (inotify, signals, namespaces) are also charged to the user who created
+        its user namespace. If that were root, one sandbox could exhaust them for the host's root.
+        """
+        if not self.mapped:
+            return syscalls.clone(flags, cgroup=cgroup_fd)
+        os.seteuid(uid)
+        pid = -1
+        try:
+            pid, pidfd = syscalls.clone(flags, cgroup=cgroup_fd)
+        finally:
+            if pid != 0:
+                os.seteuid(0)
+                syscalls.die_with_parent(_signal.SIGTERM)  # the change of user had cleared it
+        return pid, pidfd
+
+    def send_mount_plan(
+        self,
+        sandbox: SandboxProcess,
+        plan: root_filesystem.MountPlan,
+        image: layer_store.SandboxImage | None = None,
+        lineage: layer_store.Lineage | None = None,
+        *,
+        isolated_network: bool = True,
+    ) -> None:
+        """Map the user IDs of a forked sandbox and tell it to mount its file system.
+
+        `lineage` is that of the snapshot from which it is forked.
+        """
+        assert sandbox.sync is not None
+        sandbox.image, sandbox.below = image, plan.snapshots
+        if lineage is not None:
+            lineage.members += 1
+            self.store.leave(sandbox.lineage)
+            sandbox.lineage = lineage
+        self.map_ids(sandbox.pid, sandbox.lineage.id_slot, plan.uid)
+        message = {
+            "size": plan.size,
+            "uid": plan.uid,
+            "snapshots": plan.snapshots,
+            "layers": image.layers if image is not None else (),
+            "mounts": [target for _, target in plan.mounts],
+            "image": image is not None,
+            "host_resolver": plan.host_resolver,
+            "loopback": isolated_network and self.networks is None,
+        }
+        directories = [image.directory] if image is not None else []
+        trees: list[int] = []
+        try:
+            for directory in (*directories, *(str(source) for source, _ in plan.mounts)):
+                trees.append(self._open_read_only(sandbox, directory))  # noqa: PERF401  (closed if a later one fails)
+            send_message(sandbox.sync, dumps(message), trees)
+        finally:
+            for tree in trees:
+                os.close(tree)
+
+    def _open_read_only(self, sandbox: SandboxProcess, directory: str) -> int:
+        """Return a detached read-only mount of a host directory, if possible with owners mapped to the sandbox."""
+        tree = syscalls.open_detached_tree(directory)
+        try:
+            if not self.mapped:
+                syscalls.make_read_only(tree)
+                return tree
+            user_namespace = os.open(f"/proc/{sandbox.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                syscalls.make_read_only(tree, user_namespace)
+            except OSError:  # the file system has no ID-mapped mounts: owners appear as nobody
+                syscalls.make_read_only(tree)
+            finally:
+                os.close(user_namespace)
+        except BaseException:
+            os.close(tree)
+            raise
+        return tree
+
+    def map_ids(self, pid: int, id_slot: int, uid: int) -> None:
+        """Write the user and group ID maps of a process in a new user namespace."""
+        if self.mapped:
+            ids = f"0 {FIRST_UID + id_slot * IDS_PER_SANDBOX} {IDS_PER_SANDBOX}"
+            _write_id_maps(pid, ids, ids)
+        else:
+            _write_id_maps(pid, f"{uid} {self.uid} 1", f"{uid} {self.gid} 1", deny_setgroups=True)
+
+    def send_configuration(self, sandbox: SandboxProcess, request: dict[str, Any]) -> _socket.socket:
+        """Send a mounted sandbox its limits. Return the owner's end of its channel."""
+        assert sandbox.sync is not None
+        sandbox.network_shared = request["listen"] > 0
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        try:
+            limits = cgroups.CgroupLimits(request["memory"], request["pids"], request["cpus"])
+            sandbox.cgroup.set_limits(limits)
+            missing = self.cgroups.missing_controllers
+            message = {
+                "disk": request["disk"],
+                "uid": request["uid"],
+                "listen": request.get("listen", 0),
+                "host_network": request.get("network") == "all",
+                "memory_per_process": request["memory"] if cgroups.MEMORY in missing else 0,
+                "pids_per_user": request["pids"] if cgroups.PIDS in missing else 0,
+            }
+            send_message(sandbox.sync, dumps(message), [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+
+def _write_id_maps(pid: int | str, uids: str, gids: str, *, deny_setgroups: bool = False) -> None:
+    if deny_setgroups:
+        with open(f"/proc/{pid}/setgroups", "w") as file:
+            file.write("deny")
+    for name, text in (("uid_map", uids), ("gid_map", gids)):
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(text)
+
+
+def _has_id_range() -> bool:
+    """Return whether the user IDs of sandboxes exist in our user namespace. In a container they may be missing."""
+    with open("/proc/self/uid_map") as file:
+        for line in file:
+            first, _, count = (int(field) for field in line.split())
+            if first <= FIRST_UID and first + count >= FIRST_UID + ID_SLOTS * IDS_PER_SANDBOX:
+                return True
+    return False

@@ -1,0 +1,244 @@
+"""`POST /run_code`: run programs over HTTP, for trainers in any language.
+
+Guarantees:
+- Results come in the order of the programs: as lines of NDJSON, each as soon as it and all before it are
+  available, or in one JSON object if the client accepts `application/json`.
+- Malformed JSON is answered with 400, an invalid field with 422 and its name. No program of such a request runs.
+- Body size, programs per request, queued programs and requested limits are bounded. Excess is answered with 413,
+  422 or 429 with `Retry-After`.
+- When a client disconnects, its programs are cancelled, and no others.
+- With a key, every path but `/healthz` requires it, before the body is read. Without a key, requests with a
+  foreign `Host` or `Origin` header are refused, because a web page may have sent them.
+- `/healthz` returns 503 if a program should have ended long ago.
+"""
+
+import asyncio
+import hmac
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import UsageError
+from rookery.gateway.http import Answer, Refusal, Request
+from rookery.scoring.fresh_sandboxes import LOST_AFTER_SECONDS, MAX_TRIES
+from rookery.scoring.program_runner import ProgramRunner
+from rookery.scoring.programs import (
+    DEFAULT_PROGRAM_LIMITS,
+    Program,
+    ProgramLimits,
+    ProgramResult,
+    parse_limits,
+    parse_program,
+)
+from rookery.upstreams.listeners import foreign_page
+
+NDJSON: Final = b"application/x-ndjson"
+TEXT: Final = b"text/data; version=0.0.4; charset=utf-8"
+MAX_BODY: Final = 64 << 20
+MAX_PROGRAMS: Final = 10_000
+CEILING: Final = ProgramLimits(wall=300.0, cpu=300.0, memory=4 << 30, output=16 << 20, pids=1024, disk=4 << 30)
+
+
+class CodeService:
+    """HTTP application that runs programs in the sandboxes of one `ProgramRunner`.
+
+    `queue` is the maximum number of programs that are admitted and not finished.
+    """
+
+    def __init__(
+        self, programs: ProgramRunner, *, key: str = "", queue: int = 10_000, ceiling: ProgramLimits = CEILING
+    ) -> None:
+        self._programs = programs
+        self._key = key
+        self._queue = queue
+        self._ceiling = ceiling.over(CEILING)
+        self._admitted = 0
+        self._deadlines: dict[int, float] = {}
+        self._responses: Counter[int] = Counter()
+        self._ended: Counter[str] = Counter()
+        self.stopping = False
+
+    # ---- what the server asks
+
+    def admit(self, request: Request) -> int:
+        """Check a request before its body is read; return the maximum size of the body in bytes."""
+        path, method = request.path, request.method
+        if path not in ("/", "/healthz", "/metrics", "/run_code"):
+            raise self._refuse(404, f"no such path: {path[:200]}; send programs with POST to /run_code")
+        wanted = ("POST",) if path == "/run_code" else ("GET", "HEAD")
+        self._check_page(request)
+        if path != "/healthz":
+            self._check_key(request)
+        if method not in wanted:
+            raise self._refuse(405, f"{path} accepts only {wanted[0]}", ((b"allow", ", ".join(wanted).encode()),))
+        if path == "/run_code" and self.stopping:
+            raise self._refuse(503, "the server is shutting down", ((b"retry-after", b"5"),))
+        return MAX_BODY if path == "/run_code" else 0
+
+    async def handle(self, request: Request, out: Answer) -> None:
+        answers: dict[str, Callable[[Request, Answer], Any]] = {
+            "/": self._about,
+            "/healthz": self._health,
+            "/metrics": self._metrics,
+            "/run_code": self._run_code,
+        }
+        await answers[request.path](request, out)
+
+    def worded(self, status: int, text: str) -> bytes:
+        return _encode_error(text or str(status))
+
+    @property
+    def failure(self) -> bytes:
+        return _encode_error("internal server error")
+
+    def _check_page(self, request: Request) -> None:
+        """Refuse requests that a web page of another site may have sent."""
+        headers = request.headers
+        if not self._key and (why := foreign_page(headers.get("host"), headers.get("origin"))):
+            raise self._refuse(
+                403, f"without a key this server accepts only local clients, and {why}: start it with a key"
+            )
+
+    def _check_key(self, request: Request) -> None:
+        if not self._key:
+            return
+        given = request.headers.get("authorization", "")
+        scheme, _, word = given.partition(" ")
+        word = word.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(word.encode("utf-8", "replace"), self._key.encode()):
+            raise self._refuse(401, "the API key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
+
+    def _refuse(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Refusal:
+        self._responses[status] += 1
+        return Refusal(status, _encode_error(text), headers)
+
+    # ---- programs
+
+    async def _run_code(self, request: Request, out: Answer) -> None:
+        programs, limits = self._parse_body(request.body)
+        request.body = b""
+        if self._admitted + len(programs) > self._queue:
+            wait = str(self._retry_after()).encode()
+            message = f"{self._admitted} of at most {self._queue} programs are running or queued: try again later"
+            raise self._refuse(429, message, ((b"retry-after", wait),))
+        as_json = "application/json" in request.headers.get("accept", "")
+        self._admitted += len(programs)
+        left = len(programs)
+        request_id = id(request)
+        self._deadlines[request_id] = self._deadline(programs, limits)
+        try:
+            if not as_json:
+                self._responses[200] += 1
+                out.begin(200, NDJSON)
+            lines: list[bytes] = []
+            async with aclosing(self._programs.stream(programs, limits)) as results:
+                async for result in results:
+                    self._admitted -= 1
+                    left -= 1
+                    self._ended[result.status] += 1
+                    line = _encode_result(result)
+                    if as_json:
+                        lines.append(line)
+                    else:
+                        await out.write(line + b"\n")
+            if as_json:
+                self._responses[200] += 1
+                out.send(200, b'{"results":[' + b",".join(lines) + b"]}")
+            else:
+                out.end()
+        finally:
+            self._admitted -= left
+            self._ended["cancelled"] += left
+            del self._deadlines[request_id]
+
+    def _parse_body(self, body: bytes) -> tuple[list[Program], ProgramLimits]:
+        try:
+            data = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._refuse(400, f"the body is not valid JSON: {error}") from error
+        try:
+            return self._parse_request(data)
+        except UsageError as error:
+            raise self._refuse(422, str(error)) from error
+
+    def _parse_request(self, data: object) -> tuple[list[Program], ProgramLimits]:
+        if not isinstance(data, dict):
+            raise UsageError('the body must be an object: {"programs": […], "limits": {…}}')
+        if extra := set(data) - {"programs", "limits"}:
+            raise UsageError(f"unknown field {min(extra)}; the fields are programs and limits")
+        given = data.get("programs")
+        if not isinstance(given, list):
+            raise UsageError("programs must be a list")
+        if len(given) > min(MAX_PROGRAMS, self._queue):
+            raise UsageError(
+                f"programs must have at most {min(MAX_PROGRAMS, self._queue)} entries, got {len(given)}"
+            )
+        limits = parse_limits(data.get("limits"))
+        self._check_ceiling(limits, "limits")
+        programs = [parse_program(one, f"programs[{at}]") for at, one in enumerate(given)]
+        for at, program in enumerate(programs):
+            self._check_ceiling(program.limits, f"programs[{at}].limits")
+            for number, case in enumerate(program.cases):
+                self._check_ceiling(case.limits, f"programs[{at}].cases[{number}].limits")
+        return programs, limits
+
+    def _check_ceiling(self, limits: ProgramLimits, where: str) -> None:
+        for name in limits.__struct_fields__:
+            value, most = getattr(limits, name), getattr(self._ceiling, name)
+            if value is not None and most is not None and value > most:
+                raise UsageError(f"{where}.{name} is {value:g}; this server allows at most {most:g}")
+
+    def _deadline(self, programs: list[Program], limits: ProgramLimits) -> float:
+        """Return when even the slowest sandboxes must have answered. A request that runs longer hangs."""
+        wall = limits.over(DEFAULT_PROGRAM_LIMITS).wall or 0.0
+        total = sum(max(1, len(one.cases)) * max(wall, one.limits.wall or 0.0) for one in programs)
+        return (
+            asyncio.get_running_loop().time() + MAX_TRIES * (total + LOST_AFTER_SECONDS) + 120.0 + self._admitted
+        )
+
+    def _retry_after(self) -> int:
+        return max(1, min(60, self._admitted // max(1, 20 * self._programs.concurrency)))
+
+    # ---- the rest
+
+    async def _about(self, _: Request, out: Answer) -> None:
+        self._responses[200] += 1
+        out.send(200, b'{"service":"rookery serve-code","programs":"POST /run_code"}')
+
+    async def _health(self, _: Request, out: Answer) -> None:
+        now = asyncio.get_running_loop().time()
+        late = sum(deadline < now for deadline in self._deadlines.values())
+        status = "stopping" if self.stopping else "late" if late else "ok"
+        code = 200 if status == "ok" else 503
+        self._responses[code] += 1
+        provider = self._programs.spec.provider
+        message = {"status": status, "programs": self._admitted, "late": late, "provider": provider}
+        out.send(code, msgspec.json.encode(message))
+
+    async def _metrics(self, _: Request, out: Answer) -> None:
+        lines = [
+            "# TYPE rookery_code_programs_total counter",
+            *(f'rookery_code_programs_total{{status="{s}"}} {n}' for s, n in sorted(self._ended.items())),
+            "# TYPE rookery_code_programs_waiting gauge",
+            f"rookery_code_programs_waiting {self._admitted}",
+            "# TYPE rookery_code_requests_total counter",
+            *(f'rookery_code_requests_total{{status="{s}"}} {n}' for s, n in sorted(self._responses.items())),
+        ]
+        self._responses[200] += 1
+        out.send(200, "\n".join((*lines, "")).encode(), TEXT)
+
+
+def _encode_result(result: ProgramResult) -> bytes:
+    data = msgspec.to_builtins(result)
+    data["passed"] = result.passed
+    return json.dumps(
+        data, separators=(",", ":")
+    ).encode()  # ASCII, because the output of programs may contain lone surrogates
+
+
+def _encode_error(text: str) -> bytes:
+    return json.dumps({"error": {"message": text}}).encode()

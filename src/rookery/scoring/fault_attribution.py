@@ -1,0 +1,68 @@
+"""Decide who is at fault when a grader produces no verdict: the submission, the task or the infrastructure.
+
+The controller is pure: it receives how each run of the grader ended and returns what to do next. The graders of
+code tasks and of SWE tasks both use it.
+
+Guarantees:
+- A grader that times out, runs out of memory or output, crashes, or finds no test is run once more. If it fails
+  again, the submission gets the minimum reward, unless the grader also fails with the reference solution. In that
+  case the task is at fault.
+- A verdict that is not a valid reward is the task's fault if the reference solution (or, without one, a sandbox
+  without any submission) also gets such a verdict. Otherwise the submission gets the minimum reward.
+- A run with a submission is never evidence against the task.
+- A lost sandbox is replaced up to `MAX_LOSSES` times in one grading. After that the infrastructure is at fault.
+"""
+
+from typing import Final, Literal, TypeAlias
+
+RunEnd: TypeAlias = Literal[
+    "scored", "time", "memory", "output", "crash", "no_tests", "invalid", "lost", "not_run"
+]
+"""How one run of a grader ended. `invalid`: its verdict is not a valid reward. `lost`: its sandbox was lost.
+`not_run`: there was not enough time left for a meaningful run."""
+Action: TypeAlias = Literal[
+    "score", "rerun", "run_solution", "run_untouched", "minimum", "task_fault", "invalid_verdict", "infra_fault"
+]
+"""What to do next. The last four, and `score`, end the grading; `invalid_verdict` is also the task's fault."""
+FAILURES: Final[frozenset[RunEnd]] = frozenset({"time", "memory", "output", "crash", "no_tests"})
+MAX_LOSSES: Final = 3
+
+
+class FaultAttribution:
+    """State of one grading: call one method after each run and follow the action it returns."""
+
+    def __init__(self, *, has_solution: bool) -> None:
+        self._has_solution = has_solution
+        self._failures = 0
+        self._losses = 0
+        self._invalid = False
+
+    def after_submission(self, end: RunEnd) -> Action:
+        """Return the next action after a run with the submission."""
+        if end == "lost":
+            return self._after_loss("rerun")
+        if end == "invalid":
+            self._invalid = True
+            return "run_solution" if self._has_solution else "run_untouched"
+        if end not in FAILURES:
+            return "score"
+        self._failures += 1
+        if self._failures < 2:
+            return "rerun"
+        return "run_solution" if self._has_solution else "minimum"
+
+    def after_solution(self, end: RunEnd) -> Action:
+        """Return the next action after a run with the task's reference solution."""
+        if end == "lost":
+            return self._after_loss("run_solution")
+        if end in ("scored", "not_run"):
+            return "minimum"
+        return "invalid_verdict" if self._invalid else "task_fault"
+
+    def after_untouched(self, end: RunEnd) -> Action:
+        """Return the next action after a run in a sandbox that holds no submission."""
+        return "invalid_verdict" if end == "invalid" else "minimum"
+
+    def _after_loss(self, retry: Action) -> Action:
+        self._losses += 1
+        return retry if self._losses < MAX_LOSSES else "infra_fault"

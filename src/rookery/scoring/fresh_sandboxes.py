@@ -1,0 +1,182 @@
+"""Fresh sandboxes for programs that belong to no run, and helpers that run commands in them.
+
+Guarantees:
+- Providers are opened once and stay warm until they are closed. Closing them leaves nothing behind.
+- A sandbox that fails is replaced, up to `MAX_TRIES`. A spec that the provider refuses is not tried again.
+- However a job in a sandbox ends, even by cancellation, the sandbox is closed before control returns.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from rookery.core import ExecResult, SandboxError, SandboxSpec
+from rookery.core.errors import describe
+from rookery.sandboxes import Command, Provider, ProviderHome, Sandbox, open_provider, resolve_spec
+from rookery.sandboxes.reaper import reap_scratch, scratch_home
+from rookery.scoring.programs import ProgramLimits
+
+log = logging.getLogger("rookery.scoring")
+
+MAX_TRIES: Final = 3
+"""Sandboxes that are tried for one run before its failure is reported."""
+LOST_AFTER_SECONDS: Final = 45.0
+"""A sandbox that does not report a command this long after its time limit counts as lost."""
+
+CLOSE_SECONDS: Final = 30.0
+SANDBOX_LIMITS: Final = ("wall", "memory", "output", "pids", "disk")
+"""Names of limits that are fields of `SandboxSpec`."""
+
+OpenSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
+"""Create a fresh sandbox from a spec; raise `SandboxError` if that fails."""
+
+
+class SandboxGate(Protocol):
+    """Limits how many sandboxes are open at once, for example an `asyncio.Semaphore`."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *details: Any) -> Any: ...
+
+
+class FreshRun(NamedTuple):
+    """How a command ended, and how many sandboxes were tried."""
+
+    result: ExecResult
+    tries: int
+
+
+class SharedProviders:
+    """Sandbox providers of this process that belong to no run. They are opened once, stay warm, and use one event
+    loop."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._home: ProviderHome | None = None
+        self._open: dict[str, Provider] = {}
+        self._resolved: dict[bytes, SandboxSpec] = {}
+        self._lock = asyncio.Lock()
+
+    async def resolve(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with its provider filled in.
+
+        Raise `SandboxError(sandbox.refused)` if no provider can isolate programs here and none was named
+        explicitly.
+        """
+        key = msgspec.msgpack.encode(spec)
+        async with self._lock:
+            if key not in self._resolved:
+                found, refusal = await asyncio.to_thread(resolve_spec, spec)
+                if refusal:
+                    raise SandboxError(refusal, cause="sandbox.refused")
+                provider = self._provider(found.provider)
+                if problems := await asyncio.to_thread(provider.check, found):
+                    raise SandboxError(" ".join(problems), cause="sandbox.refused")
+                self._resolved[key] = found
+            return self._resolved[key]
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        return await self._provider(spec.provider).create(spec, attempt="code")
+
+    def _provider(self, name: str) -> Provider:
+        if name not in self._open:
+            if self._home is None:
+                with contextlib.suppress(OSError):  # leftovers of other processes must not fail this one
+                    reap_scratch(now=time.time())
+                self._home = self._stack.enter_context(scratch_home(f"code-{os.getpid()}"))
+            self._open[name] = open_provider(name, self._home)
+        return self._open[name]
+
+    async def close(self) -> None:
+        """Close all sandboxes and keepers, and remove the scratch directory."""
+        try:
+            for provider in list(self._open.values()):
+                await provider.close()
+        finally:
+            self._open.clear()
+            self._home = None
+            self._stack.close()
+
+
+async def run_in_fresh_sandbox(
+    open_sandbox: OpenSandbox,
+    spec: SandboxSpec,
+    job: Callable[[Sandbox], Awaitable[ExecResult]],
+    gate: SandboxGate,
+) -> FreshRun:
+    """Run a job in a fresh sandbox. Replace a sandbox that fails, up to `MAX_TRIES`.
+
+    A spec that the provider refuses is not tried again.
+    """
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            async with gate:
+                sandbox = await open_sandbox(spec)
+                try:
+                    result = await job(sandbox)
+                finally:
+                    await close_sandbox(sandbox)
+            if result.status != "lost":
+                return FreshRun(result, tries)
+            raise SandboxError(
+                f"sandbox {sandbox.id} was lost while it ran a program: {result.detail or 'no detail'}"
+            )
+        except SandboxError as error:
+            if error.code == "sandbox.refused" or error.fault != "infra" or tries >= MAX_TRIES:
+                raise
+            log.warning("a sandbox failed, trying the program in another one: %s", error)
+
+
+async def close_sandbox(sandbox: Sandbox) -> None:
+    """Close a sandbox and wait for it, even if this task is cancelled. Errors are logged, because the result is
+    known."""
+    closing = asyncio.ensure_future(sandbox.close())
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
+        raise
+    except (SandboxError, OSError) as error:  # the reaper removes what is left, by its lease
+        log.warning("sandbox %s did not close cleanly: %s", sandbox.id, describe(error))
+
+
+async def write_files(sandbox: Sandbox, files: dict[str, bytes], *, executable: str = "") -> None:
+    for path, data in files.items():
+        try:
+            await sandbox.write(path, data, mode=0o755 if path == executable else 0o644)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SandboxError(
+                    f"the program's files do not fit into the sandbox ({describe(error)}): raise limits.disk",
+                    cause="sandbox.refused",
+                ) from error
+            raise SandboxError(f"cannot write the program's file {path!r:.200}: {describe(error)}") from error
+
+
+async def exec_with_deadline(sandbox: Sandbox, command: Command) -> ExecResult:
+    """Run a command; raise `SandboxError` if the sandbox does not enforce the command's time limit."""
+    wall = sandbox.spec.wall if command.wall is None else command.wall
+    try:
+        async with asyncio.timeout(wall + LOST_AFTER_SECONDS):
+            return await sandbox.exec(command)
+    except TimeoutError as error:
+        raise SandboxError(
+            f"sandbox {sandbox.id} did not respond within {LOST_AFTER_SECONDS:g} s after the command's "
+            f"limit of {wall:g} s"
+        ) from error
+
+
+def apply_limits(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
+    """Return the spec with these limits. Limits that are None keep the value of the spec."""
+    values = {name: value for name in SANDBOX_LIMITS if (value := getattr(limits, name)) is not None}
+    return msgspec.structs.replace(spec, **values)

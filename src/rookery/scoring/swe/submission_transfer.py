@@ -1,0 +1,344 @@
+"""Collect what an agent changed in its sandbox and install it in another sandbox.
+
+Guarantees:
+- Only regular files, directories and symbolic links are copied. Links are never followed, neither on the host
+  nor in a sandbox.
+- Programs in the sandbox are not trusted: files are read from outside. Only targets of links and modes of
+  directories are reported from inside, and the agent could have chosen these anyway.
+- Bytes, entries and time are bounded. A larger submission raises `UngradableSubmission`.
+- File names are treated as data, whatever characters they contain.
+- Other entries (removed, unreadable, sockets, FIFOs, devices) are left out and counted.
+"""
+
+import asyncio
+import errno
+import os
+import posixpath
+import shutil
+import tempfile
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rookery.core import ExecResult, SandboxError
+from rookery.core.errors import describe, unwrap_group
+from rookery.sandboxes import Sandbox
+from rookery.scoring.swe.preparation import Deadline, describe_result, run_script
+from rookery.scoring.swe.protected_files import is_below
+
+MAX_BYTES: Final = 256 << 20
+MAX_ENTRIES: Final = 50_000
+LARGE_SUBMISSION: Final = 32 << 20
+"""A submission of at most this many bytes can always be copied within the time for a grading."""
+MAX_INSPECTED: Final = 10_000
+MAX_DOWNLOADS: Final = 8
+MAX_ARGV_BYTES: Final = 32 << 10
+"""Maximum length of arguments on one command line. The kernel allows more, but environment variables count as
+well."""
+_GONE: Final = (errno.ENOENT, errno.ENOTDIR)
+_NOT_PLAIN: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM)
+
+_CLEAR_SCRIPT: Final = r"""for p; do case $p in
+  \?*) p=${p#?}
+     if [ -L "$p" ]; then printf "%s\0l%s\0" "$p" "$(readlink -- "$p")"
+     elif [ -d "$p" ]; then printf "%s\0d%s\0" "$p" "$(stat -c %a -- "$p")"; fi ;;
+  =*) p=${p#=}; [ -d "$p" ] && [ ! -L "$p" ] || rm -rf -- "$p" ;;
+  *) p=${p#-}; [ -e "$p" ] || [ -L "$p" ] || continue
+     rm -rf -- "$p" 2>/dev/null || { chmod -R u+rwX -- "$p" 2>/dev/null; rm -rf -- "$p"; } ;;
+esac; done; exit 0"""
+"""Each argument is a path with a prefix: `-` removes it, `=` removes it unless it is a directory, `?` prints
+the target of a symbolic link or the mode of a directory."""
+
+
+class UngradableSubmission(Exception):  # noqa: N818  (caused by the submission)
+    """The submission cannot be graded because of its size or its files; it gets the minimum reward."""
+
+
+class SubmissionFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A submission on the host: a tree of its files, and the paths that it removed."""
+
+    tree: Path
+    folders: frozenset[str]
+    """Paths that are directories."""
+    removed: tuple[str, ...]
+    replaced: tuple[str, ...]
+    """Files and symbolic links that may have had another type before."""
+    left_out: int = 0
+    size: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.removed and not any(self.tree.iterdir())
+
+
+@contextmanager
+def staging_directory() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="rookery-submission-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def collect_changes(
+    sandbox: Sandbox,
+    changes: Mapping[str, str],
+    tops: Collection[str],
+    back: Collection[str],
+    into: Path,
+    deadline: Deadline,
+) -> SubmissionFiles:
+    """Copy changes below `tops` into the host directory `into`. Changes in `back` are left out."""
+    held = sorted(path for path in changes if is_below(path, tops) and path not in back)
+    if len(held) > MAX_ENTRIES:
+        raise UngradableSubmission(f"it changed {len(held)} files, more than {MAX_ENTRIES}")
+    # A directory that contains excluded paths stays.
+    firm = _parent_directories(back)
+    removed = [path for path in held if changes[path] == "removed" and path not in firm]
+    there = [path for path in held if changes[path] != "removed"]
+    left = _ByteBudget(MAX_BYTES)
+    gate = asyncio.Semaphore(MAX_DOWNLOADS)
+    tree = into / "tree"
+    tree.mkdir()
+    parents = _parent_directories(changes)
+
+    async def one(path: str) -> str:
+        # A changed path with other changes below it is a directory. Reading tells whether others are.
+        if path in parents:
+            return "folder"
+        async with gate:
+            return await _download_file(sandbox, path, tree, left, deadline)
+
+    kinds = dict(zip(there, await _gather([one(path) for path in there]), strict=True))
+    for path, kind in kinds.items():
+        if kind == "folder":
+            _host_path(tree, path).mkdir(parents=True, exist_ok=True)
+    odd = [path for path, kind in kinds.items() if kind == "odd" and path not in firm]
+    folders = [path for path, kind in kinds.items() if kind == "folder"]
+    seen = await _inspect(sandbox, [*odd, *folders], deadline)
+    apply_modes(tree, {path: seen[path][1:] for path in folders if seen.get(path, "").startswith("d")})
+    for path in odd:  # links come last, so that nothing is written through one
+        if seen.get(path, "").startswith("l") and _make_link(tree, path, seen[path][1:]):
+            kinds[path] = "link"
+    fixed = firm | {top.rstrip("/") for top in tops}
+    removed = [path for path in removed if path not in fixed]
+    return SubmissionFiles(
+        tree=tree,
+        folders=frozenset(folders),
+        removed=tuple(removed),
+        replaced=tuple(
+            path
+            for path, kind in kinds.items()
+            if kind in ("file", "link") and changes[path] == "changed" and path not in fixed
+        ),
+        left_out=sum(kind in ("odd", "gone") for kind in kinds.values()),
+        size=MAX_BYTES - left.left,
+    )
+
+
+async def install(sandbox: Sandbox, taken: SubmissionFiles, tops: Collection[str], deadline: Deadline) -> None:
+    """Install a submission in a sandbox in the state that it was compared with. The sandbox's default user owns
+    the files."""
+    marks = [f"-{path}" for path in (*taken.removed, *taken.replaced)] + [f"={path}" for path in taken.folders]
+    passed = _intermediate_directories(taken)
+    cleared = await _run_for_each(sandbox, _CLEAR_SCRIPT, [*marks, *(f"?{path}" for path in passed)], deadline)
+    if not cleared.ok:
+        raise UngradableSubmission(f"cannot remove the files that it replaces: {describe_result(cleared)}")
+    await _upload_tree(sandbox, taken, tops, _parse_inspection(cleared, passed), deadline)
+
+
+async def collect_directories(
+    sandbox: Sandbox, tops: Collection[str], into: Path, deadline: Deadline
+) -> SubmissionFiles:
+    """Copy whole directories, without symbolic links. Used if the provider cannot list changes."""
+    tree = into / "tree"
+    tree.mkdir()
+    for top in sorted(tops):
+        try:
+            place = _host_path(tree, top)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            await sandbox.download(top, place, limit=MAX_BYTES, timeout=deadline.remaining())
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise UngradableSubmission(f"{top} contains more than {MAX_BYTES} bytes") from error
+    return SubmissionFiles(tree=tree, folders=frozenset(tops), removed=tuple(tops), replaced=())
+
+
+async def revert(
+    sandbox: Sandbox,
+    pristine: Sandbox,
+    remove: Collection[str],
+    restore: Collection[str],
+    into: Path,
+    deadline: Deadline,
+) -> None:
+    """Remove planted files, and restore changed and removed files from the pristine sandbox.
+
+    Files are first written from outside: until the shell and the dynamic loader are restored, no program in the
+    sandbox can be trusted to start. Therefore files to remove are first replaced by empty ones.
+    """
+    if not remove and not restore:
+        return
+    # Files that became directories are removed first, with their content.
+    replaced = _parent_directories(remove) & set(restore)
+    if replaced:
+        await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"-{path}" for path in sorted(replaced)], deadline)
+        remove = {path for path in remove if not is_below(path, replaced)}
+    taken = await collect_changes(pristine, dict.fromkeys(restore, "changed"), ("/",), (), into, deadline)
+    for path in remove:
+        place = _host_path(taken.tree, path)
+        if not any(above.is_symlink() for above in place.parents if above.is_relative_to(taken.tree)):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.exists() and path not in _parent_directories(remove):
+                place.touch(0o600)
+    tops = {f"/{path.split('/')[1]}" for path in (*remove, *restore)}
+    await _upload_tree(
+        sandbox, taken, tops, await _inspect(pristine, _intermediate_directories(taken), deadline), deadline
+    )
+    if remove:
+        await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"-{path}" for path in remove], deadline)
+
+
+def _intermediate_directories(taken: SubmissionFiles) -> list[str]:
+    """Return the directories on the path to collected files that are not themselves part of the submission."""
+    found = (f"/{folder.relative_to(taken.tree)}" for folder in _walk_directories(taken.tree))
+    return [path for path in found if path not in taken.folders][:MAX_INSPECTED]
+
+
+async def _upload_tree(
+    sandbox: Sandbox, taken: SubmissionFiles, tops: Collection[str], seen: Mapping[str, str], deadline: Deadline
+) -> None:
+    """Upload the tree, one top-level directory at a time. Intermediate directories keep their modes."""
+    apply_modes(taken.tree, {path: said[1:] for path, said in seen.items() if said.startswith("d")})
+    for top in sorted(tops):
+        source = _host_path(taken.tree, top)
+        if source.is_symlink() or not source.exists():  # `upload` refuses links
+            continue
+        try:
+            await sandbox.upload(source, top, inside=taken.tree.parent, timeout=deadline.remaining())
+        except TimeoutError as error:
+            if taken.size > LARGE_SUBMISSION:
+                raise UngradableSubmission(f"its {taken.size} bytes could not be copied in time") from error
+            raise SandboxError("the submission could not be copied in time", cause="scoring.timeout") from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UngradableSubmission("it does not fit into the sandbox for grading") from error
+            raise UngradableSubmission(
+                f"cannot copy it into the sandbox for grading: {describe(error)}"
+            ) from error
+
+
+class _ByteBudget:
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+
+async def _gather(work: list[Coroutine[Any, Any, str]]) -> list[str]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as error:
+        raise unwrap_group(error) from error
+    return [task.result() for task in tasks]
+
+
+def _parent_directories(paths: Iterable[str]) -> set[str]:
+    """Return all directories that contain the paths."""
+    found: set[str] = set()
+    for path in paths:
+        while (path := posixpath.dirname(path)) not in ("", "/") and path not in found:
+            found.add(path)
+    return found
+
+
+async def _download_file(sandbox: Sandbox, path: str, tree: Path, room: _ByteBudget, deadline: Deadline) -> str:
+    if deadline.expired:
+        raise UngradableSubmission("it could not be read in time")
+    place = _host_path(tree, path)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        await sandbox.download(path, place, limit=max(0, room.left), timeout=deadline.remaining())
+    except TimeoutError as error:
+        raise UngradableSubmission("it could not be read in time") from error
+    except (NotADirectoryError, FileNotFoundError, FileExistsError):
+        return "gone"
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UngradableSubmission(f"it changed more than {MAX_BYTES} bytes") from error
+        if error.errno in _NOT_PLAIN:
+            return "odd"
+        if error.errno in (errno.ENAMETOOLONG, errno.ENOSPC):
+            raise UngradableSubmission(f"it cannot be stored on this machine: {describe(error)}") from error
+        raise SandboxError(f"cannot read {path!r:.200} from the sandbox: {describe(error)}") from error
+    if place.is_dir():
+        # The list of changes names its content. What was created since then is ignored.
+        await asyncio.to_thread(shutil.rmtree, place)
+        place.mkdir()
+        return "folder"
+    room.left -= place.lstat().st_size
+    return "file"
+
+
+async def _inspect(sandbox: Sandbox, paths: list[str], deadline: Deadline) -> dict[str, str]:
+    if not paths:
+        return {}
+    asked = paths[:MAX_INSPECTED]
+    return _parse_inspection(
+        await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"?{path}" for path in asked], deadline), asked
+    )
+
+
+def _parse_inspection(result: ExecResult, paths: Collection[str]) -> dict[str, str]:
+    parts = result.stdout.decode("utf-8", "surrogateescape").split("\0")
+    wanted = set(paths)
+    return {path: said for path, said in zip(parts[::2], parts[1::2], strict=False) if path in wanted and said[1:]}
+
+
+def apply_modes(tree: Path, modes: Mapping[str, str]) -> None:
+    """Set the modes of directories in a host tree to those reported by a sandbox."""
+    for path, mode in modes.items():
+        place = _host_path(tree, path)
+        if mode.isdigit() and set(mode) <= set("01234567") and place.is_dir() and not place.is_symlink():
+            place.chmod(int(mode[-4:], 8) & 0o777 | 0o700)
+
+
+def _walk_directories(tree: Path) -> Iterator[Path]:
+    for folder, names, _ in os.walk(tree):
+        for name in names:
+            place = Path(folder, name)
+            if not place.is_symlink():
+                yield place
+
+
+def _make_link(tree: Path, path: str, target: str) -> bool:
+    place = _host_path(tree, path)
+    if any(above.is_symlink() for above in place.parents if above.is_relative_to(tree)):
+        return False
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(target)
+    except OSError:
+        return False
+    return True
+
+
+def _host_path(tree: Path, path: str) -> Path:
+    """Return the location of a sandbox path in a host tree. Reject `..`, although a diff should never contain
+    it."""
+    names = [name for name in path.split("/") if name]
+    if any(name in (".", "..") or "\0" in name for name in names):
+        raise UngradableSubmission("it has invalid file names")
+    return tree.joinpath(*names)
+
+
+async def _run_for_each(sandbox: Sandbox, script: str, items: Collection[str], deadline: Deadline) -> ExecResult:
+    """Run a script over items, which are passed as data: on the command line, or on stdin if they are too many."""
+    listed = b"".join(os.fsencode(item) + b"\0" for item in items)
+    if not items:
+        return ExecResult(status="exited", exit_code=0)
+    if len(listed) < MAX_ARGV_BYTES:
+        return await run_script(sandbox, script, *items, deadline=deadline)
+    return await run_script(sandbox, f"exec xargs -0 -r sh -c '{script}' sh", stdin=listed, deadline=deadline)

@@ -1,0 +1,246 @@
+"""Load tasks from directories, archives, the hub, JSONL, JSON and Parquet files, and Python lists.
+
+Guarantees:
+- The kind of a source follows from its content; no format has to be named.
+- A missing or unreadable file, a directory without tasks, an empty file, or a line that is not UTF-8, not JSON
+  or longer than `MAX_LINE` raises `UsageError`; no task is returned.
+- Blank lines are skipped and do not change line numbers.
+- A row without an ID gets its line number as ID, so that it has the same ID in every run.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
+
+import msgspec
+
+from rookery.core import Task, Taskset, UsageError
+from rookery.tasks import parquet
+from rookery.tasks.report import TaskReport
+from rookery.tasks.rows import RowParser
+
+if TYPE_CHECKING:
+    from rookery.tasks.sources import TaskSource
+    from rookery.tasks.swe_rows import SweRowParser
+
+MAX_LINE: Final = 64 << 20
+MAX_JSON: Final = 1 << 30
+_LINE_SUFFIXES: Final = (".jsonl", ".ndjson", "")
+_ADVICE: Final = "write the tasks as .jsonl, one object per line"
+_BOM: Final = b"\xef\xbb\xbf"
+
+_decode = msgspec.json.Decoder().decode
+
+
+def load_tasks(
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Taskset:
+    """Load the tasks of a source, at most the first `limit`.
+
+    A source is a directory of task directories, one task directory, an archive of them,
+    `hf:OWNER/DATASET[@REVISION][:PATH]`, a `.jsonl` or `.json` file (optionally with `.gz`), a `.parquet` file,
+    a directory of Parquet files, or `NAME*.parquet`.
+
+    `own_limits` are the names of limits that the environment defines itself. `task_data` is the directory of
+    the task directories that rows name with `env_config.task_id`; by default they are beside the rows.
+    `variables` are the values of `${NAME}` in tasks.
+    """
+    return read_tasks(source, limit=limit, own_limits=own_limits, task_data=task_data, variables=variables).tasks
+
+
+def check_tasks(
+    source: str | Path,
+    *,
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> TaskReport:
+    """Return every problem of every task of a source."""
+    return read_tasks(source, task_data=task_data, variables=variables).report
+
+
+class LoadedTasks(msgspec.Struct, frozen=True):
+    """Tasks and their problems."""
+
+    tasks: Taskset
+    report: TaskReport
+
+
+def read_tasks(
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+    task_data: str | Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> LoadedTasks:
+    """Load tasks like `load_tasks`, and return them with their report."""
+    from rookery.tasks.sources import SourceReader, resolve_source
+
+    _check_limit(limit)
+    resolved = resolve_source(source)
+    reader = SourceReader(resolved, task_data, variables or {})
+    if resolved.folder:
+        tasks, problems = reader.read_directories(limit)
+    else:
+        parser = RowParser("", "", own_limits, reader.swe_rows, _get_row_directory(resolved))
+        tasks = _load_rows(resolved.path, limit, parser, resolved.shards)
+        reader.swe_rows.finish()
+        problems = reader.problems(tasks)
+    if not tasks:
+        raise UsageError(f"{resolved.path} contains no tasks")
+    report = TaskReport(source=resolved.source, tasks=len(tasks), problems=tuple(problems))
+    return LoadedTasks(Taskset(tasks, name=resolved.name, source=resolved.source), report)
+
+
+def _get_row_directory(resolved: "TaskSource") -> Path:
+    """Return the directory that contains the file of rows and all files that rows may name."""
+    return resolved.path.absolute() if resolved.path.is_dir() else resolved.path.absolute().parent
+
+
+def _load_rows(path: Path, limit: int | None, parser: RowParser, shards: tuple[Path, ...] = ()) -> list[Task]:
+    if shards or path.name.endswith(parquet.SUFFIX):
+        named = f"{path.name}, row"
+        return _collect(parquet.read_rows(shards or (path,)), limit, parser.set_naming("row", named))
+    name = path.name.removesuffix(".gz")
+    stem, dot, suffix = name.rpartition(".")
+    suffix = f"{dot}{suffix}".lower() if stem else ""
+    if suffix not in (*_LINE_SUFFIXES, ".json"):
+        raise UsageError(f"{path}: files of type {suffix} are not supported; {_ADVICE}")
+    try:
+        with path.open("rb", buffering=1 << 20) as raw:
+            packed = path.name.endswith(".gz")
+            file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
+            if suffix == ".json":
+                return _collect(
+                    _read_json_rows(file, path), limit, parser.set_naming("item", f"{path.name}, item")
+                )
+            return _collect(_read_lines(file, path), limit, parser.set_naming("line", f"{path.name}, line"))
+    except FileNotFoundError:
+        raise UsageError(f"the tasks file {path} does not exist") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path} is not a complete gzip file: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read the tasks file {path}: {error.strerror or error}") from None
+
+
+def tasks_from(
+    obj: Iterable[Task | dict[str, Any] | str],
+    name: str,
+    *,
+    limit: int | None = None,
+    own_limits: frozenset[str] = frozenset(),
+) -> Taskset:
+    """Make a taskset from what an environment defines in Python: tasks, rows as dicts, or prompts."""
+    _check_limit(limit)
+    if isinstance(obj, Taskset):
+        return cast("Taskset", obj[:limit]) if limit is not None else obj
+    if isinstance(obj, str | bytes | dict) or not isinstance(obj, Iterable):
+        raise UsageError(f"the tasks of {name} must be a list of tasks, rows or prompts, not {type(obj).__name__}")
+    rows = (({"prompt": row} if isinstance(row, str) else row, n, "") for n, row in enumerate(obj, 1))
+    swe_rows = _make_swe_row_parser()
+    tasks = _collect(rows, limit, RowParser("task", f"{name}, task", own_limits, swe_rows))
+    swe_rows.finish()
+    if not tasks:
+        raise UsageError(f"{name} defines no tasks")
+    return Taskset(tasks, name=name)
+
+
+def _make_swe_row_parser() -> "SweRowParser":
+    from rookery.tasks.sources import SourceReader
+
+    return SourceReader(None, None, {}).swe_rows
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise UsageError(f"the number of tasks must be at least 1, got {limit}")
+
+
+NumberedRow = tuple[object, int, str]
+"""A row, its number, and the problem if it could not be decoded."""
+
+
+def _collect(rows: Iterable[NumberedRow], limit: int | None, parser: RowParser) -> list[Task]:
+    tasks: list[Task] = []
+    for row, number, problem in rows:
+        tasks.append(parser.invalid(problem, number) if problem else parser.task(row, number))
+        if len(tasks) == limit:
+            break
+    return tasks
+
+
+def _read_lines(file: BinaryIO, path: Path) -> Iterator[NumberedRow]:
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise UsageError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if line.isspace() or not line:
+            continue
+        row: object = None
+        problem = ""
+        try:
+            row = _decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = _explain_decode_error(line, error, f"{path}, line {number}")
+        yield row, number, problem
+
+
+def _read_json_rows(file: BinaryIO, path: Path) -> Iterator[NumberedRow]:
+    data = file.read(MAX_JSON + 1)
+    if len(data) > MAX_JSON:
+        raise UsageError(f"{path} is larger than {MAX_JSON >> 30} GB; {_ADVICE}")
+    data = data.removeprefix(_BOM)
+    if not data.strip():
+        return
+    try:
+        rows = _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: {_explain_decode_error(data, error, str(path))}") from None
+    if not isinstance(rows, list):
+        raise UsageError(
+            f"{path} must contain a list of tasks; a file with one object per line must be named .jsonl"
+        )
+    for number, row in enumerate(rows, 1):
+        yield row, number, ""
+
+
+def _explain_decode_error(data: bytes, error: Exception, where: str) -> str:
+    """Explain why valid JSON cannot be stored. Data that is not JSON raises `UsageError`.
+
+    JSON allows numbers and lone surrogates that no exact type can represent. Such a row is invalid, but not the
+    whole file.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as problem:
+        raise UsageError(f"{where} is not UTF-8 (byte {problem.start + 1})") from None
+    try:
+        json.loads(text, parse_constant=_reject_constant)
+    except json.JSONDecodeError as problem:
+        spot = f"line {problem.lineno}, " if problem.lineno > 1 else ""
+        raise UsageError(f"{where} is not JSON: {problem.msg} ({spot}column {problem.colno})") from None
+    except RecursionError:
+        raise UsageError(f"{where} is nested too deeply") from None
+    except ValueError as problem:  # a number with more digits than Python reads, or a constant that is not JSON
+        if isinstance(problem, _ConstantError):
+            raise UsageError(f"{where} is not JSON: it contains {problem}") from None
+    return f"the row contains a value that cannot be stored: {error}"
+
+
+class _ConstantError(ValueError):
+    """NaN or an infinity, which Python reads but JSON does not allow."""
+
+
+def _reject_constant(name: str) -> object:
+    raise _ConstantError(name)

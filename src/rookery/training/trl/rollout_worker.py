@@ -1,0 +1,281 @@
+"""`RolloutWorker`: a `rollout_worker` for `AsyncGRPOTrainer` that runs any Rookery environment.
+
+Guarantees:
+- It produces groups in its own thread while the trainer trains, and waits when its queue is full.
+- A group is queued as a whole, with the oldest version of its tokens. A group without a valid rollout is
+  skipped.
+- `check_health` raises if the worker has failed, or if nothing was sampled, scored or queued for the given time
+  while the trainer waits. A running thread alone is not considered healthy.
+- `stop` ends everything that `start` began, even during a pause. `start` raises errors of the start-up.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rookery.core import Group, Rollout, RookeryError, Sampling, Task, UsageError
+from rookery.core.errors import describe
+from rookery.engine import Engine
+from rookery.engine.group_channel import GroupFilter
+from rookery.engine.processes import new_event_loop
+from rookery.environments import Environment, load_environment
+from rookery.training.trl.prompts import dataset, get_tasks
+from rookery.training.trl.rows import Baseline
+from rookery.training.trl.samples import MetricValue, make_samples
+from rookery.training.trl.weight_transfer import Push, WeightTransfer, resolve_push
+from rookery.upstreams.protocol import UpstreamConfig
+
+T = TypeVar("T")
+STREAM = "trl"
+MAX_METRICS = 4096
+POLL_SECONDS = 0.2
+"""Interval in seconds at which a full queue is checked for a request to stop."""
+CALL_SECONDS = 120.0
+"""Maximum time in seconds for the engine to pause its model calls, or to close."""
+
+log = logging.getLogger("rookery.training.trl")
+
+
+class RolloutWorker:
+    """Rollout worker: `AsyncGRPOTrainer(…, rollout_worker=worker, weight_transfer=worker.weight_transfer)`."""
+
+    def __init__(
+        self,
+        env: Environment | str,
+        *,
+        policy: str | Sequence[str] | UpstreamConfig,
+        k: int,
+        tasks: Iterable[Task | dict[str, Any] | str] | None = None,
+        push: Push | bool | None = None,
+        baseline: Baseline = "leave_one_out",
+        keep: GroupFilter | str | None = None,
+        queue_size: int | None = None,
+        ahead: int = 2,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> None:
+        """`k` is the trainer's `num_generations`. `queue_size` limits the samples in the queue (default: those
+        of eight groups), `ahead` the finished groups that wait for the queue. `options` are those of
+        `Engine`."""
+        if baseline not in ("leave_one_out", "mean"):
+            raise UsageError(f"unknown baseline {baseline!r}: choose leave_one_out or mean")
+        if k < 2:
+            raise UsageError(f"k must be at least 2 for a baseline, not {k}")
+        size = 8 * k if queue_size is None else queue_size
+        if size < 1 or ahead < 1:
+            raise UsageError("queue_size and ahead must be at least 1, so that waiting samples do not grow stale")
+        self.environment = (
+            env if isinstance(env, Environment) else load_environment(env, **options.get("arguments", {}))
+        )
+        self.tasks = get_tasks(self.environment, tasks)
+        self.k = k
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=size)
+        self.metrics_queue: queue.Queue[dict[str, MetricValue]] = queue.Queue(maxsize=MAX_METRICS)
+        self.version = 0
+        found = resolve_push(policy, push)
+        self.weight_transfer = None if found is None else WeightTransfer(self, found)
+        """For the trainer's argument of the same name; None if TRL itself pushes to its vLLM."""
+        self._baseline: Baseline = baseline
+        self._keep = keep
+        self._ahead = ahead
+        self._options = {
+            "env": env,
+            "policy": policy,
+            "sampling": sampling or Sampling(temperature=1.0),
+            **options,
+        }
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._engine: Engine | None = None
+        self._moved = time.time()
+
+    def dataset(self) -> Any:
+        """Return a `datasets.Dataset` of the tasks, which the trainer needs for the length of an epoch."""
+        return dataset(self.tasks)
+
+    # ---- TRL's protocol
+
+    def start(self) -> None:
+        """Start the worker; return when the engine is open. Raise errors of the start-up."""
+        if self._thread is not None:
+            return
+        self._ready.clear()
+        self._stopping.clear()
+        self._failure = None
+        self._moved = time.time()
+        self._thread = threading.Thread(target=self._work, name="rookery-trl-worker", daemon=True)
+        self._thread.start()
+        try:
+            while not self._ready.wait(POLL_SECONDS):
+                if not self._thread.is_alive():
+                    break
+        except BaseException:
+            self.stop()
+            raise
+        failure = self._failed()
+        if failure is not None:
+            self.stop()
+            raise failure
+
+    def stop(self) -> None:
+        """Close the engine and cancel running rollouts. May be called twice."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._stopping.set()
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None and thread.is_alive():
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:  # it has just ended
+                log.debug("the worker had already ended when it was stopped")
+        thread.join(CALL_SECONDS)
+        if thread.is_alive():
+            raise RookeryError(f"the rollout worker did not end within {CALL_SECONDS:g} seconds")
+        self._thread = self._loop = self._task = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """Set the version that turns carry from now on."""
+        if model_version != self.version:
+            self.resume(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if the worker has failed or makes no progress."""
+        self._raise()
+        if self._thread is None or not self._thread.is_alive():
+            raise RookeryError("the rollout worker is not running: it was not started, or was stopped")
+        if not self.rollout_buffer.empty():
+            return
+        engine = self._engine
+        folder = engine.folder if engine is not None else None
+        age = time.time() - max(self._moved, _get_last_sample_time(folder))
+        if age > stale_after_s:
+            raise RookeryError(
+                f"nothing was sampled, scored or queued for {age:.0f} seconds (more than {stale_after_s:g}): "
+                f"look at the run in {folder}, and at the policy's server"
+            )
+
+    # ---- for the weight transfer
+
+    def pause(self) -> None:
+        """Pause model calls; return when none is running. Does nothing before `start`."""
+        self._raise()
+        engine = self._engine
+        if engine is not None:
+            self._call(engine.upstream.pause("abort"))
+
+    def resume(self, version: int | None) -> None:
+        """End a pause; with `version`, turns carry it from then on."""
+        if version is not None:
+            self.version = version
+        self._move()
+        engine = self._engine
+        if engine is not None:
+            self._call(engine.upstream.resume(version))
+
+    def _failed(self) -> BaseException | None:
+        return self._failure
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise RookeryError(f"the rollout worker failed: {describe(self._failure)}") from self._failure
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        loop = self._loop
+        if loop is None or self._thread is None or not self._thread.is_alive():
+            work.close()
+            raise RookeryError("the rollout worker has ended") from self._failure
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result(CALL_SECONDS)
+        except TimeoutError as error:
+            raise RookeryError(f"the engine did not respond within {CALL_SECONDS:g} seconds") from error
+        finally:
+            future.cancel()  # after a timeout or Ctrl-C; no effect if it is done
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                self._loop = runner.get_loop()
+                runner.run(self._main())
+        except BaseException as error:  # noqa: BLE001  (raised by check_health or start)
+            if not self._stopping.is_set():
+                self._failure = error
+            elif not isinstance(error, asyncio.CancelledError):
+                log.warning("the rollout worker was stopped and did not end cleanly: %s", describe(error))
+        finally:
+            self._engine = None
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._task = asyncio.current_task()
+        if self._stopping.is_set():
+            return
+        async with Engine(**self._options) as engine:
+            engine.on_record = self._ended
+            if self.version:
+                await engine.upstream.resume(self.version)
+            stream = engine.groups(
+                self.tasks,
+                k=self.k,
+                epochs=None,
+                keep=self._keep,
+                buffer=self._ahead,
+                name=STREAM,
+                need_tokens=True,
+            )
+            async with stream:
+                self._engine = engine
+                self._ready.set()
+                async for group in stream:
+                    await self._queue(group)
+
+    async def _queue(self, group: Group) -> None:
+        """Put the samples of a group into the queue, waiting while it is full."""
+        sampled = make_samples(group, baseline=self._baseline, version=self.version)
+        _put_metrics(self.metrics_queue, sampled.figures)
+        for sample in sampled.samples:
+            await asyncio.to_thread(self._wait_and_put, sample)
+        self._move()
+
+    def _wait_and_put(self, sample: Any) -> None:
+        sample.enqueued_at = time.time()
+        while not self._stopping.is_set():
+            try:
+                self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue
+            self._move()
+            return
+
+    def _ended(self, record: Rollout) -> None:
+        if record.valid:  # an engine in which every rollout fails makes no progress
+            self._move()
+
+    def _move(self) -> None:
+        self._moved = time.time()
+
+
+def _get_last_sample_time(folder: Path | None) -> float:
+    """Return when turns were last written."""
+    if folder is None:
+        return 0.0
+    return max((path.stat().st_mtime for path in (folder / "tokens").glob("*")), default=0.0)
+
+
+def _put_metrics(metrics: "queue.Queue[dict[str, MetricValue]]", figures: dict[str, MetricValue]) -> None:
+    try:
+        metrics.put_nowait(figures)
+    except queue.Full:
+        log.debug("the trainer does not read metrics; dropping %s", sorted(figures))

@@ -1,0 +1,321 @@
+"""Tell a model server that hangs from one that is busy with a long answer.
+
+A call that has been silent for long is examined: the server's health endpoint, its metrics, the progress of other
+calls on the same replica, and, where these leave it open, one sampled token decide. Runs in the process that makes
+the model calls.
+
+Promises:
+- a verdict is reached within `LONGEST_LOOK` seconds, and every fact that led to it is in the evidence;
+- a call that receives bytes, or is answered, while it is examined is never called hung;
+- a server without metrics may serve one request at a time: it is called hung for an unanswered token only at a
+  deadline, and only when the call took several times as long as the longest answer before;
+- many calls that are silent on one replica share one examination of the replica.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from rookery.core.lifetimes import detached_context
+from rookery.upstreams.engine_metrics import EngineLoad, parse_engine_load
+from rookery.upstreams.replica import CallProgress, Failure, Replica
+
+SILENT_SECONDS: Final = 30.0
+"""A call without any byte for this long is examined while it runs."""
+CHECK_SECONDS: Final = 5.0
+"""Between two searches for silent calls."""
+RECENT_SECONDS: Final = 2.0
+"""Progress that is at most this old needs no further evidence."""
+STALL_SECONDS: Final = 10.0
+"""An answer that began and then stays silent for this long has stalled."""
+HEALTH_SECONDS: Final = 5.0
+METRICS_GAP_SECONDS: Final = 1.0
+"""Between the two readings of the metrics."""
+SAMPLE_SECONDS: Final = 8.0
+"""One token takes a working engine far less, unless it is full, which its metrics or other calls then show."""
+REUSE_SECONDS: Final = 60.0
+"""A replica that was found hung, and has answered nothing since, is examined again only after this."""
+USUAL_TIMES: Final = 3.0
+"""A call that takes less than so many times the longest answer of its replica is nothing unusual."""
+LONGEST_LOOK: Final = HEALTH_SECONDS * 2 + METRICS_GAP_SECONDS + SAMPLE_SECONDS
+
+Verdict: TypeAlias = Literal["hung", "working"]
+Reason: TypeAlias = Literal[
+    "answered",
+    "bytes_received",
+    "other_calls_progress",
+    "tokens_generated",
+    "sample_answered",
+    "sample_refused",
+    "health_failed",
+    "request_lost",
+    "answer_stalled",
+    "sample_failed",
+    "answers_take_long",
+    "call_failed",
+]
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one examination of a replica found."""
+
+    health: str
+    """`ok`, or what happened instead of an answer."""
+    load: EngineLoad | None = None
+    """Requests that the engine runs and queues, by its own metrics; None where it has none."""
+    known_calls: int = 0
+    """Our own calls that the engine must have known when the metrics were read."""
+    new_tokens: float | None = None
+    """Tokens that the engine generated between two readings of its metrics."""
+    sample: str = ""
+    """`answered`, `refused`, or why one sampled token did not come; empty where none was asked for."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine holds fewer requests than we have open there."""
+        return self.load is not None and self.load.running + self.load.waiting < self.known_calls
+
+
+class UpstreamEvidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a silent model call was taken for hung or for working. Kept in the attempt's record."""
+
+    replica: str
+    verdict: Verdict
+    reason: Reason
+    streamed: bool
+    seconds: float
+    """Since the call was sent."""
+    silent: float
+    """Since its last byte, or since it was sent."""
+    bytes: int = 0
+    others_silent: float | None = None
+    """Since any other call on this replica made progress; None where none ever did."""
+    report: ReplicaReport | None = None
+    """None where no examination was needed."""
+    cause: str = "upstream.hung"
+    """Of the failure, where the verdict is `hung`."""
+    failure: str = ""
+    """Why the last try failed, where the call was about to be tried again."""
+
+    @property
+    def text(self) -> str:
+        """One sentence for people."""
+        if self.failure:
+            return f"no answer after {self.seconds:.3g} s; the last try failed: {self.failure}"
+        said = f"{self.bytes} bytes of the answer after {self.seconds:.3g} s, none for {self.silent:.3g} s"
+        if self.others_silent is not None:
+            said += f"; other calls there made progress {self.others_silent:.3g} s ago"
+        if (report := self.report) is not None:
+            said += f"; health check: {report.health}"
+            if report.load is not None:
+                said += f"; the engine runs {report.load.running:g} and queues {report.load.waiting:g} requests"
+            if report.new_tokens is not None:
+                said += f" and generated {report.new_tokens:g} tokens in {METRICS_GAP_SECONDS:g} s"
+            if report.sample:
+                said += f"; one sampled token: {report.sample}"
+        return f"{said} ({self.reason})"
+
+
+@runtime_checkable
+class Examinable(Protocol):
+    """An upstream that can tell whether its servers hang."""
+
+    async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]: ...
+
+
+def judge(
+    report: ReplicaReport, *, begun: bool, others_moved: bool, usual: bool = False
+) -> tuple[Verdict, Reason]:
+    """Decide about a silent call.
+
+    `begun`: a part of its answer arrived; `others_moved`: other calls on the replica made progress;
+    `usual`: answers of this replica have taken about as long before."""
+    if report.health != "ok":
+        return "hung", "health_failed"
+    if report.lost:
+        return "hung", "request_lost"
+    if report.new_tokens:
+        return "working", "tokens_generated"
+    if begun:
+        return "hung", "answer_stalled"
+    if others_moved:
+        return "working", "other_calls_progress"
+    if report.sample == "answered":
+        return "working", "sample_answered"
+    if report.sample in ("", "refused"):
+        return "working", "sample_refused"
+    if usual and report.load is None:
+        return "working", "answers_take_long"
+    return "hung", "sample_failed"
+
+
+class HangDetector:
+    """Examines the silent calls of one upstream. Used in one event loop."""
+
+    def __init__(self, health_path: str, model: Callable[[], str]) -> None:
+        self._health_path = health_path
+        self._model = model
+        self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
+        self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
+        """What the latest examination found, and when, for replicas that were found hung."""
+        self._watching: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        for task in (self._watching, *self._reports.values()):
+            if task is not None:
+                task.cancel()
+
+    # ---- silent calls
+
+    def watch(self, replicas: Iterable[Replica]) -> None:
+        """Examine silent calls from now on, for as long as there are calls. Calling it again is cheap."""
+        if self._watching is None or self._watching.done():
+            work = self._watch(tuple(replicas))
+            self._watching = asyncio.get_running_loop().create_task(work, context=detached_context())
+
+    async def _watch(self, replicas: tuple[Replica, ...]) -> None:
+        loop = asyncio.get_running_loop()
+        while any(replica.calls for replica in replicas):
+            await asyncio.sleep(CHECK_SECONDS)
+            silent = [
+                call
+                for replica in replicas
+                if not replica.is_frozen
+                for call in replica.calls
+                if loop.time() - call.last >= SILENT_SECONDS
+            ]
+            found = await asyncio.gather(*(self.examine(call, patient=True) for call in silent))
+            for call, evidence in zip(silent, found, strict=True):
+                if evidence.verdict == "hung" and call in call.replica.calls:
+                    call.replica.give_up(call, evidence)
+                else:
+                    call.last = max(call.last, loop.time() - SILENT_SECONDS / 2)  # not again at the next check
+
+    async def examine(self, call: CallProgress, *, patient: bool = False) -> UpstreamEvidence:
+        """Whether the replica of this call hangs.
+
+        `patient`: there is time to wait for an answer, so that a server which may serve one request at a time is
+        not called hung for leaving another one unanswered."""
+        loop = asyncio.get_running_loop()
+        replica = call.replica
+        began, received, others = loop.time(), call.bytes, replica.others_progress(call)
+        if received and began - call.last <= RECENT_SECONDS:
+            return self._evidence(call, "working", "bytes_received", began)
+        report = self._report(replica, began)
+        stalled_at = call.last + STALL_SECONDS
+        while call in replica.calls and call.bytes == received:
+            if report.done() and (not received or loop.time() >= stalled_at):
+                break
+            left = stalled_at - loop.time() if report.done() else None
+            waits: set[asyncio.Future[Any]] = {replica.next_progress()}
+            if not report.done():
+                waits.add(report)
+            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if call not in replica.calls:
+            return self._evidence(call, "working", "answered", began)
+        if call.bytes != received:
+            return self._evidence(call, "working", "bytes_received", began)
+        found = await asyncio.shield(report)
+        moved = replica.others_progress(call)
+        recent = moved is not None and (moved != others or loop.time() - moved <= RECENT_SECONDS)
+        usual = patient or loop.time() - call.sent < USUAL_TIMES * replica.longest_call
+        verdict, reason = judge(found, begun=received > 0, others_moved=recent, usual=usual)
+        if verdict == "hung" and reason != "request_lost":
+            replica.mark_hung(loop.time(), reason)
+            self._hung_reports.setdefault(replica.name, (loop.time(), found))
+        return self._evidence(call, verdict, reason, loop.time(), found)
+
+    def _evidence(
+        self, call: CallProgress, verdict: Verdict, reason: Reason, now: float, report: ReplicaReport | None = None
+    ) -> UpstreamEvidence:
+        others = call.replica.others_progress(call)
+        return UpstreamEvidence(
+            replica=call.replica.name,
+            verdict=verdict,
+            reason=reason,
+            streamed=call.streamed,
+            seconds=round(now - call.sent, 3),
+            silent=round(max(0.0, now - call.heard), 3),
+            bytes=call.bytes,
+            others_silent=None if others is None else round(max(0.0, now - others), 3),
+            report=report,
+        )
+
+    # ---- replicas
+
+    def _report(self, replica: Replica, now: float) -> "asyncio.Task[ReplicaReport]":
+        """The examination under way, the one that found the replica hung a moment ago, or a new one."""
+        task = self._reports.get(replica.name)
+        found_at, _ = self._hung_reports.get(replica.name, (now, None))
+        if not replica.hung or now - found_at > REUSE_SECONDS:
+            self._hung_reports.pop(replica.name, None)
+        elif task is not None and replica.name in self._hung_reports:
+            return task
+        if task is None or task.done():
+            task = asyncio.get_running_loop().create_task(self.report(replica), context=detached_context())
+            self._reports[replica.name] = task
+        return task
+
+    async def report(self, replica: Replica) -> ReplicaReport:
+        """Examine a replica: its health, its metrics, and one sampled token where these leave it open."""
+        older = replica.calls_older_than(RECENT_SECONDS)
+        health, first = await asyncio.gather(self._health(replica), self._load(replica))
+        if health != "ok":
+            return ReplicaReport(health=health)
+        if first is None:
+            return ReplicaReport(health=health, sample=await self._sample(replica))
+        await asyncio.sleep(METRICS_GAP_SECONDS)
+        last = await self._load(replica)
+        known = sum(call in replica.calls for call in older)  # those that ended meanwhile are not missing
+        new = None
+        if last is not None and first.tokens is not None and last.tokens is not None:
+            new = max(0.0, last.tokens - first.tokens)
+        load = first if last is None or last.running + last.waiting < first.running + first.waiting else last
+        report = ReplicaReport(health=health, load=load, known_calls=known, new_tokens=new)
+        if report.lost or new:
+            return report
+        return msgspec.structs.replace(report, sample=await self._sample(replica))
+
+    async def _health(self, replica: Replica) -> str:
+        try:
+            url = replica.endpoint(self._health_path)
+            answer = await replica.exchange(url, None, seconds=HEALTH_SECONDS)
+        except Failure as failure:
+            return f"failed ({failure.error.code})"
+        return "ok" if answer.status < 500 else f"failed (status {answer.status})"
+
+    async def _load(self, replica: Replica) -> EngineLoad | None:
+        try:
+            answer = await replica.exchange(replica.endpoint("/metrics"), None, seconds=HEALTH_SECONDS)
+        except Failure:
+            return None
+        return parse_engine_load(answer.body) if answer.status == 200 else None
+
+    async def _sample(self, replica: Replica) -> str:
+        """Ask for one token: a working engine answers at once, also while it writes long answers."""
+        asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+        if model := self._model():
+            asked["model"] = model
+        deadline = asyncio.get_running_loop().time() + SAMPLE_SECONDS
+        for path, prompt in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                body = msgspec.json.encode({**asked, **prompt})
+                answer = await replica.exchange(replica.endpoint(path), body, seconds=max(0.1, left))
+            except Failure as failure:
+                return f"failed ({failure.error.code})"
+            if answer.status < 300:
+                return "answered"
+            if answer.status >= 500 and answer.status not in (501, 503, 529):
+                return f"failed (status {answer.status})"
+        return "refused"
+
+    async def works_again(self, replica: Replica) -> bool:
+        """Whether a replica that hung gives tokens again."""
+        report = await self.report(replica)
+        return report.health == "ok" and (bool(report.new_tokens) or report.sample in ("answered", "refused"))

@@ -1,0 +1,713 @@
+"""Base class of all upstreams that are HTTP servers: choose a replica, send the call, parse the reply, retry.
+
+Runs in runner processes and gateway shards. A subclass defines which endpoint is used in which format
+(`format.py`), and which control requests its engine supports.
+
+Promises:
+- a call returns one reply or raises one typed error: `UpstreamError`, or `Truncation("context")` if the server
+  reports that the conversation no longer fits;
+- a key, a password in a URL and a query string never appear in a message, a log or a record;
+- the deadline covers the reply, not the wait for the concurrency gate, which is reported as `queued`;
+- each replica has one concurrency gate: the configured limit, or the number that the engine reports;
+- cancelling a call closes its connection, releases its slot, and aborts it by ID if closing is not enough;
+- a call is retried only as `retry.py` allows, and returns only one reply;
+- a failing replica is left out as `health.py` decides, and does not make the upstream unusable;
+- a field that a server rejects is omitted from then on, once a call without it has succeeded;
+- health checks, size requests and aborts run in the background, bounded in time and number, and sample nothing;
+- freezing reaches every replica that can be reached, or raises; `close` ends everything that was started here.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from rookery.core import Sampling, Truncation, UpstreamError, UsageError
+from rookery.core.errors import describe
+from rookery.core.lifetimes import detached_context
+from rookery.upstreams.error_replies import find_refused_field, is_context_full
+from rookery.upstreams.format import (
+    About,
+    ErrorReply,
+    Format,
+    ReplyFormatError,
+    StreamParser,
+    WireOptions,
+    parse_version,
+)
+from rookery.upstreams.hang_detector import RECENT_SECONDS, HangDetector, UpstreamEvidence
+from rookery.upstreams.health import Sign
+from rookery.upstreams.protocol import (
+    UNLIMITED,
+    CallDelta,
+    Delta,
+    ModelReply,
+    ModelRequest,
+    OnDelta,
+    OnWait,
+    PauseMode,
+    UpstreamConfig,
+    UpstreamInfo,
+)
+from rookery.upstreams.replica import CallbackError, CallProgress, Failure, RawResponse, Replica
+from rookery.upstreams.replica_choice import choose
+from rookery.upstreams.retry import Backoff, Kind
+from rookery.upstreams.urls import Address
+
+log = logging.getLogger("rookery.upstreams")
+
+PROBE_SECONDS: Final = 5.0
+ABORT_SECONDS: Final = 5.0
+SIZE_SECONDS: Final = 10.0
+REFRESH_SECONDS: Final = 600.0
+MISSING: Final = (404, 405, 501)
+_AT_ONCE: Final = 32
+_PENDING: Final = 1024
+"""Aborts that may wait for a slot. Beyond that, only the connection is closed."""
+
+T = TypeVar("T")
+_NO_HEADERS: Final[Mapping[str, str]] = {}
+_SIGNS: Final[dict[str, Sign]] = {"connect": "gone", "dropped": "gone", "gateway": "gone", "error": "failing"}
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica, for logs and metrics."""
+
+    name: str
+    well: bool
+    why: str
+    """Why the replica is left out; empty if it is healthy."""
+    load: int
+    """Calls in flight and calls that wait for the concurrency gate."""
+    limit: int
+
+
+class _Resend(Exception):  # noqa: N818  (control flow: never leaves this module)
+    """Send the same call again without a field or endpoint that the server rejects. Not a failure."""
+
+    def __init__(self, request: ModelRequest, omit: frozenset[str]) -> None:
+        super().__init__()
+        self.request = request
+        self.omit = omit
+
+
+class _Encoded(NamedTuple):
+    """A request, encoded for one endpoint."""
+
+    format: Format
+    request: ModelRequest
+    options: WireOptions
+    body: bytes
+
+
+class HttpUpstream:
+    """An inference engine behind HTTP, with one or more replicas. Use one instance from one event loop only."""
+
+    health_path: ClassVar[str] = "models"
+    """The endpoint that shows whether a server is alive."""
+    control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
+    """Path and body that freeze the engine, by pause mode, and that `thaw` it."""
+    reserved: ClassVar[frozenset[str]] = frozenset()
+    """Fields that `sampling.extra` may not set."""
+    needs_ids: ClassVar[bool] = False
+    """Give every call an ID, so that it can be aborted by ID."""
+
+    def __init__(self, config: UpstreamConfig, *, key: str | None = None) -> None:
+        if not config.urls:
+            raise UsageError(
+                "no URL of a model server is set; pass one, for example --policy http://127.0.0.1:8000/v1"
+            )
+        if (config.concurrency is not None and config.concurrency < 1) or config.retries < 0:
+            raise UsageError("the concurrency of an upstream must be at least 1, and its retries at least 0")
+        self._check_extra(config.sampling)
+        addresses = {address.shown: address for address in map(Address, config.urls)}
+        key = _key(config, key)
+        share = max(1, config.share)
+        places = max(1, config.concurrency // share) if config.concurrency else UNLIMITED
+        replicas = [Replica(a, concurrency=places, key=key) for a in addresses.values()]
+        self.config = config
+        self.replicas = replicas
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._abort_slots = asyncio.Semaphore(_AT_ONCE)
+        if config.concurrency is None and type(self).size is not HttpUpstream.size:
+            for replica in replicas:
+                replica.refresh_at = 0.0
+        self.name = config.kind
+        self.accepts_tokens = True
+        self.accepts_raw_json = True
+        self.version = 0
+        """The policy version of replies for which the server reports none."""
+        self._backoff = Backoff(retries=config.retries)
+        self._rejected_fields: frozenset[str] = frozenset()
+        self._turn = 0
+        self._between_tries: list[tuple[str, Replica, UpstreamError, float]] = []
+        """Calls that wait for a retry: affinity, replica, last error, and when the call began."""
+        self.hangs = HangDetector(self.health_path, lambda: config.model)
+
+    # ---- differs between kinds of engines
+
+    def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
+        """Return the endpoint format for this call at this replica."""
+        raise NotImplementedError
+
+    def is_optional(self, endpoint: Format) -> bool:  # noqa: ARG002  (a kind may override it)
+        """Return True if another endpoint can serve the call when a server lacks or disables this one."""
+        return False
+
+    async def size(self, replica: Replica) -> int | None:  # noqa: ARG002  (a kind may override it)
+        """Return how many calls the engine processes at once, or None if it does not report it."""
+        return None
+
+    def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:  # noqa: ARG002  (as above)
+        """Return path and body that abort a call by its ID, if closing the connection is not enough."""
+        return None
+
+    # ---- calls
+
+    async def complete(
+        self,
+        request: ModelRequest,
+        *,
+        timeout: float,
+        on_delta: OnDelta | None = None,
+        on_wait: OnWait | None = None,
+    ) -> ModelReply:
+        """Return the reply to one call. Time spent waiting for the concurrency gate is not part of `timeout`."""
+        loop = asyncio.get_running_loop()
+        original, request = request, self._prepare(request)
+        omit = self._rejected_fields
+        encoded: _Encoded | None = None
+        queued = elapsed = 0.0
+        attempt = dropped = 0
+        avoid: Replica | None = None
+        resend_to: Replica | None = None
+        while True:
+            replica = resend_to or self._choose(request, avoid, loop.time())
+            if encoded is None or len(self.replicas) > 1:
+                encoded = self._encode(replica, request, omit, encoded, stream=on_delta is not None)
+            replica.load += 1
+            try:
+                queued += await replica.gate.acquire(on_wait)
+                started = loop.time()
+                try:
+                    reply = await self._send(replica, encoded, original, timeout - elapsed, queued, on_delta)
+                finally:
+                    replica.gate.release()
+                    elapsed += loop.time() - started
+                replica.longest_call = max(replica.longest_call, loop.time() - started)
+                self._note_success(replica, omit, started)
+                return reply  # noqa: TRY300
+            except _Resend as resend:
+                request, omit, encoded, resend_to = resend.request, resend.omit, None, replica
+                continue
+            except CallbackError as raised:
+                raise raised.error from raised.error.__cause__
+            except Failure as failure:
+                self._note_failure(replica, failure, loop.time())
+                delay = self._backoff.delay(
+                    failure.kind,
+                    attempt=attempt,
+                    elapsed=elapsed,
+                    deadline=timeout,
+                    draw=random.random(),  # noqa: S311  (jitter)
+                    dropped=dropped,
+                    elsewhere=self._has_other(replica, failure.kind),
+                    retry_after=failure.retry_after,
+                )
+                if delay is None:
+                    raise failure.error from failure.__cause__
+                log.debug("%s; retrying in %.2f s", failure.error, delay)
+                error = failure.error
+                attempt += 1
+                dropped += failure.kind in ("dropped", "error")
+                avoid, resend_to, encoded = replica, None, None
+                omit = frozenset(name for name in omit if not name.startswith("/"))  # another server may have it
+                if request.id:  # the engine may still know the last ID
+                    base = original.id or request.id.partition(".")[0]
+                    request = msgspec.structs.replace(request, id=f"{base}.{attempt}")
+            finally:
+                replica.load -= 1
+            waiting = (request.affinity, replica, error, loop.time() - elapsed)
+            self._between_tries.append(waiting)
+            try:
+                await asyncio.sleep(delay)
+            finally:
+                self._between_tries.remove(waiting)
+            elapsed += delay
+
+    async def _send(
+        self,
+        replica: Replica,
+        encoded: _Encoded,
+        original: ModelRequest,
+        seconds: float,
+        queued: float,
+        on_delta: OnDelta | None,
+    ) -> ModelReply:
+        """Send an encoded request to one replica and return the parsed reply."""
+        endpoint, request, options, body = encoded
+        version = self.version  # of the weights with which the reply begins
+        url = replica.endpoint(endpoint.path)
+        call = CallProgress(replica, request.affinity, asyncio.get_running_loop().time(), streamed=options.stream)
+        replica.begun(call)
+        self.hangs.watch(self.replicas)
+        try:
+            if options.stream:
+                assert on_delta is not None
+                sink = _DeltaSink(endpoint.stream_parser(request), on_delta)
+                answer = await replica.stream(url, body, seconds=seconds, sink=sink)
+                if not answer.body and answer.status == 200:
+                    if missing := sink.parser.ended():
+                        kind: Kind = "final" if sink.delivered else "dropped"
+                        raise Failure(kind, replica.error("upstream.cut", missing))
+                    return sink.parser.reply(About(_reported_version(answer, version), queued, replica.name))
+            else:
+                answer = await replica.exchange(url, body, seconds=seconds)
+            if not 200 <= answer.status < 300:
+                raise self._refusal(replica, encoded, original, answer)
+            about = About(_reported_version(answer, version), queued, replica.name)
+            reply = endpoint.decode(answer.body, request, about)
+        except (asyncio.CancelledError, CallbackError):
+            self._abandon(replica, request)
+            raise
+        except Failure as failure:
+            if failure.error.code in ("upstream.timeout", "upstream.cut", "upstream.hung"):
+                self._abandon(replica, request)
+            raise
+        except ReplyFormatError as error:
+            self._abandon(replica, request)
+            raise Failure("final", replica.error("upstream.protocol", str(error))) from error
+        except ErrorReply as raised:
+            answer = RawResponse(raised.said.status, _NO_HEADERS, raised.data)
+            raise self._refusal(replica, encoded, original, answer, delivered=sink.delivered) from None
+        finally:
+            replica.ended(call)
+        if on_delta is not None:
+            await on_delta(delta_from_reply(reply))
+        return reply
+
+    def _refusal(
+        self,
+        replica: Replica,
+        encoded: _Encoded,
+        original: ModelRequest,
+        answer: RawResponse,
+        *,
+        delivered: bool = False,
+    ) -> Exception:
+        """Return the exception for a response that is not a success."""
+        endpoint, request, options, _ = encoded
+        failure, said = replica.refusal(answer)
+        if delivered:
+            failure.kind = "final"
+            return failure
+        omit = options.omit
+        if answer.status in (*MISSING, 403) and self.is_optional(endpoint):
+            return _Resend(request, omit | {endpoint.path})
+        if answer.status in (400, 413, 422):
+            sampling = request.sampling
+            if is_context_full(said, sampling.max_tokens):
+                return Truncation("context", replica.scrub(f"{replica.name}: {said.text}"))
+            sent = {"max_tokens"} if sampling.max_tokens is not None else set()
+            if request.want_tokens:
+                sent |= {"return_token_ids", "logprobs"}
+            if options.stream:
+                sent.add("stream_options")
+            if sampling.seed is not None and original.sampling.seed is None:
+                sent.add("seed")
+            if field := find_refused_field(said, answer.body, sent - omit):
+                if field == "seed":
+                    sampling = msgspec.structs.replace(sampling, seed=None)
+                    request = msgspec.structs.replace(request, sampling=sampling)
+                return _Resend(request, omit | {field})
+        return failure
+
+    def _note_success(self, replica: Replica, omit: frozenset[str], now: float) -> None:
+        if omit is not self._rejected_fields:
+            self._learn(replica, omit)
+        replica.hung = False
+        if replica.health.answered():
+            log.warning("%s answers again", replica.name)
+        if now >= replica.refresh_at:
+            self.refresh(replica)
+
+    def _learn(self, replica: Replica, without: frozenset[str]) -> None:
+        # Only after a call without it has succeeded: some servers quote the whole request in every error, so that
+        # token data would be given up for a wrong temperature, or an endpoint for a wrong model.
+        paths = frozenset(name for name in without if name.startswith("/"))
+        if new := paths - replica.lacks:
+            replica.lacks |= new
+            log.info("%s has no %s; continuing without it", replica.name, ", ".join(sorted(new)))
+        if new := without - paths - self._rejected_fields:
+            self._rejected_fields |= new
+            log.warning("%s rejects %s; continuing without it", replica.name, ", ".join(sorted(new)))
+
+    def _note_failure(self, replica: Replica, failure: Failure, now: float) -> None:
+        sign = _SIGNS.get(failure.kind)
+        if sign is None and failure.error.code in ("upstream.timeout", "upstream.cut"):
+            sign = "failing"
+        if (
+            sign is not None
+            and replica.health.failed(sign, str(failure.error), now=now)
+            and len(self.replicas) > 1
+        ):
+            log.warning("a replica is left out temporarily: %s", failure.error)
+
+    # ---- requests
+
+    def _prepare(self, request: ModelRequest) -> ModelRequest:
+        """Return the request with model, seed and ID filled in."""
+        if bool(request.messages) == bool(request.tokens):
+            raise UpstreamError("a call needs either messages or tokens", cause="upstream.rejected")
+        sampling = request.sampling
+        if sampling.extra:
+            try:
+                self._check_extra(sampling)
+            except UsageError as error:
+                raise UpstreamError(str(error), cause="upstream.rejected") from None
+        changes: dict[str, Any] = {}
+        if not request.model and self.config.model:
+            changes["model"] = self.config.model
+        if (
+            self.config.seeded
+            and sampling.seed is None
+            and request.seed is not None
+            and "seed" not in self._rejected_fields
+        ):
+            # 31 bits, which every server accepts; the upper ones, since the lower ones repeat soonest.
+            seed = (request.seed >> 32) & 0x7FFF_FFFF
+            changes["sampling"] = msgspec.structs.replace(sampling, seed=seed)
+        if self.needs_ids and not request.id:
+            changes["id"] = secrets.token_hex(12)
+        return msgspec.structs.replace(request, **changes) if changes else request
+
+    def _encode(
+        self,
+        replica: Replica,
+        request: ModelRequest,
+        omit: frozenset[str],
+        before: _Encoded | None,
+        *,
+        stream: bool,
+    ) -> _Encoded:
+        """Encode the request for a replica, unless it was encoded for the same endpoint before."""
+        endpoint = self.choose_format(replica, request, omit)
+        if before is not None and before.format is endpoint:
+            return before
+        options = WireOptions(stream and endpoint.streams(request), omit, self.config.resend_reasoning)
+        try:
+            return _Encoded(endpoint, request, options, endpoint.encode(request, options))
+        except (TypeError, ValueError, RecursionError) as error:
+            what = f"the request cannot be encoded as JSON: {describe(error)}"
+            raise UpstreamError(what, cause="upstream.rejected") from error
+
+    def _check_extra(self, sampling: Sampling) -> None:
+        if taken := sorted(self.reserved & sampling.extra.keys()):
+            raise UsageError(f"sampling.extra may not set {', '.join(taken)}: Rookery sets these itself")
+
+    def _has_other(self, replica: Replica, kind: str) -> bool:
+        """Return True if another replica can be tried; after a hang, one that is not known to hang."""
+        return any(other is not replica and not (kind == "hung" and other.hung) for other in self.replicas)
+
+    async def examine(self, affinity: str) -> tuple[UpstreamEvidence, ...]:
+        """Return evidence on whether the servers of the calls in flight with this affinity hang."""
+        now = asyncio.get_running_loop().time()
+        failing = [
+            UpstreamEvidence(
+                replica=replica.name,
+                verdict="hung",
+                reason="call_failed",
+                streamed=False,
+                seconds=round(now - since, 3),
+                silent=round(now - since, 3),
+                cause=error.code,
+                failure=str(error),
+            )
+            for whose, replica, error, since in self._between_tries
+            if whose == affinity and now - since > RECENT_SECONDS
+        ]
+        calls = [call for replica in self.replicas for call in replica.calls if call.affinity == affinity]
+        return (*failing, *await asyncio.gather(*(self.hangs.examine(call) for call in calls)))
+
+    async def close(self) -> None:
+        """Cancel everything in flight and close every connection. Closing twice is fine."""
+        self.hangs.close()
+        for task in list(self._tasks):
+            task.cancel()
+        for replica in self.replicas:
+            await replica.close()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=5.0)
+
+    def _choose(self, request: ModelRequest, avoid: Replica | None, now: float) -> Replica:
+        replicas = self.replicas
+        if len(replicas) == 1:
+            return replicas[0]
+        self._turn += 1
+        usable = [replica for replica in replicas if replica.health.well]
+        if request.avoid:
+            usable = [replica for replica in usable if replica.name not in request.avoid] or usable
+        if any(not replica.health.well for replica in replicas):
+            self.probe_replicas(now)
+        if avoid is not None:
+            usable = [replica for replica in usable if replica is not avoid]
+        if not usable:  # all are left out: take the one that is probed first, and not the one that just failed
+            others = [replica for replica in replicas if replica is not avoid]
+            return min(others, key=lambda replica: replica.health.until or 0.0)
+        return choose(usable, affinity=request.affinity, turn=self._turn)
+
+    def states(self) -> tuple[ReplicaState, ...]:
+        return tuple(
+            ReplicaState(name=r.name, well=r.health.well, why=r.health.why, load=r.load, limit=r.limit)
+            for r in self.replicas
+        )
+
+    # ---- background
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, context=detached_context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def probe_replicas(self, now: float) -> None:
+        """Probe the replicas whose exclusion has expired."""
+        for replica in self.replicas:
+            if replica.health.probe(now=now):
+                self.background(self._probe(replica))
+
+    async def _probe(self, replica: Replica) -> None:
+        loop = asyncio.get_running_loop()
+        health = replica.health
+        try:
+            if replica.hung:
+                if await self.hangs.works_again(replica):
+                    replica.hung = False
+                    health.answered()
+                    log.warning("%s answers again", replica.name)
+                else:
+                    health.failed("gone", f"{replica.name} still hangs", now=loop.time())
+                return
+            answer = await replica.exchange(replica.endpoint(self.health_path), None, seconds=PROBE_SECONDS)
+            if answer.status < 500:
+                health.answered()
+                log.warning("%s answers again", replica.name)
+            else:
+                health.failed("gone", str(replica.refusal(answer)[0].error), now=loop.time())
+        except Failure as failure:
+            health.failed("gone", str(failure.error), now=loop.time())
+        finally:
+            health.unprobed(now=loop.time())
+
+    def refresh(self, replica: Replica) -> None:
+        """Update the concurrency limit of a replica in the background."""
+        replica.refresh_at = asyncio.get_running_loop().time() + REFRESH_SECONDS
+        self.background(self._resize(replica))
+
+    async def _resize(self, replica: Replica) -> None:
+        try:
+            size = await self.size(replica)
+        except Failure as failure:
+            log.debug("%s does not report its concurrency: %s", replica.name, failure.error)
+            return
+        if size is None or size < 1:
+            return
+        places = -(-size // max(1, self.config.share))
+        if places != replica.limit:
+            log.info("%s processes %d calls at once", replica.name, size)
+            replica.gate.resize(places)
+
+    def _abandon(self, replica: Replica, request: ModelRequest) -> None:
+        """Abort a call at the engine, if closing the connection is not enough."""
+        if (abort := self.abort_request(request)) is not None and len(self._tasks) < _PENDING:
+            self.background(self._abort(replica, *abort))
+
+    async def _abort(self, replica: Replica, path: str, body: bytes) -> None:
+        async with self._abort_slots:
+            try:
+                await replica.exchange(replica.endpoint(path), body, seconds=ABORT_SECONDS)
+            except Failure as failure:
+                log.debug("an abort request failed: %s", failure.error)
+
+    # ---- freezing
+
+    async def freeze(self, mode: PauseMode, *, timeout: float) -> bool:
+        """Ask every replica to stop sampling; return True if all of them support it."""
+        control = self.control_requests.get(mode)
+        if control is None:
+            return False
+        results = await self._for_each_replica(
+            lambda replica: self._send_control(replica, *control, seconds=timeout)
+        )
+        for replica, able in zip(self.replicas, results, strict=True):
+            if able and mode == "keep":
+                replica.frozen()
+        return all(results)
+
+    async def thaw(self, *, timeout: float) -> None:
+        """Let every replica continue."""
+        control = self.control_requests.get("thaw")
+        try:
+            if control is not None:
+                await self._for_each_replica(
+                    lambda replica: self._send_control(replica, *control, seconds=timeout)
+                )
+        finally:
+            for replica in self.replicas:
+                replica.thawed()
+
+    async def _send_control(self, replica: Replica, path: str, body: bytes, *, seconds: float) -> bool:
+        """Send a control request. Return False if the server does not support it; raise if it fails."""
+        try:
+            answer = await replica.exchange(replica.endpoint(path), body, seconds=seconds)
+        except Failure as failure:
+            if failure.kind == "connect":
+                log.warning("control request %s not sent, the server is unreachable: %s", path, failure.error)
+                return True
+            raise
+        if answer.status in MISSING:
+            return False
+        if not 200 <= answer.status < 300:
+            raise replica.refusal(answer)[0]
+        return True
+
+    async def _for_each_replica(self, do: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """Run a coroutine for every replica concurrently; raise the first error after all have ended."""
+
+        async def one(replica: Replica) -> T | UpstreamError:
+            try:
+                return await do(replica)
+            except Failure as failure:
+                failure.error.__cause__ = failure.__cause__
+                return failure.error
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(replica)) for replica in self.replicas]
+        results = [task.result() for task in tasks]
+        good: list[T] = []
+        for result in results:
+            if isinstance(result, UpstreamError):
+                raise result
+            good.append(result)
+        return good
+
+    # ---- check
+
+    async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
+        """Return what the servers report. Raises `UpstreamError` if none of them can be used. Samples nothing."""
+        async with asyncio.TaskGroup() as group:
+            checks = [group.create_task(self._check(replica, timeout)) for replica in self.replicas]
+        results = [check.result() for check in checks]
+        usable = [result for result in results if isinstance(result, UpstreamInfo)]
+        errors = [result for result in results if isinstance(result, UpstreamError)]
+        if not usable:
+            raise errors[0]
+        for error in errors:
+            log.warning("a replica cannot be used: %s", error)
+        if not errors:
+            return usable[0]
+        return msgspec.structs.replace(usable[0], details={"unusable": [str(error) for error in errors]})
+
+    async def _check(self, replica: Replica, seconds: float) -> UpstreamInfo | UpstreamError:
+        try:
+            answer = await replica.exchange(replica.models, None, seconds=seconds)
+        except Failure as failure:
+            failure.error.__cause__ = failure.__cause__
+            return failure.error
+        if answer.status in MISSING:  # servers of one model often have no list
+            return UpstreamInfo(url=replica.name)
+        if not 200 <= answer.status < 300:
+            return replica.refusal(answer)[0].error
+        try:
+            listed = _decode_models(answer.body).data
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return replica.error("upstream.protocol", f"cannot parse the list of models ({error})")
+        models = tuple(entry.id for entry in listed)
+        wanted = self.config.model
+        if wanted and models and wanted not in models:
+            more = f" and {len(models) - 10} more" if len(models) > 10 else ""
+            there = ", ".join(models[:10]) + more
+            return replica.error("upstream.rejected", f"the model {wanted!r} is not served; available: {there}")
+        named = [entry for entry in listed if entry.id == wanted] or (listed if len(listed) == 1 else [])
+        length = named[0].max_model_len if named else None
+        context = length if isinstance(length, int) and length > 0 else None
+        if replica.refresh_at == 0.0:
+            self.refresh(replica)
+        return UpstreamInfo(url=replica.name, models=models, context=context)
+
+
+class _DeltaSink:
+    """Parse the bytes of a stream and pass the deltas to the caller."""
+
+    __slots__ = ("delivered", "on_delta", "parser")
+
+    def __init__(self, parser: StreamParser, on_delta: OnDelta) -> None:
+        self.parser = parser
+        self.on_delta = on_delta
+        self.delivered = False
+
+    @property
+    def complete(self) -> bool:
+        return self.parser.finish is not None
+
+    @property
+    def done(self) -> bool:
+        return self.parser.done
+
+    async def feed(self, data: bytes) -> None:
+        delta = self.parser.feed(data)
+        if delta is not None:
+            self.delivered = True
+            try:
+                await self.on_delta(delta)
+            except Exception as error:
+                raise CallbackError(error) from error
+
+
+def _reported_version(answer: RawResponse, fallback: int) -> int:
+    """Return the policy version in the response's headers, or `fallback`."""
+    header = answer.headers.get("X-Weight-Version")
+    version = parse_version(header) if header is not None else None
+    return fallback if version is None else version
+
+
+def delta_from_reply(reply: ModelReply) -> Delta:
+    """Return a complete reply as a single delta."""
+    message = reply.message
+    calls = tuple(CallDelta(n, call.id, call.name, call.arguments) for n, call in enumerate(message.tool_calls))
+    return Delta(
+        content=message.text,
+        reasoning=message.reasoning or "",
+        tool_calls=calls,
+        sampled=reply.sampled,
+        logprobs=reply.logprobs,
+        prompt=reply.prompt,
+        tops=reply.tops,
+        logprob_content=reply.logprob_content,
+    )
+
+
+def _key(config: UpstreamConfig, key: str | None) -> str | None:
+    names = [config.key_env] if config.key_env != "ROOKERY_API_KEY" else [config.key_env, "OPENAI_API_KEY"]
+    if key is None:
+        key = next((found for name in names if name and (found := os.environ.get(name))), None)
+    key = key.strip() if key else None
+    if key and not (key.isascii() and key.isprintable()):
+        raise UsageError("the model server's API key has characters that no HTTP header can contain; set it again")
+    return key or None
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: Any = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+_decode_models = msgspec.json.Decoder(_Models).decode

@@ -1,0 +1,350 @@
+"""Encode requests and decode replies of the OpenAI endpoints `/chat/completions` and `/completions`.
+
+Pure: no socket, no clock.
+
+Promises:
+- a message is written in the server's format and has the same meaning when it comes back; a message that is JSON
+  already is written unchanged;
+- a reply is parsed completely or raises `ReplyFormatError`: nothing is padded, guessed or cut to fit;
+- token IDs and logprobs describe the same tokens, or the reply is refused;
+- unknown fields of a reply are skipped without decoding: they are most of its bytes.
+"""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from rookery.core import Message, ToolCall, ints
+from rookery.core.messages import Role
+from rookery.upstreams.error_replies import error_text, preview
+from rookery.upstreams.format import (
+    About,
+    ReplyFormatError,
+    Tops,
+    WireOptions,
+    pack_logprobs,
+    parse_finish,
+    parse_version,
+)
+from rookery.upstreams.logprobs import Apart, Logprobs, LogprobsSeen, apart, logprob_values, seen_logprobs
+from rookery.upstreams.protocol import ModelReply, ModelRequest
+from rookery.upstreams.token_ids import PromptCache, encode_prompt, extract_prompt_ids
+
+RESERVED: Final = frozenset({"model", "messages", "prompt", "stream", "stream_options", "n"})
+"""Fields that `sampling.extra` may not set, since they change the format of the reply."""
+
+DEFAULT_OPTIONS: Final = WireOptions()
+_USAGE: Final = {"include_usage": True}
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct, frozen=True):
+    id: str
+    function: _Function
+    type: str = "function"
+
+
+class _Outgoing(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str
+    content: str | tuple[dict[str, Any], ...] | None
+    tool_calls: tuple[_Call, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_message(
+    message: Message | msgspec.Raw, *, resend_reasoning: bool = False
+) -> Message | msgspec.Raw | _Outgoing:
+    """Return the message in the server's format. Plain messages and JSON are returned unchanged."""
+    if type(message) is msgspec.Raw:
+        return message
+    assert isinstance(message, Message)
+    if not message.tool_calls and message.reasoning is None and message.content is not None:
+        return message
+    calls = tuple(_Call(call.id, _Function(call.name, call.arguments)) for call in message.tool_calls)
+    content = message.content
+    if content is None and not calls:
+        content = ""  # null is for messages that only call tools; chat templates fail on it otherwise
+    return _Outgoing(
+        role=message.role,
+        content=content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning_content=message.reasoning if resend_reasoning else None,
+    )
+
+
+class SampledFunction(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class SampledCall(msgspec.Struct, frozen=True):
+    id: str | None = None
+    function: SampledFunction | None = None
+
+
+class _Written(msgspec.Struct, frozen=True):
+    role: Role
+    content: str | tuple[dict[str, Any], ...] | None = None
+    tool_calls: tuple[SampledCall, ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+_decode_message = msgspec.json.Decoder(_Written).decode
+
+
+def parse_message(message: Message | msgspec.Raw) -> Message:
+    """Parse a message that may be JSON in the server's format. Raises `ValueError` if it is not a message."""
+    if isinstance(message, Message):
+        return message
+    try:
+        said = _decode_message(message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a message: {error}") from None
+    calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(said.tool_calls or ()))
+    thought = said.reasoning_content if said.reasoning_content is not None else said.reasoning
+    return Message(said.role, said.content, calls, said.tool_call_id, said.name, thought)
+
+
+def encode_request(
+    request: ModelRequest, options: WireOptions = DEFAULT_OPTIONS, extra_fields: dict[str, Any] | None = None
+) -> bytes:
+    """Encode the body of `/completions` for a request with token IDs, of `/chat/completions` for any other.
+
+    `extra_fields` are fields that only this kind of engine has.
+    """
+    sampling, omit = request.sampling, options.omit
+    body: dict[str, Any] = {"model": request.model}
+    chat = not request.tokens
+    if chat:
+        # Messages that came over HTTP are JSON already: a long history is not encoded again.
+        raw = type(request.messages[0]) is msgspec.Raw and type(request.messages[-1]) is msgspec.Raw
+        plain = raw and all(type(message) is msgspec.Raw for message in request.messages)
+        body["messages"] = (
+            request.messages
+            if plain
+            else [
+                encode_message(message, resend_reasoning=options.resend_reasoning) for message in request.messages
+            ]
+        )
+        if request.tools:
+            body["tools"] = request.tools.raw or [
+                {"type": "function", "function": tool} for tool in request.tools.schemas
+            ]
+            if (choice := request.tool_choice) is not None:
+                named = choice not in ("auto", "none", "required")
+                body["tool_choice"] = {"type": "function", "function": {"name": choice}} if named else choice
+    else:
+        body["prompt"] = encode_prompt(request.tokens, request.memo)
+    if sampling.temperature is not None:
+        body["temperature"] = sampling.temperature
+    if sampling.top_p is not None:
+        body["top_p"] = sampling.top_p
+    if sampling.top_k is not None:
+        body["top_k"] = sampling.top_k
+    if sampling.max_tokens is not None:
+        body["max_completion_tokens" if "max_tokens" in omit else "max_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        body["stop"] = sampling.stop
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    tops = request.top_logprobs
+    if (request.want_tokens or tops or request.want_logprobs) and "logprobs" not in omit:
+        body["logprobs"] = True if chat else max(1, tops)
+        if chat and tops:
+            body["top_logprobs"] = tops
+    if request.want_tokens and "return_token_ids" not in omit:
+        body["return_token_ids"] = True
+    if options.stream:
+        body["stream"] = True
+        if "stream_options" not in omit:
+            body["stream_options"] = _USAGE
+    if extra_fields:
+        body.update(extra_fields)
+    if sampling.extra:
+        body.update(sampling.extra)
+    return _encode(body)
+
+
+# ----------------------------------------------------------------------------------------------- answers
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class _Incoming(msgspec.Struct, frozen=True):
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[SampledCall] | None = None
+    function_call: SampledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    message: _Incoming | None = None
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[Id] | None = None
+    response_token_ids: list[Id] | None = None
+    prompt_token_ids: list[Id] | None = None
+
+
+class _ChoiceSeen(_Choice, frozen=True):
+    logprobs: LogprobsSeen | None = None  # type: ignore[assignment]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[Id] | None = None
+    weight_version: Any = None
+    metadata: Any = None
+    error: Any = None
+
+
+class _AnswerSeen(_Answer, frozen=True):
+    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+
+
+_UNKNOWN: Final = About()
+_decode = msgspec.json.Decoder(_Answer).decode
+_decode_seen = msgspec.json.Decoder(_AnswerSeen).decode
+
+
+def decode_reply(
+    data: bytes,
+    *,
+    want_tokens: bool = True,
+    prompt: bytes = b"",
+    seen: bool = False,
+    named: bool = True,
+    about: About = _UNKNOWN,
+    memo: PromptCache | None = None,
+) -> ModelReply:
+    """Decode the reply in `data`.
+
+    `prompt`: the prompt's token IDs; `seen`: the caller wants the logprobs as written; `named`: and alternatives.
+    """
+    lean, prompt_ids = extract_prompt_ids(data, memo) if want_tokens else (data, b"")
+    try:
+        answer, pieces = _read(lean, seen=seen, named=named)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplyFormatError(f"not a chat completion: {error}; it begins {preview(data)}") from None
+    if not answer.choices:
+        said = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
+        raise ReplyFormatError(f"the reply has no choices{said}")
+    choice = answer.choices[0]
+    if choice.finish_reason is None:
+        raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
+    finish = parse_finish(choice.finish_reason)
+    if choice.message is not None:
+        message = _message(choice.message)
+    elif choice.text is not None:
+        message = Message("assistant", choice.text)
+    else:
+        raise ReplyFormatError("the choice in the reply has no message")
+    sampled = logprobs = b""
+    as_written: msgspec.Raw | None = None
+    tops: tuple[Tops, ...] = ()
+    values: list[float] | None = None
+    if pieces is not None:
+        values, as_written = pieces.values, pieces.content if seen else None
+    elif seen:
+        values, as_written, tops = seen_logprobs(choice.logprobs, named=named)  # type: ignore[arg-type]
+    elif choice.logprobs is not None:
+        values = logprob_values(choice.logprobs)
+    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+    if want_tokens and ids is not None:
+        listed = answer.prompt_token_ids if answer.prompt_token_ids is not None else choice.prompt_token_ids
+        prompt = prompt_ids or (ints(listed) if listed else prompt)
+        sampled = ints(ids)
+        if values is not None:
+            if len(values) != len(ids):
+                raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(values)} logprobs")
+            logprobs = pack_logprobs(values)
+    usage = answer.usage
+    n_prompt = usage.prompt_tokens if usage is not None else None
+    n_sampled = usage.completion_tokens if usage is not None else None
+    return ModelReply(
+        message=message,
+        finish=finish,
+        prompt=prompt,
+        sampled=sampled,
+        logprobs=logprobs,
+        version=find_version(answer.weight_version, answer.metadata, about.version),
+        prompt_tokens=len(prompt) // 4 if n_prompt is None else n_prompt,
+        sampled_tokens=len(sampled) // 4 if n_sampled is None else n_sampled,
+        queued=about.queued,
+        replica=about.replica,
+        tops=tops,
+        logprob_content=as_written,
+    )
+
+
+def _read(data: bytes, *, seen: bool, named: bool) -> tuple[_Answer, Apart | None]:
+    """Decode the reply. Also return its logprobs if they were cut out and decoded separately."""
+    if not (seen and named) and (pieces := apart(data)) is not None:
+        try:
+            answer = _decode_seen(pieces.rest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return (_decode_seen if seen else _decode)(data), None  # for the error's position
+        if pieces.belongs([choice.logprobs for choice in answer.choices or ()]):
+            return answer, pieces
+    return (_decode_seen if seen else _decode)(data), None
+
+
+def _message(said: _Incoming) -> Message:
+    calls: tuple[ToolCall, ...] = ()
+    if said.tool_calls:
+        calls = tuple(_call(call.function, call.id, n) for n, call in enumerate(said.tool_calls))
+    elif said.function_call is not None:
+        calls = (_call(said.function_call, None, 0),)
+    content = said.content if said.content is not None else said.refusal
+    return Message(
+        role="assistant",
+        content=tuple(content) if isinstance(content, list) else content,
+        tool_calls=calls,
+        reasoning=said.reasoning_content if said.reasoning_content is not None else said.reasoning,
+    )
+
+
+def _call(function: SampledFunction | None, call_id: str | None, n: int) -> ToolCall:
+    if function is None:
+        function = SampledFunction()
+    arguments = encode_arguments(function)
+    return ToolCall(call_id or f"call_{n}", function.name or "", "{}" if arguments is None else arguments)
+
+
+def encode_arguments(function: SampledFunction) -> str | None:
+    """Return the arguments as JSON text; some servers send an object."""
+    said = function.arguments
+    return said if said is None or isinstance(said, str) else _encode(said).decode()
+
+
+def find_version(said: object, metadata: object, fallback: int) -> int:
+    found = parse_version(said)
+    if found is None and isinstance(metadata, dict):
+        found = parse_version(metadata.get("weight_version"))
+    return fallback if found is None else found

@@ -1,0 +1,149 @@
+"""Parser for streamed replies of `/chat/completions` and `/completions`. Pure: no socket, no clock.
+
+Promises:
+- as those of `format.StreamParser`;
+- an error in the middle of a stream raises `ErrorReply`; it is never taken for the end of a reply.
+"""
+
+from typing import Any
+
+import msgspec
+
+from rookery.core import ints
+from rookery.upstreams.error_replies import parse_error, preview
+from rookery.upstreams.format import ErrorReply, ReplyFormatError, StreamParser, parse_finish, parse_version
+from rookery.upstreams.logprobs import Logprobs, logprob_values, read_logprobs
+from rookery.upstreams.openai_format import Id, SampledFunction, Usage, encode_arguments
+from rookery.upstreams.token_ids import parse_ids
+
+
+class _CallPiece(msgspec.Struct, frozen=True):
+    index: int | None = None
+    id: str | None = None
+    function: SampledFunction | None = None
+
+
+class _Said(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_CallPiece] | None = None
+    function_call: SampledFunction | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: _Said | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[Id] | None = None
+    prompt_token_ids: list[Id] | None = None
+
+
+class _ChoiceSeen(_Choice, frozen=True):
+    logprobs: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    weight_version: Any = None
+    metadata: Any = None
+    error: Any = None
+    object: str = ""
+
+
+class _ChunkSeen(_Chunk, frozen=True):
+    choices: list[_ChoiceSeen] | None = None  # type: ignore[assignment]
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+_decode_seen = msgspec.json.Decoder(_ChunkSeen).decode
+_NULL = msgspec.Raw(b"null")
+
+
+class Chunks(StreamParser):
+    """Parse one reply. Only the first choice is read; more are never requested."""
+
+    __slots__ = ()
+
+    def event(self, data: bytes) -> None:
+        try:
+            chunk = (_decode_seen if self.request.shows_logprobs else _decode)(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ReplyFormatError(f"not a chunk of a reply: {error}; it begins {preview(data)}") from None
+        if chunk.error is not None or chunk.object == "error":
+            raise ErrorReply(parse_error(data), data)
+        if chunk.usage is not None:
+            self.prompt_tokens = chunk.usage.prompt_tokens
+            self.sampled_tokens = chunk.usage.completion_tokens
+        if chunk.weight_version is not None or chunk.metadata is not None:
+            self._said_version(chunk.weight_version, chunk.metadata)
+        want = self.request.want_tokens
+        if want and chunk.prompt_token_ids is not _NULL and chunk.prompt_token_ids != _NULL:
+            try:
+                memo = self.request.memo
+                read = memo.read if memo is not None else parse_ids
+                self.prompt(read(bytes(chunk.prompt_token_ids)))
+            except ValueError as error:
+                raise ReplyFormatError(f"cannot parse the prompt's token IDs: {error}") from None
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        if choice.index:
+            return
+        if choice.delta is not None:
+            self._said(choice.delta)
+        elif choice.text:
+            self.text(choice.text)
+        if want:
+            if choice.prompt_token_ids:
+                self.prompt(ints(choice.prompt_token_ids))
+            self._sampled(choice)
+        elif self.request.shows_logprobs:
+            self._sampled(choice)
+        if choice.finish_reason is not None:
+            self.finish = parse_finish(choice.finish_reason)
+
+    def _said(self, delta: _Said) -> None:
+        if delta.content:
+            self.text(delta.content)
+        elif delta.refusal:
+            self.text(delta.refusal)
+        if thought := delta.reasoning_content or delta.reasoning:
+            self.thought(thought)
+        if delta.tool_calls:
+            for piece in delta.tool_calls:
+                function = piece.function or SampledFunction()
+                index = piece.index
+                if index is None:  # without an index, a new call begins with its ID or name
+                    new = bool(piece.id or function.name)
+                    index = len(self._calls) if new else max(0, len(self._calls) - 1)
+                self.called(index, piece.id, function.name, encode_arguments(function))
+        elif delta.function_call is not None:
+            self.called(0, None, delta.function_call.name, encode_arguments(delta.function_call))
+
+    def _sampled(self, choice: _Choice) -> None:
+        values = None
+        if self.request.shows_logprobs:
+            values, as_written, tops = read_logprobs(choice.logprobs)  # type: ignore[arg-type]
+            if as_written is not None:
+                self.as_written(as_written)
+            if tops:
+                self.alternatives(list(tops))
+        elif choice.logprobs is not None:
+            values = logprob_values(choice.logprobs)
+        if choice.token_ids and self.request.want_tokens:
+            self.tokens(choice.token_ids, values)
+        elif values and self.count:
+            raise ReplyFormatError("the reply has logprobs for tokens without IDs")
+
+    def _said_version(self, said: object, metadata: object) -> None:
+        number = parse_version(said)
+        if number is None and isinstance(metadata, dict):
+            number = parse_version(metadata.get("weight_version"))
+        if number is not None:
+            self.version(number)

@@ -1,0 +1,193 @@
+"""The pause of a gateway's policy, in every shard, whichever shard receives the request.
+
+Runs in gateway shards. The state is stored in a file that all shards of the gateway share.
+
+Promises:
+- a pause or resume that succeeded holds in every live shard, and in shards that start later;
+- both are idempotent, and any shard accepts them;
+- a pause that fails in one shard, or whose requester disconnects, is undone in all shards;
+- the version of a resume is stored: a restarted shard records it;
+- a pause that nobody resumes ends at its deadline, also in a shard that started during the pause;
+- the total time of all pauses survives restarts, and does not count towards a session's deadline.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast, get_args
+
+import msgspec
+
+from rookery.core import RookeryError, UsageError
+from rookery.core.errors import describe, unwrap_group
+from rookery.upstreams.pause.upstream import PausableUpstream, PauseState
+from rookery.upstreams.protocol import PauseMode
+
+log = logging.getLogger("rookery.gateway")
+
+DEFAULT_DEADLINE: Final = 1800.0
+MAX_SECONDS: Final = 86_400.0
+SLACK_SECONDS: Final = 45.0
+"""Time on top of a pause's timeout: for the engine to abort or continue, and for the replies of the shards."""
+
+Broadcast: TypeAlias = Callable[[Literal["pause", "resume"], float], Awaitable[None]]
+"""Send the request to the other shards and wait for them, for at most so many seconds."""
+
+
+class SessionClocks(Protocol):
+    """The clocks of all sessions of a shard, which stop during a pause."""
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class PauseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the pause file. Times are seconds since the epoch."""
+
+    version: int = 0
+    mode: PauseMode | None = None
+    until: float = 0.0
+    """When the pause ends without a resume."""
+    since: float = 0.0
+    """When the pause began."""
+    stood: float = 0.0
+    """The total seconds of all earlier pauses."""
+
+    def paused_seconds(self, now: float) -> float:
+        """Return the total seconds of all pauses up to `now`."""
+        return self.stood + (max(0.0, min(now, self.until) - self.since) if self.mode is not None else 0.0)
+
+
+def read_pause_record(path: Path) -> PauseRecord:
+    """Read the pause file; a missing file is an empty record."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PauseRecord)
+    except FileNotFoundError:
+        return PauseRecord()
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"cannot read the gateway's pause file {path}: {describe(error)}; remove it") from error
+
+
+def load_pause_state(path: Path) -> PauseState:
+    """Return the state with which the upstream of a new shard starts."""
+    record = read_pause_record(path)
+    left = record.until - time.time()
+    if record.mode is None or left <= 0:
+        return PauseState(version=record.version)
+    return PauseState(mode=record.mode, version=record.version, left=left)
+
+
+def write_pause_record(path: Path, record: PauseRecord) -> None:
+    """Replace the pause file atomically."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(msgspec.json.encode(record))
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class ShardPause:
+    """Pause the policy in this shard and, through `broadcast`, in the others."""
+
+    def __init__(self, upstream: PausableUpstream, clocks: SessionClocks, path: Path) -> None:
+        self._upstream = upstream
+        self._clocks = clocks
+        self._path = path
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def pause(
+        self, mode: str, timeout: float, deadline: float | None, broadcast: Broadcast | None = None
+    ) -> dict[str, Any]:
+        """Pause here and, if `broadcast` is given, in all other shards. Returns `state()`."""
+        deadline = DEFAULT_DEADLINE if deadline is None else deadline
+        if mode not in get_args(PauseMode):
+            raise UsageError(f"unknown pause mode {mode[:40]!r}; use one of {', '.join(get_args(PauseMode))}")
+        if not 0 < timeout <= MAX_SECONDS or not 0 < deadline <= MAX_SECONDS:
+            raise UsageError(
+                f"timeout and deadline of a pause must be above 0 and at most {MAX_SECONDS:g} seconds"
+            )
+        pause_mode = cast("PauseMode", mode)
+        now, before = time.time(), read_pause_record(self._path)
+        active = before.mode is not None and now < before.until
+        record = PauseRecord(
+            version=self._upstream.version,
+            mode=pause_mode,
+            until=max(now + deadline, before.until if active else 0.0),
+            since=before.since if active else now,
+            stood=before.stood if active else before.paused_seconds(now),
+        )
+        write_pause_record(self._path, record)
+        self._clocks.hold()
+        local = self._upstream.pause(pause_mode, timeout=timeout, deadline=deadline)
+        try:
+            await self._run("pause", local, broadcast, timeout + SLACK_SECONDS)
+        except BaseException:
+            undo = asyncio.get_running_loop().create_task(self._undo(broadcast))
+            self._tasks.add(undo)
+            undo.add_done_callback(self._tasks.discard)
+            await asyncio.shield(undo)
+            raise
+        return self.state()
+
+    async def _undo(self, broadcast: Broadcast | None) -> None:
+        try:
+            await self.resume(None, broadcast)
+        except RookeryError as error:
+            log.error("a failed pause could not be undone in all shards: %s", error)
+
+    async def resume(self, version: int | None, broadcast: Broadcast | None = None) -> dict[str, Any]:
+        """Resume here and, if `broadcast` is given, in all other shards. Returns `state()`."""
+        version = self._upstream.version if version is None else version
+        stood = read_pause_record(self._path).paused_seconds(time.time())
+        write_pause_record(self._path, PauseRecord(version=version, stood=stood))
+        await self._run("resume", self._upstream.resume(version), broadcast, SLACK_SECONDS)
+        self._clocks.release()
+        return self.state()
+
+    async def apply_file(self) -> None:
+        """Apply what other shards wrote while this one started and could not be reached."""
+        state = load_pause_state(self._path)
+        if state.mode is None:
+            await self._upstream.resume(state.version)
+            self._clocks.release()
+        elif not self._upstream.paused:
+            if state.version is not None:
+                self._upstream.version = state.version
+            self._clocks.hold()
+            await self._upstream.pause(state.mode, timeout=SLACK_SECONDS, deadline=state.left)
+
+    async def _run(
+        self,
+        action: Literal["pause", "resume"],
+        local: Awaitable[None],
+        broadcast: Broadcast | None,
+        seconds: float,
+    ) -> None:
+        async def remote() -> None:
+            if broadcast is not None:
+                await broadcast(action, seconds)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(remote())
+                await local
+        except BaseExceptionGroup as errors:
+            raise unwrap_group(errors) from None
+
+    def state(self) -> dict[str, Any]:
+        """Return the body of the admin endpoint's response."""
+        upstream = self._upstream
+        return {
+            "paused": upstream.paused,
+            "mode": upstream.mode,
+            "version": upstream.version,
+            "calls_under_way": upstream.in_flight,
+            "calls_waiting": upstream.waiting,
+        }

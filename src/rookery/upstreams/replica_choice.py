@@ -1,0 +1,70 @@
+"""Choose the replica for a call: a pure decision without clock, socket or random source.
+
+Promises:
+- without an affinity, the replica with the least load relative to its limit is chosen, and equals take turns;
+- calls with one affinity go to the same replica while its load is close to the least, so that its prefix cache is
+  used; otherwise to the next one in an order that depends on the affinity (rendezvous hashing);
+- adding or removing a replica moves only the affinities that belong to it;
+- a call never waits at its preferred replica while another one has a free slot.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, Protocol, TypeVar
+
+SLACK: Final = 8
+"""How many more calls than the least loaded replica the preferred one may have and still be chosen."""
+
+_MASK: Final = 2**64 - 1
+
+
+class Candidate(Protocol):
+    """The attributes of a replica that the choice depends on."""
+
+    load: int
+    """Calls in flight and calls that wait for the concurrency gate."""
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def salt(self) -> int: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def stable_hash(text: str) -> int:
+    """Return a 64-bit hash of a name that is the same in every process."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def choose(among: Sequence[C], *, affinity: str, turn: int) -> C:
+    """Return one of the candidates. `turn` is the number of the call; it makes equal candidates take turns."""
+    if len(among) == 1:
+        return among[0]
+    first = turn % len(among)
+    idlest = among[first]
+    least = idlest.load / idlest.limit
+    for at in range(first + 1 - len(among), first):
+        if (load := among[at].load / among[at].limit) < least:
+            idlest, least = among[at], load
+    if not affinity:
+        return idlest
+    key = stable_hash(affinity)
+    most = idlest.load + SLACK
+    room = idlest.load < idlest.limit
+    home, best = idlest, -1
+    for candidate in among:
+        if candidate.load > most or (room and candidate.load >= candidate.limit):
+            continue
+        if (weight := _weight(key, candidate.salt)) > best:
+            home, best = candidate, weight
+    return home
+
+
+def _weight(key: int, salt: int) -> int:
+    """Mix both hashes, so that different affinities order the replicas independently."""
+    mixed = (key ^ salt) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & _MASK
+    return mixed ^ (mixed >> 29)

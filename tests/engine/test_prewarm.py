@@ -1,0 +1,537 @@
+"""Sandboxes that are made ahead of need: what a run expects, who gets them, and that none is made for nothing."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery import Context, Environment
+from rookery.cli.progress import describe_image_pulls
+from rookery.core import Message, Rollout, SandboxSpec, Task, TaskError, label
+from rookery.engine.background_tasks import AttemptTasks, start_detached, task_factory
+from rookery.engine.checkpoint import StreamCheckpoint, StreamCursor
+from rookery.engine.group_channel import GroupChannel, PlannedGroup
+from rookery.engine.prewarm import LOOK_AHEAD, Prewarmer, PrewarmPlan, iter_demand, iter_upcoming, round_robin
+from rookery.engine.runner_handle import RunnerHandle
+from rookery.engine.runner_protocol import ImageUpdate, PrewarmRequest, RunSettings
+from rookery.engine.sandbox_factory import SandboxFactory, build_pool_budget
+from rookery.engine.scheduler import GroupScheduler
+from rookery.engine.task_source import plan_groups
+from rookery.environments.loader import EnvironmentRef
+from rookery.sandboxes.images.progress import ImageProgress
+from rookery.sandboxes.protocol import Command
+from tests.engine.conftest import engine, events
+from tests.engine.pooled import Provider
+from tests.sandboxes.plugins import plugin
+from tests.servers import ModelServer
+
+MB = 1 << 20
+TASKS = [Task(id=f"t{n}", prompt=(Message("user", str(n)),)) for n in range(8)]
+NAMES = ["a", "b", "c", "d"]
+
+
+# ---- what will begin
+
+
+@given(
+    st.integers(0, 12),
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 5)), max_size=8),
+            st.dictionaries(st.sampled_from(NAMES), st.integers(0, 6), max_size=4),
+            st.sets(st.sampled_from([task.id for task in TASKS]), max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_no_more_is_dealt_than_is_wanted_and_what_was_dealt_stays(most: int, rounds: list[Any]) -> None:
+    ahead = PrewarmPlan(most)
+    before: dict[str, Counter[str]] = {}
+    for wanted, busy, without in rounds:
+        dealt = {
+            name: Counter({task.id: n for task, n in has})
+            for name, has in ahead.assign(iter(wanted), busy, without).items()
+        }
+        assert dealt.keys() == busy.keys()
+        window: Counter[str] = Counter()
+        for task, number in wanted[: LOOK_AHEAD * most]:
+            if task.id not in without:
+                window[task.id] += min(number, most - window.total())
+        total = sum(dealt.values(), Counter())
+        assert total == (+window if busy else Counter())
+        for task in window:
+            kept = sum(min(has[task], dealt[name][task]) for name, has in before.items() if name in dealt)
+            had = sum(has[task] for name, has in before.items() if name in dealt)
+            assert kept == min(had, window[task])
+        before = dealt
+
+
+def test_what_is_new_goes_to_who_has_the_least_to_do() -> None:
+    ahead = PrewarmPlan(8)
+    dealt = ahead.assign([(TASKS[0], 4), (TASKS[1], 2)], {"a": 3, "b": 0, "c": 1})
+    loads = {"a": 3, "b": 0, "c": 1}
+    for name, has in dealt.items():
+        loads[name] += sum(number for _, number in has)
+    assert max(loads.values()) - min(loads.values()) <= 1
+    assert ahead.start_rollout("t1", ["a", "b", "c"]) in [
+        name for name, has in dealt.items() if (TASKS[1], 1) in has
+    ]
+    assert ahead.start_rollout("unheard of", ["a"]) is None
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(0, 8)),
+    st.integers(0, 2),
+    st.lists(st.sampled_from(["begin", "end", "again", "take", "drop"]), max_size=40),
+)
+def test_no_more_is_expected_than_will_still_begin(
+    k: int, count: int, want: int | None, oversample: int, deeds: list[str]
+) -> None:
+    """Counted at every moment of a stream against all that it could begin from there on without a retry."""
+    tasks = TASKS[:count]
+    schedule = GroupScheduler(k=k, want=want, oversample=oversample, buffer=2)
+    channel = GroupChannel("main", schedule, (PlannedGroup(n, n, task) for n, task in enumerate(tasks)), None)
+    flying = []
+    begun: Counter[str] = Counter()
+    again: Counter[str] = Counter()
+    for deed in deeds:
+        if deed == "begin":
+            pick = schedule.next_rollout(0.0)
+            while pick is None and schedule.can_open_group() and (found := channel.next_group()) is not None:
+                schedule.open_group(found.ordinal, found.task, 0.0)
+                pick = schedule.next_rollout(0.0)
+            if pick is not None:
+                flying.append(pick)
+                begun[pick.group.task.id] += 1
+        elif deed == "again" and flying:
+            pick = flying.pop()
+            again[pick.group.task.id] += 1
+            schedule.requeue(pick, 0.0, 0.0)
+        elif deed in ("end", "drop") and flying:
+            pick = flying.pop(0)
+            name = pick.id
+            record = Rollout(id=name, group=0, member=pick.member, task="t", outcome=None)  # type: ignore[arg-type]
+            if schedule.finish(pick, record):
+                schedule.resolve_group(pick.group, kept=deed == "end")
+                for group in schedule.pop_surplus():
+                    flying = [one for one in flying if one.group is not group]
+        elif deed == "take" and schedule.buffered:
+            schedule.mark_taken()
+        expected: Counter[str] = Counter()
+        for task, number in iter_demand(schedule, iter_upcoming(tasks, 1, channel)):
+            expected[task.id] += number
+        for task in tasks:
+            assert expected[task.id] <= k + again[task.id] - begun[task.id]
+        if want is not None and schedule.delivered >= want:
+            assert not expected
+        if want is not None:
+            assert expected.total() <= k * (want + oversample) + again.total()
+
+
+@given(st.integers(1, 5), st.sampled_from([1, 2, 3]), st.integers(0, 12), st.data())
+def test_a_stream_that_goes_on_after_a_checkpoint_expects_what_it_will_draw(
+    count: int, epochs: int, pulled: int, data: st.DataObject
+) -> None:
+    tasks = TASKS[:count]
+    pulled = min(pulled, epochs * count)
+    open_ = data.draw(st.lists(st.integers(0, pulled - 1), unique=True).map(sorted)) if pulled else []
+    state = StreamCheckpoint(admitted=pulled, taken=0, open=open_, finished=[])
+    cursor = StreamCursor.from_checkpoint(state, lambda _: 0)
+    channel = GroupChannel("main", GroupScheduler(k=3), plan_groups(tasks, epochs, lambda _: 0, cursor), None)
+    cursor.restore(channel)
+    while True:
+        seen = [task.id for task, number in iter_upcoming(tasks, epochs, channel) if number == 3]
+        drawn = channel.next_group()
+        if drawn is None:
+            assert seen == []
+            return
+        assert seen[0] == drawn.task.id
+
+
+def test_a_resumed_run_expects_what_is_missing_of_its_groups() -> None:
+    sources = [PlannedGroup(0, 0, TASKS[0], finished={0: None, 2: None}), PlannedGroup(1, 1, TASKS[1])]  # type: ignore[dict-item]
+    channel = GroupChannel("main", GroupScheduler(k=4), sources, None)
+    assert list(iter_upcoming(sources, 1, channel)) == [(TASKS[0], 2), (TASKS[1], 4)]
+    channel.next_group()
+    assert list(iter_upcoming(sources, 1, channel)) == [(TASKS[1], 4)]
+
+
+def test_nothing_is_taken_from_an_iterator() -> None:
+    drawn = []
+
+    def source() -> Iterator[Task]:
+        for task in TASKS:
+            drawn.append(task)
+            yield task
+
+    tasks = source()
+    assert list(iter_upcoming(tasks, 1, GroupChannel("main", GroupScheduler(k=1), (), None))) == []
+    assert drawn == []
+
+
+def test_streams_take_turns() -> None:
+    one, two = ([(task, 1) for task in some] for some in (TASKS[:3], TASKS[3:5]))
+    assert [task.id for task, _ in round_robin([iter(one), iter(two)])] == ["t0", "t3", "t1", "t4", "t2"]
+
+
+# ---- runs
+
+
+class Working(Environment):
+    """Needs as much memory as its task says; its sandbox has to be empty."""
+
+    name = "working"
+
+    @property
+    def needs_sandbox(self) -> bool:
+        return True
+
+    def sandbox_for(self, task: Task, spec: SandboxSpec) -> SandboxSpec:
+        from msgspec.structs import replace
+
+        if "broken" in task.data:
+            raise TaskError(f"task {task.id} asks for {task.data['broken']}")
+        return replace(spec, memory=task.data.get("memory", 64) * MB)
+
+    async def run(self, ctx: Context) -> None:
+        box = await ctx.sandbox()
+        found = await box.exec(Command(argv=("ls", "-A")))
+        ctx.info |= {"files": found.stdout.decode(), "memory": ctx.spec.memory, "box": box.id}
+        await box.write("mine", ctx.attempt.encode())
+        await ctx.policy.chat(ctx.task.prompt)
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+class Idle(Working):
+    """Says that it needs sandboxes only by what it does: nothing."""
+
+    @property
+    def needs_sandbox(self) -> bool:
+        return False
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt)
+
+
+class Undecided(Working):
+    """Asks for another sandbox than it said."""
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.sandbox(SandboxSpec(memory=99 * MB))
+        await ctx.policy.chat(ctx.task.prompt)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Provider]:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    plugin(folder, "slow", check="return []", module="tests.engine.pooled")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)  # a slow machine hits too
+    Provider.made, Provider.ended, Provider.fetch = [], [], None
+    return Provider
+
+
+def ahead(slow: type[Provider]) -> list[SandboxSpec]:
+    return [spec for attempt, spec in slow.made if attempt == "pool"]
+
+
+async def test_attempts_get_sandboxes_that_were_made_ahead_and_no_more_are_made_than_they_ask_for(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [{"prompt": str(n), "memory": 64 + 16 * (n % 2)} for n in range(6)]
+    async with engine(model, tmp_path, Working(), sandbox="slow", concurrency=2) as made:
+        groups = [group async for group in made.groups(tasks, k=2)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 12
+    assert {rollout.info["files"] for rollout in rollouts} == {""}
+    assert len({rollout.info["box"] for rollout in rollouts}) == 12
+    for group in groups:
+        assert {one.info["memory"] for one in group.rollouts} == {group.task.data["memory"] * MB}
+    (said,) = events(tmp_path, "sandboxes.opened")
+    assert said["warm"] + said["made"] == 12
+    assert len(slow.made) == 12
+    assert said["warm"] >= 8  # all but the first ones, which ask at once
+    assert {spec.memory for spec in ahead(slow)} == {64 * MB, 80 * MB}
+
+
+async def test_a_box_that_an_attempt_used_is_never_another_ones(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    async with engine(model, tmp_path, Working(), sandbox="slow", concurrency=1) as made:
+        groups = [group async for group in made.groups(["q"], k=5)]
+    (group,) = groups
+    assert [one.info["files"] for one in group.rollouts] == [""] * 5
+    assert len({one.info["box"] for one in group.rollouts}) == 5
+
+
+async def test_evaluating_one_task_makes_one_sandbox(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    async with engine(model, tmp_path, Working(), sandbox="slow", warm=500) as made:
+        assert len([group async for group in made.groups(["q"], k=1)]) == 1
+    assert len(slow.made) == 1
+
+
+@pytest.mark.parametrize("environment", [Idle, Working])
+async def test_where_nothing_is_asked_for_or_no_pool_is_wanted_nothing_is_made_ahead(
+    slow: type[Provider], model: ModelServer, tmp_path: Path, environment: type[Working]
+) -> None:
+    warm = 0 if environment is Working else 8
+    async with engine(model, tmp_path, environment(), sandbox="slow", warm=warm, concurrency=2) as made:
+        assert len([group async for group in made.groups(["a", "b", "c", "d"])]) == 4
+    assert ahead(slow) == []
+
+
+async def test_an_environment_that_asks_for_another_than_it_said_has_no_more_made_ahead(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    async with engine(model, tmp_path, Undecided(), sandbox="slow", warm=2, concurrency=1) as made:
+        groups = [group async for group in made.groups([str(n) for n in range(12)])]
+    assert len(groups) == 12
+    assert len(ahead(slow)) <= 4
+    assert len(slow.ended) == len(slow.made)
+
+
+async def test_a_task_whose_sandbox_cannot_be_told_ends_in_its_setup_and_others_go_on(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    tasks = [{"prompt": "a", "broken": "the moon"}, {"prompt": "b"}]
+    async with engine(model, tmp_path, Working(), sandbox="slow") as made:
+        groups = sorted([group async for group in made.groups(tasks, k=2)], key=lambda one: one.index)
+    broken, well = groups
+    for rollout in broken.rollouts:
+        assert rollout.outcome.fault == "task"  # type: ignore[union-attr]
+        assert rollout.outcome.stage == "setup"  # type: ignore[union-attr]
+        assert "the moon" in rollout.outcome.detail  # type: ignore[union-attr]
+    assert [label(rollout.outcome) for rollout in well.rollouts] == ["completed"] * 2
+
+
+@pytest.mark.usefixtures("slow")
+async def test_runner_processes_are_told_what_will_begin_there(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [{"prompt": str(n), "memory": 64 + 16 * n} for n in range(10)]
+    env = "tests.engine.test_prewarm:Working"
+    async with engine(model, tmp_path, env, sandbox="slow", runners=2, concurrency=2) as made:
+        groups = [group async for group in made.groups(tasks, k=2)]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 20
+    said = events(tmp_path, "sandboxes.opened")
+    assert {one["runner"] for one in said} <= {"runner-1", "runner-2"}
+    assert sum(one["warm"] + one["made"] for one in said) == 20
+    assert sum(one["warm"] for one in said) > 0
+
+
+class Told(RunnerHandle):
+    """A runner that only listens."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, None)  # type: ignore[arg-type]
+        self.ready = True
+        self.heard: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+def test_a_rollout_goes_to_the_runner_that_expects_it_and_each_hears_only_what_is_new() -> None:
+    links = [Told("a"), Told("b")]
+    fleet: Any = SimpleNamespace(runners=links, capacity=2)
+    telling = Prewarmer(fleet, 4)
+    channel = GroupChannel(
+        "main", GroupScheduler(k=1), (PlannedGroup(n, n, task) for n, task in enumerate(TASKS)), None
+    )
+    channel.upcoming = lambda: iter_upcoming(TASKS, 1, channel)
+    telling.update([channel])
+    (first,), (second,) = (link.heard for link in links)
+    assert [task.id for task in first.tasks] == ["t0", "t2"]
+    assert [task.id for task in second.tasks] == ["t1", "t3"]
+    for task, link in zip(TASKS[:2], links, strict=True):
+        assert telling.find_runner(task.id) is link
+        link.running[task.id] = None
+        channel.next_group()
+    telling.update([channel])
+    assert [one.counts for one in links[0].heard[1:]] == [[("t2", 1), ("t4", 1)]]
+    assert [[task.id for task in one.tasks] for one in links[0].heard[1:]] == [["t4"]]
+    heard = [len(link.heard) for link in links]
+    telling.update([channel])
+    assert [len(link.heard) for link in links] == heard
+    links[0].running.update(dict.fromkeys("abcd"))
+    assert telling.find_runner("t2") is None  # it has twice its part already
+    telling.update([])
+    assert [link.prewarmed for link in links] == [[], []]
+
+
+async def test_what_is_fetched_is_in_the_status_until_it_is_there(
+    slow: type[Provider], model: ModelServer, tmp_path: Path
+) -> None:
+    slow.fetch = asyncio.Event()
+    async with engine(model, tmp_path, Working(), sandbox="slow") as made:
+        stream = made.groups(["q"])
+        first = asyncio.ensure_future(anext(stream))
+        async with asyncio.timeout(30):
+            while not (images := (await made.status())["images"]):
+                await asyncio.sleep(0.01)
+        assert describe_image_pulls(images) == ["fetching python:3.12 34%"]
+        slow.fetch.set()
+        await first
+        assert (await made.status())["images"] == []
+    assert events(tmp_path, "image.fetching") == [{"runner": "local-1", "image": "python:3.12", "bytes": 100}]
+    assert len(events(tmp_path, "image.ready")) == 1
+
+
+def test_the_same_image_is_named_once_and_of_many_only_some() -> None:
+    images = [{"image": f"i{n % 4}", "step": "unpacking", "done": n, "total": 0} for n in range(8)]
+    assert describe_image_pulls(images) == ["unpacking i0", "unpacking i1", "2 more images"]
+
+
+# ---- one process
+
+
+def settings(tmp_path: Path, **others: Any) -> RunSettings:
+    return RunSettings(
+        run="run",
+        folder=str(tmp_path),
+        environment=EnvironmentRef(source=""),
+        upstreams={},
+        sandbox=SandboxSpec(provider="slow"),
+        limits=Working.limits,
+        **others,
+    )
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_paused_process_makes_none_ahead(slow: type[Provider], tmp_path: Path) -> None:
+    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=True)
+    boxes.prewarm(PrewarmRequest([("t0", 2)], [TASKS[0]]))
+    asked = await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")  # who asks is served
+    assert [attempt for attempt, _ in slow.made] == ["1.0.1"]
+    boxes.pause_prewarming(paused=False)
+    await until(lambda: len(ahead(slow)) > 0)
+    await asked.close()
+    await boxes.close()
+    assert len(slow.ended) == len(slow.made)
+
+
+async def test_what_an_attempt_has_not_asked_for_yet_is_kept_for_it(slow: type[Provider], tmp_path: Path) -> None:
+    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    boxes.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
+    await until(lambda: len(slow.made) == 1)
+    boxes.expect("1.0.1", TASKS[0])
+    boxes.prewarm(PrewarmRequest([], []))
+    box = await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")
+    assert [attempt for attempt, _ in slow.made] == ["pool"]
+    await box.close()
+    boxes.expect("1.1.1", TASKS[0])
+    await until(lambda: len(slow.made) == 2)
+    boxes.stop_expecting("1.1.1")  # it never asked
+    await until(lambda: len(slow.ended) == 2)
+    await boxes.close()
+
+
+async def test_what_is_asked_for_is_counted_off_once_whatever_changes_meanwhile(
+    slow: type[Provider], tmp_path: Path
+) -> None:
+    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    for name in ("1.0.1", "1.1.1"):
+        boxes.expect(name, TASKS[0])
+    await until(lambda: sum(len(ready) for pool in boxes._pools.values() for ready in pool._ready.values()) == 2)
+    before = asyncio.current_task()
+    opening = asyncio.create_task(boxes.open(boxes.build_spec(TASKS[0]), "1.0.1"))
+    while not asyncio.all_tasks() - {before, opening}:  # it has asked, and the pool is about to hear of it
+        await asyncio.sleep(0)
+    boxes.prewarm(PrewarmRequest([], []))
+    opened = [await opening, await boxes.open(boxes.build_spec(TASKS[0]), "1.1.1")]
+    assert [attempt for attempt, _ in slow.made] == ["pool", "pool"]
+    assert not slow.ended
+    for box in opened:
+        await box.close()
+    await boxes.close()
+
+
+@pytest.fixture
+async def with_attempts() -> AsyncIterator[None]:
+    """The loop of a runner: tasks are those of the attempt that started them."""
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+    loop.set_task_factory(task_factory)
+    yield
+    loop.set_task_factory(before)
+
+
+@pytest.mark.usefixtures("with_attempts")
+async def test_the_end_of_an_attempt_does_not_end_what_was_started_for_others(
+    slow: type[Provider], tmp_path: Path
+) -> None:
+    slow.fetch = asyncio.Event()
+    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    loose = AttemptTasks()
+
+    async def attempt() -> None:
+        loose.track()
+        boxes.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
+        await until(lambda: len(slow.made) == 1)
+        assert await loose.cancel_all(1.0) == set()
+
+    await asyncio.create_task(attempt())
+    slow.fetch.set()
+    await (await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")).close()
+    assert [attempt for attempt, _ in slow.made] == ["pool"]
+    await boxes.close()
+
+
+async def test_a_sandbox_that_comes_when_its_attempt_is_just_cancelled_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes = SandboxFactory(settings(tmp_path), Working(), lambda _: None, paused=False)
+
+    def cancelled_in_time(work: Any) -> Any:
+        monkeypatch.undo()
+        started = start_detached(work)
+        started.add_done_callback(lambda _: opening.cancel())  # before it hears that there is one
+        return started
+
+    monkeypatch.setattr("rookery.engine.sandbox_factory.start_detached", cancelled_in_time)
+    opening = asyncio.create_task(boxes.open(SandboxSpec(provider="local"), "1.0.1"))
+    await asyncio.wait({opening})
+    assert opening.cancelled()
+    assert len(boxes._closing) == 1
+    await until(lambda: not boxes._closing)
+    await boxes.close()
+
+
+def test_a_budget_is_shared_out_over_the_runners(tmp_path: Path) -> None:
+    alone, shared = (build_pool_budget(settings(tmp_path, warm=10, share=share)) for share in (1, 4))
+    assert (alone.most, shared.most) == (10, 3)
+    assert (alone.at_once, shared.at_once) == (4, 1)
+    assert (alone.asked, shared.asked) == (16, 4)
+    assert alone.memory is not None
+    assert shared.memory is not None
+    assert 0 < shared.memory < alone.memory
+
+
+def test_progress_of_an_image_is_told_at_each_step_and_now_and_then(tmp_path: Path) -> None:
+    told: list[Any] = []
+    boxes = SandboxFactory(settings(tmp_path), Working(), told.append, paused=False)
+    for done in range(1000):
+        boxes._on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
+    boxes._on_image(ImageProgress(image="i", step="unpacking"))
+    boxes._on_image(ImageProgress(image="i", step="ready"))
+    assert [one.step for one in told[-2:]] == ["unpacking", "ready"]
+    assert told[0] == ImageUpdate("i", "fetching", 0, 1000)
+    assert len(told) < 100

@@ -1,0 +1,344 @@
+"""The schedule of a stream of groups, by simulation: any order of endings, any filter, any pace of consumer."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from rookery.core import Cancelled, Completed, Outcome, Rollout, Task
+from rookery.engine.scheduler import GroupScheduler, OpenGroup, OpenRollout
+
+
+def record(pick: OpenRollout, outcome: Outcome | None = None) -> Rollout:
+    return Rollout(
+        id=pick.id,
+        group=pick.group.index,
+        member=pick.member,
+        task=pick.group.task.id,
+        outcome=outcome or Completed(),
+    )
+
+
+@dataclass
+class Simulation:
+    """Does what the supervisor does with a stream, one event at a time."""
+
+    stream: GroupScheduler
+    tasks: int
+    concurrency: int
+    verdicts: list[bool]
+    now: float = 0.0
+    pulled: int = 0
+    running: list[OpenRollout] = field(default_factory=list)
+    queue: list[OpenGroup] = field(default_factory=list)
+    handed: list[int] = field(default_factory=list)
+    ends: Counter[tuple[int, int]] = field(default_factory=Counter)
+    repeats: Counter[tuple[int, int]] = field(default_factory=Counter)
+    first_picks: list[tuple[int, int]] = field(default_factory=list)
+    cancelled: set[int] = field(default_factory=set)
+    wake_times: list[float] = field(default_factory=list)
+
+    def verdict(self, position: int) -> bool:
+        return self.verdicts[position % len(self.verdicts)]
+
+    def admit(self) -> None:
+        stream = self.stream
+        while len(self.running) < self.concurrency:
+            pick = stream.next_suspect() or stream.next_rollout(self.now)
+            if pick is None:
+                if not stream.can_open_group():
+                    break
+                if self.pulled == self.tasks:
+                    stream.exhausted = True
+                    break
+                assert stream.buffered < stream.buffer, "a group opened while the buffer was full"
+                stream.open_group(self.pulled, Task(id=str(self.pulled)), self.now)
+                self.pulled += 1
+                continue
+            key = (pick.group.position, pick.member)
+            if not self.repeats[key]:
+                self.first_picks.append(key)
+            self.running.append(pick)
+        self.check()
+
+    def check(self) -> None:
+        stream = self.stream
+        assert all(len(group.rollouts) == stream.k for group in stream.groups.values()), "more members"
+        assert stream.buffered == len(self.queue)
+        if stream.want is not None:
+            assert stream.delivered <= stream.want
+            assert stream.delivered + len(stream.groups) <= stream.want + stream.oversample, "too many outstanding"
+
+    def again(self, at: int, delay: float, *, alone: bool) -> None:
+        pick = self.running.pop(at)
+        key = (pick.group.position, pick.member)
+        self.repeats[key] += 1
+        if pick.group.cancelled is not None or self.repeats[key] > 3:
+            self._end(pick)
+        else:
+            self.wake_times.append(self.now + delay)
+            self.stream.requeue(pick, self.now, delay, alone=alone)
+
+    def end(self, at: int) -> None:
+        self._end(self.running.pop(at))
+
+    def _end(self, pick: OpenRollout, outcome: Outcome | None = None) -> None:
+        self.ends[pick.group.position, pick.member] += 1
+        if not self.stream.finish(pick, record(pick, outcome)) or pick.group.cancelled is not None:
+            return
+        outs = self.stream.resolve_group(pick.group, kept=self.verdict(pick.group.position))
+        self.queue.extend(outs)
+        self.handed.extend(out.position for out in outs)
+        surplus = self.stream.pop_surplus()
+        for group in surplus:
+            group.cancelled = "filtered"
+        for group in surplus:
+            flying = {other.member for other in self.running if other.group is group}
+            self.cancelled.add(group.position)
+            for number, member in enumerate(group.rollouts):
+                if member.record is None and number not in flying:
+                    self._end(member, Cancelled("filtered"))
+
+    def take(self) -> None:
+        self.queue.pop(0)
+        self.stream.mark_taken()
+
+    def finish(self, pace: int) -> None:
+        """Everything still under way ends, oldest last; the consumer takes what there is."""
+        for _ in range(100_000):
+            self.admit()
+            if self.stream.done and not self.running and not self.queue:
+                return
+            if self.running:
+                self.end(pace % len(self.running))
+            elif self.queue:
+                self.take()
+            else:
+                later = [time for time in self.wake_times if time > self.now]
+                assert later, "nothing runs, nothing is ready, and it is not done"
+                self.now = min(later)
+        raise AssertionError("never done")
+
+    def expected(self) -> set[int]:
+        kept = [position for position in range(self.tasks) if self.verdict(position)]
+        return set(kept[: self.stream.want])
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_the_first_wanted_groups_in_order_of_admission_are_handed_out_whatever_ends_first(
+    data: st.DataObject,
+) -> None:
+    draw = data.draw
+    k = draw(st.integers(1, 4), label="k")
+    want = draw(st.none() | st.integers(0, 6), label="want")
+    oversample = draw(st.integers(0, 4), label="oversample")
+    buffer = draw(st.integers(1, 4), label="buffer")
+    game = Simulation(
+        GroupScheduler(k=k, want=want, oversample=oversample, buffer=buffer),
+        tasks=draw(st.integers(0, 16), label="tasks"),
+        concurrency=draw(st.integers(1, 12), label="concurrency"),
+        verdicts=draw(st.lists(st.booleans(), min_size=1, max_size=16), label="verdicts"),
+    )
+    for _ in range(draw(st.integers(0, 60), label="steps")):
+        game.admit()
+        match draw(st.sampled_from(["end", "end", "end", "again", "later", "alone", "take", "tick"])):
+            case "end" if game.running:
+                game.end(draw(st.integers(0, len(game.running) - 1)))
+            case "again" | "later" | "alone" as kind if game.running:
+                at = draw(st.integers(0, len(game.running) - 1))
+                game.again(at, 5.0 if kind == "later" else 0.0, alone=kind == "alone")
+            case "take" if game.queue:
+                game.take()
+            case "tick":
+                game.now += 1.0
+    game.finish(draw(st.integers(0, 5)))
+    event("surplus" if game.cancelled else "no surplus")
+    assert len(game.handed) == len(set(game.handed))
+    assert set(game.handed) == game.expected()
+    admitted = {(position, member) for position in range(game.stream.admitted) for member in range(k)}
+    ended = {key for key, count in game.ends.items() if count == 1}
+    assert ended == admitted == set(game.ends), "every admitted member ends exactly once"
+    assert game.first_picks == sorted(game.first_picks), "members of open groups first, in order of admission"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+)
+def test_over_sampling_does_not_prefer_short_rollouts(
+    kept: list[bool], want: int, oversample: int, k: int
+) -> None:
+    """Each group has its own duration; the selection is the same in whichever order they end."""
+    chosen = []
+    for pace in (0, -1):  # the oldest first; the newest, that is the shortest, first
+        game = Simulation(GroupScheduler(k=k, want=want, oversample=oversample), 40, 64, kept)
+        game.finish(pace)
+        chosen.append(set(game.handed))
+    assert chosen[0] == chosen[1] == game.expected()
+
+
+def test_a_straggler_holds_its_own_place_and_nothing_else() -> None:
+    game = Simulation(GroupScheduler(k=2), tasks=50, concurrency=2, verdicts=[True])
+    game.admit()
+    straggler = game.running[0]
+    for _ in range(500):
+        game.admit()
+        others = [at for at, pick in enumerate(game.running) if pick is not straggler]
+        if others:
+            game.end(others[0])
+        if game.queue:
+            game.take()
+    assert (game.pulled, len(game.handed), game.running) == (50, 49, [straggler])
+
+
+def test_a_straggler_in_an_over_sampled_stream_holds_back_only_what_is_not_certain() -> None:
+    game = Simulation(GroupScheduler(k=1, want=4, oversample=2), tasks=50, concurrency=9, verdicts=[True])
+    game.admit()
+    assert len(game.running) == 6
+    for _ in range(5):
+        game.end(1)
+    assert game.handed == [1, 2, 3]
+    game.end(0)
+    assert sorted(game.handed) == [0, 1, 2, 3]
+    assert game.cancelled == {4, 5}
+    assert game.stream.done
+
+
+def test_a_slow_consumer_slows_admission() -> None:
+    game = Simulation(GroupScheduler(k=1, buffer=3), tasks=100, concurrency=2, verdicts=[True])
+    for _ in range(100):
+        game.admit()
+        if game.running:
+            game.end(0)
+    # With two places free at once, two groups could open for the last place in the buffer.
+    assert (len(game.queue), game.pulled, game.running) == (4, 4, [])
+    game.take()
+    game.admit()
+    assert game.pulled == 4
+    game.take()
+    game.admit()
+    assert game.pulled == 6
+
+
+def test_a_stream_that_has_enough_opens_no_group_any_more() -> None:
+    game = Simulation(GroupScheduler(k=1, want=2, oversample=3), tasks=50, concurrency=9, verdicts=[True])
+    game.finish(0)
+    assert (game.pulled, game.stream.can_open_group(), game.stream.done) == (5, False, True)
+
+
+def test_dropped_groups_are_replaced_until_there_are_enough_or_no_more_tasks() -> None:
+    some = Simulation(GroupScheduler(k=2, want=3), tasks=100, concurrency=4, verdicts=[False, False, True])
+    some.finish(0)
+    assert (some.handed, some.pulled) == ([2, 5, 8], 9)
+    none = Simulation(GroupScheduler(k=2, want=3, oversample=1), tasks=10, concurrency=4, verdicts=[False])
+    none.finish(0)
+    assert (none.handed, none.pulled) == ([], 10)
+
+
+def open_one(stream: GroupScheduler, position: int, now: float = 0.0, **options: Any) -> OpenGroup:
+    return stream.open_group(position, Task(id=str(position)), now, **options)
+
+
+def picks(stream: GroupScheduler, now: float) -> list[tuple[int, int]]:
+    got = []
+    while (pick := stream.next_rollout(now)) is not None:
+        got.append((pick.group.position, pick.member))
+    return got
+
+
+def test_one_that_runs_again_goes_before_those_that_never_ran_in_order_of_admission() -> None:
+    stream = GroupScheduler(k=2)
+    for position in range(3):
+        open_one(stream, position)
+    taken = [stream.next_rollout(0.0) for _ in range(3)]
+    for pick, delay in zip(reversed(taken), (0.0, 5.0, 7.0), strict=True):
+        assert pick is not None
+        stream.requeue(pick, 0.0, delay)
+    assert picks(stream, 9.0) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_delayed_one_is_not_picked_before_its_time() -> None:
+    stream = GroupScheduler(k=1)
+    open_one(stream, 0)
+    pick = stream.next_rollout(0.0)
+    assert pick is not None
+    stream.requeue(pick, 1.0, 2.0)
+    assert (stream.next_rollout(2.9), stream.next_rollout(3.0)) == (None, pick)
+
+
+def test_who_waits_longer_than_the_limit_is_overdue_wherever_it_stands() -> None:
+    stream = GroupScheduler(k=3)
+    group = open_one(stream, 0)
+    first, second = stream.next_rollout(0.0), stream.next_rollout(0.0)
+    assert first is not None
+    assert second is not None
+    stream.requeue(first, 9.0, 0.0)  # fresh again, and ahead of the one that has waited from the start
+    stream.requeue(second, 0.0, 2.0)  # due at 2, and nobody picked since
+    assert [pick.member for pick in stream.pop_overdue(11.0, 10.0)] == [2]
+    assert [pick.member for pick in stream.pop_overdue(13.0, 10.0)] == [1]
+    assert picks(stream, 13.0) == [(0, 0)]
+    assert group.rollouts[1].waiting_since == 2.0
+
+
+def test_a_pause_is_nobodys_waiting_time() -> None:
+    stream = GroupScheduler(k=1)
+    open_one(stream, 0)
+    stream.exclude_wait(100.0)
+    assert stream.pop_overdue(105.0, 10.0) == []
+    assert len(stream.pop_overdue(111.0, 10.0)) == 1
+
+
+def test_a_suspect_that_finds_no_runner_is_overdue_too() -> None:
+    stream = GroupScheduler(k=1)
+    open_one(stream, 0)
+    pick = stream.next_rollout(0.0)
+    assert pick is not None
+    stream.requeue(pick, 3.0, 0.0, alone=True)
+    stream.exclude_wait(50.0)
+    assert stream.pop_overdue(63.0, 10.0) == []
+    assert stream.pop_overdue(63.1, 10.0) == [pick]
+    assert (stream.suspect_count, stream.next_suspect()) == (0, None)
+
+
+def test_suspects_are_picked_only_to_run_alone() -> None:
+    stream = GroupScheduler(k=1)
+    open_one(stream, 0)
+    pick = stream.next_rollout(0.0)
+    assert pick is not None
+    stream.requeue(pick, 3.0, 0.0, alone=True)
+    stream.exclude_wait(90.0, shared=True, suspects=False)
+    assert (stream.suspect_count, stream.next_rollout(100.0), stream.pop_overdue(100.0, 97.0)) == (1, None, [])
+    assert stream.next_suspect() is pick
+    assert (stream.suspect_count, stream.next_suspect(), pick.group.rollouts[0].waiting_since) == (0, None, 3.0)
+
+
+def test_members_that_an_earlier_process_ended_do_not_run_again() -> None:
+    stream = GroupScheduler(k=3)
+    group = OpenGroup(0, 0, Task(id="0"), 3)
+    done = {member: record(OpenRollout(group, member)) for member in (0, 2)}
+    group = open_one(stream, 0, finished=done)
+    assert group.unfinished == 1
+    assert picks(stream, 0.0) == [(0, 1)]
+    rollout = group.rollouts[1]
+    assert stream.finish(rollout, record(rollout))
+    with pytest.raises(ValueError, match=r"0\.1 already has"):
+        stream.finish(rollout, record(rollout))
+
+
+def test_wanting_none_is_done_at_once() -> None:
+    stream = GroupScheduler(k=1, want=0, oversample=3)
+    assert stream.done
+    assert GroupScheduler(k=1, want=1).can_open_group()
+
+
+@pytest.mark.parametrize("bad", [{"k": 0}, {"buffer": 0}, {"want": -1}, {"oversample": -1}])
+def test_impossible_numbers_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        GroupScheduler(**{"k": 1, **bad})  # type: ignore[arg-type]

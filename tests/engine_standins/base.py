@@ -1,0 +1,290 @@
+"""What both stand-ins have around their wire formats: the log of requests, what was ignored, faults, streams.
+
+Promises:
+- every request is logged before it is looked at, body and all, where a log was asked for;
+- a client that goes away ends its sampling at once;
+- one event for each token, whatever came together: the same request gives the same events again, those of several
+  choices in whatever order;
+- a fault cuts where it was told to, and who did not ask for one never meets one.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from rookery.core import RookeryError
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.http_server import MAX_BODY, json_answer, read_body, unversioned, write
+from rookery.upstreams.embedded.together import together
+from rookery.upstreams.embedded.upstream import EmbeddedUpstream
+from tests.engine_standins.faults import GARBAGE, Fault, FaultyTransport, Plan, reset, strike
+from tests.engine_standins.scheduler import Engine
+
+log = logging.getLogger("rookery.upstreams")
+KEPT: Final = 1000
+KEPT_BYTES: Final = 64 << 20
+"""Requests that can be looked up, and the size of their bodies together."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FAULT: Final[ContextVar[Fault | None]] = ContextVar("fault", default=None)
+"""What happens to the request under way, where it is counted in events."""
+
+
+class Refusal(Exception):
+    """An answer that is an error, ready to be sent."""
+
+    def __init__(self, status: int, body: Any) -> None:
+        super().__init__(str(body))
+        self.status = status
+        self.body = body
+
+
+class Cut(Exception):
+    """A response that ended where it was told to."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__("the stream was cut, by order")
+        self.response = response
+
+
+class Standin:
+    """The handlers around one upstream, which is closed by who made it."""
+
+    def __init__(
+        self, upstream: EmbeddedUpstream, *, log_requests: Path | None = None, mortal: bool = False
+    ) -> None:
+        self.upstream = upstream
+        self.engine = Engine(upstream)
+        self.faults = Plan(mortal=mortal)
+        self.requests: list[dict[str, Any]] = []
+        """The last requests, newest last, as `--log-requests` writes them."""
+        self._sizes: list[int] = []
+        """Of their bodies."""
+        self.ignored: Counter[str] = Counter()
+        """`PATH field`, and how often it was sent and passed over."""
+        self.created = int(time.time())
+        self._log = log_requests
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._watched, self._in_words], client_max_size=MAX_BODY)
+        app.on_response_prepare.append(unversioned)
+        app.router.add_get("/standin/ignored", self._tell_ignored)
+        app.router.add_get("/standin/requests", self._tell_requests)
+        app.router.add_get("/standin/faults", self._tell_faults)
+        app.router.add_post("/standin/faults", self._add_fault)
+        app.router.add_delete("/standin/faults", self._clear_faults)
+        self.routes(app.router)
+        return app
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        raise NotImplementedError
+
+    def said(self, error: Exception, path: str) -> tuple[int, Any]:
+        """Status and body for what a handler raised, in the real server's shape."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------ middlewares
+
+    @web.middleware
+    async def _watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith("/standin/"):
+            return await handler(request)
+        body = await read_body(request)
+        self._note(request, body)
+        fault = self.faults.take(request.path)
+        transport = request.transport
+        if fault is None or transport is None:
+            return await handler(request)
+        if fault.refuse:
+            reset(transport)
+            return web.Response()
+        if fault.status is not None:
+            said = fault.body.encode() or orjson.dumps({"error": {"message": f"status {fault.status}, by order"}})
+            headers = {"Content-Type": "application/json"} | fault.headers
+            return web.Response(status=fault.status, body=said, headers=headers)
+        if fault.after_events is not None:
+            token = FAULT.set(fault)
+            try:
+                return await handler(request)
+            finally:
+                FAULT.reset(token)
+        protocol = request.protocol
+        faulty: Any = FaultyTransport(transport, fault)
+        protocol.transport = faulty
+        try:
+            response = await handler(request)
+            await response.prepare(request)
+            await response.write_eof()
+            if faulty.over and fault.then == "stall":
+                await asyncio.sleep(fault.seconds)
+                transport.close()
+            return response
+        finally:
+            if protocol.transport is faulty:
+                protocol.transport = transport
+
+    def _note(self, request: web.Request, body: bytes) -> None:
+        said: Any
+        try:
+            said = orjson.loads(body) if body else None
+        except orjson.JSONDecodeError:
+            said = body.decode("utf-8", "replace")
+        headers = {name: request.headers[name] for name in ("X-Request-Id",) if name in request.headers}
+        entry = {
+            "method": request.method,
+            "path": request.path,
+            "query": dict(request.query),
+            "headers": headers,
+            "body": said,
+        }
+        self.requests.append(entry)
+        self._sizes.append(len(body))
+        while len(self._sizes) > KEPT or sum(self._sizes) > KEPT_BYTES:
+            del self.requests[0], self._sizes[0]
+        if self._log is not None:
+            with self._log.open("ab") as file:
+                file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+
+    @web.middleware
+    async def _in_words(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ConnectionError:
+            raise
+        except Cut as cut:
+            return cut.response
+        except Refusal as error:
+            return json_answer(error.body, status=error.status)
+        except Exception as error:
+            status, body = self.said(error, request.path)
+            if status == 500 and not isinstance(error, RookeryError):
+                log.error("a request to the stand-in failed", exc_info=error)
+            if isinstance(body, str):
+                return web.Response(text=body, status=status)
+            return json_answer(body, status=status)
+
+    # ---------------------------------------------------------------------------------------------- standin
+
+    async def _tell_ignored(self, _: web.Request) -> web.StreamResponse:
+        return json_answer(dict(self.ignored))
+
+    async def _tell_requests(self, _: web.Request) -> web.StreamResponse:
+        return json_answer({"requests": self.requests})
+
+    async def _tell_faults(self, _: web.Request) -> web.StreamResponse:
+        return json_answer({"faults": self.faults.listed(), "happened": self.faults.happened})
+
+    async def _add_fault(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.faults.add(msgspec.json.decode(await read_body(request), type=Fault))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Refusal(400, {"error": {"message": str(error)}}) from None
+        return json_answer({"faults": self.faults.listed()})
+
+    async def _clear_faults(self, _: web.Request) -> web.StreamResponse:
+        self.faults.clear()
+        return json_answer({"faults": []})
+
+    def passed_over(self, path: str, fields: Iterable[str]) -> None:
+        for field in fields:
+            self.ignored[f"{path} {field}"] += 1
+
+    # --------------------------------------------------------------------------------------------- sampling
+
+    @asynccontextmanager
+    async def drawing(
+        self, names: list[str], jobs: list[SamplingJob], moved: Callable[[object], None] | None = None
+    ) -> AsyncIterator[list[asyncio.Task[None]]]:
+        """A task for each job; none outlives the block. `moved` is called when anything can be told."""
+        with self.engine.named(names, jobs):
+            async with together((self.engine.run(job, moved) for job in jobs), moved) as tasks:
+                yield tasks
+
+    async def drawn(self, names: list[str], jobs: list[SamplingJob]) -> None:
+        """All of them, to their ends. Each has the name that it can be aborted by."""
+        async with self.drawing(names, jobs) as tasks:
+            for task in tasks:
+                await task
+
+    async def news(
+        self, names: list[str], jobs: list[SamplingJob], every: int = 1
+    ) -> AsyncGenerator[tuple[int, int, bool], None]:
+        """(job's number, how many of its tokens can be told, whether these are all), for each token of each job.
+
+        With `every`, only for each so many; the first and the last come at once all the same.
+        """
+        wake = asyncio.Event()
+        told = [0] * len(jobs)
+        over = [False] * len(jobs)
+        async with self.drawing(names, jobs, lambda _: wake.set()) as tasks:
+            while not all(over):
+                await wake.wait()
+                wake.clear()
+                for number, job in enumerate(jobs):
+                    if over[number]:
+                        continue
+                    if tasks[number].done():
+                        tasks[number].result()
+                    ready = job.told
+                    ended = bool(job.finish) and ready == len(job.tokens)
+                    while told[number] < ready:
+                        told[number] += 1
+                        last = ended and told[number] == ready and job.finish != "abort"
+                        over[number] = last
+                        if last or told[number] == 1 or told[number] % every == 0:
+                            yield number, told[number], last
+                    if ended and not over[number]:
+                        over[number] = True
+                        yield number, told[number], True
+
+
+class Stream:
+    """The events of one response, written as the reader takes them."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._fault = FAULT.get()
+        self._events = 0
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        self.begun = False
+
+    async def begin(self) -> None:
+        """Sends the head: a refusal can only be an event from now on."""
+        if not self.begun:
+            self.begun = True
+            await self.response.prepare(self._request)
+
+    async def send(self, event: bytes) -> None:
+        """One event. Raises where the stream is cut by order."""
+        await self.begin()
+        if self._fault is not None and self._events == self._fault.after_events:
+            await self._strike(self._fault, event)
+            return
+        self._events += 1
+        await write(self._request, self.response, event)
+
+    async def _strike(self, fault: Fault, event: bytes) -> None:
+        transport = self._request.transport
+        if fault.then in ("half_event", "garbage", "end"):
+            piece = {"half_event": event[: len(event) // 2], "garbage": GARBAGE, "end": b""}[fault.then]
+            if piece:
+                await write(self._request, self.response, piece)
+            await self.response.write_eof()
+        elif fault.then == "stall":
+            await asyncio.sleep(fault.seconds)
+            if transport is not None:
+                transport.close()
+        elif transport is not None:
+            strike(transport, fault)
+        raise Cut(self.response)

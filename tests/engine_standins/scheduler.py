@@ -1,0 +1,160 @@
+"""What vLLM's and SGLang's schedulers do with requests, around the embedded policy's batch.
+
+Promises:
+- `keep` freezes sequences between two tokens; they go on after `resume` with whatever weights are loaded then;
+- where the cache was cleared, a frozen sequence's keys and values are computed anew from its tokens by those
+  weights, otherwise the old ones stay (vLLM: `clear_cache`, which it does by default; SGLang: `retract` and
+  `in_place`);
+- `abort` ends every request, also those that wait, with what it has;
+- what is asked during a pause waits for its end.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, TypeAlias
+
+from rookery.core import UpstreamError
+from rookery.upstreams.embedded.batch import Batch, SamplingJob
+from rookery.upstreams.embedded.http_server import load_weights
+from rookery.upstreams.embedded.llama import Llama
+from rookery.upstreams.embedded.upstream import EmbeddedUpstream
+from rookery.upstreams.embedded.weights import Weights
+
+Mode: TypeAlias = Literal["abort", "wait", "keep"]
+ANSWER_SECONDS: Final = 600.0
+CONTROL_SECONDS: Final = 120.0
+"""For a pause, a swap of weights, a look at the queue."""
+
+
+class Engine:
+    """The requests under way, by name, and the gate that they pass."""
+
+    def __init__(self, upstream: EmbeddedUpstream) -> None:
+        self.upstream = upstream
+        self.service = upstream.service
+        self.paused = False
+        self.version = "default"
+        """What the server says the weights are: both engines say this until they are told another."""
+        self.live: dict[str, list[SamplingJob]] = {}
+        self.drawn = 0
+        self._condemned: list[SamplingJob] = []
+        """Aborted during a pause: they end after it."""
+        self._ended = asyncio.Event()
+        """Set whenever a sequence has ended."""
+
+    @property
+    def llama(self) -> Llama:
+        return self.service.llama
+
+    @contextmanager
+    def named(self, names: list[str], jobs: list[SamplingJob]) -> Iterator[None]:
+        """The names by which the jobs can be aborted, while they are under way. Jobs may share a name."""
+        for name, job in zip(names, jobs, strict=True):
+            self.live.setdefault(name, []).append(job)
+        try:
+            yield
+        finally:
+            for name, job in zip(names, jobs, strict=True):
+                self.live[name].remove(job)
+                if not self.live[name]:
+                    del self.live[name]
+
+    async def run(self, job: SamplingJob, news: Callable[[SamplingJob], None] | None = None) -> None:
+        """Until the sequence has ended. Waiting for a place, or for the end of a pause, counts as well."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self.service.run(job, news)
+        except TimeoutError as error:
+            said = f"the embedded policy did not end its answer within {ANSWER_SECONDS:g} s"
+            raise UpstreamError(said, cause="upstream.timeout") from error
+        finally:
+            self.drawn += len(job.tokens)
+            self._ended.set()
+
+    async def counts(self) -> tuple[int, int]:
+        """Sequences under way, and those that wait."""
+        async with asyncio.timeout(CONTROL_SECONDS):
+            return await self.service.between(lambda batch: (batch.running, len(batch.waiting)))
+
+    async def abort(self, names: list[str] | None = None, *, prefix: bool = False, gently: bool = False) -> int:
+        """The requests of these names, or all; how many sequences ended. `prefix`: of names that begin so.
+
+        `gently`: those under way end at their next token, which they do not get during a pause.
+        """
+        if names is None:
+            chosen = list(self.live)
+        elif prefix:
+            chosen = [name for name in self.live if any(name.startswith(asked) for asked in names)]
+        else:
+            chosen = [name for name in names if name in self.live]
+        jobs = [job for name in chosen for job in self.live[name]]
+        if gently and self.paused:
+            held = [job for job in jobs if job.tokens]
+            self._condemned += held
+            jobs = [job for job in jobs if job not in held]
+        async with asyncio.timeout(CONTROL_SECONDS):
+            return await self.service.abort(jobs)
+
+    async def pause(self, mode: Mode, *, clear: bool) -> None:
+        """Returns when it has happened: aborted, drained or frozen. `clear`: what was cached is computed anew."""
+        self.paused = True
+        under_way = [job for jobs in self.live.values() for job in jobs]
+
+        def shut(batch: Batch) -> None:
+            batch.gate = "frozen" if mode == "keep" else "shut"
+            if mode == "abort":
+                self.service.end(under_way)
+            if mode == "keep" and clear:
+                batch.retract()
+                batch.forget()
+
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await self.service.between(shut)
+            while mode != "keep" and await self._running():
+                self._ended.clear()
+                if await self._running():
+                    await self._ended.wait()
+            if mode != "keep" and clear:
+                await self.service.between(Batch.forget)
+
+    async def _running(self) -> int:
+        return await self.service.between(lambda batch: batch.running)
+
+    async def resume(self) -> None:
+        def open_(batch: Batch) -> None:
+            batch.gate = "open"
+
+        async with asyncio.timeout(CONTROL_SECONDS):
+            if self._condemned:
+                condemned, self._condemned = self._condemned, []
+                await self.service.abort(condemned)
+            await self.service.between(open_)
+        self.paused = False
+
+    async def forget(self, *, running: bool) -> bool:
+        """Clears the cache; with `running`, of sequences under way too, otherwise only where there are none."""
+
+        def act(batch: Batch) -> bool:
+            if batch.running and not running:
+                return False
+            batch.retract()
+            batch.forget()
+            return True
+
+        async with asyncio.timeout(CONTROL_SECONDS):
+            return await self.service.between(act)
+
+    async def load(self, path: str, *, version: str | None = None) -> None:
+        """Weights from disk, for everything that is drawn from now on, sequences under way included.
+
+        Raises `UsageError` where they cannot be used, `ValueError` where they have another shape.
+        """
+        weights: Weights = await asyncio.to_thread(load_weights, path)
+        if weights.version <= self.llama.version:
+            weights.version = self.llama.version + 1
+        llama = await asyncio.to_thread(Llama, weights)
+        async with asyncio.timeout(CONTROL_SECONDS):
+            await self.service.between(lambda batch: batch.replace(llama))
+        if version is not None:
+            self.version = version

@@ -1,0 +1,224 @@
+"""What steers SGLang's server beside the sampling: pauses, aborts, weights, health, metrics.
+
+Promises:
+- weights are loaded in this stand-in's way: `model_path` names a file or folder of them;
+- without a pause an update waits for the requests under way, and those that come meanwhile wait for it;
+- the cache cannot be flushed while sequences hold it: where SGLang would fail at it, the stand-in refuses.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+import rookery
+from rookery.core import UsageError
+from rookery.upstreams.embedded.http_server import json_answer
+from tests.engine_standins import sglang_requests as bodies
+from tests.engine_standins.validation import Invalid, into
+
+if TYPE_CHECKING:
+    from tests.engine_standins.sglang import SGLangStandin
+
+
+def add_control(standin: "SGLangStandin", router: web.UrlDispatcher) -> None:
+    control = Control(standin)
+    for path in ("abort_request", "pause_generation", "continue_generation", "flush_cache"):
+        router.add_post(f"/{path}", getattr(control, path))
+    for path in ("update_weights_from_disk", "update_weight_version"):
+        router.add_post(f"/{path}", getattr(control, path))
+    router.add_get("/flush_cache", control.flush_cache)
+    for path in ("health", "health_generate", "ping"):
+        router.add_get(f"/{path}", control.health)
+    for path in ("model_info", "get_model_info"):
+        router.add_get(f"/{path}", control.model_info)
+    for path in ("server_info", "get_server_info"):
+        router.add_get(f"/{path}", control.server_info)
+    router.add_get("/get_load", control.get_load)
+    router.add_get("/metrics", control.metrics)
+    router.add_get("/v1/models", control.models)
+    router.add_get("/v1/models/{name:.+}", control.model)
+
+
+class Control:
+    def __init__(self, standin: "SGLangStandin") -> None:
+        self._standin = standin
+        self._engine = standin.engine
+        self._path = str(standin.upstream.path or standin.upstream.model)
+
+    # ------------------------------------------------------------------------------------ pauses and aborts
+
+    async def abort_request(self, request: web.Request) -> web.StreamResponse:
+        said = await self._standin.body(request)
+        asked = into(said, bodies.Abort)
+        if asked.abort_all:
+            await self._engine.abort(gently=True)
+        elif asked.rid and asked.rid in self._engine.live:
+            await self._engine.abort([asked.rid], prefix=True, gently=True)
+        return web.Response(status=200)
+
+    async def pause_generation(self, request: web.Request) -> web.StreamResponse:
+        said = await self._standin.body(request)
+        self._standin.over(request.path, said, bodies.Pause)
+        mode = into(said, bodies.Pause).mode
+        await self._engine.pause("abort" if mode == "abort" else "keep", clear=mode == "retract")
+        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: web.Request) -> web.StreamResponse:
+        said = await self._standin.body(request)
+        self._standin.over(request.path, said, bodies.Continue)
+        into(said, bodies.Continue)
+        await self._engine.resume()
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.StreamResponse:
+        said = await self._standin.body(request)
+        asked = into(said, bodies.UpdateFromDisk)
+        self._standin.over(request.path, said, bodies.UpdateFromDisk)
+        if asked.abort_all_requests:
+            await self._engine.abort()
+        drain = not self._engine.paused
+        if drain:
+            await self._engine.pause("wait", clear=False)
+        try:
+            running, _ = await self._engine.counts()
+            if running and asked.flush_cache:
+                raise UsageError("the cache cannot be flushed while sequences hold it: send flush_cache=false")
+            await self._engine.load(asked.model_path, version=asked.weight_version)
+            self._path = asked.model_path
+        except (UsageError, ValueError) as error:
+            body = {"success": False, "message": str(error), "num_paused_requests": 0}
+            return json_answer(body, status=400)
+        finally:
+            if drain:
+                await self._engine.resume()
+        words = "Succeeded to update model weights."
+        if asked.weight_version is not None:
+            words += f" Weight version updated to {asked.weight_version}."
+        return json_answer({"success": True, "message": words, "num_paused_requests": 0})
+
+    async def update_weight_version(self, request: web.Request) -> web.StreamResponse:
+        asked = into(await self._standin.body(request), bodies.UpdateVersion)
+        if asked.abort_all_requests:
+            await self._engine.abort()
+        self._engine.version = asked.new_version
+        words = f"Weight version updated to {asked.new_version}"
+        return json_answer({"success": True, "message": words, "new_version": asked.new_version})
+
+    async def flush_cache(self, request: web.Request) -> web.StreamResponse:
+        try:
+            if float(request.query.get("timeout", "0")) < 0:
+                raise ValueError
+        except ValueError:
+            words = "a number that is not below 0"
+            raise Invalid("float_parsing", ("query", "timeout"), words, request.query["timeout"]) from None
+        running, waiting = await self._engine.counts()
+        if running or waiting or not await self._engine.forget(running=False):
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\n")
+
+    # ------------------------------------------------------------------------------------------------ about
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        try:
+            await self._engine.counts()
+        except TimeoutError:
+            return web.Response(status=503)
+        return web.Response(status=200)
+
+    async def model_info(self, _: web.Request) -> web.StreamResponse:
+        return json_answer(
+            {
+                "model_path": self._path,
+                "served_model_name": self._standin.upstream.model,
+                "tokenizer_path": self._path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self._engine.version,
+                "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": "embedded",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+            }
+        )
+
+    async def server_info(self, _: web.Request) -> web.StreamResponse:
+        """Of the arguments only those that a client may go by."""
+        upstream = self._standin.upstream
+        return json_answer(
+            {
+                "model_path": self._path,
+                "tokenizer_path": self._path,
+                "served_model_name": upstream.model,
+                "context_length": upstream.context,
+                "incremental_streaming_output": self._standin.incremental,
+                "tp_size": 1,
+                "dp_size": 1,
+                "max_running_requests": upstream.places,
+                "max_total_num_tokens": upstream.places * upstream.context,
+                "max_req_input_len": upstream.context - 1,
+                "startup_time": self._standin.created,
+                "internal_states": [{"max_running_requests": upstream.places}],
+                "version": f"0.0.0+rookery{rookery.__version__}",
+                "kv_events": None,
+            }
+        )
+
+    async def get_load(self, _: web.Request) -> web.StreamResponse:
+        running, waiting = await self._engine.counts()
+        load: Any = [
+            {
+                "dp_rank": 0,
+                "num_reqs": running + waiting,
+                "num_waiting_reqs": waiting,
+                "num_tokens": 0,
+                "num_pending_tokens": 0,
+                "ts_tic": 0.0,
+            }
+        ]
+        return json_answer(load)
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        running, waiting = await self._engine.counts()
+        label = f'{{engine_type="unified",model_name="{self._standin.upstream.model}"}}'
+        lines = []
+        for name, kind, value in (
+            ("sglang:num_running_reqs", "gauge", float(running)),
+            ("sglang:num_queue_reqs", "gauge", float(waiting)),
+            ("sglang:token_usage", "gauge", running / max(1, self._standin.upstream.places)),
+            ("sglang:generation_tokens_total", "counter", float(self._engine.drawn)),
+        ):
+            lines += [f"# TYPE {name} {kind}", f"{name}{label} {value}"]
+        text = "\n".join(lines) + "\n"
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def _card(self) -> dict[str, Any]:
+        upstream = self._standin.upstream
+        return {
+            "id": upstream.model,
+            "object": "model",
+            "created": self._standin.created,
+            "owned_by": "sglang",
+            "root": upstream.model,
+            "parent": None,
+            "max_model_len": upstream.context,
+        }
+
+    async def models(self, _: web.Request) -> web.StreamResponse:
+        return json_answer({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name == self._standin.upstream.model:
+            return json_answer(self._card())
+        said = {
+            "message": f"The model '{name}' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        return json_answer({"error": said}, status=404)

@@ -1,0 +1,136 @@
+"""How an answer of vLLM's is wanted, and its logprobs in the three shapes that vLLM has for them, read at a014e35.
+
+Promises:
+- the sampled token comes first among the alternatives and counts as one of them, wherever it ranks;
+- nothing is below -9999: JSON has no infinities.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from rookery.upstreams.embedded import chat
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.streaming import DeltaDecoder
+
+LOWEST: Final = -9999.0
+
+
+class Told(NamedTuple):
+    """How a request wants its answer."""
+
+    kind: str
+    """chat, completion or generate."""
+    name: str
+    model: str
+    created: int
+    jobs: Sequence[SamplingJob]
+    """`n` for each prompt."""
+    n: int = 1
+    begun: str = ""
+    logprobs: int | None = None
+    """How many alternatives; None: no logprobs."""
+    as_ids: bool = False
+    """Tokens in logprobs as `token_id:N`."""
+    token_ids: bool = False
+    tools: bool = False
+    """Whether calls are looked for."""
+    named: bool = False
+    """Whether a tool was chosen by its name."""
+    required: bool = False
+    parallel: bool = True
+    special: bool = False
+    """Whether special tokens are part of the text."""
+    usage: bool = False
+    continuous: bool = False
+    hidden: bool = False
+    """`include_reasoning: false`: no ids and no logprobs on the choices."""
+
+    def deltas(self, job: SamplingJob) -> DeltaDecoder:
+        tools = self.kind == "chat" and self.tools
+        return DeltaDecoder(
+            begun=self.begun,
+            at=len(job.prompt),
+            stop=job.stop,
+            plain=not tools and self.special,
+            mute=not tools and not self.special,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(job.prompt) for job in self.jobs[:: self.n])
+
+    def head(self, object_: str) -> dict[str, Any]:
+        return {"id": self.name, "object": object_, "created": self.created, "model": self.model}
+
+
+def token_text(token: int) -> str:
+    """A token alone, decoded: a byte that is no character of its own is the replacement character."""
+    if token >= chat.BEGIN:
+        return chat.NAMES.get(token, f"<{token}>")
+    return chr(token) if token < 128 else "\N{REPLACEMENT CHARACTER}"
+
+
+def _step(job: SamplingJob, at: int, alternatives: int) -> dict[int, float]:
+    """The sampled token first, then the likeliest, as vLLM's dictionary of a position has them."""
+    found = {job.tokens[at]: max(job.logprobs[at], LOWEST)}
+    for token, logprob in job.tops[at][: max(alternatives, 0)] if job.tops else ():
+        found.setdefault(token, max(logprob, LOWEST))
+    return found
+
+
+def chat_logprobs(told: Told, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
+    """Of the whole list of alternatives only so many are told: the sampled token counts as the first of them."""
+    if told.logprobs is None or told.hidden:
+        return None
+    content = []
+    for at in range(first, last):
+        step = _step(job, at, told.logprobs)
+        names = {token: f"token_id:{token}" if told.as_ids else token_text(token) for token in step}
+        entry: dict[str, Any] = {
+            "token": names[job.tokens[at]],
+            "logprob": step[job.tokens[at]],
+            "bytes": list(token_text(job.tokens[at]).encode()),
+        }
+        shown = list(step.items())[: told.logprobs]
+        entry["top_logprobs"] = [
+            {"token": names[token], "logprob": logprob, "bytes": list(names[token].encode())}
+            for token, logprob in shown
+        ]
+        content.append(entry)
+    return {"content": content}
+
+
+def completion_logprobs(told: Told, job: SamplingJob, first: int, last: int, offset: int) -> dict[str, Any] | None:
+    if told.logprobs is None:
+        return None
+    offsets, names, values, tops = [], [], [], []
+    for at in range(first, last):
+        step = _step(job, at, told.logprobs)
+        text = {token: f"token_id:{token}" if told.as_ids else token_text(token) for token in step}
+        name = text[job.tokens[at]]
+        offsets.append(offset)
+        offset += len(name)
+        names.append(name)
+        values.append(step[job.tokens[at]])
+        tops.append({text[token]: logprob for token, logprob in list(step.items())[: told.logprobs + 1]})
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": tops}
+
+
+def generate_logprobs(told: Told, job: SamplingJob, first: int, last: int) -> dict[str, Any] | None:
+    if told.logprobs is None:
+        return None
+    content = []
+    for at in range(first, last):
+        step = _step(job, at, told.logprobs)
+        shown = list(step.items())[: max(told.logprobs, 1)]
+        content.append(
+            {
+                "token": f"token_id:{job.tokens[at]}",
+                "logprob": step[job.tokens[at]],
+                "bytes": None,
+                "top_logprobs": [
+                    {"token": f"token_id:{token}", "logprob": logprob, "bytes": None} for token, logprob in shown
+                ],
+            }
+        )
+    return {"content": content}

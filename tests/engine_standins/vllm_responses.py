@@ -1,0 +1,294 @@
+"""What vLLM answers: whole responses and the chunks of streams, read at a014e35.
+
+From `entrypoints/openai/{chat_completion,completion}/serving.py` and `entrypoints/scale_out/token_in_token_out/
+serving.py`. Whole responses have every field of their model, null or not; chunks only those that were set.
+
+Promises:
+- in a chat's stream the prompt's ids are on the first chunks, those with the role; every later chunk has its own
+  tokens' ids, with an empty delta where the text lags behind its tokens;
+- a request that is aborted before its first token has no finish chunk in a stream; in the stream of
+  `/inference/v1/generate` an abort has none at all, only the `[DONE]`;
+- `include_reasoning: false` takes ids and logprobs away.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from rookery.upstreams.embedded import chat
+from rookery.upstreams.embedded.batch import SamplingJob
+from rookery.upstreams.embedded.streaming import CallDelta, Delta
+from tests.engine_standins.vllm_logprobs import (
+    Told,
+    chat_logprobs,
+    completion_logprobs,
+    generate_logprobs,
+)
+
+encode = msgspec.json.Encoder().encode
+FINGERPRINT: Final = "vllm-standin-rookery"
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def usage(prompt: int, sampled: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + sampled,
+        "completion_tokens": sampled,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+
+
+def short_usage(prompt: int, sampled: int) -> dict[str, Any]:
+    """As a chunk has it: what was not set is left out."""
+    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+
+
+def stop_reason(job: SamplingJob) -> int | str | None:
+    """What stopped it, except for the model's own end of sequence."""
+    if isinstance(job.matched, bytes):
+        return job.matched.decode("utf-8", "replace")
+    return None if job.matched == chat.END else job.matched
+
+
+# ------------------------------------------------------------------------------------------ whole answers
+
+
+def chat_answer(told: Told) -> dict[str, Any]:
+    choices = []
+    for number, job in enumerate(told.jobs):
+        delta = told.deltas(job).end(job.tokens, job.text)
+        calls = delta.calls if told.parallel else delta.calls[:1]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": (delta.text or ("" if told.named or told.required else None)) if calls else delta.text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+        }
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        message["reasoning"] = None
+        called = (calls and not told.named and not told.required) or (told.required and job.finish == "stop")
+        choices.append(
+            {
+                "index": number,
+                "message": message,
+                "logprobs": chat_logprobs(told, job, 0, len(job.tokens)),
+                "finish_reason": "tool_calls" if called else job.finish,
+                "stop_reason": stop_reason(job),
+                "token_ids": job.tokens if told.token_ids and not told.hidden else None,
+                "routed_experts": None,
+            }
+        )
+    return {
+        **told.head("chat.completion"),
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": FINGERPRINT,
+        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "prompt_logprobs": None,
+        "prompt_token_ids": told.jobs[0].prompt if told.token_ids else None,
+        "prompt_text": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "metrics": None,
+    }
+
+
+def completion_answer(told: Told) -> dict[str, Any]:
+    choices = [
+        {
+            "index": number,
+            "text": told.deltas(job).end(job.tokens, job.text).text,
+            "logprobs": completion_logprobs(told, job, 0, len(job.tokens), 0),
+            "finish_reason": job.finish,
+            "stop_reason": stop_reason(job),
+            "token_ids": job.tokens if told.token_ids else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": job.prompt if told.token_ids else None,
+            "routed_experts": None,
+        }
+        for number, job in enumerate(told.jobs)
+    ]
+    return {
+        **told.head("text_completion"),
+        "choices": choices,
+        "service_tier": None,
+        "system_fingerprint": FINGERPRINT,
+        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+        "metrics": None,
+    }
+
+
+def generate_answer(told: Told) -> dict[str, Any]:
+    choices = [
+        {
+            "index": number,
+            "logprobs": generate_logprobs(told, job, 0, len(job.tokens)),
+            "finish_reason": job.finish,
+            "token_ids": job.tokens,
+            "routed_experts": None,
+            "sampling_mask": None,
+        }
+        for number, job in enumerate(told.jobs)
+    ]
+    return {
+        "request_id": told.name,
+        "model": told.model,
+        "created": told.created,
+        "choices": choices,
+        "usage": usage(told.prompt_tokens, sum(len(job.tokens) for job in told.jobs)),
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- chunks
+
+
+class Teller:
+    """The events of one stream."""
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+        self._deltas = [told.deltas(job) for job in told.jobs]
+        self._given = [0] * len(told.jobs)
+        self._letters = [0] * len(told.jobs)
+        self._called = [False] * len(told.jobs)
+        self._begun = False
+
+    def news(self, number: int, ready: int, ended: bool) -> list[bytes]:
+        """The events for what is new of one choice."""
+        tell = {"chat": self._chat, "completion": self._completion, "generate": self._generate}[self.told.kind]
+        first, self._given[number] = self._given[number], ready
+        return [_event(chunk) for chunk in tell(number, first, ready, ended)]
+
+    def end(self) -> list[bytes]:
+        """What comes behind the last choice's last."""
+        told = self.told
+        sampled = sum(len(job.tokens) for job in told.jobs)
+        events = []
+        if told.usage and told.kind == "generate":
+            last = {"request_id": told.name, "choices": [], "usage": short_usage(told.prompt_tokens, sampled)}
+            events.append(_event(last))
+        elif told.usage:
+            kind = "chat.completion.chunk" if told.kind == "chat" else "text_completion"
+            more = {"usage": short_usage(told.prompt_tokens, sampled), "system_fingerprint": FINGERPRINT}
+            events.append(_event(told.head(kind) | {"choices": []} | more))
+        return [*events, DONE]
+
+    def _finished(self, chunk: dict[str, Any], number: int, ready: int, ended: bool) -> dict[str, Any]:
+        told = self.told
+        if told.continuous:
+            chunk["usage"] = short_usage(len(told.jobs[number].prompt), ready)
+        if ended and not told.usage and told.kind != "generate":
+            chunk["system_fingerprint"] = FINGERPRINT
+        return chunk
+
+    def _chat(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
+        told, job = self.told, self.told.jobs[number]
+        chunks = [] if self._begun else self._roles()
+        self._begun = True
+        if not ready:  # aborted before it began
+            return chunks
+        delta = (
+            self._deltas[number].end(job.tokens, job.text)
+            if ended
+            else self._deltas[number].more(job.tokens, ready)
+        )
+        said = _delta(delta, told)
+        self._called[number] |= "tool_calls" in said
+        ids = told.token_ids and not told.hidden
+        if not said and not ended and not ids:
+            return chunks
+        choice: dict[str, Any] = {
+            "index": number,
+            "delta": said,
+            "logprobs": chat_logprobs(told, job, first, ready),
+            "finish_reason": None,
+        }
+        if ended:
+            choice["finish_reason"] = "tool_calls" if self._called[number] and not told.named else job.finish
+            choice["stop_reason"] = stop_reason(job)
+        choice["token_ids"] = job.tokens[first:ready] if ids else None
+        chunk = told.head("chat.completion.chunk") | {"choices": [choice]}
+        return [*chunks, self._finished(chunk, number, ready, ended)]
+
+    def _roles(self) -> list[dict[str, Any]]:
+        told = self.told
+        chunks = []
+        for number, job in enumerate(told.jobs):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunk = told.head("chat.completion.chunk") | {"choices": [choice]}
+            if told.continuous:
+                chunk["usage"] = short_usage(len(job.prompt), 0)
+            chunk |= {"prompt_token_ids": job.prompt if told.token_ids else None, "prompt_text": None}
+            chunks.append(chunk)
+        return chunks
+
+    def _completion(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
+        told, job = self.told, self.told.jobs[number]
+        if not ready:
+            return []
+        deltas = self._deltas[number]
+        text = (deltas.end(job.tokens, job.text) if ended else deltas.more(job.tokens, ready)).text
+        choice = {
+            "index": number,
+            "text": text,
+            "logprobs": completion_logprobs(told, job, first, ready, self._letters[number]),
+            "finish_reason": job.finish if ended else None,
+            "stop_reason": stop_reason(job) if ended else None,
+            "prompt_token_ids": job.prompt if told.token_ids and not first else None,
+            "token_ids": job.tokens[first:ready] if told.token_ids else None,
+        }
+        self._letters[number] += len(text)
+        chunk = told.head("text_completion") | {"choices": [choice]}
+        return [self._finished(chunk, number, ready, ended)]
+
+    def _generate(self, number: int, first: int, ready: int, ended: bool) -> list[dict[str, Any]]:
+        told, job = self.told, self.told.jobs[number]
+        if first == ready:
+            return []
+        choice = {
+            "index": number,
+            "logprobs": generate_logprobs(told, job, first, ready),
+            "finish_reason": job.finish if ended else None,
+            "token_ids": job.tokens[first:ready],
+            "routed_experts": None,
+            "sampling_mask": None,
+        }
+        chunk: dict[str, Any] = {"request_id": told.name, "choices": [choice], "usage": None}
+        if told.continuous:
+            chunk["usage"] = usage(len(job.prompt), ready)
+        return [chunk]
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+def _delta(delta: Delta, told: Told) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    if delta.text:
+        said["content"] = delta.text
+    calls = [call for call in delta.calls if told.parallel or call.index == 0]
+    if calls:
+        said["tool_calls"] = [_call(call) for call in calls]
+    return said
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "index": call.index, "function": function}

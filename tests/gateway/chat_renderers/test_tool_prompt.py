@@ -1,0 +1,185 @@
+"""Chat templates that have no place for tools: found at the start, refused, or helped by a tool prompt."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery import Context, Engine, Environment, ToolEnvironment, tool
+from rookery.core import Failed, Message, ToolCall, UsageError, label
+from rookery.gateway.chat_renderers import open_renderer
+from rookery.gateway.chat_renderers.family_renderer import FamilyRenderer
+from rookery.gateway.config import settle_rendering
+from rookery.upstreams import UpstreamConfig
+from tests.cli.sandbox_kit import called
+from tests.conftest import TOKENIZERS
+from tests.gateway.chat_renderers.support import TOOLS, rendering
+from tests.servers import Answer, ModelServer
+
+pytestmark = pytest.mark.needs("tokenizers")
+
+WITHOUT_TOOLS = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ANSWER = Answer("ok", ids=[5, 151645], logprobs=[-1.0, -1.0])
+ASKED = (Message("user", "Weather?"),)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real tokenizer whose template knows no tools."""
+    made = tmp_path_factory.mktemp("tokenizers") / "plain"
+    made.mkdir()
+    shutil.copy(TOKENIZERS / "qwen3" / "tokenizer.json", made)
+    config = json.loads((TOKENIZERS / "qwen3" / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": WITHOUT_TOOLS}))
+    return made
+
+
+def opened(folder: Path, **settings: Any) -> FamilyRenderer:
+    from rookery.gateway.chat_renderers import RendererConfig, open_renderer_config
+
+    found = open_renderer_config(RendererConfig(name="default", tokenizer=str(folder), **settings))
+    assert isinstance(found, FamilyRenderer)
+    return found
+
+
+def text(found: FamilyRenderer, tools: Any = TOOLS, messages: Any = ASKED) -> str:
+    return found.tokenizer.decode(memoryview(found.render(messages, tools, None)).cast("i").tolist())
+
+
+def test_template_that_ignores_tools_is_detected(folder: Path) -> None:
+    found = opened(folder)
+    assert (found.drops_tools, found.rejects_tools) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-3", "gemma4"])
+def test_templates_and_families_with_tools_are_accepted(name: str) -> None:
+    assert not rendering(name, name).drops_tools
+    own = open_renderer("default", str(TOKENIZERS / name))
+    assert isinstance(own, FamilyRenderer)
+    assert not own.drops_tools
+
+
+def test_tools_are_dropped_if_allowed(folder: Path) -> None:
+    found = opened(folder, allow_no_tools=True)
+    assert (found.drops_tools, found.rejects_tools) == (True, False)
+    assert found.render(ASKED, TOOLS, None) == found.render(ASKED, (), None)
+
+
+def test_tool_prompt_describes_the_tools_in_the_system_message(folder: Path) -> None:
+    found = opened(folder, tool_prompt="default")
+    assert not found.drops_tools
+    said = text(found)
+    assert said.startswith("<|im_start|>system\n")
+    assert all(f'"name": "{one.name}"' in said for one in TOOLS)
+    assert text(found, ()) == "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+    with_system = text(found, TOOLS, (Message("system", "Be brief."), *ASKED))
+    assert with_system.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert with_system.count("<|im_start|>system") == 1
+
+
+def test_tool_prompt_writes_earlier_calls_as_it_asked_for_them(folder: Path) -> None:
+    call = ToolCall("c", "weather", '{"city": "Åre"}')
+    said = text(
+        opened(folder, tool_prompt="default"), TOOLS, (*ASKED, Message("assistant", None, (call,)), *ASKED)
+    )
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Åre"}}\n</tool_call>' in said
+
+
+def test_tool_prompt_is_read_from_a_file_and_needs_the_placeholder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Call these:\n{tools}\n")
+    assert "Call these:" in text(opened(folder, tool_prompt=str(tmp_path / "prompt.txt")))
+    (tmp_path / "wrong.txt").write_text("Call these:\n")
+    for wrong in ("wrong.txt", "nowhere.txt"):
+        with pytest.raises(UsageError):
+            opened(folder, tool_prompt=str(tmp_path / wrong))
+
+
+def test_resolved_config_reports_dropped_tools(folder: Path) -> None:
+    policy = UpstreamConfig(kind="vllm", urls=("http://127.0.0.1:1",))
+    given: dict[str, Any] = {"name": "default", "tokenizer": str(folder)}
+    assert settle_rendering("tokens", given, policy)[1]
+    assert not settle_rendering("tokens", {**given, "tool_prompt": "default"}, policy)[1]
+    assert not settle_rendering("tokens", {"name": "default", "tokenizer": str(TOKENIZERS / "qwen3")}, policy)[1]
+
+
+class WithTool(ToolEnvironment):
+    @tool
+    async def add(self, a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+
+class Calling(Environment):
+    """Offers a tool that it does not declare."""
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt, tools=TOOLS)
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
+def engine(env: Environment, folder: Path, out: Path, url: str = "http://127.0.0.1:1", **options: Any) -> Engine:
+    policy = UpstreamConfig(urls=(url,))
+    shown = {"name": "default", "tokenizer": str(folder), **options.pop("rendering", {})}
+    return Engine(env, policy=policy, record="tokens", rendering=shown, runners=0, out=out / "runs", **options)
+
+
+def test_engine_with_declared_tools_is_refused_at_construction(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        engine(WithTool(), folder, tmp_path)
+    engine(WithTool(), folder, tmp_path, allow_no_tools=True)
+    engine(WithTool(), folder, tmp_path, rendering={"tool_prompt": "default"})
+    engine(WithTool(), TOKENIZERS / "qwen3", tmp_path)
+
+
+async def test_undeclared_tools_are_warned_of_at_the_start_and_refused_in_calls(
+    folder: Path, tmp_path: Path
+) -> None:
+    for allowed in (False, True):
+        events: list[str] = []
+        async with ModelServer(ANSWER) as server:
+            made = engine(Calling(), folder, tmp_path, server.url, allow_no_tools=allowed)
+            made.on_event = lambda kind, _: events.append(kind)  # noqa: B023  (called before the next one is made)
+            async with made:
+                assert events == ["template.no_tools"]
+                (group,) = [group async for group in made.groups([{"prompt": "x"}], k=1)]
+        outcome = group.rollouts[0].outcome
+        if allowed:
+            assert label(outcome) == "completed", outcome
+        else:
+            assert isinstance(outcome, Failed)
+            assert (outcome.fault, "--allow-no-tools" in outcome.detail) == ("bug", True)
+
+
+async def test_run_is_refused_with_exit_code_2_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(
+        "from rookery import ToolEnvironment, tool\n\n\n"
+        "class Sums(ToolEnvironment):\n"
+        "    def tasks(self):\n"
+        '        return [{"prompt": "1 + 2?", "answer": 3}]\n\n'
+        "    @tool\n"
+        "    async def add(self, a: int, b: int) -> int:\n"
+        '        """Adds."""\n'
+        "        return a + b\n"
+    )
+    async with ModelServer(ANSWER) as server:
+        args = ("run", "env.py", "--policy", server.url, "--runners", "1")
+        args = (*args, "--tokenizer", str(folder), "--renderer", "default", "--max-tokens", "4")
+        refused, allowed, helped = [
+            await asyncio.to_thread(lambda more=more: called(*args, *more, cwd=tmp_path))  # type: ignore[misc]
+            for more in ((), ("--allow-no-tools",), ("--tool-prompt", "default"))
+        ]
+    assert refused.code == 2, refused
+    assert "--allow-no-tools" in refused.err
+    assert allowed.code == 0, allowed
+    assert "template.no_tools" in allowed.err
+    assert helped.code == 0, helped
+    assert "template.no_tools" not in helped.err

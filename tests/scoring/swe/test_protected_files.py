@@ -1,0 +1,145 @@
+"""Which files a submission may not change."""
+
+import posixpath
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rookery.scoring.swe import protected_files
+from rookery.scoring.swe.submission_transfer import UngradableSubmission, _host_path, _make_link
+
+OWN = ("/workspace",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "conftest.py",
+        "sub/conftest.py",
+        "pytest.ini",
+        "a/b/sitecustomize.py",
+        "usercustomize.py",
+        "x.pth",
+        ".coveragerc",
+        "jest.config.js",
+        "pytest.py",
+        "_pytest/__init__.py",
+        "unittest.py",
+        ".bashrc",
+        "evil-1.0.dist-info/entry_points.txt",
+        "__pycache__/calc.cpython-311.pyc",
+    ],
+)
+def test_what_starts_or_configures_a_runner_is_the_tasks(path: str) -> None:
+    for how in ("added", "changed", "removed"):
+        assert protected_files.find_protected({f"/workspace/{path}": how}, OWN) == {f"/workspace/{path}"}
+
+
+@pytest.mark.parametrize(
+    "path", ["calc.py", "src/types.py", "setup.py", "Makefile", "README", "tests.md", "my_conftest.py"]
+)
+def test_what_is_the_projects_is_the_submissions(path: str) -> None:
+    for how in ("added", "changed", "removed"):
+        assert protected_files.find_protected({f"/workspace/{path}": how}, OWN) == set()
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/test_a.py", "test_a.py", "pkg/tests/data.json", "a_test.go", "a.test.js", "tests"]
+)
+def test_existing_tests_are_restored_and_new_tests_are_graded(path: str) -> None:
+    place = f"/workspace/{path}"
+    assert (
+        protected_files.find_protected({place: "changed"}, OWN)
+        == protected_files.find_protected({place: "removed"}, OWN)
+        == {place}
+    )
+    assert protected_files.find_protected({place: "added"}, OWN) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now", "same"),
+    [
+        ("pyproject.toml", b"[project]\nname='a'", b"[project]\nname='b'\n[tool.ruff]\nx=1", True),
+        ("pyproject.toml", b"", b"[tool.pytest.ini_options]\naddopts='-p x'", False),
+        ("pyproject.toml", b"[tool.pytest.ini_options]\na=1", b"[project]\nname='b'", False),
+        ("pyproject.toml", b"", b"no toml at all [", False),
+        ("setup.cfg", b"[metadata]\na=1", b"[metadata]\na=2", True),
+        ("setup.cfg", b"", b"[tool:pytest]\naddopts=-p x", False),
+        ("tox.ini", b"", b"[pytest]\naddopts=-p x", False),
+        ("package.json", b"", b'{"dependencies": {"a": "1"}}', True),
+        ("package.json", b'{"scripts": {"test": "jest"}}', b'{"scripts": {"test": "true"}}', False),
+        ("package.json", b"{}", b"[]", False),
+    ],
+)
+def test_a_mixed_file_is_the_submissions_while_it_says_the_same_about_the_runner(
+    name: str, before: bytes, now: bytes, same: bool
+) -> None:
+    assert protected_files.same_runner_settings(name, before, now) is same
+
+
+def test_of_a_system_programs_libraries_and_start_up_files_are_as_they_were() -> None:
+    programs = {
+        "/opt/app/bin/tool",
+        "/usr/bin/diff",
+        "/usr/local/bin/diff",
+        "/usr/local/bin/nginx",
+        "/usr/bin/python3",
+    }
+    changes = {
+        "/usr/local/bin/diff": "added",  # takes the name of one that was there
+        "/usr/local/bin/nginx": "added",  # was asked for
+        "/usr/bin/python3": "changed",
+        "/usr/lib/python3.11/json/__init__.py": "changed",
+        "/usr/lib/python3/dist-packages/numpy/core.py": "changed",
+        "/usr/lib/python3/dist-packages/_pytest/main.py": "changed",
+        "/usr/lib/python3/dist-packages/new/__init__.py": "added",
+        "/usr/lib/python3/dist-packages/zz.pth": "added",
+        "/usr/lib/python311.zip": "added",
+        "/usr/lib/python3.11/email.py": "added",
+        "/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libc.so.6": "added",
+        "/lib/x86_64-linux-gnu/libnew.so": "added",
+        "/opt/app/bin/tool": "changed",
+        "/etc/ld.so.preload": "added",
+        "/etc/nginx/nginx.conf": "changed",
+        "/root/.bashrc": "changed",
+        "/workspace/calc.py": "changed",
+        "/srv/data": "added",
+    }
+    remove, restore = protected_files.find_system_changes(changes, OWN, programs)
+    assert remove == {
+        "/usr/local/bin/diff",
+        "/usr/lib/python3/dist-packages/zz.pth",
+        "/usr/lib/python311.zip",
+        "/usr/lib/python3.11/email.py",
+        "/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libc.so.6",
+        "/etc/ld.so.preload",
+    }
+    assert restore == {
+        "/opt/app/bin/tool",
+        "/usr/bin/python3",
+        "/usr/lib/python3.11/json/__init__.py",
+        "/usr/lib/python3/dist-packages/_pytest/main.py",
+        "/root/.bashrc",
+    }
+
+
+@given(st.text(min_size=1, max_size=30))
+def test_no_name_leads_out_of_a_tree_of_ours(name: str) -> None:
+    tree = Path("/tree")
+    try:
+        place = _host_path(tree, f"/workspace/{name}")
+    except UngradableSubmission:
+        return
+    assert posixpath.normpath(place) == str(place)
+    assert place.is_relative_to(tree / "workspace")
+
+
+def test_nothing_is_made_through_a_link_of_the_submissions(tmp_path: Path) -> None:
+    tree, outside = tmp_path / "tree", tmp_path / "outside"
+    tree.mkdir()
+    outside.mkdir()
+    assert _make_link(tree, "/workspace/a", str(outside))
+    assert not _make_link(tree, "/workspace/a/b", "/etc")
+    assert list(outside.iterdir()) == []

@@ -1,0 +1,332 @@
+"""The upstream's pauses: idempotent, bounded, and undone on every failing path."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rookery.core import Sampling, UpstreamError, ints
+from rookery.upstreams import ModelRequest
+from rookery.upstreams.pause import PausableUpstream, PauseState
+from tests.upstreams.oracle import Oracle
+
+ASK = ModelRequest(model="m", tokens=ints([5, 2]), sampling=Sampling(max_tokens=3))
+LONG = ModelRequest(model="m", tokens=ints([6, 2]), sampling=Sampling(max_tokens=200))
+
+
+@pytest.fixture
+def oracle() -> Oracle:
+    return Oracle(ending=10**9)
+
+
+@pytest.fixture
+def upstream(oracle: Oracle) -> PausableUpstream:
+    return PausableUpstream(oracle)
+
+
+class Later:
+    """A callable that is no coroutine function, and whose result is to be awaited."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def __call__(self) -> Any:
+        return self.work()
+
+
+async def long_call(upstream: PausableUpstream, oracle: Oracle) -> Any:
+    reached = oracle.reached(oracle.sampled + 5)
+    call = asyncio.create_task(upstream.complete(LONG, timeout=60))
+    await reached.wait()
+    return call
+
+
+async def quiet(upstream: PausableUpstream) -> None:
+    """What goes on in the background has ended."""
+    while upstream._tasks:
+        await asyncio.gather(*upstream._tasks, return_exceptions=True)
+
+
+async def test_the_state_can_be_read(upstream, oracle):
+    assert (upstream.paused, upstream.mode, upstream.version, upstream.in_flight) == (False, None, 1, 0)
+    assert upstream.state() == PauseState(version=1)
+    await upstream.pause("keep", deadline=100)
+    state = upstream.state()
+    assert (upstream.paused, upstream.mode, state.mode, state.version) == (True, "keep", "keep", 1)
+    assert 90 < state.left <= 100
+    await upstream.resume(7)
+    assert (upstream.paused, upstream.mode, upstream.version, oracle.version) == (False, None, 7, 7)
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+async def test_pausing_twice_is_pausing_once(upstream, oracle, mode):
+    call = await long_call(upstream, oracle)
+    await asyncio.gather(upstream.pause(mode), upstream.pause(mode), upstream.pause("keep"))
+    await upstream.pause(mode)
+    assert oracle.told == ([] if mode == "drain" else [mode])
+    await asyncio.gather(upstream.resume(2), upstream.resume(2))
+    await upstream.resume(2)
+    assert oracle.told.count("thaw") == (0 if mode == "drain" else 1)
+    assert (await call).sampled_tokens == 200
+    assert upstream.version == 2
+
+
+async def test_resuming_without_a_pause_names_the_version(upstream, oracle):
+    await upstream.resume()
+    assert upstream.version == 1
+    await upstream.resume(5)
+    assert ((await upstream.complete(ASK, timeout=60)).version, oracle.told) == (5, [])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "told"),
+    [
+        ("keep", "abort", ["keep", "abort", "thaw"]),
+        ("keep", "drain", ["keep", "thaw"]),
+        ("drain", "abort", ["abort", "thaw"]),
+        ("abort", "keep", ["abort", "thaw"]),
+        ("abort", "drain", ["abort", "thaw"]),
+    ],
+)
+async def test_a_stronger_mode_replaces_a_weaker_one(upstream, oracle, first, then, told):
+    call = await long_call(upstream, oracle)
+    if first == "drain":
+        draining = asyncio.create_task(upstream.pause(first))
+        await asyncio.sleep(0)
+        await asyncio.gather(draining, upstream.pause(then))
+    else:
+        await upstream.pause(first)
+        await upstream.pause(then)
+    stronger = max(first, then, key=["keep", "drain", "abort"].index)
+    assert upstream.mode == stronger
+    if stronger != "keep":
+        assert oracle.under_way == 0
+    await upstream.resume(2)
+    await quiet(upstream)
+    if first != "drain":
+        assert oracle.told == told
+    assert (await call).sampled_tokens == 200
+    assert oracle.gate.is_set()
+
+
+async def test_a_resume_during_a_drain_ends_it_with_an_error(upstream, oracle):
+    call = await long_call(upstream, oracle)
+    draining = asyncio.create_task(upstream.pause("drain"))
+    await asyncio.sleep(0)
+    await upstream.resume(2)
+    with pytest.raises(UpstreamError) as caught:
+        await draining
+    assert caught.value.code == "upstream.paused"
+    assert not upstream.paused
+    await call
+
+
+async def test_a_pause_right_after_a_resume_finds_the_engine_as_it_needs_it(upstream, oracle):
+    call = await long_call(upstream, oracle)
+    await upstream.pause("keep")
+    resuming = asyncio.create_task(upstream.resume(2))
+    await asyncio.sleep(0)
+    await upstream.pause("keep")
+    await resuming
+    await quiet(upstream)
+    assert not oracle.gate.is_set(), "frozen, as the last pause wants it"
+    await upstream.pause("drain")
+    assert call.done()
+    await upstream.resume(3)
+    await quiet(upstream)
+    assert oracle.gate.is_set()
+
+
+# ---------------------------------------------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+async def test_a_missing_resume_ends_in_a_clear_error_at_the_deadline(upstream, oracle, mode, caplog):
+    under_way = await long_call(upstream, oracle) if mode == "keep" else None
+    await upstream.pause(mode, deadline=0.05)
+    waiting = [asyncio.create_task(upstream.complete(ASK, timeout=60)) for _ in range(3)]
+    for call in waiting:
+        with pytest.raises(UpstreamError) as caught:
+            await call
+        assert (caught.value.code, caught.value.fault) == ("upstream.paused", "infra")
+    await quiet(upstream)
+    assert (upstream.paused, upstream.version, upstream.waiting) == (False, 1, 0)
+    assert oracle.gate.is_set()
+    assert "nobody resumed" in caplog.text
+    assert (await upstream.complete(ASK, timeout=60)).version == 1
+    if under_way is not None:
+        assert (await under_way).sampled_tokens == 200
+    await upstream.resume(2)
+    assert upstream.version == 2, "late, but it says which weights there are"
+
+
+async def test_a_later_deadline_replaces_an_earlier_one(upstream):
+    await upstream.pause("keep", deadline=0.02)
+    await upstream.pause("keep", deadline=100)
+    await asyncio.sleep(0.05)
+    assert upstream.paused
+    await upstream.pause("keep", deadline=0.01)
+    await asyncio.sleep(0.03)
+    assert upstream.paused, "an earlier one does not"
+    await upstream.resume()
+
+
+# ------------------------------------------------------------------------------------------------- failing paths
+
+
+async def test_a_pause_that_fails_is_undone(upstream, oracle):
+    call = await long_call(upstream, oracle)
+    oracle.fail_freeze = UpstreamError("no", cause="upstream.error")
+    with pytest.raises(UpstreamError):
+        await upstream.pause("keep")
+    await quiet(upstream)
+    assert (upstream.paused, oracle.told) == (False, ["keep", "thaw"])
+    assert (await call).sampled_tokens == 200
+
+
+async def test_a_pause_whose_caller_is_cancelled_is_undone(upstream, oracle):
+    call = await long_call(upstream, oracle)
+    pausing = asyncio.create_task(upstream.pause("drain"))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert not upstream.paused
+    await call
+
+
+async def test_a_thaw_that_fails_is_tried_again_and_then_raised(upstream, oracle):
+    await upstream.pause("abort")
+    oracle.fail_thaw = 1
+    await upstream.resume(2)
+    assert oracle.told == ["abort", "thaw", "thaw"]
+    await upstream.pause("abort")
+    oracle.fail_thaw = 100
+    with pytest.raises(UpstreamError):
+        await upstream.resume(3, timeout=0.01)
+    assert (upstream.paused, upstream.version) == (False, 3)
+
+
+async def test_closing_lets_go_of_who_waits(upstream, oracle):
+    await upstream.pause("abort")
+    call = asyncio.create_task(upstream.complete(ASK, timeout=60))
+    await asyncio.sleep(0)
+    await upstream.close()
+    with pytest.raises(UpstreamError):
+        await call
+    assert oracle.closed
+
+
+# ---------------------------------------------------------------------------------------------------------- sync
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "function", "awaitable", "none"])
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+async def test_a_sync_loads_while_nothing_is_sampled(upstream, oracle, mode, kind):
+    loaded: list[int] = []
+    call = await long_call(upstream, oracle)
+
+    def load() -> None:
+        loaded.append(oracle.sampled)
+
+    async def slowly() -> None:
+        await asyncio.sleep(0.01)
+        load()
+
+    given = {"coroutine": slowly, "function": load, "awaitable": Later(slowly), "none": None}[kind]
+    async with upstream.sync(2, given, mode=mode):
+        assert upstream.paused
+        assert loaded == ([oracle.sampled] if given else [])
+    assert (upstream.paused, upstream.version) == (False, 2)
+    assert (await call).sampled_tokens == 200
+
+
+@pytest.mark.parametrize("where", ["load", "block", "pause"])
+async def test_a_sync_resumes_with_the_old_version_where_something_raises(upstream, oracle, where):
+    call = await long_call(upstream, oracle)
+
+    def load() -> None:
+        if where == "load":
+            raise OSError("no such weights")
+
+    if where == "pause":
+        oracle.fail_freeze = UpstreamError("no")
+    with pytest.raises((OSError, UpstreamError, ZeroDivisionError)):
+        async with upstream.sync(2, load):
+            raise ZeroDivisionError
+    await quiet(upstream)
+    assert (upstream.paused, upstream.version) == (False, 1)
+    assert oracle.gate.is_set()
+    assert (await call).version == 1
+
+
+async def test_a_sync_resumes_when_it_is_cancelled(upstream, oracle):
+    call = await long_call(upstream, oracle)
+    loading = asyncio.Event()
+
+    async def load() -> None:
+        loading.set()
+        await asyncio.Event().wait()
+
+    async def sync() -> None:
+        async with upstream.sync(2, load):
+            raise AssertionError
+
+    syncing = asyncio.create_task(sync())
+    await loading.wait()
+    syncing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await syncing
+    await quiet(upstream)
+    assert (upstream.paused, upstream.version, oracle.gate.is_set()) == (False, 1, True)
+    await call
+
+
+async def test_a_load_that_does_not_end_is_given_up_at_the_deadline(upstream, oracle):
+    with pytest.raises(UpstreamError) as caught:
+        async with upstream.sync(2, asyncio.Event().wait, deadline=0.05):
+            raise AssertionError
+    await quiet(upstream)
+    assert caught.value.code == "upstream.paused"
+    assert (upstream.paused, upstream.version, oracle.gate.is_set()) == (False, 1, True)
+
+
+async def test_a_timeout_of_the_loads_own_is_the_loads_own(upstream):
+    async def load() -> None:
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match="mine"):
+        async with upstream.sync(2, load):
+            raise AssertionError
+
+
+# ---------------------------------------------------------------------------------------------------- born paused
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+async def test_a_valve_can_be_born_paused(oracle, mode):
+    upstream = PausableUpstream(oracle, state=PauseState(mode=mode, version=4, left=60))
+    assert (upstream.paused, upstream.mode, upstream.version) == (True, mode, 4)
+    call = asyncio.create_task(upstream.complete(ASK, timeout=60))
+    await asyncio.sleep(0)
+    assert (upstream.waiting, oracle.requests) == (1, [])
+    await upstream.pause(mode)
+    assert oracle.told == [], "that is what it is already"
+    await upstream.resume(5)
+    assert (await call).version == 5
+
+
+async def test_one_that_was_born_paused_has_a_deadline_too(oracle):
+    upstream = PausableUpstream(oracle, state=PauseState(mode="abort", version=4, left=0.03))
+    with pytest.raises(UpstreamError):
+        await upstream.complete(ASK, timeout=60)
+    assert upstream.version == 4
+
+
+async def test_the_state_of_one_makes_another(upstream, oracle):
+    await upstream.pause("abort", deadline=50)
+    other = PausableUpstream(Oracle(), state=upstream.state())
+    assert (other.mode, other.version) == ("abort", 1)
+    assert 40 < other.state().left <= 50
+    other = PausableUpstream(Oracle(), state=PauseState(version=9))
+    assert (other.paused, other.version) == (False, 9)
