@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message, Turn, floats, ints
@@ -47,6 +47,7 @@ def whole(text: str) -> dict[str, Any]:
     st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=5),
     st.booleans(),
 )
+@example([1, 2], [(1, False), (1, True)], True)
 def test_each_token_that_a_client_continued_from_is_trained_exactly_once(
     cuts: list[int], reads: list[tuple[int, bool]], restarts: bool
 ) -> None:

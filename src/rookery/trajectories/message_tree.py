@@ -315,6 +315,9 @@ class MessageTree:
                 break
             found = filter_by_reasoning(children.find(get_message_key(message)), message)
             if not found:
+                # A restored turn may hold the part of a partial reply that its client had read as a message.
+                found = self._match_truncated(children, message)
+            if not found:
                 break
             node = max(found, key=lambda candidate: candidate.reasoning == (message.reasoning or ""))
             nodes.append(node)
