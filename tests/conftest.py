@@ -1,4 +1,4 @@
-"""What every test is held to: a skip needs a probed reason, and the run leaves nothing on the machine."""
+"""Rules for the whole test suite: a skip needs a probed reason, and the run leaves nothing on the machine."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# No test depends on the machine's speed: a case that is slow, for whatever reason, is no failure.
+# No test depends on the speed of the machine: a slow example is not a failure.
 hypothesis.settings.register_profile(
     "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -23,24 +23,24 @@ NO_SKIP = bool(os.environ.get("ROOKERY_NO_SKIP"))
 
 
 def _can_mount() -> bool:
-    """Whether a tmpfs can be mounted here: tried, not guessed."""
+    """Check whether this process can mount a tmpfs, by mounting one."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    with tempfile.TemporaryDirectory() as folder:
-        if libc.mount(b"rookery-probe", folder.encode(), b"tmpfs", 0, b"size=64k") != 0:
+    with tempfile.TemporaryDirectory() as directory:
+        if libc.mount(b"rookery-probe", directory.encode(), b"tmpfs", 0, b"size=64k") != 0:
             return False
-        libc.umount2(folder.encode(), 2)
+        libc.umount2(directory.encode(), 2)
     return True
 
 
-# Under nohup, or behind a shell, these are ignored, and commands would inherit and rightly obey that.
+# nohup and some shells ignore these signals, and the commands that the tests start would inherit that.
 for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
 TOKENIZERS = Path(__file__).resolve().parent.parent / ".peers" / "tokenizers"
-"""What `make tokenizers` makes."""
+"""Directory that `make tokenizers` creates."""
 
 
 def _has_tokenizers() -> bool:
@@ -48,25 +48,25 @@ def _has_tokenizers() -> bool:
 
 
 DOCKERD = TOKENIZERS.parent / "sandboxes" / "root" / "usr" / "sbin" / "dockerd"
-"""What `make docker-engine` makes."""
+"""Program that `make docker-engine` installs."""
 
 
 def _has_docker() -> bool:
-    """Whether an engine can be started for the tests alone; one that runs here already is left alone."""
+    """Check whether the tests can start their own Docker engine. They never use one that is already running."""
     return os.geteuid() == 0 and os.access(DOCKERD, os.X_OK) and _can_mount()
 
 
 PODMAN = TOKENIZERS.parent / "podman" / "root" / "usr" / "bin" / "podman"
-"""What `make podman` makes."""
+"""Program that `make podman` installs."""
 
 
 def _has_podman() -> bool:
-    """Likewise."""
+    """Check whether the tests can start their own Podman service."""
     return os.geteuid() == 0 and os.access(PODMAN, os.X_OK) and _can_mount()
 
 
 SSHD = TOKENIZERS.parent / "ssh" / "root" / "usr" / "sbin" / "sshd"
-"""What `make ssh-server` makes."""
+"""Program that `make ssh-server` installs."""
 
 
 def _has_ssh() -> bool:
@@ -77,10 +77,12 @@ _loaded = 0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_weight_of_the_last_modules() -> None:
-    """What packages hold for good is not looked at again by each `gc.collect` of a test: with those of a trainer
-    loaded, one takes half a second."""
-    global _loaded  # noqa: PLW0603  (of this process, as what is loaded is)
+def freeze_imported_modules() -> None:
+    """Exclude the objects of imported packages from garbage collection.
+
+    Many tests call `gc.collect`, which takes half a second once a trainer's packages are loaded.
+    """
+    global _loaded  # noqa: PLW0603  (the number of loaded modules is state of the process)
     if len(sys.modules) > _loaded + 200:
         gc.collect()
         gc.freeze()
@@ -88,8 +90,8 @@ def no_weight_of_the_last_modules() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_programs_of_the_last_module() -> Iterator[None]:
-    """`run_code` keeps a thread and a keeper until its process ends. Here the next module has the same process."""
+def stop_code_execution_thread() -> Iterator[None]:
+    """Stop the thread and the keeper that `run_code` otherwise keeps until its process ends."""
     yield
     service = sys.modules.get("rookery.scoring.code_execution")
     if service is not None:
@@ -109,15 +111,15 @@ HINTS = {
     "podman": " service of its own for the tests (make podman, as root)",
     "ssh": " and a server of its own for the tests (make ssh-server, as root)",
 }
-_found: dict[str, bool] = {}
+_probed: dict[str, bool] = {}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
         for capability in mark.args:
-            if capability not in _found:
-                _found[capability] = PROBES[capability]()
-            if not _found[capability]:
+            if capability not in _probed:
+                _probed[capability] = PROBES[capability]()
+            if not _probed[capability]:
                 pytest.skip(f"[probed] this machine has no {capability}{HINTS.get(capability, '')}")
 
 
@@ -130,9 +132,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def _ours() -> set[tuple[int, str]]:
-    """Processes of sandboxes, runners and shards, by pid and start time."""
-    found = set()
+def _our_processes() -> set[tuple[int, str]]:
+    """List processes of sandboxes, runners and shards as (pid, start time)."""
+    processes = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -144,9 +146,10 @@ def _ours() -> set[tuple[int, str]]:
             continue
         modules = (b"rookery.engine.runner", b"rookery.gateway.shard")
         ours = b"ROOKERY_SANDBOX=" in environ or any(module in command for module in modules)
-        if ours and _parent(int(name)) in (1, os.getpid()):  # another session's have a parent of their own
-            found.add((int(name), started))
-    return found
+        # A child of another process belongs to another test session.
+        if ours and _parent(int(name)) in (1, os.getpid()):
+            processes.add((int(name), started))
+    return processes
 
 
 def _parent(pid: int) -> int:
@@ -156,13 +159,13 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _mounts() -> int:
+def _count_mounts() -> int:
     return Path("/proc/self/mounts").read_text().count("\n")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
-        session.config.stash[_BEFORE] = (_ours(), _mounts())
+        session.config.stash[_BEFORE] = (_our_processes(), _count_mounts())
 
 
 _BEFORE = pytest.StashKey[tuple[set[tuple[int, str]], int]]()
@@ -170,15 +173,15 @@ _BEFORE = pytest.StashKey[tuple[set[tuple[int, str]], int]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The whole run leaves no process, mount or temp folder behind; asked once, by the process that leads."""
+    """Fail the run if it leaves a process or mount behind. Checked once, by the controlling process."""
     if hasattr(session.config, "workerinput"):
         return
     processes, mounts = session.config.stash[_BEFORE]
-    left = _ours() - processes
-    if left or _mounts() > mounts:
+    left = _our_processes() - processes
+    if left or _count_mounts() > mounts:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"LEFT BEHIND: processes {sorted(left)}, mounts {_mounts() - mounts}", red=True)
+        reporter.write_line(f"LEFT BEHIND: processes {sorted(left)}, mounts {_count_mounts() - mounts}", red=True)
     session.config.stash[_CLEAN] = session.exitstatus == 0
 
 
@@ -186,14 +189,14 @@ _CLEAN = pytest.StashKey[bool]()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Temp folders of a run without failures go last, when the workers that wrote into them are gone."""
+    """Remove the temporary directories of a run without failures, after the workers have ended."""
     factory = getattr(config, "_tmp_path_factory", None)
     if not config.stash.get(_CLEAN, False) or factory is None or config.getoption("basetemp"):
         return
-    folder = factory.getbasetemp()
-    shutil.rmtree(folder, ignore_errors=True)
-    current = folder.parent / "pytest-current"
+    directory = factory.getbasetemp()
+    shutil.rmtree(directory, ignore_errors=True)
+    current = directory.parent / "pytest-current"
     if current.is_symlink() and not current.exists():
         current.unlink()
-    with suppress(OSError):  # other sessions' folders are still in it
-        folder.parent.rmdir()
+    with suppress(OSError):  # it still holds directories of other sessions
+        directory.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Processes as tests look at them. Whatever ends meanwhile is not there; nothing else is overlooked for it."""
+"""Process inspection for tests. A process that ends meanwhile counts as absent."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 from rookery.sandbox_runtime.processes import list_children
 
 
-def below(pid: int, without: Collection[int] = ()) -> list[int]:
-    """Every process below one, parents first; nothing of the trees `without`."""
+def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
+    """List the descendants of a process, parents first, skipping the trees rooted at `without`."""
     found, todo = list[int](), [pid]
     while todo:
-        here = [child for child in list_children(todo.pop(0)) if child not in without]
-        found += here
-        todo += here
+        children = [child for child in list_children(todo.pop(0)) if child not in without]
+        found += children
+        todo += children
     return found
 
 
 def cmdline(pid: int) -> bytes:
-    """What it was started as; empty where it is gone."""
+    """Return the command line of a process, or empty bytes if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""Real model servers for tests: HTTP on a loopback port, every answer scripted.
+"""Model servers for tests: real HTTP on a loopback port with scripted answers. They run in the test process.
 
-`ModelServer` speaks the OpenAI protocol and plays its script in order, then its default answer for ever.
-`raw_server` writes whatever bytes it is told, for answers that are no HTTP at all.
+`ModelServer` speaks the OpenAI protocol. It returns the answers of its script in order, then its default answer.
+`raw_server` writes arbitrary bytes, for answers that are not valid HTTP.
 
     async with ModelServer("hello") as server:
         server.then(Answer(status=503), Answer("second"))
@@ -24,7 +24,7 @@ Cut = Literal["", "before", "half", "head"]
 
 @dataclass
 class Answer:
-    """One scripted answer. `body` replaces the whole JSON body, as an object or as bytes."""
+    """One scripted HTTP response. `body` replaces the whole JSON body, as an object or as bytes."""
 
     text: str | None = "ok"
     calls: Sequence[tuple[str, str]] = ()
@@ -35,17 +35,17 @@ class Answer:
     finish: str | None = "stop"
     status: int = 200
     error: str = ""
-    """The message of an error answer (with `status`)."""
+    """Message of the error body; used together with `status`."""
     code: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
-    """More top-level fields of the answer."""
+    """Additional top-level fields of the body."""
     chunked: bool = False
     hold: asyncio.Event | None = None
-    """The answer waits until this is set."""
+    """Delays the answer until this event is set."""
     cut: Cut = ""
-    """Close the connection: before anything is sent, after the head, in the middle of the body."""
+    """Where to close the connection: before anything is sent, inside the head, or in the middle of the body."""
 
     def payload(self, *, chat: bool) -> bytes:
         if isinstance(self.body, bytes):
@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass
 class Request:
-    """What the server was sent."""
+    """One HTTP request that the server received."""
 
     method: str
     path: str
@@ -99,46 +99,48 @@ class Request:
     body: Any
 
 
-Play = Answer | Callable[[Request], Answer]
+ScriptedAnswer = Answer | Callable[[Request], Answer]
 
 
 class ModelServer:
-    """A scripted OpenAI-compatible server. Counts what a test may want to know."""
+    """Scripted OpenAI-compatible server that counts its requests and connections."""
 
-    def __init__(self, default: Play | str = "ok", *, models: Sequence[str] | None = ("test-model",)) -> None:
-        self.default: Play = Answer(default) if isinstance(default, str) else default
+    def __init__(
+        self, default: ScriptedAnswer | str = "ok", *, models: Sequence[str] | None = ("test-model",)
+    ) -> None:
+        self.default: ScriptedAnswer = Answer(default) if isinstance(default, str) else default
         self.models: Any = models
-        """Names to list; None for a server without a list; anything else an `Answer`."""
-        self.refuses: set[str] = set()
-        """Fields of a request that are answered with 400."""
+        """Model names to list, None for a server without a model list, or an `Answer`."""
+        self.unsupported_fields: set[str] = set()
+        """Request fields that the server rejects with status 400."""
         self.requests: deque[Request] = deque(maxlen=10_000)
         self.in_flight = 0
         self.peak = 0
         self.connections = 0
         self.disconnects = 0
-        self.arrived = asyncio.Condition()
-        self._script: deque[Play] = deque()
-        self._seen: set[Any] = set()
+        self._changed = asyncio.Condition()
+        self._script: deque[ScriptedAnswer] = deque()
+        self._transports: set[Any] = set()
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    def then(self, *answers: Play) -> None:
-        """More answers, each for one call, before the default one."""
+    def then(self, *answers: ScriptedAnswer) -> None:
+        """Append answers to the script; each is used for one call before the default answer applies."""
         self._script.extend(answers)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def requested(self, count: int) -> None:
-        """Returns when so many calls have come in."""
-        async with self.arrived:
-            await self.arrived.wait_for(lambda: len(self.requests) >= count)
+    async def wait_for_requests(self, count: int) -> None:
+        """Wait until `count` calls have been received."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.requests) >= count)
 
-    async def disconnected(self, count: int = 1) -> None:
-        """Returns when so many calls were given up by their caller."""
-        async with self.arrived:
-            await self.arrived.wait_for(lambda: self.disconnects >= count)
+    async def wait_for_disconnects(self, count: int = 1) -> None:
+        """Wait until the caller has closed the connection of `count` calls in flight."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.disconnects >= count)
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 30)
@@ -154,7 +156,7 @@ class ModelServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Goes away, connections and all; entering again brings it back on the same port."""
+        """Close the listener and all connections. Entering the context again reuses the same port."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -162,31 +164,31 @@ class ModelServer:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         transport = http.transport
         assert transport is not None
-        if transport not in self._seen:
-            self._seen.add(transport)
+        if transport not in self._transports:
+            self._transports.add(transport)
             self.connections += 1
         data = await http.read()
         request = Request(http.method, http.path_qs, dict(http.headers), orjson.loads(data) if data else None)
         if http.path.endswith("/models"):
-            return self._listed()
+            return self._list_models()
         self.requests.append(request)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
-        await self._tell()
+        await self._notify()
         try:
             return await self._answer(http, request)
         except asyncio.CancelledError:
             self.disconnects += 1
-            await self._tell()
+            await self._notify()
             raise
         finally:
             self.in_flight -= 1
 
-    async def _tell(self) -> None:
-        async with self.arrived:
-            self.arrived.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
-    def _listed(self) -> web.Response:
+    def _list_models(self) -> web.Response:
         if isinstance(self.models, Answer):
             return web.Response(
                 status=self.models.status, body=self.models.payload(chat=True), headers=self.models.headers
@@ -197,11 +199,11 @@ class ModelServer:
         return web.json_response({"object": "list", "data": data})
 
     async def _answer(self, http: web.Request, request: Request) -> web.StreamResponse:
-        for name in sorted(self.refuses & set(request.body)):
+        for name in sorted(self.unsupported_fields & set(request.body)):
             body = {"error": {"message": f"Unrecognized request argument supplied: {name}"}}
             return web.json_response(body, status=400)
-        play = self._script.popleft() if self._script else self.default
-        answer = play(request) if callable(play) else play
+        entry = self._script.popleft() if self._script else self.default
+        answer = entry(request) if callable(entry) else entry
         if answer.hold is not None:
             await answer.hold.wait()
         transport = http.transport
@@ -229,9 +231,9 @@ class ModelServer:
 async def raw_server(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]] | bytes,
 ) -> AsyncIterator[str]:
-    """A TCP server at the URL; bytes are written to whoever sends a request, then the connection ends."""
+    """Run a TCP server and yield its URL. It answers each request with the bytes and closes the connection."""
 
-    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if callable(serve):
                 await serve(reader, writer)
@@ -244,21 +246,21 @@ async def raw_server(
         finally:
             writer.close()
 
-    server = await asyncio.start_server(play, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @asynccontextmanager
-async def nobody() -> AsyncIterator[str]:
-    """The URL of a port that refuses connections."""
+async def unreachable_url() -> AsyncIterator[str]:
+    """Yield the URL of a port that refuses connections."""
     with closed_port() as port:
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
 def closed_port() -> Iterator[int]:
-    """A port that refuses connections: held, so that nobody else is given it meanwhile, and never listened at."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    """Yield a port that refuses connections. It is bound, so that no other process gets it, but not listening."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]

@@ -13,7 +13,7 @@ import pytest
 from rookery.journal import RunReader
 from tests.cli.conftest import tasks
 from tests.cli.helpers import ended, rookery, runs, started
-from tests.servers import Answer, ModelServer, nobody
+from tests.servers import Answer, ModelServer, unreachable_url
 
 
 async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None:
@@ -79,7 +79,7 @@ async def test_an_environment_that_raises_is_named_with_its_line(here: Path, ser
 
 
 async def test_a_policy_that_refuses_connections_is_named_before_anything_starts(here: Path) -> None:
-    async with nobody() as url:
+    async with unreachable_url() as url:
         await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
 
 
@@ -191,7 +191,7 @@ async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: Mod
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
     async with started(*run, cwd=here) as first:
         async with asyncio.timeout(60):
-            await server.requested(4)
+            await server.wait_for_requests(4)
         second = await rookery("resume", "latest", cwd=here)
         second.refused(f"is in use by pid {first.pid}")
         assert "running" in (await rookery("ls", cwd=here)).out
@@ -244,7 +244,7 @@ async def test_a_run_whose_folder_is_removed_stops_and_says_so(here: Path, serve
     gate = asyncio.Event()
     server.default = Answer("42", hold=gate)
     async with started(*run, cwd=here) as process:
-        await server.requested(4)
+        await server.wait_for_requests(4)
         shutil.rmtree(here / "runs")
         gate.set()
         done = await ended(process)

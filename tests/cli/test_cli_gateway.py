@@ -100,7 +100,7 @@ async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
     async with serving("--upstream", server.url, "--record", "plain", cwd=tmp_path) as (process, url, key):
         async with api_of(await registered(url, key)) as api:
             call = asyncio.create_task(api.chat.completions.create(model="m", messages=HI, stream=True))
-            await server.requested(1)
+            await server.wait_for_requests(1)
             began = asyncio.get_running_loop().time()
             process.send_signal(signal.SIGTERM)
             done = await ended(process)
@@ -109,7 +109,7 @@ async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
         assert asyncio.get_running_loop().time() - began < 30
         assert (done.code, done.out) == (0, "")
         assert "Traceback" not in done.err
-    await server.disconnected(1)
+    await server.wait_for_disconnects(1)
 
 
 async def test_a_key_from_the_environment_is_used_and_printed_nowhere(server: ModelServer, tmp_path: Path) -> None:

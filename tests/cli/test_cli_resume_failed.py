@@ -109,7 +109,7 @@ async def test_an_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_o
     asked = len(server.requests)
     server.default = Answer("42", hold=asyncio.Event())
     async with started("resume", run, "--failed", cwd=here) as process:
-        await server.requested(asked + 2)
+        await server.wait_for_requests(asked + 2)
         process.send_signal(signal.SIGKILL)
         await ended(process)
     server.default = Answer("42")

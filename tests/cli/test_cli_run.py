@@ -189,7 +189,7 @@ async def test_an_interrupt_ends_cleanly_and_a_resume_finishes(
     server.default = Answer("42", hold=hold)
     async with started(*RUN, "--policy", server.url, "--runners", runners, cwd=here) as process:
         async with asyncio.timeout(60):
-            await server.requested(4)
+            await server.wait_for_requests(4)
             await recorded(here, 2)
         process.send_signal(number)
         done = await ended(process)
@@ -226,7 +226,7 @@ async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path,
     )
     async with started("run", "stubborn.py", "--policy", server.url, "--runners", "1", cwd=here) as process:
         async with asyncio.timeout(60):
-            await server.requested(1)
+            await server.wait_for_requests(1)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         async with asyncio.timeout(60):
@@ -261,7 +261,7 @@ async def test_kill_9_loses_nothing_that_was_recorded(here: Path, server: ModelS
     server.default = Answer("42", hold=hold)
     async with started(*RUN, "--policy", server.url, "--runners", "2", "-c", "8", cwd=here) as process:
         async with asyncio.timeout(60):
-            await server.requested(9)
+            await server.wait_for_requests(9)
             await recorded(here, 5)
         process.kill()
         assert (await ended(process)).code == -signal.SIGKILL
@@ -303,7 +303,7 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
     run = ("run", "mine.games:Sums", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
     async with started(*run, cwd=here) as process:
         async with asyncio.timeout(60):
-            await server.requested(4)
+            await server.wait_for_requests(4)
         process.send_signal(signal.SIGINT)
         assert (await ended(process)).code == 130
     hold.set()
@@ -320,7 +320,7 @@ async def test_a_resume_can_name_a_server_that_has_moved(here: Path) -> None:
         started(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process,
     ):
         async with asyncio.timeout(60):
-            await first.requested(4)
+            await first.wait_for_requests(4)
         process.send_signal(signal.SIGINT)
         assert (await ended(process)).code == 130
     (await rookery("resume", "latest", cwd=here)).refused(first.url)

@@ -108,7 +108,7 @@ async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServe
     server.default = Answer("42", hold=hold)
     async with started(*RUN, "--policy", server.url, "-c", "2", cwd=here) as running:
         async with asyncio.timeout(60):
-            await server.requested(3)
+            await server.wait_for_requests(3)
         async with started("show", "latest", "--follow", "--json", cwd=here) as following:
             assert following.stdout is not None
             async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""A strategy for every struct of core, made from its annotations: a new field is tested the day it is added."""
+"""Hypothesis strategies for every struct of `rookery.core`, derived from the annotations of its fields."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from rookery.core import Extra, Limits, Message, Segment, Span, Turn, floats, in
 finite = st.floats(allow_nan=False, allow_infinity=False)
 integers = st.integers(-(2**63), 2**63 - 1)
 names = st.text(max_size=8)
-plain = st.recursive(
+json_values = st.recursive(
     st.none() | st.booleans() | integers | finite | names,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
 
 
-def made(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a struct class, or of anything it is annotated with."""
-    return _own[kind] if kind in _own else _of(mi.type_info(kind))
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for a struct class or for any type that its fields use."""
+    return _custom[kind] if kind in _custom else _strategy_for(mi.type_info(kind))
 
 
-def _of(kind: mi.Type) -> st.SearchStrategy[Any]:
+def _strategy_for(kind: mi.Type) -> st.SearchStrategy[Any]:
     match kind:
         case mi.AnyType():
-            return plain
+            return json_values
         case mi.NoneType():
             return st.none()
         case mi.BoolType():
@@ -42,15 +42,19 @@ def _of(kind: mi.Type) -> st.SearchStrategy[Any]:
         case mi.LiteralType(values):
             return st.sampled_from(values)
         case mi.UnionType(types):
-            return st.one_of([_of(each) for each in types])
+            return st.one_of([_strategy_for(each) for each in types])
         case mi.ListType(item_type=item):
-            return st.lists(_of(item), max_size=3)
+            return st.lists(_strategy_for(item), max_size=3)
         case mi.VarTupleType(item_type=item):
-            return st.lists(_of(item), max_size=3).map(tuple)
+            return st.lists(_strategy_for(item), max_size=3).map(tuple)
         case mi.DictType(key_type=key, value_type=value):
-            return st.dictionaries(_of(key), _of(value), max_size=3)
+            return st.dictionaries(_strategy_for(key), _strategy_for(value), max_size=3)
         case mi.StructType(cls=cls):
-            return _own[cls] if cls in _own else st.builds(cls, **{f.name: _of(f.type) for f in kind.fields})
+            return (
+                _custom[cls]
+                if cls in _custom
+                else st.builds(cls, **{f.name: _strategy_for(f.type) for f in kind.fields})
+            )
     raise AssertionError(f"no strategy for {kind}")
 
 
@@ -83,10 +87,10 @@ def turns(draw: st.DrawFn) -> Turn:
     return Turn(
         attempt=draw(names),
         index=draw(st.integers(0, 99)),
-        response=draw(made(Message)),
+        response=draw(values_of(Message)),
         role=draw(names),
         parent=draw(st.none() | st.integers(0, 9)),
-        messages=draw(st.lists(made(Message), max_size=2).map(tuple)),
+        messages=draw(st.lists(values_of(Message), max_size=2).map(tuple)),
         prefix=draw(st.integers(0, 99)),
         prompt=ints(draw(tokens)),
         sampled=ints(sampled),
@@ -111,11 +115,11 @@ def segments(draw: st.DrawFn) -> Segment:
     )
 
 
-_own: dict[Any, st.SearchStrategy[Any]] = {Limits: limits(), Turn: turns(), Segment: segments()}
+_custom: dict[Any, st.SearchStrategy[Any]] = {Limits: limits(), Turn: turns(), Segment: segments()}
 
 
 def structs(module: Any) -> list[type[msgspec.Struct]]:
-    """Every struct a module offers."""
+    """List the structs that a module exports."""
     return [
         value
         for name in module.__all__

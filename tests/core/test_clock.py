@@ -1,4 +1,4 @@
-"""The stage clock never charges held time, against the plainest model there is."""
+"""`StageClock` does not charge time on hold; checked against a simple model."""
 
 import pytest
 from hypothesis import given
@@ -13,8 +13,8 @@ steps = st.lists(
 
 
 @given(steps, st.integers(0, 10**6), st.integers(1, 5000))
-def test_held_time_is_not_charged_and_holds_nest(sequence: list[str | int], start: int, budget: int) -> None:
-    """Whole numbers, so that the model and the clock agree to the last bit."""
+def test_time_on_hold_is_not_charged_and_holds_nest(sequence: list[str | int], start: int, budget: int) -> None:
+    """Use whole numbers, so that the model and the clock agree exactly."""
     clock = StageClock(float(start), float(budget))
     now, holds, charged = start, 0, 0
     for step in sequence:
@@ -26,7 +26,7 @@ def test_held_time_is_not_charged_and_holds_nest(sequence: list[str | int], star
                 holds -= 1
                 assert clock.release(now) == (holds == 0)
             case "release":
-                with pytest.raises(ValueError, match="without a matching hold"):
+                with pytest.raises(ValueError):
                     clock.release(now)
             case int():
                 now += step

@@ -1,4 +1,4 @@
-"""Core's data: immutable, encodes as it stands, and is not built where its parts contradict each other."""
+"""The structs of `rookery.core` are frozen, can be encoded, and reject contradictory field values."""
 
 import math
 import pickle
@@ -33,7 +33,7 @@ from rookery.core import (
     ints,
     label,
 )
-from tests.core.strategies import made, names, structs
+from tests.core.strategies import names, structs, values_of
 
 STRUCTS = pytest.mark.parametrize("kind", structs(core), ids=lambda kind: kind.__name__)
 
@@ -41,8 +41,8 @@ STRUCTS = pytest.mark.parametrize("kind", structs(core), ids=lambda kind: kind._
 @STRUCTS
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_type_encodes_to_json_and_msgpack_as_it_stands(kind: Any, data: st.DataObject) -> None:
-    value = data.draw(made(kind))
+def test_every_struct_round_trips_through_json_msgpack_and_pickle(kind: Any, data: st.DataObject) -> None:
+    value = data.draw(values_of(kind))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value
     assert msgspec.json.decode(msgspec.json.encode(value), type=kind) == value
     assert msgspec.convert(msgspec.to_builtins(value), kind) == value
@@ -50,12 +50,12 @@ def test_every_type_encodes_to_json_and_msgpack_as_it_stands(kind: Any, data: st
 
 
 @STRUCTS
-def test_every_type_is_immutable(kind: Any) -> None:
+def test_every_struct_is_frozen(kind: Any) -> None:
     assert kind.__struct_config__.frozen
 
 
-@given(value=made(Outcome))
-def test_an_outcome_is_exactly_one_of_four_and_says_which(value: Outcome) -> None:
+@given(value=values_of(Outcome))
+def test_outcome_decodes_to_the_same_variant(value: Outcome) -> None:
     assert isinstance(value, Completed | Truncated | Failed | Cancelled)
     again = msgspec.json.decode(msgspec.json.encode(value), type=Outcome)
     assert again == value
@@ -63,7 +63,7 @@ def test_an_outcome_is_exactly_one_of_four_and_says_which(value: Outcome) -> Non
 
 
 @pytest.mark.parametrize(
-    ("outcome", "word"),
+    ("outcome", "expected"),
     [
         (Completed(), "completed"),
         *((Truncated(reason), f"truncated.{reason}") for reason in ("turns", "tokens", "context", "time", "lost")),
@@ -71,16 +71,16 @@ def test_an_outcome_is_exactly_one_of_four_and_says_which(value: Outcome) -> Non
         (Failed("infra", "sandbox.lost", "gone"), "sandbox.lost"),
     ],
 )
-def test_every_outcome_has_one_label(outcome: Outcome, word: str) -> None:
-    assert label(outcome) == word
+def test_every_outcome_has_one_label(outcome: Outcome, expected: str) -> None:
+    assert label(outcome) == expected
 
 
-@given(value=made(Outcome))
-def test_label_is_total(value: Outcome) -> None:
+@given(value=values_of(Outcome))
+def test_label_accepts_every_outcome(value: Outcome) -> None:
     assert isinstance(label(value), str)
 
 
-# ---- arrays that describe the same tokens have the same length, or the object is not built
+# ---- arrays that describe the same tokens must have the same length
 
 
 def segment(**changes: Any) -> Segment:
@@ -111,14 +111,14 @@ def segment(**changes: Any) -> Segment:
         {"extras": {"experts": Extra("uint8", 2, bytes(7))}},
     ],
 )
-def test_a_segment_of_unequal_arrays_is_not_built(changes: dict[str, Any]) -> None:
+def test_segment_rejects_arrays_of_different_lengths(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         segment(**changes)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({**msgspec.to_builtins(segment()), **msgspec.to_builtins(changes)}, Segment)
 
 
-def test_a_segment_counts_its_tokens_and_those_that_train() -> None:
+def test_segment_counts_tokens_and_trained_tokens() -> None:
     assert (len(segment()), segment().trained) == (4, 2)
     assert segment(mask=bytes(4), versions=()).trained == 0
 
@@ -138,7 +138,7 @@ def turn(**changes: Any) -> Turn:
         {"sampled": ints([1, 2]), "extras": {"kept": Extra("bool", 1, b"\1")}},
     ],
 )
-def test_a_turn_has_a_logprob_for_every_sampled_token_or_for_none(changes: dict[str, Any]) -> None:
+def test_turn_requires_a_logprob_for_every_sampled_token_or_for_none(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         turn(**changes)
 
@@ -150,37 +150,37 @@ def test_token_ids_are_little_endian_int32(values: list[int]) -> None:
     assert ints(iter(values)) == ints(tuple(values)) == data
 
 
-# ---- limits and sampling: one over the other
+# ---- limits and sampling: set fields override inherited ones
 
 
 @pytest.mark.parametrize("name", Limits.__struct_fields__)
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, -math.inf])
-def test_a_limit_is_a_finite_number_above_zero(name: str, value: float) -> None:
+def test_limit_must_be_finite_and_positive(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"limits.{name}"):
         Limits(**{name: value})
 
 
-OVER = pytest.mark.parametrize("kind", [Limits, Sampling], ids=lambda kind: kind.__name__)
+LAYERED = pytest.mark.parametrize("kind", [Limits, Sampling], ids=lambda kind: kind.__name__)
 
 
-@OVER
+@LAYERED
 @given(data=st.data())
-def test_what_is_said_above_counts_and_what_is_not_said_comes_from_below(kind: Any, data: st.DataObject) -> None:
-    above, below, lowest = (data.draw(made(kind)) for _ in range(3))
+def test_over_prefers_set_fields_and_inherits_unset_ones(kind: Any, data: st.DataObject) -> None:
+    above, below, lowest = (data.draw(values_of(kind)) for _ in range(3))
     result = above.over(below)
     for name in kind.__struct_fields__:
-        said = getattr(above, name)
-        assert getattr(result, name) == (said if said not in (None, (), {}) else getattr(below, name))
+        value = getattr(above, name)
+        assert getattr(result, name) == (value if value not in (None, (), {}) else getattr(below, name))
     assert above.over(above) == above == kind().over(above) == above.over(kind())
     assert above.over(below).over(lowest) == above.over(below.over(lowest))
 
 
-def test_the_defaults_give_every_stage_a_deadline() -> None:
+def test_default_limits_give_every_stage_a_deadline() -> None:
     for name in ("queue", "setup", "run", "score", "teardown", "call", "model_call", "turns"):
         assert getattr(DEFAULT_LIMITS, name) is not None
 
 
-def test_temperature_zero_is_something_said() -> None:
+def test_temperature_zero_counts_as_set() -> None:
     assert Sampling(temperature=0.0).over(Sampling(temperature=1.0)).temperature == 0.0
 
 
@@ -188,7 +188,7 @@ def test_temperature_zero_is_something_said() -> None:
 
 
 def test_derived_seeds_never_change() -> None:
-    """Pinned: a checkpoint made by one release must draw the same in the next."""
+    """Pin the values: a checkpoint written by one release must sample the same in the next."""
     assert derive_seed(0) == 7210762507766007076
     assert derive_seed(0, "main", 0, 0) == 5780469847162204105
     assert derive_seed(7, "train", 12, 3) == 4440214001263900425
@@ -199,25 +199,23 @@ parts = st.lists(st.integers() | names | st.sampled_from(["", ";", "int:1:3;", "
 
 
 @given(st.integers(), parts, st.integers(), parts)
-def test_a_seed_depends_on_the_root_and_every_part(
-    root: int, some: list[Any], other: int, more: list[Any]
-) -> None:
+def test_seed_depends_on_the_root_and_every_part(root: int, some: list[Any], other: int, more: list[Any]) -> None:
     assert 0 <= derive_seed(root, *some) < 2**63
     assert derive_seed(root, *some) == derive_seed(root, *some)
     assert (derive_seed(root, *some) == derive_seed(other, *more)) == ((root, some) == (other, more))
 
 
-def test_no_part_can_be_made_to_look_like_two() -> None:
-    looks = ["a\x1fint:3", "a;int:1:3", "a", "3"]
-    seeds = {derive_seed(0, *key) for key in [("a", 3), ("a", "3"), *((name,) for name in looks)]}
+def test_separators_inside_seed_parts_do_not_cause_collisions() -> None:
+    similar = ["a\x1fint:3", "a;int:1:3", "a", "3"]
+    seeds = {derive_seed(0, *key) for key in [("a", 3), ("a", "3"), *((name,) for name in similar)]}
     assert len(seeds) == 6
 
 
-# ---- records, tasks
+# ---- rollouts, tasks, messages
 
 
-@given(st.lists(made(Rollout), max_size=4))
-def test_only_a_scored_rollout_that_ended_by_itself_or_its_budget_is_valid(rollouts: list[Rollout]) -> None:
+@given(st.lists(values_of(Rollout), max_size=4))
+def test_only_scored_completed_or_truncated_rollouts_are_valid(rollouts: list[Rollout]) -> None:
     group = Group(index=0, task=Task(id="t"), rollouts=tuple(rollouts))
     assert group.rewards == [rollout.reward for rollout in rollouts]
     assert list(group.valid) == [rollout for rollout in rollouts if rollout.valid]
@@ -226,7 +224,7 @@ def test_only_a_scored_rollout_that_ended_by_itself_or_its_budget_is_valid(rollo
             assert not rollout.valid
 
 
-def test_a_taskset_is_an_ordered_sequence_that_keeps_its_name() -> None:
+def test_taskset_is_an_ordered_sequence_whose_slices_keep_its_name() -> None:
     tasks = [Task(id=str(n)) for n in range(5)]
     taskset = Taskset(tasks, name="five", source="here")
     assert list(taskset) == tasks
@@ -234,7 +232,7 @@ def test_a_taskset_is_an_ordered_sequence_that_keeps_its_name() -> None:
     assert (list(taskset[1:3]), taskset[1:3].name) == (tasks[1:3], "five")
 
 
-def test_the_text_of_a_message_leaves_out_what_is_no_text() -> None:
+def test_message_text_skips_parts_that_are_not_text() -> None:
     parts = ({"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"})
     assert [Message("user", content).text for content in (None, "b", parts)] == ["", "b", "a"]
     task = Task(id="t", prompt=(Message("system", "no"), Message("user", "one"), Message("user", "two")))

@@ -1,4 +1,4 @@
-"""Errors: whose fault it was and why, never lost on the way to the record."""
+"""Errors carry a cause and a fault, and keep both on the way into a `Failed` outcome."""
 
 import asyncio
 import pickle
@@ -42,18 +42,18 @@ ALL = [
     ScoringError,
 ]
 KINDS = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-ROOMS = {"agent", "sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "tool", "bug"}
+CATEGORIES = {"agent", "sandbox", "worker", "upstream", "engine", "runner", "scoring", "task", "tool", "bug"}
 
 
 class Foreign(Exception):
-    """Somebody else's."""
+    """Exception class that Rookery does not know."""
 
 
-class Unspeakable(Exception):
-    """Has no words."""
+class Unprintable(Exception):
+    """Exception whose `__str__` raises."""
 
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("cannot be printed")
 
 
 def raised(error: BaseException) -> BaseException:
@@ -67,22 +67,22 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("code", sorted(CAUSES))
-def test_every_cause_says_whose_fault_it_is_what_it_means_and_what_to_do(code: str) -> None:
+def test_every_cause_has_a_fault_a_meaning_and_advice(code: str) -> None:
     cause = CAUSES[code]
-    room, dot, word = code.partition(".")
+    category, dot, name = code.partition(".")
     assert (cause.code, dot) == (code, ".")
-    assert room in ROOMS
-    assert word
+    assert category in CATEGORIES
+    assert name
     assert cause.fault in get_args(Fault)
     assert cause.meaning.endswith(".")
     assert cause.advice
-    assert (cause.fault == "bug") >= (room == "bug")
-    assert (cause.fault == "task") >= (room == "task")
-    assert (cause.fault == "infra") >= (room in ("sandbox", "worker", "engine", "runner"))
+    assert (cause.fault == "bug") >= (category == "bug")
+    assert (cause.fault == "task") >= (category == "task")
+    assert (cause.fault == "infra") >= (category in ("sandbox", "worker", "engine", "runner"))
     assert get_cause(code) is cause
 
 
-def test_every_cause_our_code_names_is_in_the_table() -> None:
+def test_every_cause_named_in_the_source_is_in_the_table() -> None:
     home = Path(rookery.core.__file__).parent.parent
     pattern = re.compile(r'''(?:cause=|cause = |Failed\("(?:infra|task|bug)", )"([a-z_]+\.[a-z_]+)"''')
     named = {code for path in home.rglob("*.py") for code in pattern.findall(path.read_text())}
@@ -90,13 +90,13 @@ def test_every_cause_our_code_names_is_in_the_table() -> None:
     assert named - set(CAUSES) == set()
 
 
-def test_a_cause_of_the_environments_own_is_a_bug_with_a_row_like_the_others() -> None:
+def test_unknown_cause_is_a_bug() -> None:
     cause = get_cause("mine.odd")
     assert (cause.code, cause.fault) == ("mine.odd", "bug")
 
 
 @KINDS
-def test_every_kind_of_error_has_a_cause_of_the_table_and_its_fault(kind: type[RookeryError]) -> None:
+def test_every_error_class_takes_its_fault_from_its_cause(kind: type[RookeryError]) -> None:
     error = kind("it broke")
     assert error.fault == CAUSES[error.code].fault
     assert kind("x", cause="task.image").fault == "task"
@@ -113,18 +113,20 @@ def test_errors_pickle_with_their_cause_and_fault(kind: type[RookeryError]) -> N
     assert (stop.reason, str(stop)) == ("context", str(Truncation("context")))
 
 
-# ---- boundary
+# ---- wrap_errors
 
 
-def test_boundary_keeps_the_original_as_the_cause() -> None:
+def test_wrap_errors_chains_the_original_exception() -> None:
     original = Foreign("deep inside")
     with (
-        pytest.raises(SandboxError, match="while writing: Foreign: deep inside") as caught,
+        pytest.raises(SandboxError) as caught,
         wrap_errors(SandboxError, "while writing", Foreign, cause="sandbox.create"),
     ):
         raise original
     assert caught.value.__cause__ is original
     assert caught.value.code == "sandbox.create"
+    for part in ("while writing", "Foreign", "deep inside"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +142,17 @@ def test_boundary_keeps_the_original_as_the_cause() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_cancellation_exits_and_typed_errors_pass_through_a_boundary_untouched(error: BaseException) -> None:
+def test_wrap_errors_lets_cancellation_exits_and_typed_errors_pass(error: BaseException) -> None:
     foreign: tuple[type[BaseException], ...] = (Foreign,) if isinstance(error, ValueError) else (BaseException,)
     with pytest.raises(type(error)) as caught, wrap_errors(SandboxError, "anything", *foreign):
         raise error
     assert caught.value is error
 
 
-# ---- failed
+# ---- failed_outcome
 
 
-def test_failed_keeps_the_whole_chain_of_tracebacks() -> None:
+def test_failed_outcome_keeps_the_whole_chain_of_tracebacks() -> None:
     try:
         try:
             raised(Foreign("first"))
@@ -161,26 +163,26 @@ def test_failed_keeps_the_whole_chain_of_tracebacks() -> None:
         outcome = failed_outcome(error, "setup", cause="bug.environment")
     assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "upstream.timeout", "setup")
     assert outcome.detail == "second"
-    for words in ("Foreign: first", "UpstreamError: second", "direct cause", __file__):
-        assert words in outcome.traceback
+    for text in ("Foreign: first", "UpstreamError: second", "direct cause", __file__):
+        assert text in outcome.traceback
 
 
-def test_failed_gives_an_untyped_exception_the_cause_of_its_stage() -> None:
+def test_failed_outcome_gives_an_untyped_exception_the_default_cause() -> None:
     outcome = failed_outcome(raised(Foreign("x")), "score", cause="bug.scoring")
     assert (outcome.fault, outcome.cause, outcome.detail) == ("bug", "bug.scoring", "Foreign: x")
 
 
-def test_failed_looks_behind_a_task_group_for_the_typed_error() -> None:
-    inner = ExceptionGroup("in", [Foreign("a"), SandboxError("the box is gone")])
+def test_failed_outcome_finds_the_typed_error_in_an_exception_group() -> None:
+    inner = ExceptionGroup("in", [Foreign("a"), SandboxError("it is gone")])
     error = ExceptionGroup("out", [Foreign("b"), inner])
     assert isinstance(unwrap_group(error), SandboxError)
     outcome = failed_outcome(raised(error), "run", cause="bug.environment")
-    assert (outcome.cause, outcome.detail) == ("sandbox.lost", "the box is gone")
+    assert (outcome.cause, outcome.detail) == ("sandbox.lost", "it is gone")
     assert "Foreign: a" in outcome.traceback
     assert "Foreign: b" in outcome.traceback
 
 
-def test_failed_is_bounded_and_keeps_both_ends() -> None:
+def test_failed_outcome_limits_the_length_of_detail_and_traceback() -> None:
     def deeper(n: int) -> None:
         deeper(n + 1)
 
@@ -199,19 +201,19 @@ def test_failed_is_bounded_and_keeps_both_ends() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        Unspeakable(),
+        Unprintable(),
         Foreign(),
-        Foreign("\udcff in a file's name"),
+        Foreign("\udcff in a file name"),
         UpstreamError("\ud83d half a smile"),
         OSError(2, "no such file", b"\xff".decode("utf-8", "surrogateescape")),
-        ExceptionGroup("\udcff", [Unspeakable()]),
+        ExceptionGroup("\udcff", [Unprintable()]),
         SystemExit(),
         KeyboardInterrupt(),
         asyncio.CancelledError(),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_failed_takes_any_exception_and_what_it_returns_can_be_encoded(error: BaseException) -> None:
+def test_failed_outcome_of_any_exception_can_be_encoded(error: BaseException) -> None:
     outcome = failed_outcome(raised(error), "run", cause="bug.environment", detail="")
     assert outcome.detail
     assert outcome.traceback
@@ -224,6 +226,6 @@ texts: Any = st.text(st.characters(exclude_categories=()), max_size=20)
 
 @given(texts)
 def test_describe_is_never_empty_and_never_raises(text: str) -> None:
-    words = describe(Foreign(text))
-    assert words.startswith("Foreign")
-    words.encode()
+    description = describe(Foreign(text))
+    assert description.startswith("Foreign")
+    description.encode()

@@ -1,4 +1,4 @@
-"""What is imported with what: core nothing heavier than msgspec, and `import rookery` next to nothing."""
+"""`import rookery` loads no subpackage, and `rookery.core` imports nothing heavier than msgspec."""
 
 import subprocess
 import sys
@@ -19,26 +19,27 @@ HEAVY = [
 ]
 
 
-def imported(statement: str) -> set[str]:
-    """What the statement brings in, over what the interpreter starts with."""
+def modules_loaded_by(statement: str) -> set[str]:
+    """Return the modules that a statement loads in a new interpreter."""
     code = f"import sys\nbefore = set(sys.modules)\n{statement}\nprint(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())
 
 
 @pytest.mark.parametrize("statement", ["import rookery.core", "import rookery"])
-def test_nothing_is_imported_that_is_heavier_than_msgspec(statement: str) -> None:
-    assert imported(statement) & set(HEAVY) == set()
+def test_importing_core_or_rookery_loads_no_heavy_module(statement: str) -> None:
+    assert modules_loaded_by(statement) & set(HEAVY) == set()
 
 
-def test_import_rookery_alone_loads_no_room() -> None:
-    assert {name for name in imported("import rookery") if name.startswith("rookery.")} == set()
+def test_import_rookery_loads_no_subpackage() -> None:
+    assert {name for name in modules_loaded_by("import rookery") if name.startswith("rookery.")} == set()
 
 
-def test_every_offered_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     import rookery
     from rookery import core
 
     assert [name for module in (rookery, core) for name in module.__all__ if not hasattr(module, name)] == []
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError) as caught:
         _ = rookery.nonsense  # type: ignore[attr-defined]
+    assert caught.value.name == "nonsense"

@@ -1,4 +1,4 @@
-"""JSON that every reader reads alike."""
+"""`strict_json` rejects JSON that parsers read differently."""
 
 import json
 
@@ -16,15 +16,15 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_plain_json_is_read_as_it_is(value: object) -> None:
+def test_unambiguous_json_decodes_unchanged(value: object) -> None:
     assert strict_json()(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize("text", ['{"a":1,"a":1}', '[{"b":{"a":1,"a":2}}]', "1e400", "-1e400", "NaN", "Infinity"])
-def test_what_readers_differ_on_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"duplicate|too large|not JSON"):
+def test_json_that_parsers_read_differently_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError):
         strict_json()(text)
 
 
-def test_integers_are_read_by_whom_it_is_told() -> None:
+def test_integers_are_converted_by_the_given_function() -> None:
     assert strict_json(len)("[1, 22, 3.5]") == [1, 2, 3.5]

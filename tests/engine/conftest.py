@@ -12,7 +12,7 @@ from rookery import Engine
 from rookery.core import Group, Rollout
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
-from tests.processes import below
+from tests.processes import descendants
 from tests.servers import Answer, ModelServer, Request
 
 ENV = "tests.engine.envs:Misbehaving"
@@ -66,10 +66,10 @@ def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Any:
-    before = set(below(os.getpid()))
+    before = set(descendants(os.getpid()))
     yield
     # What was there before, as an engine of containers that other tests share, goes on with its own.
-    assert below(os.getpid(), without=before) == []
+    assert descendants(os.getpid(), without=before) == []
     for run in (tmp_path / "runs").glob("2*"):
         boxes = run / "sandboxes"
         assert not boxes.exists() or [path for path in boxes.rglob("*") if path.name != "leases"] == []

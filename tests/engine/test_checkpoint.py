@@ -67,7 +67,7 @@ async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: Mode
     model.default = Answer("ok", hold=gate)
     async with engine(model, tmp_path, concurrency=3) as made:
         held = made.groups(TASKS)
-        await model.requested(3)
+        await model.wait_for_requests(3)
         state = made.state_dict()
     model.default = answer
     for concurrency in (3, 1):  # none of them is admitted again when the next checkpoint is made; then one
@@ -76,7 +76,7 @@ async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: Mode
             held = made.groups(TASKS)
             if concurrency == 1:
                 model.default = Answer("ok", hold=gate)
-                await model.requested(4)
+                await model.wait_for_requests(4)
             state = made.state_dict()
     model.default = answer
     async with engine(model, tmp_path) as made:

@@ -19,7 +19,7 @@ from rookery.journal import RunReader
 from rookery.sandbox_runtime import processes
 from tests.engine.conftest import engine, records
 from tests.engine.crash_run import TASKS, K
-from tests.processes import below, cmdline
+from tests.processes import cmdline, descendants
 from tests.servers import ModelServer
 
 KINDS = ["supervisor", "runner", "guard", "payload"]
@@ -29,7 +29,7 @@ def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
     """A process of this kind, if there is one at the moment."""
     if kind == "supervisor":
         return supervisor
-    tree = below(supervisor)
+    tree = descendants(supervisor)
     sandboxed = [pid for pid in tree if processes.read_variable(pid, processes.SANDBOX_VARIABLE)]
     runners = [pid for pid in tree if b"rookery.engine.runner" in cmdline(pid)]
     guards = [pid for pid in tree if pid not in sandboxed and pid not in runners]
@@ -71,7 +71,7 @@ async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
     kills = Counter[str]()
     for _ in range(10):
         before = len(model.requests)
-        reached = asyncio.create_task(model.requested(before + rng.randrange(1, 12)))
+        reached = asyncio.create_task(model.wait_for_requests(before + rng.randrange(1, 12)))
         ended = asyncio.create_task(run.wait())
         await asyncio.wait({reached, ended}, return_when=asyncio.FIRST_COMPLETED)
         reached.cancel()
@@ -117,9 +117,9 @@ async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
 ) -> None:
     folder = tmp_path / "runs"
     run = await start("new", folder, model.url)
-    await model.requested(6)
+    await model.wait_for_requests(6)
     tree = []
-    for pid in below(run.pid):
+    for pid in descendants(run.pid):
         with suppress(ProcessLookupError):  # short commands come and go
             tree.append(os.pidfd_open(pid))
     run.kill()

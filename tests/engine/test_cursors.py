@@ -277,7 +277,7 @@ async def test_a_client_that_goes_away_leaves_what_it_did_not_take(model: ModelS
         stream = remote.groups(TASKS[:4])
         first = await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
-        await model.requested(2)
+        await model.wait_for_requests(2)
         await remote.close()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(60):

@@ -164,9 +164,9 @@ async def test_blocking_stages_run_off_the_loop(model: ModelServer, tmp_path: Pa
 async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Path) -> None:
     async with engine(model, tmp_path) as made:
         stream = made.groups([row(run="hang-in-policy"), row(run="loose-task", after="hang")])
-        await model.requested(3)
+        await model.wait_for_requests(3)
         await stream.aclose()
-        await model.disconnected(2)
+        await model.wait_for_disconnects(2)
     assert [record.outcome for record in records(tmp_path)] == [Cancelled("user")] * 2
 
 
@@ -177,7 +177,7 @@ async def test_teardown_happens_also_after_a_cancellation_and_after_half_a_setup
     async with engine(model, tmp_path, runners=runners) as made:
         stream = made.groups([row(run="hang-in-policy", teardown="say"), row(setup="raise", teardown="say")])
         assert (await anext(stream)).index == 1
-        await model.requested(1)
+        await model.wait_for_requests(1)
         await stream.aclose()
     assert [event["stage"] for event in events(tmp_path, "log.info")] == ["teardown"] * 2
     assert events(tmp_path, "teardown.failed") == []
@@ -216,7 +216,7 @@ async def test_outer_cancellation_is_not_swallowed_and_cancels_everything(
                 pass
 
     task = asyncio.create_task(consume())
-    await model.requested(4)
+    await model.wait_for_requests(4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 20)
@@ -336,7 +336,7 @@ async def test_budgets_truncate_and_what_is_there_is_scored(model: ModelServer, 
 async def test_a_loose_task_does_not_outlive_its_attempt(model: ModelServer, tmp_path: Path) -> None:
     groups = await gather(model, tmp_path, [row(run="loose-task")])
     assert groups[0].rollouts[0].outcome == Completed()
-    await model.disconnected(1)
+    await model.wait_for_disconnects(1)
 
 
 async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_path: Path) -> None:

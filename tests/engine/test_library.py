@@ -253,10 +253,10 @@ async def test_a_client_that_is_killed_takes_its_streams_and_its_pause_with_it(
         async with client(made.folder) as gone:
             await gone.heard()
             await gone.do("open", tasks=[row(n, run="hang-in-policy") for n in range(9)])
-            await model.requested(3)
+            await model.wait_for_requests(3)
             gone.process.send_signal(signal.SIGKILL)
             await gone.process.wait()
-        await model.disconnected(3)
+        await model.wait_for_disconnects(3)
 
         async def empty() -> bool:
             return (await made.status())["in_flight"] == 0
@@ -317,7 +317,7 @@ async def test_an_engine_that_goes_away_ends_its_clients_calls_in_words(
         far = await Engine.connect(made.folder)
         stream = far.groups([row(0, run="hang-in-policy")])
         waiting = asyncio.ensure_future(anext(stream))
-        await model.requested(1)
+        await model.wait_for_requests(1)
     with pytest.raises(RookeryError, match="closed the connection"):
         await waiting
     with pytest.raises(RookeryError, match="closed the connection"):

@@ -54,7 +54,7 @@ async def test_a_server_that_goes_away_and_comes_back_costs_no_retry(tmp_path: P
 
             consuming = asyncio.create_task(consume())
             async with asyncio.timeout(60):
-                await server.requested(4)
+                await server.wait_for_requests(4)
             await server.stop()
             await until(made, "upstream.waiting", seen)
             assert (await made.status())["waiting_for_upstream"] is not None

@@ -23,7 +23,7 @@ from rookery.core import Completed, Outcome, Task, label
 from rookery.engine import framing, runner_protocol
 from rookery.engine.framing import MAX_FRAME, FramedConnection, FramingError
 from rookery.engine.plain_data import LEFT_OUT, MAX_DEPTH, MAX_SIZE, plain_data, plain_numbers
-from tests.core.strategies import made, plain
+from tests.core.strategies import json_values, values_of
 from tests.engine.conftest import engine
 from tests.servers import ModelServer
 
@@ -63,7 +63,7 @@ def receiver(decoder: Any = runner_protocol.from_runner_decoder) -> tuple[Framed
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_every_message_comes_out_as_it_went_in(kind: Any, data: st.DataObject) -> None:
-    message = data.draw(made(kind))
+    message = data.draw(values_of(kind))
     decoder: Any = runner_protocol.to_runner_decoder if kind in TO_RUNNER else runner_protocol.from_runner_decoder
     again = decoder.decode(framing.encoder.encode(message))
     assert again == message
@@ -76,10 +76,12 @@ messages = st.lists(
         st.builds(
             runner_protocol.RunnerEvent,
             st.text(max_size=5),
-            st.dictionaries(st.text(max_size=3), plain, max_size=2),
+            st.dictionaries(st.text(max_size=3), json_values, max_size=2),
         ),
         st.builds(runner_protocol.Heartbeat),
-        st.builds(runner_protocol.AttemptResult, st.text(max_size=5), made(Outcome), st.just(0.0), st.just(1.0)),
+        st.builds(
+            runner_protocol.AttemptResult, st.text(max_size=5), values_of(Outcome), st.just(0.0), st.just(1.0)
+        ),
     ),
     max_size=12,
 )
@@ -247,7 +249,7 @@ def test_whatever_was_kept_is_encoded(name: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.text(max_size=4), plain, max_size=4))
+@given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))
 def test_plain_data_comes_out_as_it_went_in(fields: dict[str, Any]) -> None:
     assert plain_data(fields) == fields
 

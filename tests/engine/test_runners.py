@@ -64,7 +64,7 @@ async def test_a_runner_killed_from_outside_is_replaced_and_its_attempts_run_aga
 ) -> None:
     async with engine(model, tmp_path, runners=2, concurrency=8) as made:
         stream = made.groups([row(run={"attempt 1": "hang-in-policy"})] * 8)
-        await model.requested(8)
+        await model.wait_for_requests(8)
         for pid in made.pids()[1:]:
             os.kill(pid, signal.SIGKILL)
         groups = [group async for group in stream]
@@ -135,7 +135,7 @@ async def test_concurrency_is_bounded_over_all_runners_together(model: ModelServ
     model.default = held
     async with engine(model, tmp_path, runners=2, concurrency=10) as made:
         stream = made.groups([row()] * 40)
-        await model.requested(10)
+        await model.wait_for_requests(10)
         assert (await made.status())["in_flight"] == 10
         gate.set()
         groups = [group async for group in stream]
@@ -148,7 +148,7 @@ async def test_pausing_stops_admission_and_model_calls_and_resumes_on_every_path
 ) -> None:
     async with engine(model, tmp_path, runners=2, concurrency=8, limits=Limits(run=10.0)) as made:
         stream = made.groups([row()] * 400)
-        await model.requested(20)
+        await model.wait_for_requests(20)
         with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with made.paused():
                 assert model.in_flight == 0
@@ -176,13 +176,13 @@ async def test_a_pause_that_cannot_drain_aborts_what_is_under_way_and_asks_again
 ) -> None:
     async with engine(model, tmp_path, runners=1) as made:
         stream = made.groups([row(run="hang-in-policy"), row()])
-        await model.requested(2)
+        await model.wait_for_requests(2)
         async with made.paused(timeout=0.2):
             assert (await made.status())["paused"]
             asked = len(model.requests)
         assert not (await made.status())["paused"]
         assert (await anext(stream)).index == 1
-        await model.requested(asked + 1)
+        await model.wait_for_requests(asked + 1)
         await stream.aclose()
 
 

@@ -61,7 +61,7 @@ async def test_a_seed_in_the_sampling_wins(server: ModelServer, tmp_path: Path) 
 
 
 async def test_a_server_that_refuses_seeds_is_asked_without(server: ModelServer, tmp_path: Path) -> None:
-    server.refuses = {"seed"}
+    server.unsupported_fields = {"seed"}
     await seeds(server, tmp_path, seed=7, concurrency=1)
     assert sum("seed" in one.body for one in server.requests) == 1
 

@@ -261,11 +261,11 @@ async def test_closing_a_stream_cancels_what_is_under_way_and_frees_its_name(
 ) -> None:
     async with engine(model, tmp_path, concurrency=4) as made:
         stream = made.groups([row(n, run="hang-in-policy") for n in range(9)], k=2)
-        await model.requested(4)
+        await model.wait_for_requests(4)
         with pytest.raises(UsageError, match="'main' is still open"):
             made.groups([row(0)])
         await stream.aclose()
-        await model.disconnected(4)
+        await model.wait_for_disconnects(4)
         assert (await made.status())["in_flight"] == 0
         assert len([group async for group in made.groups([row(20)])]) == 1
     outcomes = Counter(label(record.outcome) for record in records(tmp_path))
@@ -277,7 +277,7 @@ async def test_a_runner_that_dies_while_its_stream_is_closed_keeps_nobody_waitin
 ) -> None:
     async with engine(model, tmp_path, runners=1, concurrency=2) as made:
         stream = made.groups([row(n, run="hang-in-policy") for n in range(2)])
-        await model.requested(2)
+        await model.wait_for_requests(2)
         (pid,) = made.pids()[1:]
         os.kill(pid, signal.SIGSTOP)  # it can answer no cancellation any more
         closing = asyncio.create_task(stream.aclose())
@@ -293,7 +293,7 @@ async def test_a_stream_cut_short_by_closing_the_engine_never_looks_like_one_tha
     async with engine(model, tmp_path) as made:
         stream = made.groups([row(0, run="hang-in-policy")])
         waiting = asyncio.create_task(stream.__anext__())
-        await model.requested(1)
+        await model.wait_for_requests(1)
     async with asyncio.timeout(60):
         with pytest.raises(UsageError, match="engine was closed"):
             await waiting

@@ -1,4 +1,4 @@
-"""Strategies for hostile bytes, and a loop that tries them for a bounded time."""
+"""Hypothesis strategies for hostile bytes, and a runner that tries them for a limited time."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("ROOKERY_FUZZ_SECONDS", "20"))
-"""For each decoder."""
+"""Time spent on each decoder."""
 BATCH = 200
 
 
 def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], object], seconds: float = SECONDS) -> None:
-    """Try values of the strategy until the time is over; hypothesis shrinks the first that fails."""
+    """Check values of the strategy until the time is over; Hypothesis shrinks the first failing value."""
     end = time.monotonic() + seconds
     failed = False
 
@@ -29,7 +29,7 @@ def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], object], secon
     @given(strategy)
     def batch(value: Any) -> None:
         nonlocal failed
-        if time.monotonic() < end or failed:  # what failed is tried again until it is small
+        if time.monotonic() < end or failed:  # after a failure Hypothesis calls this again to shrink the value
             try:
                 check(value)
             except BaseException:
@@ -48,7 +48,7 @@ LEAVES = st.none() | st.booleans() | ODD_NUMBERS | st.floats() | ODD_TEXT
 
 
 def json_like(words: list[str], leaves: int = 12) -> st.SearchStrategy[Any]:
-    """JSON values whose keys and texts are often the words of a format."""
+    """Generate JSON values whose keys and strings often come from `words`."""
     texts = st.sampled_from(words)
     return st.recursive(
         LEAVES | texts,
@@ -59,7 +59,7 @@ def json_like(words: list[str], leaves: int = 12) -> st.SearchStrategy[Any]:
 
 @st.composite
 def mutated(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
-    """A valid message with some bytes changed, removed, repeated or put in."""
+    """Take a valid message and change, remove, repeat or insert some bytes."""
     data = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, max(0, len(data))))
@@ -93,7 +93,7 @@ def mutated(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
 
 
 def messages(seeds: list[Any], words: list[str]) -> st.SearchStrategy[bytes]:
-    """Bytes of JSON messages: valid ones that were changed, ones of the same words, and anything else."""
+    """Generate JSON messages: mutated valid ones, values made of the same words, and arbitrary bytes."""
     encoded = [json.dumps(seed).encode() for seed in seeds]
     shaped = json_like(words).map(lambda value: json.dumps(value).encode())
     typed = st.sampled_from(seeds).flatmap(lambda seed: retyped(seed, words)).map(lambda v: json.dumps(v).encode())
@@ -102,7 +102,7 @@ def messages(seeds: list[Any], words: list[str]) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def retyped(draw: st.DrawFn, seed: Any, words: list[str]) -> Any:
-    """A valid value in which some parts are replaced by other values."""
+    """Take a valid value and replace some of its parts with other values."""
     if draw(st.integers(0, 5)) == 0:
         return draw(json_like(words, leaves=4))
     if isinstance(seed, dict):

@@ -1,6 +1,6 @@
-"""Every decoder that reads bytes of a sandbox, an agent, an engine or a dataset raises its own typed error alone.
+"""Fuzz every decoder of bytes from a sandbox, agent, engine or dataset: it may raise only its own typed error.
 
-`ROOKERY_FUZZ_SECONDS` is the time for each decoder.
+`ROOKERY_FUZZ_SECONDS` sets the time spent on each decoder.
 """
 
 import asyncio
@@ -62,11 +62,11 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-def test_values_of_a_submission() -> None:
+def test_grader_codec_survives_fuzzing() -> None:
     def check(plain: Any) -> None:
         with contextlib.suppress(Malformed):
             value = decode(plain, lambda _: None)
-            encode(value, _no_reference)  # what came in can be sent again
+            encode(value, _no_reference)  # a decoded value can be encoded again
 
     leaves = LEAVES | st.sampled_from(WRITTEN)
     tagged = st.recursive(
@@ -82,10 +82,10 @@ def test_values_of_a_submission() -> None:
 
 
 def _no_reference(value: Any) -> Any:
-    raise AssertionError(f"a {type(value).__name__} came in and cannot be sent")
+    raise AssertionError(f"decoded a {type(value).__name__}, which cannot be encoded")
 
 
-def test_lines_of_tests() -> None:
+def test_unit_test_lines_survive_fuzzing() -> None:
     verdict = {"n": 0, "verdict": "passed", "detail": "é", "by": ""}
     seeds: list[Any] = [["test a"], 0, verdict, ["word", verdict], ["crash", "why"], {"name": "E", "said": "x"}]
 
@@ -105,7 +105,7 @@ def test_lines_of_tests() -> None:
     fuzz(messages(seeds, ["n", "verdict", "passed", "detail", "by", "name", "said", "crash", "word"]), check)
 
 
-def test_reward_files() -> None:
+def test_reward_file_parser_survives_fuzzing() -> None:
     def check(data: bytes) -> None:
         for source in ("reward.json", "reward.txt"):
             with contextlib.suppress(ScoringError):
@@ -115,7 +115,7 @@ def test_reward_files() -> None:
     fuzz(messages([1, 0.5, {"reward": 1, "a": 0.5}], ["reward", "a"]) | texts, check)
 
 
-def test_outputs_of_programs() -> None:
+def test_output_comparison_survives_fuzzing() -> None:
     words = st.lists(
         st.sampled_from(["1", "inf", "nan", "1e400", "-0", "1_0", "x", "9" * 400]) | st.text(), max_size=4
     )
@@ -132,7 +132,7 @@ def test_outputs_of_programs() -> None:
 # ---- workers
 
 
-def test_frames_of_a_worker() -> None:
+def test_worker_frame_decoder_survives_fuzzing() -> None:
     head = protocol.DONE_HEAD.pack(1, 0, 0, 0.1, 0.1, 0.0, 1, 0, 0)
     done = head + protocol.pack_texts([b"value", b"", b"1\nx\n2", b"", b"fig.png", b"\0", b"file"])
     seeds = [done, protocol.HEAD.pack(len(done), protocol.DONE) + done, protocol.pack_texts([b"a", b"\xff"])]
@@ -152,14 +152,14 @@ def test_frames_of_a_worker() -> None:
 # ---- sandboxes
 
 
-class _Unkilled(GuardChannel):
-    """A channel to a guard that is not killed for what it says."""
+class _NonKillingChannel(GuardChannel):
+    """Guard channel that does not kill the guard after a malformed report."""
 
     def kill_guard(self) -> None:
-        """Leave the process alone: the test ends it."""
+        """Do nothing: the test ends the process."""
 
 
-def test_reports_of_a_guard() -> None:
+def test_guard_channel_survives_fuzzed_reports() -> None:
     seeds = [
         guard_protocol.REPORT.pack(kind, 1, 0, 0, 0.1, 5, 0.2, 0)
         for kind in (guard_protocol.READY, guard_protocol.ALL_KILLED, 99)
@@ -170,7 +170,7 @@ def test_reports_of_a_guard() -> None:
         with theirs, ours, subprocess.Popen(["sleep", "60"]) as child:
             try:
                 ours.setblocking(False)
-                channel = _Unkilled(child.pid, ours, None, os.pidfd_open(child.pid))
+                channel = _NonKillingChannel(child.pid, ours, None, os.pidfd_open(child.pid))
                 promise = channel._pending[1] = asyncio.get_running_loop().create_future()
                 for report in reports:
                     if report:
@@ -234,7 +234,7 @@ COMPLETIONS = {"model": "m", "prompt": ["a"], "max_tokens": 3, "logprobs": 1, "e
     ],
     ids=["chat", "messages", "responses", "completions"],
 )
-def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
+def test_dialect_request_parser_survives_fuzzing(dialect: Any, seed: dict[str, Any]) -> None:
     words = sorted({word for word in _words(seed) if word})
 
     def check(body: bytes) -> None:
@@ -252,7 +252,7 @@ def test_requests_of_agents(dialect: Any, seed: dict[str, Any]) -> None:
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": 5},
     ],
 )
-def test_items_of_other_types_are_answered_like_any_bad_request(item: dict[str, Any]) -> None:
+def test_responses_items_with_wrong_types_raise_only_bad_request(item: dict[str, Any]) -> None:
     with contextlib.suppress(BadRequestError):
         ResponsesDialect().parse_request(json.dumps({"model": "m", "input": [item]}).encode())
 
@@ -265,7 +265,7 @@ def _words(value: Any) -> set[str]:
     return {value} if isinstance(value, str) else set()
 
 
-def test_requests_to_the_egress_proxy() -> None:
+def test_egress_proxy_parsers_survive_fuzzing() -> None:
     seeds = [
         b"GET http://example.org/a?b HTTP/1.1\r\nHost: example.org\r\nContent-Length: 3",
         b"CONNECT [::1]:443 HTTP/1.1\r\nHost: [::1]:443",
@@ -297,7 +297,7 @@ REPLY = {
 }  # fmt: skip
 
 
-def test_replies_of_engines() -> None:
+def test_openai_reply_decoder_survives_fuzzing() -> None:
     def check(data: bytes) -> None:
         for seen in (False, True):
             with contextlib.suppress(ReplyFormatError):
@@ -306,7 +306,7 @@ def test_replies_of_engines() -> None:
     fuzz(messages([REPLY], sorted(_words(REPLY))), check)
 
 
-def test_answers_of_sglang() -> None:
+def test_sglang_reply_decoder_survives_fuzzing() -> None:
     meta = {"finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 3, "completion_tokens": 2}
     entry = [-0.5, 4, "a"]
     answer = {
@@ -324,7 +324,7 @@ def test_answers_of_sglang() -> None:
     fuzz(messages(seeds, sorted(_words(answer))), check)
 
 
-def test_streams_of_engines() -> None:
+def test_event_stream_decoder_survives_fuzzing() -> None:
     seeds = [b"data: {}\n\n", b"\xef\xbb\xbfevent: x\r\ndata: a\r\ndata: b\r\n\r\n", b": c\n\ndata: [DONE]\n\n"]
 
     def check(pieces: list[bytes]) -> None:
@@ -334,7 +334,7 @@ def test_streams_of_engines() -> None:
             for piece in pieces:
                 found += events.feed(piece)
             whole = Events().feed(b"".join(pieces))
-            assert found == whole, "where a stream is cut makes no difference"
+            assert found == whole, "the result depends on how the stream was split"
 
     fuzz(st.lists(mutated(seeds), max_size=5), check)
 
@@ -356,7 +356,7 @@ STREAMED: list[Any] = [CHUNK, GENERATED, COMPLETION, {"error": {"message": "x", 
     [openai.CHAT, openai.COMPLETIONS, vllm.Generate(), sglang.Generate(), llamacpp.NativeCompletion()],
     ids=["chat", "completions", "vllm", "sglang", "llamacpp"],
 )
-def test_whole_and_streamed_replies_of_every_format(form: Format) -> None:
+def test_every_reply_format_survives_fuzzing(form: Format) -> None:
     prompt = ModelRequest(model="", tokens=ints([1, 2]), top_logprobs=1)
     words = sorted({word for seed in STREAMED for word in _words(seed)})
 
@@ -374,7 +374,7 @@ def test_whole_and_streamed_replies_of_every_format(form: Format) -> None:
     fuzz(st.lists(messages(STREAMED, words), min_size=1, max_size=4), check)
 
 
-def test_metrics_of_engines() -> None:
+def test_engine_metrics_parser_survives_fuzzing() -> None:
     seeds = [
         b'# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_waiting 1\n',
         b'vllm:generation_tokens_total{model_name="m"} 1e5\nsglang:num_running_reqs{a="\\"}"} 2\n',
@@ -396,7 +396,7 @@ ROW_WORDS = sorted(
 )
 
 
-def test_rows_of_tasks(tmp_path: Path) -> None:
+def test_task_rows_survive_fuzzing(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
 
     def check(data: bytes) -> None:
@@ -408,7 +408,7 @@ def test_rows_of_tasks(tmp_path: Path) -> None:
     fuzz(lines, check)
 
 
-def test_rows_of_code_tasks() -> None:
+def test_code_task_rows_survive_fuzzing() -> None:
     def check(row: Any) -> None:
         if isinstance(row, dict):
             with contextlib.suppress(TaskError):
@@ -440,7 +440,7 @@ ARCHIVES = [_archive(form) for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)]
 
 @st.composite
 def archives(draw: st.DrawFn) -> bytes:
-    """Archives with changed headers whose checksums are right, and with anything changed."""
+    """Generate archives with changed headers and valid checksums, and arbitrarily mutated ones."""
     data = bytearray(draw(st.sampled_from(ARCHIVES)))
     for _ in range(draw(st.integers(0, 4))):
         block = draw(st.integers(0, len(data) // 512 - 1)) * 512
@@ -455,7 +455,7 @@ def archives(draw: st.DrawFn) -> bytes:
     return gzip.compress(whole) if draw(st.integers(0, 3)) == 0 else whole
 
 
-def test_archives_of_tasks(tmp_path: Path) -> None:
+def test_task_archives_survive_fuzzing(tmp_path: Path) -> None:
     file = tmp_path / "tasks.tar"
 
     def check(data: bytes) -> None:
@@ -470,7 +470,7 @@ def test_archives_of_tasks(tmp_path: Path) -> None:
     fuzz(archives(), check)
 
 
-def test_layers_of_images() -> None:
+def test_image_layer_reader_survives_fuzzing() -> None:
     def check(data: bytes) -> None:
         left = [data]
         reader = tar_stream.TarReader(lambda: left.pop() if left else b"")
@@ -485,7 +485,7 @@ def test_layers_of_images() -> None:
 # ---- the journal
 
 
-def test_token_files(tmp_path: Path) -> None:
+def test_token_file_reader_survives_fuzzing(tmp_path: Path) -> None:
     file = tmp_path / "w-0.rtk"
 
     def check(data: bytes) -> None:

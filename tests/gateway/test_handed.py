@@ -145,12 +145,12 @@ async def test_a_listener_that_is_taken_back_is_served_no_more_and_can_be_anothe
         again = listener.dup()
         await served.hand("a", listener)
         call = asyncio.create_task(ask(http, port))
-        await server.requested(1)
+        await server.wait_for_requests(1)
         served.take("a")
         served.take("a")
         with pytest.raises(aiohttp.ClientError):
             await call
-        await server.disconnected(1)
+        await server.wait_for_disconnects(1)
         server.default = Answer("second")
         await served.hand("b", again)
         status, answer = await ask(http, port)

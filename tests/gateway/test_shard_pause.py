@@ -171,7 +171,7 @@ async def test_a_pause_waits_for_calls_of_every_shard() -> None:
         name = owned_by(1, 2)
         async with client(await served.register({"id": name}), retries=0) as api:
             call = asyncio.create_task(said(api, HI, stream=False))
-            await server.requested(1)
+            await server.wait_for_requests(1)
             pausing = asyncio.create_task(tell(served, 0, "/pause", {"mode": "drain", "timeout": 60}))
 
             async def settling() -> bool:
@@ -193,7 +193,7 @@ async def test_a_pause_whose_asker_goes_away_is_undone_in_every_shard() -> None:
         name = owned_by(1, 2)
         async with client(await served.register({"id": name}), retries=0) as api:
             call = asyncio.create_task(said(api, HI, stream=False))
-            await server.requested(1)
+            await server.wait_for_requests(1)
             pausing = asyncio.create_task(tell(served, 0, "/pause", {"mode": "drain", "timeout": 60}))
 
             async def so(paused: bool) -> bool:

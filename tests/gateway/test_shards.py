@@ -290,12 +290,12 @@ async def test_calls_under_way_do_not_keep_a_gateway_from_closing() -> None:
     async with ModelServer(Answer(hold=never)) as server, gateway(server.url) as served:
         async with client(await served.register({"id": "a"}), retries=0) as api:
             call = asyncio.create_task(said(api, HI, stream=True))
-            await server.requested(1)
+            await server.wait_for_requests(1)
             pids = served.pids()
             await served.close()
             with pytest.raises(openai.APIError):
                 await call
-        await server.disconnected(1)
+        await server.wait_for_disconnects(1)
         assert not any(map(alive, pids))
 
 

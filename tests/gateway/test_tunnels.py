@@ -19,7 +19,7 @@ from rookery.engine import run_services
 from rookery.gateway import tunnels
 from rookery.gateway.tunnels import SshTunnel, Tunnel, Tunnels, tunnel_of
 from tests.gateway.shard_kit import eventually, gateway
-from tests.processes import below, cmdline
+from tests.processes import cmdline, descendants
 from tests.servers import ModelServer
 
 ROOT = Path(__file__).parents[2] / ".peers" / "ssh" / "root"
@@ -89,7 +89,7 @@ PidFile none
         """With every connection that it serves."""
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                for pid in below(self.process.pid):
+                for pid in descendants(self.process.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 self.process.kill()
@@ -104,7 +104,7 @@ PidFile none
 
 
 def ssh_pids() -> set[int]:
-    return {pid for pid in below(os.getpid()) if cmdline(pid).startswith(b"ssh\0")}
+    return {pid for pid in descendants(os.getpid()) if cmdline(pid).startswith(b"ssh\0")}
 
 
 @pytest.fixture

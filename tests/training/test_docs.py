@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rookery.training import BatchConfig
-from tests.core.test_imports import imported
+from tests.core.test_imports import modules_loaded_by
 from tests.docs.test_docs import ROOT, blocks
 
 PAGE = ROOT / "docs" / "guides" / "training.md"
@@ -35,4 +35,4 @@ def test_every_setting_of_a_batch_is_documented() -> None:
 
 def test_nothing_is_imported_that_is_heavier_than_numpy() -> None:
     heavy = {"torch", "transformers", "trl", "aiohttp", "asyncio", "rich", "click", "sqlite3", "rookery.engine"}
-    assert imported("import rookery.training") & heavy == set()
+    assert modules_loaded_by("import rookery.training") & heavy == set()

@@ -7,7 +7,7 @@ import pytest
 from rookery.core import Message, Sampling, ToolCall, UpstreamError, UsageError, floats, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
 from rookery.upstreams.openai import OpenAIUpstream
-from tests.servers import Answer, ModelServer, nobody
+from tests.servers import Answer, ModelServer, unreachable_url
 from tests.upstreams.helpers import ASK, KEY, fails, upstream
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -101,7 +101,7 @@ async def test_an_answer_without_end_is_refused_while_it_comes_in(monkeypatch):
 @pytest.mark.parametrize("fields", [{"return_token_ids"}, {"logprobs"}, {"return_token_ids", "logprobs"}])
 async def test_a_refused_field_is_left_out_from_then_on(fields, caplog):
     async with ModelServer() as server, upstream(server.url) as up:
-        server.refuses = fields
+        server.unsupported_fields = fields
         with caplog.at_level(logging.WARNING, "rookery.upstreams"):
             for _ in range(3):
                 reply = await up.complete(ASK, timeout=30)
@@ -260,14 +260,14 @@ async def test_a_check_says_why_a_server_cannot_be_used(answer, cause):
 
 
 async def test_a_check_of_a_server_that_is_not_there_says_so():
-    async with nobody() as url, upstream(url) as up:
+    async with unreachable_url() as url, upstream(url) as up:
         with pytest.raises(UpstreamError) as caught:
             await up.check()
         assert caught.value.code == "upstream.unreachable"
 
 
 async def test_one_unusable_replica_does_not_make_the_upstream_unusable():
-    async with ModelServer() as server, nobody() as gone, upstream(gone, server.url) as up:
+    async with ModelServer() as server, unreachable_url() as gone, upstream(gone, server.url) as up:
         info = await up.check()
         assert info.models == ("test-model",)
         assert gone in info.details["unusable"][0]

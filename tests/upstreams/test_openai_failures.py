@@ -9,14 +9,14 @@ import pytest
 from rookery.core import Truncation, UpstreamError
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.replica import Replica
-from tests.servers import Answer, ModelServer, nobody, raw_server
+from tests.servers import Answer, ModelServer, raw_server, unreachable_url
 from tests.upstreams.helpers import ASK, KEY, fails, overdue, upstream
 
 # ------------------------------------------------------------------------------------------------- errors
 
 
 async def test_a_refused_connection_is_unreachable():
-    async with nobody() as url, upstream(url, retries=1) as up:
+    async with unreachable_url() as url, upstream(url, retries=1) as up:
         assert "refused" in await fails(up, "upstream.unreachable")
 
 
@@ -149,7 +149,11 @@ async def test_a_restarted_server_is_found_again():
 
 
 async def test_another_replica_is_tried_where_one_is_gone():
-    async with ModelServer("there") as server, nobody() as gone, upstream(gone, server.url, retries=1) as up:
+    async with (
+        ModelServer("there") as server,
+        unreachable_url() as gone,
+        upstream(gone, server.url, retries=1) as up,
+    ):
         for n in range(6):
             ask = ModelRequest(model="m", messages=ASK.messages, affinity=f"a{n}" if n % 2 else "")
             assert (await up.complete(ask, timeout=30)).message.text == "there"
@@ -161,10 +165,10 @@ async def test_another_replica_is_tried_where_one_is_gone():
 async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
         failing = asyncio.create_task(fails(up, "upstream.timeout", timeout=60))
-        await server.requested(1)
+        await server.wait_for_requests(1)
         overdue(up)
         assert "within 60 s" in await failing
-        await server.disconnected()
+        await server.wait_for_disconnects()
         server.default = Answer("free")
         assert (await up.complete(ASK, timeout=30)).message.text == "free"
 
@@ -172,13 +176,13 @@ async def test_a_slow_answer_is_a_timeout_and_its_connection_is_closed():
 async def test_cancelling_closes_the_connection_and_frees_the_place():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url, concurrency=1) as up:
         call = asyncio.create_task(up.complete(ASK, timeout=60))
-        await server.requested(1)
+        await server.wait_for_requests(1)
         waiting = asyncio.create_task(up.complete(ASK, timeout=60))
         server.default = Answer("free")
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await server.disconnected()
+        await server.wait_for_disconnects()
         assert (await waiting).message.text == "free"
         assert up.replicas[0].load == 0
 
@@ -187,7 +191,7 @@ async def test_cancelling_a_call_that_waits_frees_its_turn():
     hold = asyncio.Event()
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
         calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
-        await server.requested(1)
+        await server.wait_for_requests(1)
         calls[1].cancel()
         hold.set()
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -216,7 +220,7 @@ async def test_places_are_given_in_order_and_waiting_is_reported():
 
         server.then(Answer(hold=hold))
         calls = [asyncio.create_task(call(n)) for n in range(4)]
-        await server.requested(1)
+        await server.wait_for_requests(1)
         await asyncio.sleep(0.02)
         hold.set()
         queued = await asyncio.gather(*calls)
@@ -244,7 +248,7 @@ async def test_waiting_for_a_place_is_not_part_of_the_deadline(given):
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
         server.then(Answer(hold=hold))
         calls = [asyncio.create_task(up.complete(ASK, timeout=60)) for _ in range(3)]
-        await server.requested(1)
+        await server.wait_for_requests(1)
         await asyncio.sleep(0.02)
         hold.set()
         await asyncio.gather(*calls)
@@ -272,7 +276,7 @@ async def test_replicas_share_the_load_and_affinity_is_kept():
 async def test_closing_ends_what_is_under_way():
     async with ModelServer(Answer(hold=asyncio.Event())) as server, upstream(server.url) as up:
         call = asyncio.create_task(up.complete(ASK, timeout=60))
-        await server.requested(1)
+        await server.wait_for_requests(1)
         await up.close()
         with pytest.raises(UpstreamError):
             await call

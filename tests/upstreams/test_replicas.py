@@ -139,10 +139,10 @@ async def test_a_larger_size_lets_those_in_who_wait():
     async with ModelServer(Answer(hold=hold)) as server, upstream(server.url, concurrency=1) as up:
         waits: list[bool] = []
         calls = [asyncio.create_task(up.complete(ASK, timeout=30, on_wait=waits.append)) for _ in range(3)]
-        await server.requested(1)
+        await server.wait_for_requests(1)
         assert up.replicas[0].gate.waiting == 2
         up.replicas[0].gate.resize(3)
-        await server.requested(3)
+        await server.wait_for_requests(3)
         assert waits == [True, True, False, False]
         hold.set()
         assert all(reply.queued >= 0 for reply in await asyncio.gather(*calls))

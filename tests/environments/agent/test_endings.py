@@ -155,7 +155,7 @@ async def test_an_agent_that_attacks_the_gateway_or_another_session_gets_nowhere
 
     async with ModelServer(held) as server, scripted_engine(server, env, tmp_path) as made:
         taking = asyncio.create_task(all_of(made, [ROW, ROW]))
-        await asyncio.wait_for(server.requested(2), 60)
+        await asyncio.wait_for(server.wait_for_requests(2), 60)
         both.set()
         found = await taking
     for one in found:
@@ -175,7 +175,7 @@ async def test_a_sandbox_that_is_lost_under_its_agent_is_infra_and_the_policys_w
     async with ModelServer(scripted("ok")) as server, scripted_engine(server, env, tmp_path) as made:
         taking = asyncio.create_task(all_of(made, [ROW]))
         for attempt in (1, 2):
-            await asyncio.wait_for(server.requested(attempt), 60)
+            await asyncio.wait_for(server.wait_for_requests(attempt), 60)
             os.kill(agent_envs.SANDBOX_PIDS[-1], signal.SIGKILL)
         (found,) = await taking
     assert found.outcome == Truncated("lost"), (found.outcome, found.attempts)
@@ -191,7 +191,7 @@ async def test_cancelling_a_run_ends_its_agents(tmp_path: Path) -> None:
     async with ModelServer(scripted("ok")) as server:
         async with scripted_engine(server, env, tmp_path) as made:
             taking = asyncio.create_task(all_of(made, [ROW, ROW]))
-            await asyncio.wait_for(server.requested(2), 60)
+            await asyncio.wait_for(server.wait_for_requests(2), 60)
             taking.cancel()
             await asyncio.wait({taking})
         assert len(agent_envs.SANDBOX_PIDS) == 2

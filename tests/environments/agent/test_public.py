@@ -98,7 +98,7 @@ async def test_with_the_machines_network_a_secret_opens_one_session_alone(tmp_pa
 
     async with ModelServer(held) as model, scripted_engine(model, env, tmp_path, sandbox=ALL) as made:
         taking = asyncio.create_task(all_of(made, [ROW, ROW]))
-        await asyncio.wait_for(model.requested(2), 60)
+        await asyncio.wait_for(model.wait_for_requests(2), 60)
         both.set()
         found = await taking
         asked = len(model.requests)
@@ -209,7 +209,7 @@ async def test_an_agent_behind_a_tunnel_that_dies_once(
             assert gateway.address is not None
             far = gateway.address.public
             taking = asyncio.create_task(all_of(made, [ROW]))
-            await asyncio.wait_for(model.requested(2), 60)
+            await asyncio.wait_for(model.wait_for_requests(2), 60)
             for pid in ssh_pids():
                 os.kill(pid, signal.SIGKILL)
             waiting.set()

@@ -72,7 +72,7 @@ async def test_a_killed_shard_costs_an_agent_nothing_but_its_sdks_retry(tmp_path
         env = AgentEnvironment("openai-sdk", script=program(tmp_path, text, before=""))
         async with ModelServer(held) as server, scripted_engine(server, env, tmp_path) as made:
             taking = asyncio.create_task(all_of(made, [{"prompt": "6 * 7?", "answer": 42}]))
-            await asyncio.wait_for(server.requested(2), 60)
+            await asyncio.wait_for(server.wait_for_requests(2), 60)
             gateway = made.supervisor.gateway
             assert gateway is not None
             for pid in gateway.pids():
