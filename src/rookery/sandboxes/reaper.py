@@ -23,7 +23,7 @@ from rookery.sandbox_runtime import processes
 from rookery.sandboxes import leases
 from rookery.sandboxes.protocol import Lease, ProviderHome, ReapableProvider
 
-SCRATCH_PREFIX = "rookery-box-"
+SCRATCH_PREFIX = "rookery-sandbox-"
 """Prefix of scratch directories, in the directory for temporary files."""
 
 

@@ -67,7 +67,7 @@ def test_a_disk_is_limited_by_storage_that_can_and_watched_else(info: dict[str, 
     spec = replace(SPEC, disk=1 << 20)
     assert may_support_quota(info) is may
     assert body(spec, quota=may)["HostConfig"].get("StorageOpt") == ({"size": "1048576"} if may else None)
-    assert guard_settings(spec, IMAGE, limit_file_size=not may)["file"] == (0 if may else 1 << 20)
+    assert guard_settings(spec, IMAGE, limit_file_size=not may)["max_file_size"] == (0 if may else 1 << 20)
 
 
 def test_a_limit_that_the_kernel_does_not_hold_is_said() -> None:

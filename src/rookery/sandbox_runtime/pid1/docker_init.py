@@ -24,9 +24,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-OWNER_SOCKET = "/.rookery/line/door"
-FILTER_FILE = "/.rookery/filter"
-TOKEN_VARIABLE = b"ROOKERY_WORD"
+CONTROL_SOCKET = "/.rookery/control/socket"
+FILTER_FILE = "/.rookery/seccomp_filter"
+TOKEN_VARIABLE = b"ROOKERY_CONTROL_TOKEN"
 """Environment variable with the token that tells the owner which container connects."""
 _CAPABILITIES = (
     syscalls.CAP_SETUID,
@@ -38,7 +38,7 @@ _CAPABILITIES = (
 _LIMITS = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_MSGQUEUE: 1 << 20}
 _OPEN_FILES = (4096, 65536)
 _TAG_LINE = b"Max file locks"
-_life_pipe = [-1]
+_exit_pipe = [-1]
 """Our end of a pipe: the owner, which may not see our pid, learns of our death by its end."""
 
 
@@ -72,7 +72,7 @@ class DockerInit(Init):
 def main() -> None:
     load_programs(preload=False)  # images have other interpreters: there is nothing to share
     owner = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
-    owner.connect(OWNER_SOCKET)
+    owner.connect(CONTROL_SOCKET)
     owner.send(os.environb.pop(TOKEN_VARIABLE, b"-"))
     try:
         data, fds = receive_message(owner, 1 << 16, 1)
@@ -102,19 +102,19 @@ def _configure(message: "dict[str, Any]", owner: _socket.socket) -> "tuple[Docke
         _signal.signal(number, _signal.SIG_DFL)
     os.umask(0o022)
     uid = _find_uid(message["user"], message["uid"])
-    _make_working_directory(message["work"], uid)
-    if message["space"]:
+    _make_working_directory(message["workdir"], uid)
+    if message["work_tmpfs"]:
         os.chown("/run", uid, uid)
     handed_out: dict[str, int] = {}
-    if message["listen"]:
+    if message["listen_port"]:
         listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-        listener.bind(("127.0.0.1", message["listen"]))
+        listener.bind(("127.0.0.1", message["listen_port"]))
         handed_out["listener"] = listener.detach()
-    handed_out["life"], _life_pipe[0] = os.pipe2(os.O_CLOEXEC)
+    handed_out["exit_pipe"], _exit_pipe[0] = os.pipe2(os.O_CLOEXEC)
     oom_score_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-    handed_out["top"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    if message["space"]:
-        handed_out["space"] = os.open("/work", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    handed_out["root"] = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    if message["work_tmpfs"]:
+        handed_out["work_tmpfs"] = os.open("/work", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     with open(FILTER_FILE, "rb") as file:
         seccomp_filter = syscalls.SeccompFilter(file.read())
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -126,8 +126,8 @@ def _configure(message: "dict[str, Any]", owner: _socket.socket) -> "tuple[Docke
     for which, value in _LIMITS.items():
         processes.lower_limit(which, value)
     processes.lower_limit(resource.RLIMIT_NOFILE, _OPEN_FILES[1], _OPEN_FILES[0])
-    if message["file"]:
-        processes.lower_limit(resource.RLIMIT_FSIZE, message["file"])
+    if message["max_file_size"]:
+        processes.lower_limit(resource.RLIMIT_FSIZE, message["max_file_size"])
     os.setgroups([])
     syscalls.set_dumpable(False)
     effective, permitted = _select_granted(_CAPABILITIES), _select_granted((syscalls.CAP_DAC_READ_SEARCH,))

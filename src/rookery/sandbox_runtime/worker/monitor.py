@@ -6,8 +6,6 @@ Guarantees:
 - the end of the interpreter is noticed at once. The savepoint then continues from the state before the cell;
   without a savepoint, a fresh and empty interpreter is forked from here;
 - messages of the interpreter are checked: a wrong token, length or moment counts as a crash of the cell;
-- a savepoint is taken after every cell, while nobody waits. It is never taken of a process with several
-  threads, nor if the memory could not hold both; the reason is then reported;
 - the monitor never blocks on the host, and ends with it, together with everything that it started.
 """
 
@@ -33,6 +31,7 @@ from rookery.sandbox_runtime.worker.processes import (
     WorkerProcesses,
     kill,
 )
+from rookery.sandbox_runtime.worker.savepoints import MEMORY_SLACK, Savepoints
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,9 +50,6 @@ MAX_CHECK_SECONDS = 0.1
 MAX_UNSENT = 1 << 20
 GATHER_SECONDS = 0.002
 """Output within this time is forwarded together, mostly with the end of the cell."""
-MEMORY_SLACK = 32 << 20
-_THREAD_RETRIES = (0.001, 0.002, 0.004, 0.008)
-"""Delays for a thread that was joined but has not quite ended."""
 CPUS = os.cpu_count() or 1
 MAX_FILES, MAX_SCANNED = 100, 2_000
 
@@ -67,22 +63,12 @@ class Monitor:
         self.pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
         for reader, _ in self.pipes:
             os.set_blocking(reader, False)
-        self.memory = self.sandbox_memory = self.last_cell = 0
-        """Memory limit of each process, memory of the whole sandbox (0: unknown), number of the last cell."""
+        self.memory = 0
+        """Memory limit of each process; 0: none."""
         self.functions: list[str] = []
         self.pending: RunningCell | None = None
         """A cell that waits for a savepoint to be taken."""
-        self.no_savepoint_reason = ""
-        self.save_began = 0.0
-        """When the savepoint was requested that is being taken; 0: none is."""
-        self.savepoint_fd = -1
-        """Our end of the connection to the savepoint that is being taken."""
-        self.save_at = 0.0
-        """When to try again to take a savepoint; 0: not scheduled."""
-        self.save_retries = 0
-        self.savepoint_deaths = 0
-        self.undecided_reason = ""
-        """Why there is no savepoint of the present state, while that is not decided."""
+        self.savepoints = Savepoints(self.processes, self.host, self.start_pending_cell)
 
     # ---- event loop
 
@@ -95,9 +81,12 @@ class Monitor:
             if frame is not None:
                 break
             select.select([0], [], [])
-        processes = self.processes
+        processes, savepoints = self.processes, self.savepoints
         payload = frame[1]
-        processes.tag, self.memory, self.sandbox_memory, flags, self.last_cell = p.SETUP_HEAD.unpack_from(payload)
+        processes.tag, memory, savepoints.sandbox_memory, flags, savepoints.last_cell = p.SETUP_HEAD.unpack_from(
+            payload
+        )
+        self.memory = savepoints.memory = memory
         self.functions = [name.decode() for name in p.unpack_texts(payload, p.SETUP_HEAD.size)]
         if flags & p.KILL_LEFTOVERS:
             processes.kill_leftovers()
@@ -114,7 +103,7 @@ class Monitor:
             b"yes" if linux.can_clone() else b"",
         ]
         self.host.send(p.HELLO, p.pack_texts(capabilities))
-        self.start_save()
+        self.savepoints.start()
 
     def run(self) -> NoReturn:
         processes = self.processes
@@ -144,7 +133,7 @@ class Monitor:
             if processes.interpreter is not None and processes.interpreter.connection.read_fd in ready:
                 self.receive_from_interpreter()
             if processes.new_savepoint is not None and processes.new_savepoint.connection.read_fd in ready:
-                self.receive_from_savepoint()
+                self.savepoints.receive()
             self.handle_deaths()
             self.run_timers(time.monotonic())
             self.host.flush()
@@ -159,10 +148,10 @@ class Monitor:
                 times.append(cell.forward_at)
             if not cell.call_began and cell.deadline:
                 times.append(cell.deadline)
-        if self.save_began:
-            times.append(self.save_began + SAVE_SECONDS)
-        if self.save_at:
-            times.append(self.save_at)
+        if self.savepoints.began:
+            times.append(self.savepoints.began + SAVE_SECONDS)
+        if self.savepoints.retry_at:
+            times.append(self.savepoints.retry_at)
         return max(0.0, (min(times) - time.monotonic()) * 1000 + 0.2) if times else None
 
     def run_timers(self, now: float) -> None:
@@ -176,26 +165,26 @@ class Monitor:
             self.fail_cell(p.TIME, "wall")
         elif cell is not None and now >= cell.next_check:
             self.check_limits(cell, now)
-        if self.save_began and now >= self.save_began + SAVE_SECONDS:
+        if self.savepoints.began and now >= self.savepoints.began + SAVE_SECONDS:
             if self.processes.new_savepoint is not None:
-                self.drop_new_savepoint()
+                self.savepoints.drop_new()
             else:
                 self.replace_interpreter("it did not respond when a savepoint was taken")
-        if self.save_at and now >= self.save_at:
-            self.save()
+        if self.savepoints.retry_at and now >= self.savepoints.retry_at:
+            self.savepoints.try_save()
 
     def handle_deaths(self) -> None:
         processes = self.processes
         if processes.new_savepoint is not None and processes.new_savepoint.pid in processes.dead:
-            self.drop_new_savepoint()
+            self.savepoints.drop_new()
         if processes.savepoint is not None and processes.savepoint.pid in processes.dead:
-            self.drop_savepoint("its savepoint was killed")
-            self.savepoint_deaths += 1
+            self.savepoints.drop("its savepoint was killed")
+            self.savepoints.deaths += 1
             if processes.cell is None:
-                if self.savepoint_deaths < MAX_SAVEPOINTS:
-                    self.start_save()
+                if self.savepoints.deaths < MAX_SAVEPOINTS:
+                    self.savepoints.start()
                 else:
-                    self.decide_save(False, self.no_savepoint_reason)
+                    self.savepoints.decide(False, self.savepoints.missing_reason)
         if processes.interpreter is not None and processes.interpreter.pid in processes.dead:
             if processes.cell is not None:
                 self.fail_cell(p.CRASH, "")
@@ -252,7 +241,7 @@ class Monitor:
             cell = self.processes.cell
             if kind == p.CELL:
                 self.pending = RunningCell(payload)
-                if not self.save_began:
+                if not self.savepoints.began:
                     self.start_cell()
             elif kind == p.RESULT:
                 self.forward_result(payload)
@@ -261,16 +250,21 @@ class Monitor:
         if not connected:
             self.processes.kill_all_and_exit()
 
+    def start_pending_cell(self) -> None:
+        """Start a cell that waited until it was known whether there is a savepoint."""
+        if self.pending is not None and self.processes.cell is None:
+            self.start_cell()
+
     def start_cell(self) -> None:
-        cell, self.pending, self.save_at = self.pending, None, 0.0
+        cell, self.pending, self.savepoints.retry_at = self.pending, None, 0.0
         processes = self.processes
         processes.reaped.clear()
         interpreter = processes.interpreter
         assert cell is not None
         assert interpreter is not None
         processes.cell = cell
-        if self.undecided_reason:
-            self.decide_save(False, self.undecided_reason)
+        if self.savepoints.undecided_reason:
+            self.savepoints.decide(False, self.savepoints.undecided_reason)
         pid = interpreter.pid
         if processes.tagged:
             linux.lower_limit(linux.TAG_LIMIT, processes.tag - cell.number % MAX_CELLS, pid=pid)
@@ -373,8 +367,8 @@ class Monitor:
     def handle_interpreter_frame(self, kind: int, payload: bytes) -> None:
         processes = self.processes
         cell = processes.cell
-        if kind == p.COPIED and self.save_began and processes.new_savepoint is None:
-            self.on_copied(p.SIZE.unpack_from(payload)[0], payload[4:200])
+        if kind == p.COPIED and self.savepoints.began and processes.new_savepoint is None:
+            self.savepoints.on_copied(p.SIZE.unpack_from(payload)[0], payload[4:200])
         elif cell is None or payload[:8] != cell.token:
             raise p.MalformedFrame("a frame outside of a cell")
         elif kind == p.CALL and not cell.call_began and cell.calls > 0:
@@ -411,15 +405,15 @@ class Monitor:
             cpu += max(0.0, stat.children_cpu - cell.cpu_before)
             interpreter.children_cpu = stat.children_cpu
         self.report_cell(cell, outcome, p.NOT_NEEDED, cpu, 0, [*texts[:2], b"", b"", *texts[2:]])
-        self.savepoint_deaths = 0
-        self.start_save()
+        self.savepoints.deaths = 0
+        self.savepoints.start()
 
     def report_cell(
         self, cell: RunningCell, outcome: int, recovery: int, cpu: float, code: int, texts: list[bytes]
     ) -> None:
         """Report a cell. `texts`: value, error, detail, why there was no savepoint, figures."""
         self.processes.cell = None
-        self.last_cell = cell.number
+        self.savepoints.last_cell = cell.number
         wall = time.monotonic() - cell.began - cell.call_seconds
         if cell.call_began:
             wall -= time.monotonic() - cell.call_began
@@ -487,13 +481,13 @@ class Monitor:
         code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         self.drain_output(cell)
         recovery, lost_descriptors = self.recover()
-        reason = self.no_savepoint_reason
+        reason = self.savepoints.missing_reason
         details = [b"%d" % killed, detail.encode(), b"%d" % lost_descriptors]
         value_and_error = (texts or [b"", b""])[:2]
         self.report_cell(
             cell, outcome, recovery, cpu, code, [*value_and_error, b"\n".join(details), reason.encode()]
         )
-        self.start_save()
+        self.savepoints.start()
 
     def replace_interpreter(self, cause: str) -> None:
         """Replace an interpreter that ended, or does not respond, between cells."""
@@ -508,22 +502,22 @@ class Monitor:
                 os._exit(4)
             select.select([processes.wakeup_reader], [], [], 0.002)
         processes.dead.pop(processes.interpreter.pid)
-        was_saving, self.save_began = bool(self.save_began), 0.0
+        was_saving, self.savepoints.began = bool(self.savepoints.began), 0.0
         if processes.new_savepoint is not None:
             new_savepoint, processes.new_savepoint = processes.new_savepoint, None
             processes.discard(new_savepoint)
         elif was_saving:
-            os.close(self.savepoint_fd)
+            os.close(self.savepoints.new_fd)
         if was_saving:  # the existing savepoint is of the state before the last cell
-            self.drop_savepoint(cause)
+            self.savepoints.drop(cause)
         recovery, _ = self.recover()
-        reason = self.no_savepoint_reason
-        self.undecided_reason = ""
+        reason = self.savepoints.missing_reason
+        self.savepoints.undecided_reason = ""
         self.host.send(p.DIED, bytes([recovery]), p.pack_texts([cause.encode(), reason.encode()]))
         if self.pending is not None:
             self.start_cell()
         else:
-            self.start_save()
+            self.savepoints.start()
 
     # ---- savepoints
 
@@ -560,117 +554,13 @@ class Monitor:
                 processes.drain_wakeups()
                 processes.reap()
             processes.interpreter = None
-            self.no_savepoint_reason = "its savepoint was killed"
+            self.savepoints.missing_reason = "its savepoint was killed"
             processes.discard(savepoint)
         try:
             self.fork_interpreter()
         except OSError:
             os._exit(3)
         return p.RESET, 0
-
-    def drop_savepoint(self, reason: str) -> None:
-        self.no_savepoint_reason = reason
-        if self.processes.savepoint is not None:
-            savepoint, self.processes.savepoint = self.processes.savepoint, None
-            self.processes.discard(savepoint)
-
-    def start_save(self) -> None:
-        self.save_retries = 0
-        self.undecided_reason = "there was no time to take one"
-        self.save()
-
-    def save(self) -> None:
-        """Request a savepoint if one can be taken."""
-        self.save_at = 0.0
-        processes = self.processes
-        if processes.interpreter is None or self.save_began or processes.cell is not None:
-            return
-        stat = linux.read_stat(processes.interpreter.pid)
-        if stat is None or stat.state in "ZX":
-            return  # dead, which is noticed next
-        reason = ""
-        if not linux.can_clone():
-            reason = "this architecture is not supported"
-        elif stat.threads > 1:
-            # Tried again and again, because the threads may end while nobody waits.
-            retries = self.save_retries
-            delay = (
-                _THREAD_RETRIES[retries] if retries < len(_THREAD_RETRIES) else min(1.0, 0.01 * 2 ** (retries - 4))
-            )
-            self.save_at = time.monotonic() + delay
-            self.save_retries += 1
-            self.undecided_reason = f"it had {stat.threads} threads"
-            if self.save_retries != len(_THREAD_RETRIES) + 1:
-                return
-            reason = self.undecided_reason
-        elif self.sandbox_memory and stat.rss + (self.memory or stat.rss) + MEMORY_SLACK > self.sandbox_memory:
-            reason = f"with {stat.rss >> 20} MB it is too large for the sandbox's memory to hold it twice"
-        if reason:
-            self.decide_save(False, reason)
-            return
-        ours, theirs = _socket.socketpair()
-        self.save_began = time.monotonic()
-        self.savepoint_fd = ours.detach()
-        connection = processes.interpreter.connection
-        try:
-            connection.flush()
-            if connection.unsent:
-                raise BlockingIOError
-            sock = _socket.socket(fileno=os.dup(connection.write_fd))
-            try:
-                rights = struct.pack("i", theirs.fileno())
-                sock.sendmsg([p.HEAD.pack(0, p.SAVE)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
-            finally:
-                sock.close()
-        except OSError:
-            os.close(self.savepoint_fd)
-            self.decide_save(False, "it could not be reached")
-        finally:
-            theirs.close()
-
-    def on_copied(self, pid: int, error: bytes) -> None:
-        """Handle the interpreter's message that it has forked a savepoint, or why it could not."""
-        processes = self.processes
-        stat = linux.read_stat(pid) if pid else None
-        is_interpreter = processes.interpreter is not None and pid == processes.interpreter.pid
-        if stat is None or stat.parent != processes.pid or is_interpreter:
-            os.close(self.savepoint_fd)
-            self.decide_save(False, "it could not be copied: " + error.decode("utf-8", "replace"))
-        else:
-            processes.new_savepoint = Child(pid, self.savepoint_fd)
-
-    def receive_from_savepoint(self) -> None:
-        """Handle the new savepoint's message that it is frozen; it then replaces the old one."""
-        processes = self.processes
-        assert processes.new_savepoint is not None
-        connection = processes.new_savepoint.connection
-        connected = connection.receive()
-        try:
-            kind = next(connection.frames(), (0, b""))[0]
-        except p.MalformedFrame:
-            kind = -1
-        if kind == p.FROZEN:
-            savepoint, processes.new_savepoint = processes.new_savepoint, None
-            self.drop_savepoint("")
-            processes.savepoint = savepoint
-            self.decide_save(True, "", time.monotonic() - self.save_began)
-        elif kind or not connected:
-            self.drop_new_savepoint()
-
-    def drop_new_savepoint(self) -> None:
-        if self.processes.new_savepoint is not None:
-            savepoint, self.processes.new_savepoint = self.processes.new_savepoint, None
-            self.processes.discard(savepoint)
-            self.decide_save(False, "its savepoint was killed")
-
-    def decide_save(self, saved: bool, reason: str, seconds: float = 0.0) -> None:
-        """Tell the host whether there is a savepoint of the present state, and start a waiting cell."""
-        self.undecided_reason, self.save_began = "", 0.0
-        if not saved:
-            self.drop_savepoint(reason)
-        self.host.send(p.SAVED, p.SAVED_HEAD.pack(self.last_cell, saved, seconds), reason.encode())
-        if self.pending is not None and self.processes.cell is None:
-            self.start_cell()
 
 
 def find_changed_files(since: float) -> list[bytes]:

@@ -166,8 +166,10 @@ def creation_request(
         "ExtraHosts": [f"{HOSTNAME}:127.0.0.1"],
         "LogConfig": {"Type": "none"},
         "Mounts": [
-            _read_only_bind(bundle_directory, portable_python.TOP),
-            _read_only_bind(socket_directory, f"{portable_python.TOP}/{portable_python.LINE}"),
+            _read_only_bind(bundle_directory, portable_python.MOUNT_POINT),
+            _read_only_bind(
+                socket_directory, f"{portable_python.MOUNT_POINT}/{portable_python.CONTROL_DIRECTORY}"
+            ),
             *(_read_only_bind(mount.source, mount.target) for mount in spec.mounts),
         ],
     }
@@ -212,7 +214,7 @@ def creation_request(
             *(f"{name}=" if podman else name for name in image_environment(image) if name != "PATH"),
             "LC_ALL=C",
             f"PATH={DEFAULT_PATH}",
-            f"ROOKERY_WORD={token}",
+            f"ROOKERY_CONTROL_TOKEN={token}",
         ],
         **({"Healthcheck": {"Test": ["NONE"]}} if (image.get("Config") or {}).get("Healthcheck") else {}),
         "AttachStdin": False,
@@ -239,8 +241,8 @@ def guard_settings(spec: SandboxSpec, image: Mapping[str, Any], *, limit_file_si
     return {
         "uid": user if isinstance(user, int) else USER,
         "user": user if isinstance(user, str) else "",
-        "work": choose_workdir(spec, image),
-        "listen": PORT if spec.network in ("model", "allow") else 0,
-        "space": spec.read_only,
-        "file": spec.disk if limit_file_size and spec.disk else 0,
+        "workdir": choose_workdir(spec, image),
+        "listen_port": PORT if spec.network in ("model", "allow") else 0,
+        "work_tmpfs": spec.read_only,
+        "max_file_size": spec.disk if limit_file_size and spec.disk else 0,
     }

@@ -29,7 +29,7 @@ from rookery.sandboxes.channel import GuardChannel
 if TYPE_CHECKING:
     import aiohttp
 
-SOCKET_NAME = "door"
+SOCKET_NAME = "socket"
 _MAX_FDS = 4
 _MAX_MESSAGE = 4096
 _TOKEN_SECONDS = 5.0
@@ -45,7 +45,7 @@ class GuardConnection(NamedTuple):
     uid: int
     """User ID, inside the container, that commands run as."""
     fds: dict[str, int]
-    """Descriptors that the guard sent: `life`, `top`, and optionally `listener` and `space`."""
+    """Descriptors that the guard sent: `exit_pipe`, `root`, and optionally `listener` and `work_tmpfs`."""
 
 
 class GuardListener:
@@ -183,7 +183,7 @@ def _open_death_notification(connection: GuardConnection) -> int:
     if connection.pid > 0:
         with contextlib.suppress(OSError):
             return os.pidfd_open(connection.pid)
-    return connection.fds.pop("life")
+    return connection.fds.pop("exit_pipe")
 
 
 def find_memory_cgroup(pid: int) -> str:

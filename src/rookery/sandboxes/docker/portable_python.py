@@ -22,11 +22,11 @@ from rookery import sandbox_runtime
 from rookery.core import SandboxError
 from rookery.sandbox_runtime import seccomp
 
-TOP = "/.rookery"
-"""Mount point in a container."""
-LINE = "line"
-"""Subdirectory where the directory of the owner's socket is mounted."""
-FILTER = "filter"
+MOUNT_POINT = "/.rookery"
+"""Where the directory is mounted in a container."""
+CONTROL_DIRECTORY = "control"
+"""Subdirectory where the directory with the owner's control socket is mounted."""
+SECCOMP_FILTER = "seccomp_filter"
 ETC = {
     "hosts": "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.0.1\tsandbox\n",
     "resolv.conf": "nameserver 127.0.0.1\nsearch .\n",
@@ -51,9 +51,9 @@ print(json.dumps({"mapped": sorted(set(mapped)), "files": files, "stdlib": os.pa
 def command_line() -> list[str]:
     """Return the command line of pid 1 in a container."""
     loader = ["--inhibit-cache"] if not _is_musl() else []
-    python = [f"{TOP}/python/bin/python3", "-I", "-S", "-X", "utf8", "-X", "frozen_modules=on"]
-    program = [f"{TOP}/{_RUNTIME}/__main__.py", _INIT]
-    return [f"{TOP}/ld", *loader, "--library-path", f"{TOP}/lib", *python, *program]
+    python = [f"{MOUNT_POINT}/python/bin/python3", "-I", "-S", "-X", "utf8", "-X", "frozen_modules=on"]
+    program = [f"{MOUNT_POINT}/{_RUNTIME}/__main__.py", _INIT]
+    return [f"{MOUNT_POINT}/ld", *loader, "--library-path", f"{MOUNT_POINT}/lib", *python, *program]
 
 
 def build(folder: Path) -> None:
@@ -90,7 +90,7 @@ def _build(folder: Path) -> None:
         folder / "lib",
         folder / "python" / "bin",
         target / "lib-dynload",
-        folder / LINE,
+        folder / CONTROL_DIRECTORY,
     ):
         directory.mkdir(parents=True)
     binary = Path("/proc/self/exe").resolve() if base == sys.executable else Path(base).resolve()
@@ -116,7 +116,7 @@ def _build(folder: Path) -> None:
     for package in ("", "pid1", "python"):
         for source in (package_root / package).glob("*.py"):
             _copy_compiled(source, folder / _RUNTIME / package / source.name)
-    (folder / FILTER).write_bytes(seccomp.build_filter(machine))
+    (folder / SECCOMP_FILTER).write_bytes(seccomp.build_filter(machine))
     for name, lines in ETC.items():
         (folder / name).write_text(lines)
     for path in (folder / "ld", folder / "python" / "bin" / "python3", *(folder / "lib").iterdir()):
@@ -131,7 +131,7 @@ def _copy_compiled(source: Path, target: Path) -> None:
     py_compile.compile(
         str(target),
         cached,
-        dfile=f"{TOP}/{target.name}",
+        dfile=f"{MOUNT_POINT}/{target.name}",
         doraise=True,
         invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
     )

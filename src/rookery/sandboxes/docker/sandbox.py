@@ -26,7 +26,7 @@ import msgspec
 from rookery.core import ExecResult, SandboxError, SandboxSpec
 from rookery.core.lifetimes import detached_context
 from rookery.sandboxes import leases, transfers
-from rookery.sandboxes.docker import container_config, orphans
+from rookery.sandboxes.docker import container_config, orphans, portable_python
 from rookery.sandboxes.docker.archive_transfer import ArchiveTransfer
 from rookery.sandboxes.docker.client import CALL_SECONDS, EngineAPIError, api_path
 from rookery.sandboxes.docker.guard_connection import (
@@ -129,7 +129,7 @@ class DockerSandbox(GuardedSandbox):
         lease = self._make_lease()
         leases.write_lease(self._directory, lease)
         self.root.mkdir(mode=0o755)
-        socket_directory = self.root / "line"
+        socket_directory = self.root / portable_python.CONTROL_DIRECTORY
         socket_directory.mkdir(mode=0o755)
         (self.root / orphans.SOCKET_FILE).write_text(creator.engine.socket_path)
         self._tree.members.add(self.id)
@@ -265,7 +265,7 @@ class DockerSandbox(GuardedSandbox):
         self._require_channel()
         workdir = tuple(Path(self._workdir).parts[1:])
         return transfers.SandboxRoot(
-            f"/proc/self/fd/{self._fds['top']}/.", workdir, {"/": ()}, self._host_uid, _HIDDEN
+            f"/proc/self/fd/{self._fds['root']}/.", workdir, {"/": ()}, self._host_uid, _HIDDEN
         )
 
     async def read(self, path: str, *, limit: int = 16 << 20, timeout: float = 30.0) -> bytes:
@@ -340,8 +340,8 @@ class DockerSandbox(GuardedSandbox):
 
     def prepare_job(self, job: Job) -> Job:
         job.cgroup = self._cgroup
-        if "space" in self._fds:
-            job.get_disk_fd = lambda: self._fds.get("space", -1)
+        if "work_tmpfs" in self._fds:
+            job.get_disk_fd = lambda: self._fds.get("work_tmpfs", -1)
         if self._disk_watch is not None:
             self._jobs[job.number] = job
         return job
@@ -439,7 +439,9 @@ class DockerSandbox(GuardedSandbox):
             self._disk_watch.cancel()
             await asyncio.gather(self._disk_watch, return_exceptions=True)
         await self._end_transfers()
-        self._close_fds("top", "space")  # an open descriptor keeps the engine from unmounting the file system
+        self._close_fds(
+            "root", "work_tmpfs"
+        )  # an open descriptor keeps the engine from unmounting the file system
         try:
             if self._proxy is not None:
                 await self._proxy.close()

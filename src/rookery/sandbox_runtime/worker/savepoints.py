@@ -1,0 +1,159 @@
+"""Savepoints of a worker: copies of the interpreter that wait, frozen, until they are needed. Runs in the monitor.
+
+A savepoint is taken after every cell, while nobody waits. It is never taken of a process with several threads,
+nor if the sandbox's memory could not hold the process twice; the reason is then reported to the host.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import struct
+import time
+
+from rookery.sandbox_runtime.worker import linux
+from rookery.sandbox_runtime.worker import protocol as p
+from rookery.sandbox_runtime.worker.processes import Child, WorkerProcesses
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MEMORY_SLACK = 32 << 20
+_THREAD_RETRIES = (0.001, 0.002, 0.004, 0.008)
+"""Delays for a thread that was joined but has not quite ended."""
+
+
+class Savepoints:
+    """Takes savepoints of the interpreter and replaces the old one by the new one."""
+
+    def __init__(
+        self, processes: WorkerProcesses, host: p.FrameConnection, on_decided: Callable[[], None]
+    ) -> None:
+        """`on_decided` is called when it is known whether there is a savepoint of the present state."""
+        self.processes = processes
+        self.host = host
+        self.on_decided = on_decided
+        self.memory = self.sandbox_memory = 0
+        """Memory limit of each process, and memory of the whole sandbox; 0: unknown."""
+        self.last_cell = 0
+        """Number of the last cell that ended."""
+        self.missing_reason = ""
+        """Why there is no savepoint."""
+        self.began = 0.0
+        """When the savepoint was requested that is being taken; 0: none is."""
+        self.new_fd = -1
+        """Our end of the connection to the savepoint that is being taken."""
+        self.retry_at = 0.0
+        """When to try again to take a savepoint; 0: not scheduled."""
+        self.retries = 0
+        self.deaths = 0
+        """How many savepoints of the present state were killed."""
+        self.undecided_reason = ""
+        """Why there is no savepoint of the present state, while that is not decided."""
+
+    def drop(self, reason: str) -> None:
+        """Discard the savepoint. `reason` is reported when the worker has to start with an empty state."""
+        self.missing_reason = reason
+        if self.processes.savepoint is not None:
+            savepoint, self.processes.savepoint = self.processes.savepoint, None
+            self.processes.discard(savepoint)
+
+    def start(self) -> None:
+        """Begin to take a savepoint of the present state."""
+        self.retries = 0
+        self.undecided_reason = "there was no time to take one"
+        self.try_save()
+
+    def try_save(self) -> None:
+        """Request a savepoint if one can be taken."""
+        self.retry_at = 0.0
+        processes = self.processes
+        if processes.interpreter is None or self.began or processes.cell is not None:
+            return
+        stat = linux.read_stat(processes.interpreter.pid)
+        if stat is None or stat.state in "ZX":
+            return  # dead, which is noticed next
+        reason = ""
+        if not linux.can_clone():
+            reason = "this architecture is not supported"
+        elif stat.threads > 1:
+            # Tried again and again, because the threads may end while nobody waits.
+            retries = self.retries
+            delay = (
+                _THREAD_RETRIES[retries] if retries < len(_THREAD_RETRIES) else min(1.0, 0.01 * 2 ** (retries - 4))
+            )
+            self.retry_at = time.monotonic() + delay
+            self.retries += 1
+            self.undecided_reason = f"it had {stat.threads} threads"
+            if self.retries != len(_THREAD_RETRIES) + 1:
+                return
+            reason = self.undecided_reason
+        elif self.sandbox_memory and stat.rss + (self.memory or stat.rss) + MEMORY_SLACK > self.sandbox_memory:
+            reason = f"with {stat.rss >> 20} MB it is too large for the sandbox's memory to hold it twice"
+        if reason:
+            self.decide(False, reason)
+            return
+        ours, theirs = _socket.socketpair()
+        self.began = time.monotonic()
+        self.new_fd = ours.detach()
+        connection = processes.interpreter.connection
+        try:
+            connection.flush()
+            if connection.unsent:
+                raise BlockingIOError
+            sock = _socket.socket(fileno=os.dup(connection.write_fd))
+            try:
+                rights = struct.pack("i", theirs.fileno())
+                sock.sendmsg([p.HEAD.pack(0, p.SAVE)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
+            finally:
+                sock.close()
+        except OSError:
+            os.close(self.new_fd)
+            self.decide(False, "it could not be reached")
+        finally:
+            theirs.close()
+
+    def on_copied(self, pid: int, error: bytes) -> None:
+        """Handle the interpreter's message that it has forked a savepoint, or why it could not."""
+        processes = self.processes
+        stat = linux.read_stat(pid) if pid else None
+        is_interpreter = processes.interpreter is not None and pid == processes.interpreter.pid
+        if stat is None or stat.parent != processes.pid or is_interpreter:
+            os.close(self.new_fd)
+            self.decide(False, "it could not be copied: " + error.decode("utf-8", "replace"))
+        else:
+            processes.new_savepoint = Child(pid, self.new_fd)
+
+    def receive(self) -> None:
+        """Handle the new savepoint's message that it is frozen; it then replaces the old one."""
+        processes = self.processes
+        assert processes.new_savepoint is not None
+        connection = processes.new_savepoint.connection
+        connected = connection.receive()
+        try:
+            kind = next(connection.frames(), (0, b""))[0]
+        except p.MalformedFrame:
+            kind = -1
+        if kind == p.FROZEN:
+            savepoint, processes.new_savepoint = processes.new_savepoint, None
+            self.drop("")
+            processes.savepoint = savepoint
+            self.decide(True, "", time.monotonic() - self.began)
+        elif kind or not connected:
+            self.drop_new()
+
+    def drop_new(self) -> None:
+        """Give up the savepoint that is being taken."""
+        if self.processes.new_savepoint is not None:
+            savepoint, self.processes.new_savepoint = self.processes.new_savepoint, None
+            self.processes.discard(savepoint)
+            self.decide(False, "its savepoint was killed")
+
+    def decide(self, saved: bool, reason: str, seconds: float = 0.0) -> None:
+        """Tell the host whether there is a savepoint of the present state, then call `on_decided`."""
+        self.undecided_reason, self.began = "", 0.0
+        if not saved:
+            self.drop(reason)
+        self.host.send(p.SAVED, p.SAVED_HEAD.pack(self.last_cell, saved, seconds), reason.encode())
+        self.on_decided()
