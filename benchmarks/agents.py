@@ -24,7 +24,7 @@ from rookery.engine import Engine
 from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
 from rookery.gateway.door import Door
-from rookery.sandboxes.local import probe
+from rookery.sandboxes.local import machine_checks
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.upstreams import UpstreamConfig
 
@@ -78,7 +78,7 @@ class Together(AgentEnvironment):
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    if why := await asyncio.to_thread(probe.find_problem):
+    if why := await asyncio.to_thread(machine_checks.find_problem):
         return [
             Result(name="agent_overhead_ms", unit="ms", ours=None, target="<= 25", note=why),
             Result(name="concurrent_agents", unit="agents", ours=None, target=f">= {MANY}", note=why),

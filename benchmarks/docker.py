@@ -47,7 +47,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
 
 async def _pooled(provider: DockerProvider, image: str, count: int, progress: Progress) -> Result:
     spec = SandboxSpec(provider="docker", image=image, memory=256 << 20, pids=128)
-    pool = Pool(provider, PoolBudget(most=count))
+    pool = Pool(provider, PoolBudget(max_warm=count))
     progress(f"{count} warm containers")
     pool.expect([(spec, count)])
     while pool.plan.get_entry(spec).ready < count:

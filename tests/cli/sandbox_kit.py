@@ -41,9 +41,9 @@ def called(*args: str | Path, cwd: Path, stdin: bytes = b"", before: tuple[str, 
 @functools.cache
 def boxes_work() -> str:
     """Why no box can be made here, or nothing."""
-    from rookery.sandboxes.local import probe
+    from rookery.sandboxes.local import machine_checks
 
-    return probe.find_problem()
+    return machine_checks.find_problem()
 
 
 @pytest.fixture

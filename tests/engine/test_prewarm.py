@@ -517,8 +517,8 @@ async def test_a_sandbox_that_comes_when_its_attempt_is_just_cancelled_is_closed
 
 def test_a_budget_is_shared_out_over_the_runners(tmp_path: Path) -> None:
     alone, shared = (build_pool_budget(settings(tmp_path, warm=10, share=share)) for share in (1, 4))
-    assert (alone.most, shared.most) == (10, 3)
-    assert (alone.at_once, shared.at_once) == (4, 1)
+    assert (alone.max_warm, shared.max_warm) == (10, 3)
+    assert (alone.max_starting, shared.max_starting) == (4, 1)
     assert (alone.asked, shared.asked) == (16, 4)
     assert alone.memory is not None
     assert shared.memory is not None

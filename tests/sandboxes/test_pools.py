@@ -43,7 +43,7 @@ SPECS = [SandboxSpec(memory=memory * MB, env={"n": str(memory)}) for memory in (
 def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
     most: int, memory: int, at_once: int, deeds: list[tuple[str, Any]]
 ) -> None:
-    plan = PoolPlan(PoolBudget(most=most, memory=memory * MB, at_once=at_once))
+    plan = PoolPlan(PoolBudget(max_warm=most, memory=memory * MB, max_starting=at_once))
     for deed, what in deeds:
         if deed == "expect":
             plan.expect(what)
@@ -52,7 +52,7 @@ def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
         elif deed == "hold":
             plan.paused = what
         elif deed == "asked":
-            plan.asked = what
+            plan.creating = what
         elif deed == "claimed":
             for entry in plan.entries.values():
                 entry.claimed += entry.claimed < entry.starting
@@ -67,24 +67,24 @@ def test_no_more_are_held_than_are_expected_and_than_the_budget_allows(
                     entry.ready += deed == "started" and entry.expected > entry.ready and not entry.claimed
                     entry.claimed -= entry.claimed > 0
                     break
-        while (entry := plan.next()) is not None:
+        while (entry := plan.next_to_start()) is not None:
             assert not plan.paused
-            assert entry.held - entry.claimed < entry.expected
-            waited_for = plan.asked + sum(one.claimed for one in plan.entries.values())
+            assert entry.total - entry.claimed < entry.expected
+            waited_for = plan.creating + sum(one.claimed for one in plan.entries.values())
             later = sum(one.starting - one.claimed for one in plan.entries.values())
             assert later < max(1, at_once - waited_for)
             entry.starting += 1
         shelves = plan.entries.values()
-        assert sum(entry.held for entry in shelves) <= most
-        assert sum(entry.held * (entry.spec.memory or 0) for entry in shelves) <= memory * MB
+        assert sum(entry.total for entry in shelves) <= most
+        assert sum(entry.total * (entry.spec.memory or 0) for entry in shelves) <= memory * MB
         assert sum(entry.starting for entry in shelves) <= at_once
 
 
 def test_what_is_needed_first_is_started_first() -> None:
-    plan = PoolPlan(PoolBudget(most=3, at_once=9))
+    plan = PoolPlan(PoolBudget(max_warm=3, max_starting=9))
     plan.expect([(SPECS[1], 2), (SPECS[0], 5)])
     order = []
-    while (entry := plan.next()) is not None:
+    while (entry := plan.next_to_start()) is not None:
         entry.starting += 1
         order.append(entry.spec)
     assert order == [SPECS[1], SPECS[1], SPECS[0]]
@@ -92,7 +92,7 @@ def test_what_is_needed_first_is_started_first() -> None:
 
 def test_a_budget_that_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="at least"):
-        PoolBudget(at_once=0)
+        PoolBudget(max_starting=0)
     with pytest.raises(UsageError, match="memory"):
         PoolBudget(memory=-1)
 
@@ -101,10 +101,10 @@ def test_a_budget_that_cannot_be_is_refused() -> None:
 def test_five_hundred_that_are_expected_are_started_a_few_at_a_time(
     most: int, at_once: int, spec: SandboxSpec
 ) -> None:
-    plan = PoolPlan(PoolBudget(most=most, memory=None, at_once=at_once))
+    plan = PoolPlan(PoolBudget(max_warm=most, memory=None, max_starting=at_once))
     plan.expect([(spec, 500)])
-    while (entry := plan.next()) is not None:
-        while plan.next() is not None:
+    while (entry := plan.next_to_start()) is not None:
+        while plan.next_to_start() is not None:
             entry.starting += 1
         assert entry.starting <= at_once
         entry.ready, entry.starting = entry.ready + entry.starting, 0
@@ -184,7 +184,7 @@ async def test_a_warm_one_is_handed_out_once_and_never_comes_back(made: Made) ->
 
 
 async def test_evaluating_one_task_starts_no_hundreds(made: Made) -> None:
-    pool = Pool(made, PoolBudget(most=500, memory=None))
+    pool = Pool(made, PoolBudget(max_warm=500, memory=None))
     pool.expect([(SPEC, 1)])
     await settled(pool)
     assert len(made.attempts) == 1
@@ -298,12 +298,12 @@ async def test_a_request_whose_start_fails_has_one_made_for_it(made: Made) -> No
 
 async def test_while_it_is_held_back_nothing_is_started_ahead(made: Made) -> None:
     pool = Pool(made)
-    pool.hold(back=True)
+    pool.set_paused(paused=True)
     pool.expect([(SPEC, 2)])
     await settled(pool)
     await pool.create(SPEC, attempt="0.0.1")
     assert made.attempts == ["0.0.1"]
-    pool.hold(back=False)
+    pool.set_paused(paused=False)
     await settled(pool)
     assert made.attempts == ["0.0.1", "pool"]
     await pool.close()
@@ -325,7 +325,7 @@ async def test_a_burst_of_requests_is_paced_and_all_are_served(made: Made, count
             under_way -= 1
 
     made.inner.create = counted
-    pool = Pool(made, PoolBudget(most=8, memory=None, at_once=2, asked=4))
+    pool = Pool(made, PoolBudget(max_warm=8, memory=None, max_starting=2, max_creating=4))
     pool.expect([(SPEC, count)])
 
     async def used(number: int) -> None:
@@ -342,7 +342,7 @@ async def test_a_burst_of_requests_is_paced_and_all_are_served(made: Made, count
 
 
 async def test_a_request_whose_turn_never_comes_ends_in_words(made: Made) -> None:
-    pool = Pool(made, PoolBudget(asked=1))
+    pool = Pool(made, PoolBudget(max_creating=1))
     made.door.clear()
     first = asyncio.create_task(pool.create(SPEC, attempt="pool"))
     await asyncio.sleep(0)

@@ -51,7 +51,7 @@ def test_what_no_sandbox_could_give_is_reported_without_making_one(
     def broken() -> str:
         raise AssertionError("a box was made")
 
-    monkeypatch.setattr("rookery.sandboxes.local.probe.find_problem", broken)
+    monkeypatch.setattr("rookery.sandboxes.local.machine_checks.find_problem", broken)
     said = LocalProvider(ProviderHome(folder=tmp_path, run="r")).check(SandboxSpec(user="nobody-else"))
     assert "nobody-else" in said[0]
 
@@ -67,7 +67,7 @@ def test_a_provider_that_fails_is_reported_in_one_line(tmp_path: Path, monkeypat
 def test_where_no_sandbox_can_be_made_it_says_why_and_what_would_help(
     tmp_path: Path, walless: tuple[str, ...]
 ) -> None:
-    code = "from rookery.sandboxes.local import probe; print(probe.find_problem())"
+    code = "from rookery.sandboxes.local import machine_checks; print(machine_checks.find_problem())"
     done = called("-c", code, cwd=tmp_path, before=(*walless, *_only_python()))
     assert done.out.startswith("No local sandbox can be created on this machine: ")
     assert "sysctl -w user.max_user_namespaces=15000" in done.out

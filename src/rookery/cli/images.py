@@ -53,7 +53,7 @@ def list_(json: bool) -> int:
     from rookery.sandboxes.images.store import ImageStore, default_budget
 
     store = ImageStore().open()
-    found = store.listed()
+    found = store.list_images()
     if json:
         for one in found:
             click.echo(msgspec.json.encode(one))
@@ -78,8 +78,9 @@ def list_(json: bool) -> int:
             ]
         )
     click.echo("\n".join(format_table(rows, right=frozenset({2, 3, 4}))))
+    total = store.total_bytes()
     click.echo(
-        dim(f"{format_bytes(store.held())} of {format_bytes(default_budget())} in {relative_path(store.folder)}"),
+        dim(f"{format_bytes(total)} of {format_bytes(default_budget())} in {relative_path(store.folder)}"),
         err=True,
     )
     return 0
@@ -163,12 +164,12 @@ def prune(to: int | None, everything: bool, unused: float | None, json: bool) ->
     budget = 0 if everything else default_budget() if to is None else to
     done = store.prune(budget=budget, older=time.time() - unused * 86400 if unused is not None else 0.0)
     if json:
-        click.echo(msgspec.json.encode({**msgspec.to_builtins(done), "held": store.held()}))
+        click.echo(msgspec.json.encode({**msgspec.to_builtins(done), "held": store.total_bytes()}))
         return 0
     for name in done.images:
         click.echo(f"removed {_choose_name((name,))}")
     parts = [plural(len(done.images), "image"), plural(done.layers, "layer"), plural(done.leftovers, "leftover")]
-    click.echo(f"freed {format_bytes(done.bytes)}: {', '.join(parts)}; {format_bytes(store.held())} remain")
+    click.echo(f"freed {format_bytes(done.bytes)}: {', '.join(parts)}; {format_bytes(store.total_bytes())} remain")
     if done.kept_in_use:
         click.echo(f"{plural(done.kept_in_use, 'image')} in use stayed", err=True)
     return 0
@@ -198,13 +199,13 @@ def _create_image(reference: "ImageReference", *, json: bool, platform: str = ""
         with _show_progress() as tell:
             own = reference.kind == "docker-archive" and not name
             record = ImageInstaller(
-                store, reference, platform=platform, again=True, name=name, own_names=own, on_progress=tell
+                store, reference, platform=platform, refresh=True, name=name, source_names=own, on_progress=tell
             ).install()
             store.sync(record.layers)
     except RookeryError as error:
         print_error(str(error))
         return Exit.FAILED if error.fault == "infra" else Exit.USAGE
-    size = sum(info.bytes for layer in record.layers if (info := store.info(layer)))
+    size = sum(info.bytes for layer in record.layers if (info := store.get_layer(layer)))
     shown = _choose_name((name or reference.name or reference.text,))
     if json:
         said = {"image": shown, "id": record.id, "layers": len(record.layers), "bytes": size}
@@ -215,7 +216,7 @@ def _create_image(reference: "ImageReference", *, json: bool, platform: str = ""
 
 
 def _find_names(store: Any, record: "ImageRecord") -> list[str]:
-    return next((list(one.names) for one in store.listed() if one.id == record.id), [])
+    return next((list(one.names) for one in store.list_images() if one.id == record.id), [])
 
 
 @contextlib.contextmanager

@@ -28,10 +28,10 @@ from rookery.engine.runner_protocol import NOT_ISOLATED, ImageUpdate, PrewarmReq
 from rookery.environments import Environment
 from rookery.sandboxes import NO_ISOLATION_HELP, open_provider
 from rookery.sandboxes.images.progress import ImageProgress
-from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, key_of
+from rookery.sandboxes.pools import START_SECONDS, Pool, PoolBudget, spec_key
 from rookery.sandboxes.protocol import Command, ImageFetchingProvider, PoolableProvider, Provider, Sandbox
 
-DEFAULT_BUDGET: Final = PoolBudget(most=0)
+DEFAULT_BUDGET: Final = PoolBudget(max_warm=0)
 """Holds the default number of concurrent creations, over all runners together."""
 CREATE_SECONDS: Final = 60.0
 PROGRESS_SECONDS: Final = 0.5
@@ -126,7 +126,7 @@ class SandboxFactory:
             found.on_image_progress = self._on_image
         if self._settings.warm and isinstance(found, PoolableProvider) and found.poolable:
             found = self._pools[name] = Pool(found, build_pool_budget(self._settings))
-            found.hold(back=self._paused)
+            found.set_paused(paused=self._paused)
         self._providers[name] = found
         return found
 
@@ -135,7 +135,7 @@ class SandboxFactory:
         spec = self._with_provider(self._spec)
         provider = self._provider(spec.provider)
         if isinstance(provider, Pool):
-            provider = provider.inner  # a warm sandbox would prove nothing about now
+            provider = provider.provider  # a warm sandbox would prove nothing about now
         sandbox = await provider.create(spec, attempt="health")
         try:
             return (await sandbox.exec(Command(argv=("true",), wall=10.0))).ok
@@ -188,7 +188,7 @@ class SandboxFactory:
             demand = [(spec, 1) for spec in self._expected.values()]
             demand += [(spec, count) for spec, count in self._upcoming.values() if spec is not None]
             for spec, count in demand:
-                key = key_of(spec)
+                key = spec_key(spec)
                 specs.setdefault(key, spec)
                 counts[key] += count
         for name, pool in self._pools.items():
@@ -197,7 +197,7 @@ class SandboxFactory:
     def pause_prewarming(self, *, paused: bool) -> None:
         self._paused = paused
         for pool in self._pools.values():
-            pool.hold(back=paused)
+            pool.set_paused(paused=paused)
 
     # ---- images
 
@@ -234,11 +234,11 @@ def build_pool_budget(settings: RunSettings) -> PoolBudget:
     share = settings.share
     folder = Path(settings.folder)
     return PoolBudget(
-        most=-(-settings.warm // share),
+        max_warm=-(-settings.warm // share),
         memory=_available_memory() // 2 // share,
         disk=shutil.disk_usage(folder).free // 2 // share,
-        at_once=-(-DEFAULT_BUDGET.at_once // share),
-        asked=-(-DEFAULT_BUDGET.asked // share),
+        max_starting=-(-DEFAULT_BUDGET.max_starting // share),
+        max_creating=-(-DEFAULT_BUDGET.max_creating // share),
     )
 
 

@@ -2,8 +2,8 @@
 
 Promises:
 - a sandbox is used by one attempt and never returned: no attempt sees another one's state;
-- no more sandboxes are prewarmed than are expected, than `most`, and than the memory and disk budget allows; none
-  while the pool is paused;
+- no more sandboxes are prewarmed than are expected, than `max_warm`, and than the memory and disk budget allows;
+  none while the pool is paused;
 - a sandbox that no longer responds is closed, and another one is used or created;
 - sandboxes that are no longer expected are closed; `close` closes all, including those that are starting;
 - a request without a warm sandbox waits a moment for one that is starting; otherwise one is created for it. Such
@@ -46,17 +46,19 @@ class SupportsAdoption(Protocol):
 class PoolBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Limits for all warm sandboxes together; None means unlimited."""
 
-    most: int = 64
+    max_warm: int = 64
     memory: int | None = 16 * GB
     disk: int | None = None
-    at_once: int = 4
+    max_starting: int = 4
     """Number of sandboxes that are prewarmed in parallel."""
-    asked: int = 16
+    max_creating: int = 16
     """Number of sandboxes that are created in parallel for requests."""
 
     def __post_init__(self) -> None:
-        if self.most < 0 or self.at_once < 1 or self.asked < 1:
-            raise UsageError("invalid pool budget: most must be at least 0, at_once and asked at least 1")
+        if self.max_warm < 0 or self.max_starting < 1 or self.max_creating < 1:
+            raise UsageError(
+                "invalid pool budget: max_warm must be at least 0, max_starting and max_creating at least 1"
+            )
         for name in ("memory", "disk"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -79,13 +81,13 @@ class WarmSandboxes:
         """Whether the last attempt to create one failed."""
 
     @property
-    def held(self) -> int:
+    def total(self) -> int:
         return self.ready + self.starting
 
     @property
-    def short(self) -> bool:
+    def needs_more(self) -> bool:
         """Whether more are expected than exist or are starting."""
-        return not self.creation_failed and self.held - self.claimed < self.expected
+        return not self.creation_failed and self.total - self.claimed < self.expected
 
 
 class PoolPlan:
@@ -96,11 +98,11 @@ class PoolPlan:
         self.entries: dict[bytes, WarmSandboxes] = {}
         self.paused = False
         """Whether prewarming is paused."""
-        self.asked = 0
+        self.creating = 0
         """Number of requests for which a sandbox is being created."""
 
     def get_entry(self, spec: SandboxSpec) -> WarmSandboxes:
-        key = key_of(spec)
+        key = spec_key(spec)
         found = self.entries.get(key)
         if found is None:
             found = self.entries[key] = WarmSandboxes(spec)
@@ -114,20 +116,20 @@ class PoolPlan:
         for spec, count in wanted:
             entry = self.get_entry(spec)
             entry.expected += count
-            order[key_of(spec)] = entry
+            order[spec_key(spec)] = entry
         self.entries = order | {
-            key: entry for key, entry in self.entries.items() if key not in order and entry.held
+            key: entry for key, entry in self.entries.items() if key not in order and entry.total
         }
 
-    def next(self) -> WarmSandboxes | None:
+    def next_to_start(self) -> WarmSandboxes | None:
         """Return the spec to start one more sandbox of. Requests reduce the number that is prewarmed."""
         starting = sum(entry.starting for entry in self.entries.values())
         claimed = sum(entry.claimed for entry in self.entries.values())
-        later = max(1, self.budget.at_once - self.asked - claimed)
-        if self.paused or starting >= self.budget.at_once or starting - claimed >= later:
+        later = max(1, self.budget.max_starting - self.creating - claimed)
+        if self.paused or starting >= self.budget.max_starting or starting - claimed >= later:
             return None
         for entry in self.entries.values():
-            if entry.short and self._fits_budget(entry.spec):
+            if entry.needs_more and self._fits_budget(entry.spec):
                 return entry
         return None
 
@@ -140,8 +142,8 @@ class PoolPlan:
         ]
 
     def _fits_budget(self, spec: SandboxSpec) -> bool:
-        held = [(entry.spec, entry.held) for entry in self.entries.values()]
-        if sum(count for _, count in held) >= self.budget.most:
+        held = [(entry.spec, entry.total) for entry in self.entries.values()]
+        if sum(count for _, count in held) >= self.budget.max_warm:
             return False
         for limit, name in ((self.budget.memory, "memory"), (self.budget.disk, "disk")):
             used = sum((getattr(each, name) or 0) * count for each, count in held)
@@ -150,27 +152,27 @@ class PoolPlan:
         return True
 
 
-def key_of(spec: SandboxSpec) -> bytes:
+def spec_key(spec: SandboxSpec) -> bytes:
     return msgspec.msgpack.encode(spec)
 
 
 class Pool:
     """A provider with warm sandboxes. Bound to one event loop."""
 
-    def __init__(self, inner: Provider, budget: PoolBudget | None = None) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.isolated = inner.isolated
+    def __init__(self, provider: Provider, budget: PoolBudget | None = None) -> None:
+        self.provider = provider
+        self.name = provider.name
+        self.isolated = provider.isolated
         self.plan = PoolPlan(budget or PoolBudget())
         self.hits = self.misses = self.unresponsive = 0
         self._ready: dict[bytes, deque[Sandbox]] = {}
         self._waiting: dict[bytes, deque[asyncio.Future[Sandbox | None]]] = {}
-        self._creation_slots = asyncio.Semaphore(self.plan.budget.asked)
+        self._creation_slots = asyncio.Semaphore(self.plan.budget.max_creating)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        return self.inner.check(spec)
+        return self.provider.check(spec)
 
     def expect(self, wanted: Sequence[tuple[SandboxSpec, int]]) -> None:
         """Set what will be requested soon, in order. Sandboxes of other specs are closed."""
@@ -178,18 +180,18 @@ class Pool:
             self.plan.expect(wanted)
             self._fill()
 
-    def hold(self, *, back: bool) -> None:
+    def set_paused(self, *, paused: bool) -> None:
         """Pause or resume prewarming. Requests are still served."""
-        self.plan.paused = back
+        self.plan.paused = paused
         self._fill()
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> Sandbox:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        entry = self.plan.entries.get(key_of(spec))
+        entry = self.plan.entries.get(spec_key(spec))
         if entry is not None:
             entry.expected = max(0, entry.expected - 1)
-            sandbox = await self._take_warm(key_of(spec), timeout)
+            sandbox = await self._take_warm(spec_key(spec), timeout)
             if sandbox is not None:
                 self.hits += 1
                 self._fill()
@@ -217,7 +219,7 @@ class Pool:
             await asyncio.wait({started}, timeout=min(WAIT_SECONDS, timeout))
         except BaseException:
             if started.done() and (sandbox := started.result()) is not None:
-                self._spawn(_closed(sandbox))
+                self._spawn(_close_sandbox(sandbox))
             raise
         finally:
             if not started.done():
@@ -229,7 +231,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         if self._closed:
             raise SandboxError("the pool is closed and creates no more sandboxes", cause="sandbox.create")
-        self.plan.asked += 1
+        self.plan.creating += 1
         try:
             try:
                 async with asyncio.timeout_at(until):
@@ -240,13 +242,15 @@ class Pool:
                 )
                 raise SandboxError(detail, cause="sandbox.create") from error
             try:
-                sandbox = await self.inner.create(spec, attempt=attempt, timeout=max(0.001, until - loop.time()))
+                sandbox = await self.provider.create(
+                    spec, attempt=attempt, timeout=max(0.001, until - loop.time())
+                )
             finally:
                 self._creation_slots.release()
         finally:
-            self.plan.asked -= 1
+            self.plan.creating -= 1
             self._fill()
-        entry = self.plan.entries.get(key_of(spec))
+        entry = self.plan.entries.get(spec_key(spec))
         if entry is not None and entry.creation_failed:
             entry.creation_failed = False
             self._fill()
@@ -265,7 +269,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ready.clear()
-        await self.inner.close()  # closes every sandbox that is still open
+        await self.provider.close()  # closes every sandbox that is still open
 
     # ---- prewarming
 
@@ -275,10 +279,10 @@ class Pool:
         for entry, count in self.plan.surplus():
             for _ in range(count):
                 entry.ready -= 1
-                self._spawn(_closed(self._ready[key_of(entry.spec)].pop()))
-        while (short := self.plan.next()) is not None:
-            short.starting += 1
-            self._spawn(self._start(short))
+                self._spawn(_close_sandbox(self._ready[spec_key(entry.spec)].pop()))
+        while (missing := self.plan.next_to_start()) is not None:
+            missing.starting += 1
+            self._spawn(self._start(missing))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, context=detached_context())
@@ -288,7 +292,7 @@ class Pool:
     async def _start(self, entry: WarmSandboxes) -> None:
         sandbox: Sandbox | None = None
         try:
-            sandbox = await self.inner.create(entry.spec, attempt=POOL_ATTEMPT, timeout=START_SECONDS)
+            sandbox = await self.provider.create(entry.spec, attempt=POOL_ATTEMPT, timeout=START_SECONDS)
         except (RookeryError, OSError) as error:
             # A request for this spec gets the error in its own attempt.
             log.debug("a warm sandbox could not be created: %s", error)
@@ -299,13 +303,13 @@ class Pool:
 
     def _on_started(self, entry: WarmSandboxes, sandbox: Sandbox | None) -> None:
         """Pass a started sandbox to a waiting request, or keep it; `sandbox` is None if the start failed."""
-        waiting = self._waiting.get(key_of(entry.spec))
+        waiting = self._waiting.get(spec_key(entry.spec))
         if waiting and (sandbox is not None or entry.claimed > entry.starting):
             entry.claimed -= 1
             waiting.popleft().set_result(sandbox)
         elif sandbox is not None and not self._closed:  # otherwise the provider closes it
             entry.ready += 1
-            self._ready.setdefault(key_of(entry.spec), deque()).append(sandbox)
+            self._ready.setdefault(spec_key(entry.spec), deque()).append(sandbox)
         self._fill()
 
     async def _responds(self, sandbox: Sandbox) -> bool:
@@ -317,13 +321,13 @@ class Pool:
         except (SandboxError, TimeoutError) as error:
             log.debug("a warm sandbox does not respond: %s", error)
         except BaseException:
-            self._spawn(_closed(sandbox))
+            self._spawn(_close_sandbox(sandbox))
             raise
-        self._spawn(_closed(sandbox))
+        self._spawn(_close_sandbox(sandbox))
         return False
 
 
-async def _closed(sandbox: Sandbox) -> None:
+async def _close_sandbox(sandbox: Sandbox) -> None:
     try:
         await sandbox.close()
     except (RookeryError, OSError) as error:

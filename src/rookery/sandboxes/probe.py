@@ -58,8 +58,8 @@ async def _probe(open_: Callable[[ProviderHome], Provider]) -> ProviderProof:
                     spec = SandboxSpec(provider=provider.name, untrusted_ok=True)
                     sandbox = await provider.create(spec, attempt="probe", timeout=SECONDS)
                     times.append(time.perf_counter())
-                    line = getattr(provider, "keeper", None)
-                    about = await (await line()).status() if line is not None else {}
+                    get_keeper = getattr(provider, "keeper", None)
+                    about = await (await get_keeper()).status() if get_keeper is not None else {}
                     await provider.create(spec, attempt="probe", timeout=SECONDS)
                     times.append(time.perf_counter())
                     result = await sandbox.exec(Command(argv=("true",), wall=SECONDS))

@@ -37,7 +37,7 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
             "id": made.id,
             "layers": 2,
             "bytes": 0,
-            "platform": store.listed()[0].platform,
+            "platform": store.list_images()[0].platform,
             "names": [name],
         }
     code, out, err = said(capsys, "images", "list")

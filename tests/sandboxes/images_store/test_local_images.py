@@ -122,12 +122,12 @@ async def test_an_image_is_made_once_however_many_ask(
         )
         assert {(await box.read("/srv/new/file")) for box in boxes} == {b"new\n"}
         assert len(list(store.layers.iterdir())) == 3
-        (listed,) = store.listed()
+        (listed,) = store.list_images()
         assert listed.used_by == (os.getpid(),)
     finally:
         await other.close()
     await local.close()
-    assert store.listed()[0].used_by == ()
+    assert store.list_images()[0].used_by == ()
     assert list((store.folder / "work").iterdir()) == []
 
 
@@ -157,5 +157,5 @@ async def test_an_image_that_is_broken_leaves_nothing(
     with pytest.raises(SandboxError, match="cannot be unpacked") as raised:
         await local.create(of(path), attempt="a")
     assert raised.value.code == "task.image"
-    assert store.listed() == []
+    assert store.list_images() == []
     assert list(store.layers.iterdir()) == list((store.folder / "work").iterdir()) == []

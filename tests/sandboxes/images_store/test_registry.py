@@ -80,7 +80,7 @@ def test_pulling_again_asks_whether_the_name_means_another_image(store: ImageSto
         newer = Made(tar_of(member("new", b"n")))
         registry.push("app:1", newer)
         assert pulled(store, name).id == IMAGE.id
-        assert pulled(store, name, again=True).id == newer.id
+        assert pulled(store, name, refresh=True).id == newer.id
         assert pulled(store, name).id == newer.id
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_digest_is_never_kept(store: ImageStore, lies: int) -> None:
         with pytest.raises(SandboxError, match="digest") as raised:
             pulled(store, name)
     assert raised.value.code == "sandbox.image"
-    assert store.listed() == []
+    assert store.list_images() == []
 
 
 def test_no_key_goes_along_to_another_host(

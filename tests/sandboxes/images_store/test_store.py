@@ -54,10 +54,10 @@ async def test_a_hundred_who_ask_together_are_answered_by_one_making(
             uses = await asyncio.gather(*(asker.acquire(name) for _ in range(50) for asker in (images, other)))
             assert len(registry.fetched()) == 3  # configuration and two layers, once each
         assert {use.record.id for use in uses} == {one.id}
-        assert set(store.listed()[0].used_by) == {os.getpid()}
+        assert set(store.list_images()[0].used_by) == {os.getpid()}
         for use in uses:
             use.release()
-        assert store.listed()[0].used_by == ()
+        assert store.list_images()[0].used_by == ()
     finally:
         await other.close()
 
@@ -144,9 +144,9 @@ def test_a_kill_in_the_middle_leaves_nothing_half_valid(store: ImageStore, tmp_p
             process.send_signal(signal.SIGKILL)
             process.wait()
         for record in store._records():
-            assert store.record(record.id) is not None
+            assert store.get_record(record.id) is not None
         for layer in store.layers.iterdir():
-            if store.info(layer.name):
+            if store.get_layer(layer.name):
                 assert len(list(layer.rglob("*"))) == 201
     record = made(store, path)
     assert record.layers == before.layers
@@ -172,13 +172,13 @@ def test_a_layer_that_had_not_reached_the_disk_is_made_again(
     (layer,) = record.layers
     (store.layers / layer / "data-1").write_bytes(b"")  # as a file system may leave it
     monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "the next one")
-    assert store.record(record.id) is None
+    assert store.get_record(record.id) is None
     monkeypatch.setattr("rookery.sandboxes.images.installer.boot_id", lambda: "the next one")
     made(store, path)
     assert (store.layers / layer / "data-1").stat().st_size == 300_000
     store.sync(record.layers)
     monkeypatch.setattr("rookery.sandboxes.images.store.boot_id", lambda: "one more")
-    assert store.record(record.id) is not None
+    assert store.get_record(record.id) is not None
 
 
 def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: ImageStore, tmp_path: Path) -> None:
@@ -193,26 +193,26 @@ def test_the_longest_unused_goes_first_and_what_is_in_use_never(store: ImageStor
     held = store.acquire(kept[0].id)
     assert held is not None
     os.utime(store.lock_path("image", kept[0].id), (1, 1))  # the longest unused, were it not in use
-    budget = store.held() - 1000
+    budget = store.total_bytes() - 1000
     new = made(store, paths[3], budget=budget)
-    ids = {one.id for one in store.listed()}
+    ids = {one.id for one in store.list_images()}
     assert {kept[0].id, new.id} <= ids
     assert kept[1].id not in ids
-    assert store.held() <= budget
+    assert store.total_bytes() <= budget
     # Its base is shared, so it is still there.
     assert (store.layers / new.layers[0] / "base").stat().st_size == 256_000
-    others = [store.acquire(one.id) for one in store.listed()]
-    small = store.held() + 1000
+    others = [store.acquire(one.id) for one in store.list_images()]
+    small = store.total_bytes() + 1000
     with pytest.raises(SandboxError, match="does not fit") as raised:
         made(store, paths[1], budget=small)
     assert raised.value.code == "sandbox.image"
-    assert {one.id for one in store.listed()} == {use.record.id for use in others if use is not None}
+    assert {one.id for one in store.list_images()} == {use.record.id for use in others if use is not None}
     for use in (held, *others):
         assert use is not None
         use.release()
     done = store.prune(budget=0)
     assert len(done.images) == len(others)
-    assert store.listed() == list(store.layers.iterdir()) == []
+    assert store.list_images() == list(store.layers.iterdir()) == []
     assert done.bytes > 0
 
 
@@ -231,7 +231,7 @@ def test_an_image_in_use_by_another_process_is_not_removed(store: ImageStore, tm
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        assert store.listed()[0].used_by == (process.pid,)
+        assert store.list_images()[0].used_by == (process.pid,)
         done = store.prune(budget=0)
         assert (done.images, done.kept_in_use) == ((), 1)
         process.kill()
@@ -245,12 +245,12 @@ def test_an_image_without_a_name_is_pruned_and_its_shared_layers_stay(store: Ima
         name = parse_reference(registry.push("app:1", image(1, base)))
         first = ImageInstaller(store, name).install()
         registry.push("app:1", image(2, base))
-        second = ImageInstaller(store, name, again=True).install()
-    assert [one.names for one in store.listed() if one.id == first.id] == [()]
+        second = ImageInstaller(store, name, refresh=True).install()
+    assert [one.names for one in store.list_images() if one.id == first.id] == [()]
     done = store.prune(budget=1 << 40)
     assert (done.layers, len(done.images)) == (1, 1)
-    assert [one.id for one in store.listed()] == [second.id]
-    assert store.record(second.id) is not None
+    assert [one.id for one in store.list_images()] == [second.id]
+    assert store.get_record(second.id) is not None
 
 
 def test_a_store_of_another_users_is_refused(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_wrong_budget_is_said(said: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_records_that_cannot_be_read_are_not_there(store: ImageStore, tmp_path: Path) -> None:
     record = made(store, image(1).layout(tmp_path / "layout"))
     (store.folder / "images" / f"{record.id}.json").write_text("{half")
-    assert store.record(record.id) is None
+    assert store.get_record(record.id) is None
     assert records.read_record(store.folder / "images" / f"{record.id}.json", ImageRecord) is None
     assert made(store, tmp_path / "layout").id == record.id
 

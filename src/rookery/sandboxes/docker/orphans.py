@@ -34,7 +34,6 @@ from rookery.sandboxes.protocol import Lease
 
 SANDBOX, RUN, ATTEMPT = "rookery.sandbox", "rookery.run", "rookery.attempt"
 OWNER, DEADLINE, MACHINE, BOOT = "rookery.owner", "rookery.deadline", "rookery.machine", "rookery.boot"
-LABELS = (SANDBOX, RUN, ATTEMPT, OWNER, DEADLINE, MACHINE, BOOT)
 SOCKET_FILE = "engine"
 """File in a sandbox's directory with the path of the socket of the engine that has its container."""
 REMOVE_SECONDS = 15.0

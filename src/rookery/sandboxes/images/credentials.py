@@ -37,7 +37,7 @@ class RegistryLogin:
         self.identity_token = identity_token
 
     def __repr__(self) -> str:
-        return "Login(…)"
+        return "RegistryLogin(…)"
 
     def basic(self) -> str:
         return "Basic " + base64.b64encode(f"{self.user}:{self.secret}".encode()).decode()

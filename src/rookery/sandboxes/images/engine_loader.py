@@ -156,7 +156,7 @@ def export_image(store: ImageStore, reference: ImageReference, name: str, target
     Whiteouts are converted to the form of archives. Owners, modes, times and links are preserved. What the store
     has dropped (set-user-ID bits, devices) is missing in the archive, too.
     """
-    known = store.find(reference.key)
+    known = store.find_image(reference.key)
     acquired = store.acquire(known.id) if known is not None else None
     if acquired is None:
         return False

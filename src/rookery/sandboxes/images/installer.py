@@ -51,21 +51,23 @@ class ImageInstaller:
         reference: ImageReference,
         *,
         platform: str = "",
-        again: bool = False,
+        refresh: bool = False,
         name: str = "",
-        own_names: bool = False,
+        source_names: bool = False,
         on_progress: OnProgress | None = None,
         budget: int | None = None,
     ) -> None:
-        """`again`: consult the source even if the store has the image. `name`: an additional name. `own_names`:
+        """Prepare the installation.
+
+        `refresh`: consult the source even if the store has the image. `name`: an additional name. `source_names`:
         also publish the names that its source uses.
         """
         self.store = store.open()
         self.reference = reference
         self.platform = platform or sources.host_platform()
-        self.again = again
+        self.refresh = refresh
         self.name = name
-        self.own_names = own_names
+        self.source_names = source_names
         self.display_name = familiar_name(reference.name) if reference.registry else reference.text
         self.key = reference.key
         if reference.kind == "dockerfile":
@@ -89,7 +91,7 @@ class ImageInstaller:
             seconds=WAIT_SECONDS,
             what=f"the image {self.display_name}",
         ):
-            found = None if self.again else self._find_installed()
+            found = None if self.refresh else self._find_installed()
             if found is None:
                 with file_locks.acquire_slot(store.folder / "locks", "slot", MAX_PARALLEL, seconds=WAIT_SECONDS):
                     found = self._install()
@@ -100,7 +102,7 @@ class ImageInstaller:
         known = self.store.find_name(self.key)
         if known is None or (known.origin == "engine" and has_changed_in_engine(known)):
             return None
-        record = self.store.record(known.image)
+        record = self.store.get_record(known.image)
         if record is not None and self.name:
             self.store.put_image(record, [msgspec.structs.replace(known, name=self.name)])
         return record
@@ -201,7 +203,7 @@ class ImageInstaller:
         for index, (blob, diff_id) in enumerate(zip(found.layers, diff_ids, strict=True)):
             chain = records.chain_id(chain, diff_id) if diff_id else self._identify_archive(blob)
             name = records.layer_directory_name(chain)
-            layer_lock, exists = self.store.hold_layer(name, seconds=WAIT_SECONDS)
+            layer_lock, exists = self.store.lock_layer(name, seconds=WAIT_SECONDS)
             held.callback(layer_lock.close)
             if exists:
                 self.progress.add_bytes(blob.size)
@@ -227,12 +229,12 @@ class ImageInstaller:
                     opaque=result["opaque"],
                 )
                 self.store.put_layer(name, target, info)
-                if not layer_lock.downgrade() or self.store.info(name) is None:
+                if not layer_lock.downgrade() or self.store.get_layer(name) is None:
                     raise image_unavailable(
                         f"the image {self.display_name} could not be stored",
                         "its layers were removed by another process",
                     )
-            known = self.store.info(name)
+            known = self.store.get_layer(name)
             if known is not None and known.opaque:
                 names.clear()  # overlayfs ignores the opaque attribute of a layer's root directory
             names.append(name)
@@ -356,15 +358,15 @@ class ImageInstaller:
     def _publish(self, record: ImageRecord, found: ResolvedImage) -> None:
         name = ImageName(name=self.key, image=record.id, origin=found.origin, digest=found.digest, at=time.time())
         called = [self.name] if self.name else []
-        if self.own_names:
+        if self.source_names:
             called += [parse_reference(text).name for text in found.names if is_image_name(text)]
         names = [name, *(msgspec.structs.replace(name, name=one) for one in called)]
         with self.store.lock_store():
-            before = self.store.record(record.id)
+            before = self.store.get_record(record.id)
             self.store.put_image(before or record, names)
-        if self.store.held() > self.budget:
+        if self.store.total_bytes() > self.budget:
             self.store.shrink(self.budget, keep=record.id)
-            held = self.store.held()
+            held = self.store.total_bytes()
             if held > self.budget and before is None:
                 with contextlib.suppress(OSError):
                     self._withdraw(record, names)
@@ -372,11 +374,11 @@ class ImageInstaller:
 
     def _withdraw(self, record: ImageRecord, names: list[ImageName]) -> None:
         with self.store.lock_store():
-            self.store.forget(record, names)
+            self.store.unpublish(record, names)
 
     def _free_space(self, wanted: int) -> None:
         """Free space in advance: layers are rarely smaller than the compressed data."""
-        if self.store.held() + wanted > self.budget:
+        if self.store.total_bytes() + wanted > self.budget:
             self.store.shrink(max(0, self.budget - wanted))
 
     def _too_large(self, size: int) -> SandboxError:
@@ -404,7 +406,7 @@ class ImageInstaller:
             os.close(old)
             os.close(new)
         info = LayerInfo(diff_id="", bytes=_measure_tree(target), boot=boot_id())
-        layer_lock, _ = self.store.hold_layer(name, seconds=WAIT_SECONDS)
+        layer_lock, _ = self.store.lock_layer(name, seconds=WAIT_SECONDS)
         with layer_lock:
             self.store.put_layer(name, target, info)
             if not layer_lock.downgrade():

@@ -242,8 +242,8 @@ class RegistrySource:
         if kind.lower() == "basic":
             self._basic = self._login is not None
             return
-        said = {key.lower(): value for key, value in _PAIR.findall(rest)}
-        realm = said.get("realm", "")
+        parameters = {key.lower(): value for key, value in _PAIR.findall(rest)}
+        realm = parameters.get("realm", "")
         parts = urllib.parse.urlsplit(realm)
         safe = parts.scheme == "https" or (parts.scheme == "http" and _is_this_machine(parts.netloc))
         if kind.lower() != "bearer" or not parts.hostname or not safe:
@@ -251,11 +251,11 @@ class RegistrySource:
                 f"the image {self._name} could not be fetched",
                 f"{self._host} requires an unsupported kind of authentication",
             )
-        self._token = self._request_token(realm, said)
+        self._token = self._request_token(realm, parameters)
 
-    def _request_token(self, realm: str, said: Mapping[str, str]) -> str:
-        scope = said.get("scope") or f"repository:{self._reference.repository}:pull"
-        query = {"service": said.get("service", ""), "scope": scope}
+    def _request_token(self, realm: str, parameters: Mapping[str, str]) -> str:
+        scope = parameters.get("scope") or f"repository:{self._reference.repository}:pull"
+        query = {"service": parameters.get("service", ""), "scope": scope}
         login = self._login
         if login is not None and login.identity_token:
             body = {

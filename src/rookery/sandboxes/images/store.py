@@ -137,18 +137,18 @@ class ImageStore:
         found: ImageName | None = records.read_record(self._name_path(name), ImageName)
         return found if found is not None and found.name == name else None
 
-    def record(self, image: str) -> ImageRecord | None:
+    def get_record(self, image: str) -> ImageRecord | None:
         """Return the record of an image if all its layers are present."""
         if not image.isalnum():
             return None
         found: ImageRecord | None = records.read_record(self.folder / "images" / f"{image}.json", ImageRecord)
-        return found if found is not None and all(self.info(layer) for layer in found.layers) else None
+        return found if found is not None and all(self.get_layer(layer) for layer in found.layers) else None
 
-    def find(self, name: str) -> ImageRecord | None:
+    def find_image(self, name: str) -> ImageRecord | None:
         found = self.find_name(name)
-        return self.record(found.image) if found is not None else None
+        return self.get_record(found.image) if found is not None else None
 
-    def info(self, layer: str) -> LayerInfo | None:
+    def get_layer(self, layer: str) -> LayerInfo | None:
         """Return the record of a layer if it is complete."""
         found: LayerInfo | None = records.read_record(self.folder / "infos" / f"{layer}.json", LayerInfo)
         if found is None or not (found.synced or found.boot == boot_id()) or not (self.layers / layer).is_dir():
@@ -165,23 +165,23 @@ class ImageStore:
         lock = file_locks.acquire_lock(
             self.lock_path("image", image), exclusive=False, seconds=LOCK_SECONDS, what=f"the image {image}"
         )
-        record = self.record(image)
+        record = self.get_record(image)
         if record is None:
             lock.close()
             return None
         os.utime(lock.fd)
         return AcquiredImage(record, self.layers, lock)
 
-    def hold_layer(self, layer: str, *, seconds: float) -> tuple[file_locks.FileLock, bool]:
+    def lock_layer(self, layer: str, *, seconds: float) -> tuple[file_locks.FileLock, bool]:
         """Lock a layer: shared if it exists (True), exclusive if the caller must create it (False)."""
         path = self.lock_path("layer", layer)
         while True:
             lock = file_locks.acquire_lock(path, exclusive=False, seconds=seconds, what=f"the layer {layer}")
-            if self.info(layer):
+            if self.get_layer(layer):
                 return lock, True
             lock.close()
             lock = file_locks.acquire_lock(path, exclusive=True, seconds=seconds, what=f"the layer {layer}")
-            if not self.info(layer):
+            if not self.get_layer(layer):
                 return lock, False
             lock.close()  # another process created it meanwhile
 
@@ -196,15 +196,15 @@ class ImageStore:
     def staging_directory(self) -> Iterator[tuple[Path, file_locks.FileLock]]:
         """Yield a staging directory on the file system of the store, and its lock."""
         self.remove_leftovers()
-        with self._staging.create() as made:
-            yield made
+        with self._staging.create() as staging:
+            yield staging
 
-    def put_layer(self, layer: str, made: Path, info: LayerInfo) -> None:
+    def put_layer(self, layer: str, staged: Path, info: LayerInfo) -> None:
         """Move a layer into place. The caller must hold its exclusive lock."""
-        there = self.layers / layer
-        if there.exists():  # left by a crash of the machine or of the process that created it
-            self._staging.detach(there).remove()
-        made.rename(there)
+        target = self.layers / layer
+        if target.exists():  # left by a crash of the machine or of the process that created it
+            self._staging.detach(target).remove()
+        staged.rename(target)
         records.write_record(self.folder / "infos" / f"{layer}.json", info)
 
     def put_image(self, record: ImageRecord, names: list[ImageName]) -> None:
@@ -213,7 +213,7 @@ class ImageStore:
         for name in names:
             records.write_record(self._name_path(name.name), name)
 
-    def forget(self, record: ImageRecord, names: list[ImageName]) -> None:
+    def unpublish(self, record: ImageRecord, names: list[ImageName]) -> None:
         """Unpublish an image. The caller must hold the store lock; unused layers are removed later."""
         for name in names:
             self._name_path(name.name).unlink(missing_ok=True)
@@ -221,7 +221,7 @@ class ImageStore:
 
     def sync(self, layers: tuple[str, ...]) -> None:
         """Flush layers to disk and record that."""
-        todo = [(layer, info) for layer in layers if (info := self.info(layer)) and not info.synced]
+        todo = [(layer, info) for layer in layers if (info := self.get_layer(layer)) and not info.synced]
         if not todo:
             return
         fd = os.open(self.layers, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -258,12 +258,12 @@ class ImageStore:
         found = (records.read_record(path, ImageName) for path in sorted((self.folder / "names").glob("*.json")))
         return [name for name in found if name is not None]
 
-    def held(self) -> int:
+    def total_bytes(self) -> int:
         """Return the total size of all layers in bytes."""
         infos = (records.read_record(path, LayerInfo) for path in (self.folder / "infos").glob("*.json"))
         return sum(info.bytes for info in infos if info is not None)
 
-    def listed(self) -> list[ImageSummary]:
+    def list_images(self) -> list[ImageSummary]:
         """Return all images, the last used first."""
         everything, names, held = self._records(), self._names(), file_locks.list_holders()
         owners: dict[str, int] = {}
@@ -272,7 +272,7 @@ class ImageStore:
                 owners[layer] = owners.get(layer, 0) + 1
         found = []
         for record in everything:
-            infos = {layer: self.info(layer) for layer in record.layers}
+            infos = {layer: self.get_layer(layer) for layer in record.layers}
             if None in infos.values():
                 continue
             own_names = [name for name in names if name.image == record.id]
@@ -305,7 +305,7 @@ class ImageStore:
 
         `unnamed` also removes images without a name, `older` those not used since that time.
         """
-        gone: list[str] = []
+        removed: list[str] = []
         detached: list[DetachedDirectory] = []
         busy = layers = freed = 0
         with removing_on_exit(detached), self.lock_store():  # the slow removal happens after the lock is released
@@ -314,25 +314,23 @@ class ImageStore:
             for record in everything:
                 own_names = [name for name in names if name.image == record.id]
                 unwanted = (unnamed and not own_names) or self._used(record, {})[0] < older
-                if record.id == keep or not (unwanted or self.held() > budget):
+                if record.id == keep or not (unwanted or self.total_bytes() > budget):
                     continue
                 lock = file_locks.try_lock(self.lock_path("image", record.id), exclusive=True)
                 if lock is None:
                     busy += 1
                     continue
                 with lock:
-                    for name in own_names:
-                        self._name_path(name.name).unlink(missing_ok=True)
-                    (self.folder / "images" / f"{record.id}.json").unlink(missing_ok=True)
+                    self.unpublish(record, own_names)
                     # A name is more useful to people than the key of a file.
                     display_names = sorted((":/" in name.name, name.name) for name in own_names)
-                    gone.append(display_names[0][1] if display_names else record.id[:12])
+                    removed.append(display_names[0][1] if display_names else record.id[:12])
                     lock.remove()
                 swept = self._sweep(detached)
                 layers, freed = layers + swept[0], freed + swept[1]
             swept = self._sweep(detached)
             layers, freed = layers + swept[0], freed + swept[1]
-        return PruneResult(images=tuple(gone), layers=layers, leftovers=0, bytes=freed, kept_in_use=busy)
+        return PruneResult(images=tuple(removed), layers=layers, leftovers=0, bytes=freed, kept_in_use=busy)
 
     def _sweep(self, detached: list[DetachedDirectory]) -> tuple[int, int]:
         """Detach layers that belong to no image and are not locked. The caller must hold the store lock."""
@@ -355,11 +353,11 @@ class ImageStore:
 
     def prune(self, *, budget: int, unnamed: bool = True, older: float = 0.0) -> PruneResult:
         """Remove leftovers, unused layers, and images as `shrink` does."""
-        before = self.held()
+        before = self.total_bytes()
         leftovers = self.remove_leftovers()
         done = self.shrink(budget, unnamed=unnamed, older=older)
         self._remove_stale_locks()
-        return msgspec.structs.replace(done, leftovers=leftovers, bytes=max(0, before - self.held()))
+        return msgspec.structs.replace(done, leftovers=leftovers, bytes=max(0, before - self.total_bytes()))
 
     def _remove_stale_locks(self) -> None:
         """Remove unlocked lock files of objects that no longer exist."""

@@ -6,6 +6,7 @@ The checks change nothing. Every check that is not fine names the command or set
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import subprocess
@@ -49,6 +50,19 @@ def run_checks(proof: "ProviderProof") -> list[MachineCheck]:
     found += _check_limits(proof)
     found.append(_check_kvm())
     return found
+
+
+@functools.cache
+def find_problem() -> str:
+    """Return why no local sandbox can be created here and what would help, or "" if one can."""
+    from rookery.sandboxes.probe import probe_provider
+
+    proof = probe_provider("local")
+    if not proof.error:
+        return ""
+    missing = (check for check in run_checks(proof) if check.status == "missing")
+    fixes = [f"{check.found[:1].upper()}{check.found[1:]}; to change that: {check.fix}." for check in missing]
+    return " ".join([f"No local sandbox can be created on this machine: {proof.error}.", *fixes])
 
 
 def _read_sysctl(name: str) -> str:

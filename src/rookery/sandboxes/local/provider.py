@@ -13,13 +13,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from rookery.core import SandboxError, SandboxSpec, UsageError
 from rookery.core.sandboxes import check_mounts
@@ -32,7 +29,9 @@ from rookery.sandboxes.guarded_sandbox import (
     CommandUser,
     GuardedSandbox,
     close_all,
+    merge_fork_spec,
     open_or_close,
+    reporting_timeout,
 )
 from rookery.sandboxes.jobs import Job, OomWatch
 from rookery.sandboxes.local.keeper_client import KeeperClient, SandboxHandle, SandboxRequest
@@ -77,15 +76,16 @@ class LocalProvider:
         """DNS resolver for network `allow`; created with the first sandbox that needs it."""
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
-        from rookery.sandboxes.local import probe
+        from rookery.sandboxes.local import machine_checks
 
         problems = self.find_unsupported(spec)
-        return problems or [why for why in (probe.find_problem(),) if why]
+        return problems or [why for why in (machine_checks.find_problem(),) if why]
 
     def diagnose(self) -> Sequence[MachineCheck]:
-        from rookery.sandboxes.local import machine_checks, probe
+        from rookery.sandboxes.local import machine_checks
+        from rookery.sandboxes.probe import probe_provider
 
-        return machine_checks.run_checks(probe.probe_local())
+        return machine_checks.run_checks(probe_provider("local"))
 
     def reap_home(self, *, force: bool) -> list[str]:
         from rookery.sandboxes.local.keeper_reaper import reap_keepers
@@ -446,13 +446,6 @@ class LocalSandbox(GuardedSandbox):
             self._acquired_image.release()
 
 
-def merge_fork_spec(original: SandboxSpec, requested: SandboxSpec | None) -> SandboxSpec:
-    """Return the spec of a fork: as requested, with the original's provider and image."""
-    if requested is None:
-        return original
-    return msgspec.structs.replace(requested, provider=original.provider, image=original.image)
-
-
 def _parse_image(image: str | None) -> "ImageReference | None":
     """Return the reference of an image from the image store; None for a directory or an archive of a file system.
 
@@ -477,12 +470,3 @@ def _is_valid_image(image: str | None) -> bool:
     except UsageError:
         return False
     return True
-
-
-@contextmanager
-def reporting_timeout(timeout: float, action: str) -> Iterator[None]:
-    """Turn a `TimeoutError` into a `SandboxError` that names the action."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise SandboxError(f"{action} took longer than {timeout:g} seconds", cause="sandbox.create") from error
