@@ -1,4 +1,4 @@
-"""A folder with an environment and tasks, a scripted model server, real small disks."""
+"""Fixtures: a directory with an environment and tasks, a scripted model server, small file systems."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def tasks(folder: Path, count: int, *, boom: tuple[int, ...] = ()) -> None:
-    """`tasks.jsonl`: the right answer is 42; tasks in `boom` raise when scored."""
+    """Write `tasks.jsonl`. The correct answer is 42; the tasks in `boom` raise while they are scored."""
     rows = [{"id": f"t{n}", "prompt": f"sum {n}", "answer": 42, "boom": n in boom} for n in range(count)]
     (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -50,7 +50,7 @@ async def server() -> AsyncIterator[ModelServer]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """`disk(options)` mounts a real file system and gives its folder."""
+    """Return a function that mounts a tmpfs with the given options and returns its directory."""
     made: list[Path] = []
 
     def mount(options: str) -> Path:

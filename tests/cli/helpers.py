@@ -1,4 +1,4 @@
-"""The real command, in a process of its own."""
+"""Run the `rookery` command in a child process and check its result."""
 
 import asyncio
 import json
@@ -17,8 +17,8 @@ KEY = "a-key-that-nobody-may-see"
 
 
 @dataclass
-class Ended:
-    """How a command ended, and what it said."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -26,11 +26,11 @@ class Ended:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Stdout as an event stream: every line must be an object."""
+        """The JSON objects on stdout, one per line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
-    def refused(self, *words: str, code: int = 2) -> None:
-        """It said one sentence about what is wrong, with these words in it, and nothing else."""
+    def assert_refused(self, *words: str, code: int = 2) -> None:
+        """Assert that the command printed one error line that contains these words, and nothing else."""
         assert self.code == code, (self.code, self.out, self.err)
         assert self.out == ""
         assert self.err.startswith("error: "), self.err
@@ -40,14 +40,14 @@ class Ended:
 
 
 def environ(**more: str) -> dict[str, str]:
-    """The tests' environment without what would configure the command."""
+    """Return this process's environment without variables that configure the command."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ROOKERY_", "OPENAI_")) and k != "NO_COLOR"}
     return {**kept, **more}
 
 
 @asynccontextmanager
-async def started(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A command under way; gone with the block."""
+async def start_command(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start a command; kill it at the end of the block if it is still running."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *map(str, args),
@@ -64,24 +64,24 @@ async def started(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[asy
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)
             await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]  # pipes of a killed command stay open otherwise
+        process._transport.close()  # type: ignore[attr-defined]  # otherwise the pipes of a killed command stay open
 
 
-async def ended(process: asyncio.subprocess.Process, seconds: float = SECONDS) -> Ended:
+async def wait_for_end(process: asyncio.subprocess.Process, seconds: float = SECONDS) -> CommandResult:
     async with asyncio.timeout(seconds):
         out, err = await process.communicate()
     assert process.returncode is not None
-    return Ended(process.returncode, out.decode(), err.decode())
+    return CommandResult(process.returncode, out.decode(), err.decode())
 
 
-async def rookery(*args: str | Path, cwd: Path, seconds: float = SECONDS, **env: str) -> Ended:
-    """The command, to its end. No usage error ever shows a traceback."""
-    async with started(*args, cwd=cwd, **env) as process:
-        done = await ended(process, seconds)
+async def rookery(*args: str | Path, cwd: Path, seconds: float = SECONDS, **env: str) -> CommandResult:
+    """Run a command to its end. Fails if it prints a traceback."""
+    async with start_command(*args, cwd=cwd, **env) as process:
+        done = await wait_for_end(process, seconds)
     assert "Traceback" not in done.err, done.err
     return done
 
 
 def runs(folder: Path) -> list[Path]:
-    """The runs in a folder, oldest first."""
+    """Return the run directories in `folder/runs`, oldest first."""
     return sorted(path for path in (folder / "runs").glob("2*") if path.is_dir())

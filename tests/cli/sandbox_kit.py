@@ -1,4 +1,4 @@
-"""The command line with real boxes: with input, as an ordinary user, and where nothing isolates."""
+"""Run the command with real sandboxes: with input, as an unprivileged user, or without isolation."""
 
 import functools
 import os
@@ -13,19 +13,21 @@ import click
 import pytest
 
 from rookery.sandbox_runtime import cgroups
-from tests.cli.helpers import COMMAND, Ended, environ
+from tests.cli.helpers import COMMAND, CommandResult, environ
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
-# Each user namespace has settings of its own: in this one, nobody can make another.
-WALLESS = (
+# In this user namespace no further user namespace can be created, so no provider isolates.
+WITHOUT_ISOLATION = (
     *("unshare", "--user", "--map-root-user", "sh", "-c"),
     *('echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"),
 )
 
 
-def called(*args: str | Path, cwd: Path, stdin: bytes = b"", before: tuple[str, ...] = (), **env: str) -> Ended:
-    """The command, to its end; `before` is put before it."""
+def run_cli(
+    *args: str | Path, cwd: Path, stdin: bytes = b"", before: tuple[str, ...] = (), **env: str
+) -> CommandResult:
+    """Run the command to its end, with `before` as a prefix such as `unshare …`."""
     done = subprocess.run(
         [*before, *COMMAND, *map(str, args)],
         cwd=cwd,
@@ -35,39 +37,40 @@ def called(*args: str | Path, cwd: Path, stdin: bytes = b"", before: tuple[str, 
         timeout=SECONDS,
         check=False,
     )
-    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return CommandResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @functools.cache
-def boxes_work() -> str:
-    """Why no box can be made here, or nothing."""
+def find_sandbox_problem() -> str:
+    """Return why no local sandbox can be created on this machine; empty if one can."""
     from rookery.sandboxes.local import machine_checks
 
     return machine_checks.find_problem()
 
 
 @pytest.fixture
-def boxes() -> None:
-    if why := boxes_work():
+def local_sandboxes() -> None:
+    """Skip the test if this machine cannot create local sandboxes."""
+    if why := find_sandbox_problem():
         pytest.skip(f"[probed] {why}")
 
 
 @functools.cache
-def _can_lose_walls() -> bool:
-    return subprocess.run([*WALLESS, "true"], capture_output=True, check=False).returncode == 0
+def _can_disable_isolation() -> bool:
+    return subprocess.run([*WITHOUT_ISOLATION, "true"], capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture
-def walless() -> tuple[str, ...]:
-    """What to put before a command so that nothing isolates for it, for real."""
-    if not _can_lose_walls():
-        pytest.skip("[probed] no user namespace can be made here to take them away in")
-    return WALLESS
+def without_isolation() -> tuple[str, ...]:
+    """Return a command prefix under which no sandbox provider can isolate."""
+    if not _can_disable_isolation():
+        pytest.skip("[probed] this machine cannot create the user namespace that disables isolation")
+    return WITHOUT_ISOLATION
 
 
 @pytest.fixture
 def own_folder() -> Iterator[tuple[Path, int]]:
-    """An ordinary user, and a folder of their own: pytest's are closed to others."""
+    """Yield a directory of an unprivileged user, and the user ID. Directories of pytest are private."""
     user = os.geteuid() or 65534
     folder = Path(tempfile.mkdtemp(prefix="rookery-user-", dir="/tmp"))
     os.chown(folder, user, -1)
@@ -77,7 +80,7 @@ def own_folder() -> Iterator[tuple[Path, int]]:
 
 @functools.cache
 def python_for(user: int) -> str:
-    """A Python of this version that the user may execute: ours may lie in a folder that only root can enter."""
+    """Return a Python of this version that the user can execute: ours may be in a directory of root."""
     named = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin")
     for found in (sys.executable, named):
         try:
@@ -86,11 +89,11 @@ def python_for(user: int) -> str:
             continue
         assert found is not None
         return found
-    return pytest.skip("[probed] no Python of this version that an ordinary user may execute")
+    return pytest.skip("[probed] no Python of this version that an unprivileged user can execute")
 
 
-def called_as(user: int, *args: str | Path, cwd: Path, stdin: bytes = b"") -> Ended:
-    """The command as an ordinary user."""
+def run_cli_as(user: int, *args: str | Path, cwd: Path, stdin: bytes = b"") -> CommandResult:
+    """Run the command to its end as an unprivileged user."""
     python = python_for(user)
     site = Path(click.__file__).parents[1]
     done = subprocess.run(
@@ -103,13 +106,13 @@ def called_as(user: int, *args: str | Path, cwd: Path, stdin: bytes = b"") -> En
         check=False,
         **({"user": user, "group": user, "extra_groups": []} if os.geteuid() == 0 else {}),
     )
-    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return CommandResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def groups_of(pid: int) -> list[Path]:
-    """The control groups of boxes whose owner this is or was."""
+def cgroups_of(pid: int) -> list[Path]:
+    """Return the cgroups of the sandboxes of a process, which may be dead."""
     manager = cgroups.find_cgroups()
-    places = {manager.unified, *manager.v1.values()} - {""}
-    found = [group for place in places for group in Path(place).iterdir() if group.name.startswith(f"{pid}-")]
+    roots = {manager.unified, *manager.v1.values()} - {""}
+    found = [group for root in roots for group in Path(root).iterdir() if group.name.startswith(f"{pid}-")]
     manager.close()
     return found

@@ -12,12 +12,12 @@ import pytest
 
 from rookery.journal import RunReader
 from tests.cli.conftest import tasks
-from tests.cli.helpers import ended, rookery, runs, started
+from tests.cli.helpers import rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer, unreachable_url
 
 
 async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None:
-    (await rookery(*args, cwd=here)).refused(*words)
+    (await rookery(*args, cwd=here)).assert_refused(*words)
     assert not (here / "runs").exists()
 
 
@@ -131,8 +131,8 @@ async def test_a_read_only_output_folder_is_named(
 ) -> None:
     folder = disk("ro,size=64k")
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
-    (await rookery(*run, "-o", folder, cwd=here)).refused(str(folder), "Read-only file system", "-o")
-    (await rookery(*run, "-o", here / "sums.py", cwd=here)).refused("sums.py", "-o")
+    (await rookery(*run, "-o", folder, cwd=here)).assert_refused(str(folder), "Read-only file system", "-o")
+    (await rookery(*run, "-o", here / "sums.py", cwd=here)).assert_refused("sums.py", "-o")
 
 
 @pytest.mark.needs("mount")
@@ -166,7 +166,7 @@ async def test_a_disk_that_is_full_from_the_start_is_exit_code_2(
 ) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-o", disk("size=16k"))
     done = await rookery(*run, cwd=here)
-    done.refused("journal.sqlite")
+    done.assert_refused("journal.sqlite")
 
 
 async def test_a_journal_of_a_newer_version_is_refused_and_untouched(here: Path, server: ModelServer) -> None:
@@ -178,7 +178,7 @@ async def test_a_journal_of_a_newer_version_is_refused_and_untouched(here: Path,
     journal.close()
     before = path.read_bytes()
     for command in (("resume", "latest"), ("show", "latest"), ("export", "latest")):
-        (await rookery(*command, cwd=here)).refused("newer Rookery", "format 99", "upgrade")
+        (await rookery(*command, cwd=here)).assert_refused("newer Rookery", "format 99", "upgrade")
     listed = await rookery("ls", cwd=here)
     assert listed.code == 0
     assert "unreadable" in listed.out
@@ -189,34 +189,38 @@ async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: Mod
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
-    async with started(*run, cwd=here) as first:
+    async with start_command(*run, cwd=here) as first:
         async with asyncio.timeout(60):
             await server.wait_for_requests(4)
         second = await rookery("resume", "latest", cwd=here)
-        second.refused(f"is in use by pid {first.pid}")
+        second.assert_refused(f"is in use by pid {first.pid}")
         assert "running" in (await rookery("ls", cwd=here)).out
         hold.set()
-        done = await ended(first)
+        done = await wait_for_end(first)
     assert done.code == 0, done.err
     with RunReader(runs(here)[0]) as reader:
         assert reader.counts() == {"completed": 4}
 
 
 async def test_a_run_that_is_none_is_named(here: Path) -> None:
-    (await rookery("resume", "latest", cwd=here)).refused("there is no run in runs yet")
-    (await rookery("show", "abc", cwd=here)).refused("no run 'abc'")
-    (await rookery("export", "./sums.py", cwd=here)).refused("is not a run")
+    (await rookery("resume", "latest", cwd=here)).assert_refused("there is no run in runs yet")
+    (await rookery("show", "abc", cwd=here)).assert_refused("no run 'abc'")
+    (await rookery("export", "./sums.py", cwd=here)).assert_refused("is not a run")
 
 
 @pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
 async def test_a_misspelt_embedded_policy_is_suggested(word: str, here: Path) -> None:
-    (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).refused("did you mean 'embedded'?")
+    (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).assert_refused(
+        "did you mean 'embedded'?"
+    )
 
 
 async def test_a_misspelt_environment_or_provider_is_suggested(here: Path) -> None:
-    (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).refused("did you mean 'arithmetic'?")
+    (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).assert_refused(
+        "did you mean 'arithmetic'?"
+    )
     misspelt = ("run", "arithmetic", "--policy", "embedded", "--sandbox", "subproces")
-    (await rookery(*misspelt, cwd=here)).refused("did you mean 'subprocess'?")
+    (await rookery(*misspelt, cwd=here)).assert_refused("did you mean 'subprocess'?")
 
 
 async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) -> None:
@@ -231,11 +235,11 @@ async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) 
     assert done.code == 0, done.err
     assert "256000000" in done.out
     (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "lots"\n')
-    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).refused(
+    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).assert_refused(
         "[run.sandbox] memory", "'lots'"
     )
     (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemry = "1G"\n')
-    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).refused("'memry'", "'memory'")
+    (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).assert_refused("'memry'", "'memory'")
 
 
 async def test_a_run_whose_folder_is_removed_stops_and_says_so(here: Path, server: ModelServer) -> None:
@@ -243,11 +247,11 @@ async def test_a_run_whose_folder_is_removed_stops_and_says_so(here: Path, serve
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-c", "4", "--runners", "1")
     gate = asyncio.Event()
     server.default = Answer("42", hold=gate)
-    async with started(*run, cwd=here) as process:
+    async with start_command(*run, cwd=here) as process:
         await server.wait_for_requests(4)
         shutil.rmtree(here / "runs")
         gate.set()
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == 4
     assert "was removed" in done.err
     assert "Traceback" not in done.err

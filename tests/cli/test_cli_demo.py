@@ -18,7 +18,7 @@ import pytest
 from rookery.cli.demo import _describe_sandbox
 from rookery.journal import RunReader
 from rookery.sandboxes import ProviderChoice, best_provider
-from tests.cli.helpers import Ended, ended, environ, rookery, runs, started
+from tests.cli.helpers import CommandResult, environ, rookery, runs, start_command, wait_for_end
 from tests.cli.sandbox_kit import own_folder, python_for
 from tests.cli.test_cli_run import recorded
 from tests.cli.test_cli_terminal import HIDE, SHOW, Terminal
@@ -126,7 +126,7 @@ async def test_json_is_one_object_a_line_and_ends_with_the_summary(tmp_path: Pat
     ],
 )
 async def test_wrong_input_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
-    (await rookery("demo", *args, cwd=tmp_path)).refused(words)
+    (await rookery("demo", *args, cwd=tmp_path)).assert_refused(words)
 
 
 async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_pat
 
 
 async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    async with started("demo", "-n", "2000", "-k", "8", cwd=tmp_path) as process:
+    async with start_command("demo", "-n", "2000", "-k", "8", cwd=tmp_path) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
             while not (await process.stderr.readline()).startswith(b"run "):
                 pass
             await recorded(tmp_path, 1)
         process.send_signal(signal.SIGINT)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == 130, done.err
     assert "interrupted by SIGINT" in done.err
     (run,) = runs(tmp_path)
@@ -160,14 +160,14 @@ async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path
     with RunReader(run) as reader:
         assert reader.status == "stopped"
         kept = sum(reader.counts().values())
-    async with started("resume", "latest", cwd=tmp_path) as process:
+    async with start_command("resume", "latest", cwd=tmp_path) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
             while b"done before" not in (head := await process.stderr.readline()):
                 assert head
             await recorded(tmp_path, kept + 1)
         process.send_signal(signal.SIGINT)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert f"{kept:,} of 16,000 done before".encode() in head
     assert done.code == 130, done.err
 
@@ -201,13 +201,13 @@ async def test_the_plan_is_shown_before_the_machine_is_probed(tmp_path: Path) ->
     flag = tmp_path / "probed"
     hold = f"import os, time\n        while not os.path.exists({str(flag)!r}): time.sleep(0.01)\n        return []"
     plugin(plugins, "local", check=hold)
-    async with started("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins)) as process:
+    async with start_command("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins)) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
             said = [(await process.stderr.readline()).split()[0] for _ in range(2)]
         assert said == [b"policy", b"tasks"]
         flag.touch()
-        done = await ended(process, SECONDS)
+        done = await wait_for_end(process, SECONDS)
     assert done.code == 0, done.err
     assert "starting the runner processes" in done.err
 
@@ -230,7 +230,7 @@ async def test_an_ordinary_user_can_run_it(own_folder: tuple[Path, int]) -> None
         stderr=asyncio.subprocess.PIPE,
         **switch,
     )
-    done = await ended(process)
+    done = await wait_for_end(process)
     assert done.code == 0, done.err
     is_the_table(done.out, 5)
     assert runs(folder)[0].stat().st_uid == user
@@ -306,10 +306,12 @@ async def test_the_wheel_in_an_empty_environment_outside_of_the_checkout_runs_it
     assert f"  {home / 'bin' / 'rookery'} show runs/{runs(elsewhere)[0].name}" in done.out  # it is not on PATH
 
 
-async def _ended(*command: str | Path, cwd: Path) -> Ended:
+async def _ended(*command: str | Path, cwd: Path) -> CommandResult:
     pipe = asyncio.subprocess.PIPE
     env = {name: value for name, value in environ().items() if not name.startswith("PYTHON")}
-    return await ended(await asyncio.create_subprocess_exec(*command, cwd=cwd, env=env, stdout=pipe, stderr=pipe))
+    return await wait_for_end(
+        await asyncio.create_subprocess_exec(*command, cwd=cwd, env=env, stdout=pipe, stderr=pipe)
+    )
 
 
 # ---- make demo

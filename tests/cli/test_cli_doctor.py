@@ -9,18 +9,18 @@ import pytest
 from rookery.sandboxes.local import machine_checks
 from rookery.sandboxes.probe import ProviderProof
 from tests.cli.helpers import rookery
-from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
+from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, own_folder, run_cli, run_cli_as, without_isolation
 from tests.cli.test_cli_exec import scratch
 from tests.sandboxes.plugins import plugin
 
-__all__ = ["boxes", "own_folder", "scratch", "walless"]
+__all__ = ["local_sandboxes", "own_folder", "scratch", "without_isolation"]
 
 ABOUT = {"overlay": True, "unified": "/u/rookery", "v1": {}, "v2": ["cpu", "memory", "pids"]}
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
-    done = called("doctor", cwd=tmp_path)
+    done = run_cli("doctor", cwd=tmp_path)
     assert done.code == 0, done.out
     assert "proof     a local sandbox was created in" in done.out
     assert "a command ran in" in done.out
@@ -30,9 +30,9 @@ def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
     assert "\x1b" not in done.out
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_json_is_one_object_that_says_the_same(tmp_path: Path) -> None:
-    done = called("doctor", "--json", cwd=tmp_path)
+    done = run_cli("doctor", "--json", cwd=tmp_path)
     (found,) = done.events
     assert (found["isolated"], found["provider"], found["exit_code"], done.code) == (True, "local", 0, 0)
     assert found["proof"]["error"] == ""
@@ -47,40 +47,43 @@ def test_json_is_one_object_that_says_the_same(tmp_path: Path) -> None:
 
 
 def test_where_nothing_isolates_it_says_why_and_what_would_help_and_ends_with_3(
-    tmp_path: Path, walless: tuple[str, ...]
+    tmp_path: Path, without_isolation: tuple[str, ...]
 ) -> None:
-    done = called("doctor", cwd=tmp_path, before=walless)
+    done = run_cli("doctor", cwd=tmp_path, before=without_isolation)
     assert done.code == 3, done.out
     assert "missing  user namespaces  the kernel allows no more user namespaces" in done.out
     assert "user namespaces  sysctl -w user.max_user_namespaces=15000" in done.out
     assert "subprocess, not isolated: programs run as your user" in done.out
-    found = json.loads(called("doctor", "--json", cwd=tmp_path, before=walless).out)
+    found = json.loads(run_cli("doctor", "--json", cwd=tmp_path, before=without_isolation).out)
     assert (found["isolated"], found["provider"]) == (False, "subprocess")
     works = {one["name"]: one["works"] for one in found["providers"]}
     assert (works["subprocess"], works["local"]) == (True, False)
     assert "sysctl -w" in next(one["why"] for one in found["providers"] if one["name"] == "local")
 
 
-def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, walless: tuple[str, ...]) -> None:
+def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     plugin(plugins, "walled", check="return []")
     plugin(plugins, "broken", check="return []", module="a_module_that_is_not_there")
-    done = called(
-        "doctor", cwd=tmp_path, before=walless, PYTHONPATH=f"{plugins}:{os.environ.get('PYTHONPATH', '')}"
+    done = run_cli(
+        "doctor",
+        cwd=tmp_path,
+        before=without_isolation,
+        PYTHONPATH=f"{plugins}:{os.environ.get('PYTHONPATH', '')}",
     )
     assert done.code == 0, done.out
     assert "a walled sandbox was created in" in done.out
     assert "others    broken: ModuleNotFoundError" in done.out
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_an_ordinary_user_is_told_what_is_weaker(
     own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, user = own_folder
     monkeypatch.setenv("TMPDIR", str(folder))
-    done = called_as(user, "doctor", "--json", cwd=folder)
+    done = run_cli_as(user, "doctor", "--json", cwd=folder)
     assert done.code == 0, (done.out, done.err)
     (found,) = done.events
     assert found["provider"] == "local"
@@ -91,15 +94,15 @@ def test_an_ordinary_user_is_told_what_is_weaker(
 
 
 async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("doctor", "everything", cwd=tmp_path)).refused("unexpected extra argument")
-    (await rookery("doctor", "--fix", cwd=tmp_path)).refused("no such option")
+    (await rookery("doctor", "everything", cwd=tmp_path)).assert_refused("unexpected extra argument")
+    (await rookery("doctor", "--fix", cwd=tmp_path)).assert_refused("no such option")
 
 
 def test_it_leaves_nothing(tmp_path: Path) -> None:
-    before = set(groups_of(os.getpid()))
-    called("doctor", cwd=tmp_path)
+    before = set(cgroups_of(os.getpid()))
+    run_cli("doctor", cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
-    assert set(groups_of(os.getpid())) <= before
+    assert set(cgroups_of(os.getpid())) <= before
 
 
 # ---- the checks
@@ -132,7 +135,7 @@ def test_what_a_machine_has_is_fine() -> None:
         ("mount tmpfs at box: Permission denied", "--privileged"),
     ],
 )
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_an_error_is_told_with_what_would_help(error: str, fix: str) -> None:
     missing = [
         check for check in machine_checks.run_checks(ProviderProof(error=error)) if check.status == "missing"

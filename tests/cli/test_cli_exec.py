@@ -23,11 +23,11 @@ from rookery.cli.options import Size, format_size
 from rookery.cli.sandbox_command import TerminalFilter
 from rookery.core import ExecResult, ExecStatus
 from rookery.sandboxes.reaper import SCRATCH_PREFIX
-from tests.cli.helpers import COMMAND, Ended, ended, environ, rookery, started
-from tests.cli.sandbox_kit import boxes, called, called_as, groups_of, own_folder, walless
+from tests.cli.helpers import COMMAND, CommandResult, environ, rookery, start_command, wait_for_end
+from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, own_folder, run_cli, run_cli_as, without_isolation
 from tests.cli.test_cli_terminal import Terminal
 
-__all__ = ["boxes", "own_folder", "walless"]
+__all__ = ["local_sandboxes", "own_folder", "without_isolation"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(folder.iterdir()) == []
 
 
-def result(done: Ended) -> dict[str, Any]:
+def result(done: CommandResult) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
     return found
 
@@ -48,22 +48,22 @@ def result(done: Ended) -> dict[str, Any]:
 # ---- output and exit codes
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_output_passes_through_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
-    done = called("exec", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
+    done = run_cli("exec", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (7, "out\n", "err\n")
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_it_really_is_a_box(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
-    done = called("exec", "--", "sh", "-c", f"pwd; cat {secret}; ls /sys /root", cwd=tmp_path)
+    done = run_cli("exec", "--", "sh", "-c", f"pwd; cat {secret}; ls /sys /root", cwd=tmp_path)
     assert done.out.startswith("/work\n")
     assert "mine" not in done.out
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "exec", "--", "cat"],
@@ -83,7 +83,7 @@ def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> No
         assert process.wait() == 0
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_bytes_pass_unchanged_in_any_amount(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     done = subprocess.run(
@@ -92,13 +92,13 @@ def test_bytes_pass_unchanged_in_any_amount(tmp_path: Path) -> None:
     assert done.stdout == data
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_what_does_not_read_its_input_ends_all_the_same(tmp_path: Path) -> None:
-    done = called("exec", "--", "true", cwd=tmp_path, stdin=b"x" * (4 << 20))
+    done = run_cli("exec", "--", "true", cwd=tmp_path, stdin=b"x" * (4 << 20))
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Path) -> None:
     for shut in ("0<&-", "1>&-", "2>&-"):
         line = [*("sh", "-c", f'exec "$@" {shut}', "sh"), *COMMAND, "exec", "--", "sh", "-c", "cat; exit 3"]
@@ -106,7 +106,7 @@ def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Pat
         assert done.returncode == 3, (shut, done.stderr)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -122,12 +122,12 @@ def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Pat
     ],
 )
 def test_how_it_ended_is_the_exit_code(args: list[str], code: int, words: str, tmp_path: Path) -> None:
-    done = called("exec", *args, cwd=tmp_path)
+    done = run_cli("exec", *args, cwd=tmp_path)
     assert done.code == code, done.err
     assert words in done.err
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_a_command_that_runs_out_of_memory_is_137(tmp_path: Path) -> None:
     from rookery.sandbox_runtime import cgroups
 
@@ -136,10 +136,10 @@ def test_a_command_that_runs_out_of_memory_is_137(tmp_path: Path) -> None:
     if cgroups.MEMORY in manager.missing_controllers:
         pytest.skip("[probed] no memory control group is ours")
     hungry = ("--memory", "64M", "--", "python3", "-c", "x = bytearray(500 << 20)")
-    done = called("exec", *hungry, cwd=tmp_path)
+    done = run_cli("exec", *hungry, cwd=tmp_path)
     assert done.code == 137
     assert "memory" in done.err
-    assert result(called("exec", "--json", *hungry, cwd=tmp_path))["status"] == "memory_limit"
+    assert result(run_cli("exec", "--json", *hungry, cwd=tmp_path))["status"] == "memory_limit"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_no_way_to_end_was_forgotten() -> None:
 # ---- --json
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_json_is_the_last_line_and_says_it_all(tmp_path: Path) -> None:
-    done = called("exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
+    done = run_cli("exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
     assert done.code == 7
     assert done.err == ""
     found = result(done)
@@ -191,17 +191,17 @@ def test_json_is_the_last_line_and_says_it_all(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_json_keeps_head_and_tail_and_counts_what_was_dropped(tmp_path: Path) -> None:
-    done = called("exec", "--json", "--output", "10", "--", "sh", "-c", "printf 0123456789abcdef", cwd=tmp_path)
+    done = run_cli("exec", "--json", "--output", "10", "--", "sh", "-c", "printf 0123456789abcdef", cwd=tmp_path)
     found = result(done)
     assert (found["stdout"], found["dropped"]) == ("01234bcdef", {"stdout": 6, "stderr": 0})
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_no_output_can_break_the_line(tmp_path: Path) -> None:
     text = "a\nb\r\u2028c\u0085\x1b[2J"
-    done = called("exec", "--json", "--", "cat", cwd=tmp_path, stdin=text.encode() + b"\xff\x00")
+    done = run_cli("exec", "--json", "--", "cat", cwd=tmp_path, stdin=text.encode() + b"\xff\x00")
     assert len(done.out.splitlines()) == 1
     assert result(done)["stdout"] == f"{text}\ufffd\0"
 
@@ -209,40 +209,44 @@ def test_no_output_can_break_the_line(tmp_path: Path) -> None:
 # ---- consent
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_the_default_is_the_best_that_isolates(tmp_path: Path) -> None:
-    assert result(called("exec", "--json", "--", "true", cwd=tmp_path))["provider"] == "local"
+    assert result(run_cli("exec", "--json", "--", "true", cwd=tmp_path))["provider"] == "local"
 
 
 def test_naming_one_that_does_not_isolate_is_consent_and_is_said_once(tmp_path: Path) -> None:
-    done = called("exec", "--provider", "subprocess", "--", "sh", "-c", "echo hi; exit 3", cwd=tmp_path)
+    done = run_cli("exec", "--provider", "subprocess", "--", "sh", "-c", "echo hi; exit 3", cwd=tmp_path)
     assert (done.code, done.out) == (3, "hi\n")
     assert done.err.startswith("warning: subprocess sandboxes do not isolate")
     assert done.err.count("\n") == 1
-    by_variable = called("exec", "--json", "--", "true", cwd=tmp_path, ROOKERY_SANDBOX="subprocess")
+    by_variable = run_cli("exec", "--json", "--", "true", cwd=tmp_path, ROOKERY_SANDBOX="subprocess")
     assert (result(by_variable)["provider"], result(by_variable)["isolated"]) == ("subprocess", False)
 
 
-def test_where_nothing_isolates_it_is_refused_with_what_to_do(tmp_path: Path, walless: tuple[str, ...]) -> None:
-    done = called("exec", "--", "true", cwd=tmp_path, before=walless)
-    done.refused("max_user_namespaces", "rookery doctor", "--unsafe", code=125)
-    done = called("exec", "--json", "--", "true", cwd=tmp_path, before=walless)
+def test_where_nothing_isolates_it_is_refused_with_what_to_do(
+    tmp_path: Path, without_isolation: tuple[str, ...]
+) -> None:
+    done = run_cli("exec", "--", "true", cwd=tmp_path, before=without_isolation)
+    done.assert_refused("max_user_namespaces", "rookery doctor", "--unsafe", code=125)
+    done = run_cli("exec", "--json", "--", "true", cwd=tmp_path, before=without_isolation)
     assert done.code == 125
     assert (result(done)["status"], result(done)["exit_code"]) == ("error", None)
     assert "--unsafe" in result(done)["detail"]
 
 
-def test_with_consent_it_runs_without_isolation_and_says_so(tmp_path: Path, walless: tuple[str, ...]) -> None:
-    done = called("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=walless)
+def test_with_consent_it_runs_without_isolation_and_says_so(
+    tmp_path: Path, without_isolation: tuple[str, ...]
+) -> None:
+    done = run_cli("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation)
     assert done.code == 6
     assert done.err.startswith("warning: subprocess sandboxes do not isolate")
-    done = called("exec", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=walless, ROOKERY_UNSAFE="1")
+    done = run_cli("exec", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation, ROOKERY_UNSAFE="1")
     assert done.code == 6
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path) -> None:
-    done = called("exec", "--unsafe", "--json", "--", "true", cwd=tmp_path)
+    done = run_cli("exec", "--unsafe", "--json", "--", "true", cwd=tmp_path)
     assert (result(done)["provider"], done.err) == ("local", "")
 
 
@@ -273,7 +277,7 @@ def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path
     ],
 )
 def test_wrong_input_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
-    done = called("exec", *args, cwd=tmp_path)
+    done = run_cli("exec", *args, cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     lines = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1
@@ -326,30 +330,30 @@ async def _runs(process: asyncio.subprocess.Process) -> None:
 TRAPPED = ("exec", "--", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 600 & echo started; sleep 600")
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_an_interrupt_ends_the_command_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    async with started(*TRAPPED, cwd=tmp_path) as process:
+    async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         process.send_signal(number)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == 128 + number, done.err
     assert "Traceback" not in done.err
-    assert groups_of(process.pid) == []
+    assert cgroups_of(process.pid) == []
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_a_reader_that_went_away_ends_the_command(tmp_path: Path) -> None:
-    async with started("exec", "--", "yes", cwd=tmp_path) as process:
+    async with start_command("exec", "--", "yes", cwd=tmp_path) as process:
         assert process.stdout is not None
         await process.stdout.readline()
         process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
         async with asyncio.timeout(60):
             assert await process.wait() == 128 + signal.SIGPIPE
-    assert groups_of(process.pid) == []
+    assert cgroups_of(process.pid) == []
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_an_interrupt_is_heard_while_nobody_reads_the_output(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "exec", "--output", "1G", "--", "yes"], env=environ(), stdout=subprocess.PIPE
@@ -365,74 +369,74 @@ async def test_an_interrupt_is_heard_while_nobody_reads_the_output(tmp_path: Pat
         process.stdout.close()
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_after_sigkill_the_next_reap_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
-    async with started(*TRAPPED, cwd=tmp_path) as process:
+    async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         (left,) = scratch.glob(f"{SCRATCH_PREFIX}*")
-        done = called("reap", "--json", cwd=tmp_path)
+        done = run_cli("reap", "--json", cwd=tmp_path)
         assert json.loads(done.out)["ended"] == 0, "it touched a live command's sandbox"
         assert left.exists()
         process.kill()
         await process.wait()
-    done = called("reap", cwd=tmp_path)
+    done = run_cli("reap", cwd=tmp_path)
     assert done.code == 0, done.err
     assert not left.exists()
-    assert groups_of(process.pid) == []
+    assert cgroups_of(process.pid) == []
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_after_sigkill_the_next_command_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
-    async with started(*TRAPPED, cwd=tmp_path) as process:
+    async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         process.kill()
         await process.wait()
     assert list(scratch.glob(f"{SCRATCH_PREFIX}*"))
-    assert called("exec", "--", "true", cwd=tmp_path).code == 0
+    assert run_cli("exec", "--", "true", cwd=tmp_path).code == 0
     assert list(scratch.iterdir()) == []
-    assert groups_of(process.pid) == []
+    assert cgroups_of(process.pid) == []
 
 
 # ---- who runs it
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_an_ordinary_user_has_boxes_too(own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, user = own_folder
     monkeypatch.setenv("TMPDIR", str(folder))
-    done = called_as(user, "exec", "--json", "--", "sh", "-c", "id -u; cat; exit 9", cwd=folder, stdin=b"in")
+    done = run_cli_as(user, "exec", "--json", "--", "sh", "-c", "id -u; cat; exit 9", cwd=folder, stdin=b"in")
     assert done.code == 9, done.err
     assert (result(done)["stdout"], result(done)["isolated"]) == ("1000\nin", True)
-    assert called_as(user, "exec", "--wall", "0.3", "--", "sleep", "60", cwd=folder).code == 124
+    assert run_cli_as(user, "exec", "--wall", "0.3", "--", "sleep", "60", cwd=folder).code == 124
     assert list(folder.iterdir()) == []
 
 
 # ---- files of this machine
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_uploaded_files_and_folders_are_in_the_working_folder_under_their_names(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print(open('data/a').read())")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").write_text("from a file")
-    done = called("exec", "--upload", "main.py", "--upload", "data/", "--", "python3", "main.py", cwd=tmp_path)
+    done = run_cli("exec", "--upload", "main.py", "--upload", "data/", "--", "python3", "main.py", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (0, "from a file\n", "")
-    done = called("exec", "--upload", "main.py:deep/er.py", "--", "cat", "deep/er.py", cwd=tmp_path)
+    done = run_cli("exec", "--upload", "main.py:deep/er.py", "--", "cat", "deep/er.py", cwd=tmp_path)
     assert done.out == "print(open('data/a').read())"
     (tmp_path / "link.py").symlink_to("main.py")
-    assert called("exec", "--upload", "link.py", "--", "cat", "link.py", cwd=tmp_path).code == 0
+    assert run_cli("exec", "--upload", "link.py", "--", "cat", "link.py", cwd=tmp_path).code == 0
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_an_upload_of_nothing_is_named_and_nothing_runs(tmp_path: Path) -> None:
-    done = called("exec", "--upload", "nowhere.py", "--", "echo", "ran", cwd=tmp_path)
+    done = run_cli("exec", "--upload", "nowhere.py", "--", "echo", "ran", cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     assert "nowhere.py" in done.err
-    plain = result(called("exec", "--json", "--upload", "nowhere.py", "--", "true", cwd=tmp_path))
+    plain = result(run_cli("exec", "--json", "--upload", "nowhere.py", "--", "true", cwd=tmp_path))
     assert plain["status"] == "error"
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_the_documented_examples_work_as_written(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print('main')")
     program = tmp_path / "program"
@@ -446,17 +450,17 @@ def test_the_documented_examples_work_as_written(tmp_path: Path) -> None:
     }
     assert len(examples) >= 3
     for example in examples:
-        done = called(*shlex.split(example)[1:], cwd=tmp_path)
+        done = run_cli(*shlex.split(example)[1:], cwd=tmp_path)
         assert done.code == 0, (example, done.err)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("name", ["no-such-program", "./no-such-program"])
 def test_a_program_that_does_not_exist_is_named(name: str, tmp_path: Path) -> None:
-    done = called("exec", "--", name, cwd=tmp_path)
+    done = run_cli("exec", "--", name, cwd=tmp_path)
     assert done.code == 127
     assert repr(name) in done.err
-    assert repr(name) in result(called("exec", "--json", "--", name, cwd=tmp_path))["detail"]
+    assert repr(name) in result(run_cli("exec", "--json", "--", name, cwd=tmp_path))["detail"]
 
 
 # ---- terminals
@@ -464,14 +468,14 @@ def test_a_program_that_does_not_exist_is_named(name: str, tmp_path: Path) -> No
 PAINT = ("sh", "-c", r"printf '\033[2Jred\r\nhidden\rshown \302\233 \377 \303\251\007\n'")
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_a_program_cannot_control_the_terminal_it_is_shown_on(tmp_path: Path) -> None:
     terminal = Terminal("exec", "--", *PAINT, cwd=tmp_path)
     assert await terminal.end() == 0
     assert terminal.said.replace("\r\n", "\n") == "\\x1b[2Jred\nhidden\\rshown \\x9b \\xff é\\x07\n"
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_raw_output_passes_control_characters_to_the_terminal(tmp_path: Path) -> None:
     terminal = Terminal("exec", "--raw-output", "--", *PAINT, cwd=tmp_path)
     assert await terminal.end() == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.sandbox_kit import boxes, called, called_as, own_folder
+from tests.cli.sandbox_kit import local_sandboxes, own_folder, run_cli, run_cli_as
 
-__all__ = ["boxes", "own_folder"]
+__all__ = ["local_sandboxes", "own_folder"]
 
 FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=20).read().decode())"
 
@@ -34,26 +34,26 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_what_is_allowed_is_reached_and_nothing_else(port: int, tmp_path: Path) -> None:
     url = f"http://localhost:{port}/"
-    done = called("exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
+    done = run_cli("exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
     assert (done.code, done.out) == (0, "hello\n"), done.err
-    done = called("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
+    done = run_cli("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
     assert done.code == 1
     assert "refused" in done.err
-    done = called("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, "http://b.invalid", cwd=tmp_path)
+    done = run_cli("exec", "--allow", "a.invalid", "--", "python3", "-c", FETCH, "http://b.invalid", cwd=tmp_path)
     assert "HTTP Error 403" in done.err
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, user = own_folder
     monkeypatch.setenv("TMPDIR", str(folder))
     url = f"http://localhost:{port}/"
-    done = called_as(user, "exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=folder)
+    done = run_cli_as(user, "exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=folder)
     assert (done.code, done.out) == (0, "hello\n"), done.err
-    done = called_as(user, "exec", "--network", "model", "--", "python3", "-c", FETCH, url, cwd=folder)
+    done = run_cli_as(user, "exec", "--network", "model", "--", "python3", "-c", FETCH, url, cwd=folder)
     assert (done.code, done.out) == (1, "")
 
 
@@ -70,7 +70,7 @@ def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch
     ],
 )
 def test_what_cannot_be_allowed_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
-    done = called("exec", *args, "--", "true", cwd=tmp_path)
+    done = run_cli("exec", *args, "--", "true", cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     (line,) = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
     assert all(word in line for word in words.split(" ... "))

@@ -18,7 +18,7 @@ import pytest
 from rookery.cli.gateway import KEY_ENV
 from rookery.cli.gateway import gateway as command
 from rookery.sandbox_runtime import processes
-from tests.cli.helpers import ended, rookery, started
+from tests.cli.helpers import rookery, start_command, wait_for_end
 from tests.servers import Answer, ModelServer
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tup
     """The command, where it serves, and the admin key that it made up, if it did."""
     temp = cwd / "temp"
     temp.mkdir(exist_ok=True)
-    async with started("gateway", *args, "--port", "0", cwd=cwd, TMPDIR=str(temp), **env) as process:
+    async with start_command("gateway", *args, "--port", "0", cwd=cwd, TMPDIR=str(temp), **env) as process:
         assert process.stdout is not None
         async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
@@ -85,7 +85,7 @@ async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_lef
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         process.send_signal(number)
-        done = await ended(process)
+        done = await wait_for_end(process)
         assert (done.code, done.out, done.err) == (0, "", "")
         assert not any(map(alive, shards))
     assert list((tmp_path / "temp").iterdir()) == []
@@ -103,7 +103,7 @@ async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
             await server.wait_for_requests(1)
             began = asyncio.get_running_loop().time()
             process.send_signal(signal.SIGTERM)
-            done = await ended(process)
+            done = await wait_for_end(process)
             with pytest.raises(openai.APIError):
                 await call
         assert asyncio.get_running_loop().time() - began < 30
@@ -123,7 +123,7 @@ async def test_a_key_from_the_environment_is_used_and_printed_nowhere(server: Mo
                     assert answer.status == 401
                     assert OWN_KEY not in await answer.text()
         process.send_signal(signal.SIGTERM)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert (done.code, done.out) == (0, "")
     assert OWN_KEY not in done.err
 
@@ -141,7 +141,7 @@ async def test_what_is_kept_in_a_folder_is_there_at_the_next_start(server: Model
             async with aiohttp.ClientSession() as http, http.get(f"{url}/rollouts/a", headers=headers) as answer:
                 assert (await answer.json())["turns_recorded"] == life + 1
             process.send_signal(signal.SIGTERM)
-            assert (await ended(process)).code == 0
+            assert (await wait_for_end(process)).code == 0
 
 
 async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(
         assert len(turn["sampled"]) == len(turn["logprobs"]) > 0
         assert turn["prompt"]
         process.send_signal(signal.SIGINT)
-        assert (await ended(process)).code == 0
+        assert (await wait_for_end(process)).code == 0
 
 
 async def test_another_role_is_another_model(server: ModelServer, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_another_role_is_another_model(server: ModelServer, tmp_path: Path
                     answer = await api.chat.completions.create(model=model, messages=HI)
                     assert answer.choices[0].message.content == text
             process.send_signal(signal.SIGINT)
-            assert (await ended(process)).code == 0
+            assert (await wait_for_end(process)).code == 0
 
 
 # ------------------------------------------------------------------------------------------------ wrong input
@@ -226,7 +226,7 @@ async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
 ) -> None:
     port = () if "--port" in args else ("--port", "0")
     done = await rookery("gateway", *args, *port, cwd=tmp_path, TMPDIR=str(tmp_path))
-    done.refused(words)
+    done.assert_refused(words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -234,10 +234,10 @@ async def test_a_port_in_use_and_a_folder_that_cannot_be_are_one_sentence(tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = await rookery("gateway", *URL, "--port", port, cwd=tmp_path, TMPDIR=str(tmp_path))
-        done.refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
+        done.assert_refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
     (tmp_path / "file").touch()
     done = await rookery("gateway", *URL, "--port", "0", "--folder", "file", cwd=tmp_path, TMPDIR=str(tmp_path))
-    done.refused("nothing can be kept in file")
+    done.assert_refused("nothing can be kept in file")
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -17,9 +17,9 @@ from rookery.sandboxes import leases, reap
 from rookery.sandboxes.local.keeper_reaper import CGROUPS_FILE, KeeperCgroups, reap_keepers, remove_cgroups
 from rookery.sandboxes.reaper import SCRATCH_PREFIX, scratch_home
 from tests.cli.helpers import environ, rookery
-from tests.cli.sandbox_kit import boxes, called, groups_of
+from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, run_cli
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 
 OWNER = """
 import asyncio, sys
@@ -92,48 +92,48 @@ def owners(tmp_path: Path) -> Iterator[list[Owner]]:
     yield made
     for owner in made:
         owner.close()
-        assert groups_of(owner.process.pid) == []
+        assert cgroups_of(owner.process.pid) == []
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_after_a_sigkill_of_owner_and_keeper_nothing_is_left_and_live_ones_stay(
     tmp_path: Path, owners: list[Owner]
 ) -> None:
     owners += [dead := Owner(tmp_path / "runs" / "dead"), live := Owner(tmp_path / "runs" / "live")]
-    assert groups_of(dead.process.pid)
+    assert cgroups_of(dead.process.pid)
     dead.kill_both()
-    done = called("reap", cwd=tmp_path)
+    done = run_cli("reap", cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.out == (
         "runs/dead: ended 2 sandboxes, ended 1 keeper\nruns/live: left 2 sandboxes of live processes\n"
     )
-    assert groups_of(dead.process.pid) == []
+    assert cgroups_of(dead.process.pid) == []
     assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
     assert live.alive()
     assert len(leases.read_leases(live.folder)) == 2
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_an_owner_that_died_alone_is_cleaned_after_too(tmp_path: Path, owners: list[Owner]) -> None:
     owners.append(dead := Owner(tmp_path / "runs" / "dead"))
     dead.kill()
-    assert called("reap", tmp_path / "runs", cwd=tmp_path).code == 0
+    assert run_cli("reap", tmp_path / "runs", cwd=tmp_path).code == 0
     assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
-    assert groups_of(dead.process.pid) == []
+    assert cgroups_of(dead.process.pid) == []
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_one_run_is_enough_and_others_are_not_looked_at(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
     one.kill_both()
     other.kill_both()
-    found = json.loads(called("reap", "runs/one", "--json", cwd=tmp_path).out)
+    found = json.loads(run_cli("reap", "runs/one", "--json", cwd=tmp_path).out)
     assert [Path(run["run"]).name for run in found["runs"]] == ["one"]
     assert len(found["runs"][0]["ended"]) == 2
     assert len(leases.read_leases(other.folder)) == 2
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, owners: list[Owner]) -> None:
     """Whatever its leases say: the pids of another machine are not ours."""
     owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
@@ -141,14 +141,14 @@ def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, 
     other.kill_both()
     (other.folder.parent / "run.lock").write_text("pid 7 on another-machine\n")
     with open_lock(one.folder.parent):
-        done = called("reap", cwd=tmp_path)
+        done = run_cli("reap", cwd=tmp_path)
         assert done.code == 0, done.err
         assert done.out == (
             "runs/one: left 2 sandboxes of live processes\n"
             "runs/other: skipped: it ran on another-machine, and processes of other machines are not visible\n"
         )
     assert len(leases.read_leases(one.folder)) == len(leases.read_leases(other.folder)) == 2
-    assert "runs/one: ended 2 sandboxes" in called("reap", cwd=tmp_path).out
+    assert "runs/one: ended 2 sandboxes" in run_cli("reap", cwd=tmp_path).out
     assert not one.folder.exists()
 
 
@@ -164,13 +164,13 @@ def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]
         if processes.read_variable(pid, processes.COMMAND_VARIABLE) is None:
             os.kill(pid, signal.SIGKILL)  # the guards: nobody cleans now
     dead.kill()
-    done = called("reap", cwd=tmp_path)
+    done = run_cli("reap", cwd=tmp_path)
     assert "runs/dead: ended 2 sandboxes" in done.out
     assert [path for path in dead.folder.rglob("*") if path.name != "leases"] == []
     assert live.alive()
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path, owners: list[Owner]) -> None:
     owners.append(owner := Owner(tmp_path / "runs" / "late"))
     late = time.time() + leases.LEASE_SECONDS + 1
@@ -182,21 +182,22 @@ def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path,
 
 
 def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
-    done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
+    done = run_cli("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert (done.code, done.out, done.err) == (0, "nothing to remove in runs\n", "")
-    found = json.loads(called("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
+    found = json.loads(run_cli("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
     assert found == {"runs": [], "commands": [], "containers": [], "ended": 0}
     assert list(tmp_path.iterdir()) == []
     assert (
-        called("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out == "nothing to remove in gone\n"
+        run_cli("reap", cwd=tmp_path, TMPDIR=str(tmp_path), ROOKERY_OUT="gone").out
+        == "nothing to remove in gone\n"
     )
 
 
 async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("reap", "nowhere", cwd=tmp_path)).refused("no directory nowhere")
-    (await rookery("reap", "a", "b", cwd=tmp_path)).refused("unexpected extra argument")
+    (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("no directory nowhere")
+    (await rookery("reap", "a", "b", cwd=tmp_path)).assert_refused("unexpected extra argument")
     (tmp_path / "file").write_text("")
-    (await rookery("reap", "file", cwd=tmp_path)).refused("no directory file")
+    (await rookery("reap", "file", cwd=tmp_path)).assert_refused("no directory file")
 
 
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     evil = leases.create_lease("../../mine", "r", "a", "subprocess", place)
     (place / "leases" / "evil.json").write_bytes(json.dumps(_plain(evil) | {"owner_started": 1}).encode())
     before = sorted(tmp_path.rglob("*"))
-    done = called("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
+    done = run_cli("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.code == 0, done.err
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -13,7 +13,7 @@ import pytest
 from rookery.core import Turn
 from rookery.journal import RunReader
 from rookery.trajectories import build_segments
-from tests.cli.helpers import ended, rookery, runs, started
+from tests.cli.helpers import rookery, runs, start_command, wait_for_end
 from tests.conftest import TOKENIZERS
 from tests.engine_standins import SRC, StandinServer, standin_process
 
@@ -98,12 +98,12 @@ async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_
             *("run", "arithmetic", "-n", "20", "-k", "2", "--runners", "2", "-c", "16", "--json"),
             *("--policy", one.root, "--policy", two.root, "--upstream-kind", "vllm", "--renderer", "embedded"),
         )
-        async with started(*command, cwd=tmp_path, **HERE) as process:
+        async with start_command(*command, cwd=tmp_path, **HERE) as process:
             async with asyncio.timeout(60):
                 while len(sampling(one)) < 5:
                     await asyncio.sleep(0.01)
             one.kill()
-            done = await ended(process)
+            done = await wait_for_end(process)
         assert sampling(two)
     assert done.code == 0, (done.out[-2000:], done.err)
     assert done.events[-1]["event"] == "finished"
@@ -134,7 +134,7 @@ async def test_what_cannot_work_is_one_sentence_and_nothing_starts(
     options: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     done = await rookery(*RUN, *options, cwd=tmp_path, **HERE)
-    done.refused(words)
+    done.assert_refused(words)
     assert runs(tmp_path) == []
     dry = await rookery(*RUN, *options, "--dry-run", cwd=tmp_path, **HERE)
     assert dry.code == 2
@@ -204,12 +204,12 @@ async def test_a_resume_keeps_the_kind_the_replicas_and_the_record(tmp_path: Pat
             *("run", "arithmetic", "-n", "10", "-k", "2", "--runners", "1", "-c", "4"),
             *("--policy", one.root, "--policy", two.root, "--upstream-kind", "vllm", "--renderer", "embedded"),
         )
-        async with started(*command, cwd=tmp_path, **HERE) as process:
+        async with start_command(*command, cwd=tmp_path, **HERE) as process:
             async with asyncio.timeout(60):
                 while len(sampling(one)) + len(sampling(two)) < 10:
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGKILL)
-            assert (await ended(process)).code == -signal.SIGKILL
+            assert (await wait_for_end(process)).code == -signal.SIGKILL
         (folder,) = runs(tmp_path)
         with RunReader(folder) as reader:
             config = reader.config()
@@ -231,16 +231,16 @@ async def test_a_resume_keeps_the_kind_the_replicas_and_the_record(tmp_path: Pat
 
 async def test_a_gateway_before_the_embedded_policy_records_tokens_without_a_tokenizer(tmp_path: Path) -> None:
     command = ("gateway", "--upstream", "embedded", "--record", "tokens", "--port", "0")
-    async with started(*command, cwd=tmp_path, **HERE) as process:
+    async with start_command(*command, cwd=tmp_path, **HERE) as process:
         assert process.stdout is not None
         async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
         assert re.fullmatch(r"serving at http://127\.0\.0\.1:\d+, recording tokens\n", line), line
         process.send_signal(signal.SIGINT)
-        assert (await ended(process)).code == 0
+        assert (await wait_for_end(process)).code == 0
 
 
 async def test_a_gateway_that_cannot_record_tokens_says_so_before_it_serves(tmp_path: Path) -> None:
     command = ("gateway", "--upstream", "http://127.0.0.1:9", "--record", "tokens", "--port", "0")
-    (await rookery(*command, cwd=tmp_path, **HERE)).refused("give its tokenizer")
-    (await rookery(*command, "--renderer", "qwen9", cwd=tmp_path, **HERE)).refused("'qwen9'")
+    (await rookery(*command, cwd=tmp_path, **HERE)).assert_refused("give its tokenizer")
+    (await rookery(*command, "--renderer", "qwen9", cwd=tmp_path, **HERE)).assert_refused("'qwen9'")

@@ -11,7 +11,7 @@ import pytest
 from rookery.core import Failed
 from rookery.journal import RunReader
 from tests.cli.conftest import ENVIRONMENT, tasks
-from tests.cli.helpers import ended, rookery, runs, started
+from tests.cli.helpers import rookery, runs, wait_for_end
 from tests.servers import Answer, ModelServer, Request
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")
@@ -81,8 +81,8 @@ async def test_a_cause_chooses_which_failed_rollouts_run_again(here: Path, serve
     assert again.code == 3, again.err
     assert again.events[-1]["causes"] == {"bug.scoring": 2}
     for wrong in ("upstream.error", "nonsense", "bug.scor"):
-        (await rookery("resume", run, "--failed", "--cause", wrong, cwd=here)).refused("bug.scoring (2)")
-    (await rookery("resume", run, "--cause", "bug.scoring", cwd=here)).refused("--failed")
+        (await rookery("resume", run, "--failed", "--cause", wrong, cwd=here)).assert_refused("bug.scoring (2)")
+    (await rookery("resume", run, "--cause", "bug.scoring", cwd=here)).assert_refused("--failed")
     (here / "sums.py").write_text(ENVIRONMENT.replace('ctx.task.data.get("boom")', "False"))
     fixed = await rookery(
         "resume", run, "--failed", "--cause", "bug.scoring", "--cause", "upstream.error", cwd=here
@@ -108,10 +108,10 @@ async def test_an_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_o
     run = await failed_run(here, server)
     asked = len(server.requests)
     server.default = Answer("42", hold=asyncio.Event())
-    async with started("resume", run, "--failed", cwd=here) as process:
+    async with start_command("resume", run, "--failed", cwd=here) as process:
         await server.wait_for_requests(asked + 2)
         process.send_signal(signal.SIGKILL)
-        await ended(process)
+        await wait_for_end(process)
     server.default = Answer("42")
     done = await rookery("resume", run, cwd=here)
     assert done.code == 0, done.err

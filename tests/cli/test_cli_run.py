@@ -13,7 +13,7 @@ import pytest
 
 from rookery.journal import RunReader
 from tests.cli.conftest import tasks
-from tests.cli.helpers import COMMAND, KEY, ended, environ, rookery, runs, started
+from tests.cli.helpers import COMMAND, KEY, environ, rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl")
@@ -122,12 +122,12 @@ async def test_a_reader_of_the_events_that_goes_away_does_not_stop_the_run(
 ) -> None:
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
-    async with started(*RUN, "--policy", server.url, "--runners", "0", "--json", cwd=here) as process:
+    async with start_command(*RUN, "--policy", server.url, "--runners", "0", "--json", cwd=here) as process:
         assert process.stdout is not None
         assert json.loads(await process.stdout.readline())["event"] == "started"
         process.stdout._transport.close()  # type: ignore[attr-defined]
         hold.set()
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == 0, done.err
     assert "the run continues" in done.err
     with RunReader(runs(here)[0]) as reader:
@@ -187,12 +187,12 @@ async def test_an_interrupt_ends_cleanly_and_a_resume_finishes(
     hold = asyncio.Event()
     server.then(Answer("42"), Answer("42"))
     server.default = Answer("42", hold=hold)
-    async with started(*RUN, "--policy", server.url, "--runners", runners, cwd=here) as process:
+    async with start_command(*RUN, "--policy", server.url, "--runners", runners, cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(4)
             await recorded(here, 2)
         process.send_signal(number)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == code, done.err
     assert "Traceback" not in done.err
     assert re.search(rf"{number.name}: 2 rollouts .*, 2 left", done.err), done.err
@@ -224,7 +224,7 @@ async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path,
         "    await ctx.policy.chat(ctx.task.prompt)\n    while True:\n        try:\n"
         "            await asyncio.sleep(1000)\n        except asyncio.CancelledError:\n            pass\n"
     )
-    async with started("run", "stubborn.py", "--policy", server.url, "--runners", "1", cwd=here) as process:
+    async with start_command("run", "stubborn.py", "--policy", server.url, "--runners", "1", cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(1)
         process.send_signal(signal.SIGINT)
@@ -233,7 +233,7 @@ async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path,
             while b"stopping" not in await process.stderr.readline():
                 pass
         process.send_signal(signal.SIGINT)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert done.code == 130
     assert "killed" in done.err
     async with asyncio.timeout(60):
@@ -259,12 +259,12 @@ async def test_kill_9_loses_nothing_that_was_recorded(here: Path, server: ModelS
     hold = asyncio.Event()
     server.then(*[Answer("42")] * 5)
     server.default = Answer("42", hold=hold)
-    async with started(*RUN, "--policy", server.url, "--runners", "2", "-c", "8", cwd=here) as process:
+    async with start_command(*RUN, "--policy", server.url, "--runners", "2", "-c", "8", cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(9)
             await recorded(here, 5)
         process.kill()
-        assert (await ended(process)).code == -signal.SIGKILL
+        assert (await wait_for_end(process)).code == -signal.SIGKILL
     assert "interrupted" in (await rookery("ls", cwd=here)).out
     hold.set()
     elsewhere = here / "elsewhere"
@@ -301,11 +301,11 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
     run = ("run", "mine.games:Sums", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
-    async with started(*run, cwd=here) as process:
+    async with start_command(*run, cwd=here) as process:
         async with asyncio.timeout(60):
             await server.wait_for_requests(4)
         process.send_signal(signal.SIGINT)
-        assert (await ended(process)).code == 130
+        assert (await wait_for_end(process)).code == 130
     hold.set()
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
@@ -317,13 +317,13 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
 async def test_a_resume_can_name_a_server_that_has_moved(here: Path) -> None:
     async with (
         ModelServer(Answer("42", hold=asyncio.Event())) as first,
-        started(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process,
+        start_command(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process,
     ):
         async with asyncio.timeout(60):
             await first.wait_for_requests(4)
         process.send_signal(signal.SIGINT)
-        assert (await ended(process)).code == 130
-    (await rookery("resume", "latest", cwd=here)).refused(first.url)
+        assert (await wait_for_end(process)).code == 130
+    (await rookery("resume", "latest", cwd=here)).assert_refused(first.url)
     async with ModelServer("42") as second:
         done = await rookery("resume", "latest", "--policy", second.url, cwd=here)
         assert done.code == 0, done.err

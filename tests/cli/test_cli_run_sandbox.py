@@ -9,11 +9,11 @@ import pytest
 
 from rookery.engine import EngineConfig
 from rookery.journal import RunReader
-from tests.cli.helpers import Ended, runs
-from tests.cli.sandbox_kit import boxes, called, walless
+from tests.cli.helpers import CommandResult, runs
+from tests.cli.sandbox_kit import local_sandboxes, run_cli, without_isolation
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes", "walless"]
+__all__ = ["local_sandboxes", "without_isolation"]
 
 BOXED = """
 import rookery
@@ -40,16 +40,16 @@ class Opens(rookery.ToolEnvironment):
 """
 
 
-def rows(done: Ended) -> dict[str, dict[str, Any]]:
+def rows(done: CommandResult) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(done.out)["values"]}
 
 
-def dry(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> Ended:
+def dry(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> CommandResult:
     policy = ("--policy", "http://localhost:9/v1")
-    return called("run", env, "--tasks", "tasks.jsonl", *policy, "--dry-run", "--json", *args, cwd=folder, **more)
+    return run_cli("run", env, "--tasks", "tasks.jsonl", *policy, "--dry-run", "--json", *args, cwd=folder, **more)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_the_default_is_the_best_and_says_so(here: Path) -> None:
     found = rows(dry(here))
     assert (found["sandbox"]["value"], found["sandbox"]["origin"], found["sandbox"]["note"]) == (
@@ -106,8 +106,8 @@ def test_the_table_of_the_file_says_all_that_a_sandbox_is(here: Path) -> None:
 )
 def test_what_cannot_be_is_said_before_the_start(args: list[str], words: str, here: Path) -> None:
     fixed = ("--tasks", "tasks.jsonl", "--policy", "http://localhost:9/v1")
-    done = called("run", "sums.py", *fixed, *args, cwd=here)
-    done.refused(*words.split(" ... "))
+    done = run_cli("run", "sums.py", *fixed, *args, cwd=here)
+    done.assert_refused(*words.split(" ... "))
     assert runs(here) == []
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_said_before_the_start(args: list[str], words: str, he
 )
 def test_a_file_that_cannot_be_is_named_with_its_key(text: str, words: str, here: Path) -> None:
     (here / "rookery.toml").write_text(f"[run]\n{text}\n")
-    called("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).refused("rookery.toml", words)
+    run_cli("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).assert_refused("rookery.toml", words)
 
 
 # ---- real runs
@@ -135,10 +135,10 @@ def _shouts(request: Request) -> Answer:
     return Answer(None, calls=[("shout", "{}")])
 
 
-async def run(folder: Path, server: ModelServer, *args: str, env: str = "opens.py", **more: Any) -> Ended:
+async def run(folder: Path, server: ModelServer, *args: str, env: str = "opens.py", **more: Any) -> CommandResult:
     (folder / "opens.py").write_text(OPENS)
     fixed = ("run", env, "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
-    return await asyncio.to_thread(called, *fixed, *args, cwd=folder, **more)
+    return await asyncio.to_thread(run_cli, *fixed, *args, cwd=folder, **more)
 
 
 def config(folder: Path) -> EngineConfig:
@@ -148,7 +148,7 @@ def config(folder: Path) -> EngineConfig:
         return msgspec.convert(reader.config(), EngineConfig)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_a_run_has_boxes_by_default_and_its_config_says_which(here: Path) -> None:
     async with ModelServer(_shouts) as server:
         done = await run(here, server)
@@ -170,41 +170,43 @@ async def test_one_that_was_named_is_used_and_the_run_says_that_it_does_not_isol
 
 
 async def test_where_nothing_isolates_what_needs_no_sandbox_runs_with_a_warning(
-    here: Path, walless: tuple[str, ...], server: ModelServer
+    here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
-    done = await run(here, server, env="sums.py", before=walless)
+    done = await run(here, server, env="sums.py", before=without_isolation)
     assert done.code == 0, done.err
     assert done.err.count("sandbox.not_isolated") == 1
     assert "sandboxes will be refused" in done.err
 
 
 async def test_where_nothing_isolates_what_is_known_to_need_one_does_not_start(
-    here: Path, walless: tuple[str, ...], server: ModelServer
+    here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
     (here / "boxed.py").write_text(BOXED)
     for env in ("tools", "boxed.py"):
-        done = await run(here, server, env=env, before=walless)
-        done.refused("rookery doctor", "--unsafe")
+        done = await run(here, server, env=env, before=without_isolation)
+        done.assert_refused("rookery doctor", "--unsafe")
     assert runs(here) == []
-    done = await asyncio.to_thread(dry, here, env="tools", before=walless)
+    done = await asyncio.to_thread(dry, here, env="tools", before=without_isolation)
     assert done.code == 2
     assert rows(done)["sandbox"]["value"] is None
     assert "no provider isolates on this machine" in rows(done)["sandbox"]["note"]
 
 
 async def test_where_nothing_isolates_a_sandbox_is_refused_when_it_is_asked_for(
-    here: Path, walless: tuple[str, ...]
+    here: Path, without_isolation: tuple[str, ...]
 ) -> None:
     async with ModelServer(_shouts) as server:
-        done = await run(here, server, "-n", "1", "--breaker", "off", "--attempts", "1", before=walless)
+        done = await run(here, server, "-n", "1", "--breaker", "off", "--attempts", "1", before=without_isolation)
     assert done.code == 3, done.err
     assert "sandbox.refused" in done.err
     assert config(here).sandbox.provider == "", "a resume must not take this for a choice"
 
 
-async def test_with_consent_it_runs_without_isolation_and_says_so(here: Path, walless: tuple[str, ...]) -> None:
+async def test_with_consent_it_runs_without_isolation_and_says_so(
+    here: Path, without_isolation: tuple[str, ...]
+) -> None:
     async with ModelServer(_shouts) as server:
-        done = await run(here, server, "--unsafe", before=walless)
+        done = await run(here, server, "--unsafe", before=without_isolation)
     assert done.code == 0, done.err
     assert done.err.count("sandbox.not_isolated") == 1
     assert config(here).sandbox.provider == "subprocess"

@@ -15,7 +15,7 @@ import pytest
 
 from rookery.cli.serve_code import KEY_ENV
 from rookery.sandbox_runtime import processes
-from tests.cli.helpers import ended, rookery, started
+from tests.cli.helpers import rookery, start_command, wait_for_end
 
 SLEEPS = {"source": "import time; time.sleep(60)"}
 
@@ -25,7 +25,7 @@ async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any,
     """The command, and where it serves."""
     temp = cwd / "temp"
     temp.mkdir(exist_ok=True)
-    async with started("serve-code", "--port", "0", *args, cwd=cwd, TMPDIR=str(temp), **env) as process:
+    async with start_command("serve-code", "--port", "0", *args, cwd=cwd, TMPDIR=str(temp), **env) as process:
         assert process.stdout is not None
         async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
@@ -82,7 +82,7 @@ async def test_it_answers_in_order_with_fields_named_and_ends_cleanly(tmp_path: 
                 text = await answer.text()
             assert 'rookery_code_programs_total{status="exited"} 5' in text
         process.send_signal(signal.SIGTERM)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert (done.code, done.out, done.err) == (0, "", "")
     assert list((tmp_path / "temp").iterdir()) == []
 
@@ -140,7 +140,7 @@ async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(
             process.send_signal(signal.SIGTERM)
             with pytest.raises(aiohttp.ClientPayloadError):  # cut off, and seen to be
                 await answer.content.readline()
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert (done.code, done.err) == (0, "")
     assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
     assert list((tmp_path / "temp").iterdir()) == []
@@ -164,17 +164,17 @@ async def test_with_a_key_nobody_runs_anything_without_it_and_it_is_in_no_output
         async with http.get(f"{url}/healthz") as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert (done.code, key in done.out + done.err) == (0, False)
 
 
 async def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
-    (await rookery("serve-code", "--host", "0.0.0.0", cwd=tmp_path)).refused(KEY_ENV)
+    (await rookery("serve-code", "--host", "0.0.0.0", cwd=tmp_path)).assert_refused(KEY_ENV)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        (await rookery("serve-code", "--port", port, cwd=tmp_path)).refused("cannot serve", port)
+        (await rookery("serve-code", "--port", port, cwd=tmp_path)).assert_refused("cannot serve", port)
 
 
 FOREIGN = [

@@ -11,7 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from tests.cli.helpers import ended, rookery, started
+from tests.cli.helpers import rookery, start_command, wait_for_end
 from tests.upstreams.embedded_kit import HI, random_weights
 
 
@@ -31,7 +31,7 @@ async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
 
 
 async def test_it_says_where_it_serves_and_what_to_try(tmp_path: Path) -> None:
-    async with started("serve-embedded", "--port", "0", cwd=tmp_path) as process:
+    async with start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process:
         url, lines = await ready(process)
         assert re.fullmatch(
             r"serving embedded \(0\.\d\d M parameters, context \d+\) at http://127\.0\.0\.1:\d+/v1\n", lines[0]
@@ -43,21 +43,21 @@ async def test_it_says_where_it_serves_and_what_to_try(tmp_path: Path) -> None:
             )
         assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
         process.send_signal(signal.SIGINT)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
 async def test_sigterm_ends_it_with_streams_open_and_leaves_no_process(weights: Path, tmp_path: Path) -> None:
-    command = ("serve-embedded", "--port", "0", "--weights", weights, "--places", "1", "--verbose")
-    async with started(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
+    command = ("serve-embedded", "--port", "0", "--weights", weights, "--concurrency", "1", "--verbose")
+    async with start_command(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
         url, _ = await ready(process)
-        # One place and 64 long answers: some are under way and some wait when the signal comes.
+        # With 64 long replies and a concurrency of 1, some run and some wait when the signal arrives.
         body = {"messages": HI, "stream": True, "n": 64, "temperature": 0, "logprobs": True}
         async with http.post(f"{url}/chat/completions", json=body) as answer:
             assert answer.headers["X-Weight-Version"] == "4"
             await answer.content.readline()
             process.send_signal(signal.SIGTERM)
-            done = await ended(process)
+            done = await wait_for_end(process)
         assert done.code == 0
         assert done.out == ""
         assert "Traceback" not in done.err
@@ -68,7 +68,7 @@ async def test_sigterm_ends_it_with_streams_open_and_leaves_no_process(weights: 
 
 
 async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: Path) -> None:
-    async with started(
+    async with start_command(
         "serve-embedded", "--port", "0", "--weights", weights, "--verbose", cwd=tmp_path
     ) as process:
         url, lines = await ready(process)
@@ -76,7 +76,7 @@ async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: P
         async with aiohttp.ClientSession() as http, http.get(f"{url}/models") as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)
-        done = await ended(process)
+        done = await wait_for_end(process)
     assert re.fullmatch(r'127\.0\.0\.1 "GET /v1/models HTTP/1\.1" 200, \d+ bytes, [0-9.]+ s\n', done.err)
 
 
@@ -85,18 +85,21 @@ async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = await rookery("serve-embedded", "--port", port, cwd=tmp_path)
-        done.refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
+        done.assert_refused(f"cannot serve at 127.0.0.1 port {port}: address already in use")
     for args, words in (
         (["--port", "70000"], "it must be at least 0 and at most 65535"),
-        (["--places", "0"], "it must be at least 1 and at most 64"),
+        (["--concurrency", "0"], "it must be at least 1 and at most 64"),
         (["--weights", "nothing"], "the weights nothing cannot be read"),
         (["--host", "no such host", "--port", "0"], "cannot serve at no such host"),
     ):
-        (await rookery("serve-embedded", *args, cwd=tmp_path)).refused(words)
+        (await rookery("serve-embedded", *args, cwd=tmp_path)).assert_refused(words)
 
 
 async def test_requests_from_foreign_web_pages_are_rejected(tmp_path: Path, weights: Path) -> None:
-    async with started("serve-embedded", "--port", "0", cwd=tmp_path) as process, aiohttp.ClientSession() as http:
+    async with (
+        start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process,
+        aiohttp.ClientSession() as http,
+    ):
         url, _ = await ready(process)
         root = url.removesuffix("/v1")
         for headers in ({"Host": "evil.example:80"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
@@ -113,7 +116,7 @@ async def test_requests_from_foreign_web_pages_are_rejected(tmp_path: Path, weig
 async def test_a_web_page_cannot_swap_the_weights_of_a_server_that_others_reach(
     tmp_path: Path, weights: Path
 ) -> None:
-    async with started("serve-embedded", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path) as process:
+    async with start_command("serve-embedded", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path) as process:
         url, _ = await ready(process)
         root = url.removesuffix("/v1").replace("0.0.0.0", "127.0.0.1")
         async with aiohttp.ClientSession() as http:

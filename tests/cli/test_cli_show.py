@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import tasks
-from tests.cli.helpers import COMMAND, ended, environ, rookery, runs, started
+from tests.cli.helpers import COMMAND, environ, rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")
@@ -62,7 +62,7 @@ async def test_show_gives_what_the_run_came_to_and_a_page_of_rollouts(ran: Path)
     assert [row.split()[0] for row in group.out.splitlines()] == ["rollout", "4.0", "4.1"]
     data = json.loads((await rookery("show", "latest", "--json", cwd=ran)).out)
     assert (data["failed"], len(data["rollouts_shown"])) == (2, 12)
-    (await rookery("show", "latest", "--label", "nothing", cwd=ran)).refused("no rollout")
+    (await rookery("show", "latest", "--label", "nothing", cwd=ran)).assert_refused("no rollout")
 
 
 async def test_show_gives_a_rollouts_transcript_tokens_and_timings(ran: Path) -> None:
@@ -99,24 +99,24 @@ async def test_show_gives_a_failure_with_its_original_traceback(ran: Path) -> No
 
 
 async def test_show_names_a_rollout_that_is_not_there(ran: Path) -> None:
-    (await rookery("show", "latest", "99.0", cwd=ran)).refused("no record of a rollout '99.0'")
+    (await rookery("show", "latest", "99.0", cwd=ran)).assert_refused("no record of a rollout '99.0'")
 
 
 async def test_show_follows_a_live_run_to_its_end(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.then(Answer("42"))
     server.default = Answer("42", hold=hold)
-    async with started(*RUN, "--policy", server.url, "-c", "2", cwd=here) as running:
+    async with start_command(*RUN, "--policy", server.url, "-c", "2", cwd=here) as running:
         async with asyncio.timeout(60):
             await server.wait_for_requests(3)
-        async with started("show", "latest", "--follow", "--json", cwd=here) as following:
+        async with start_command("show", "latest", "--follow", "--json", cwd=here) as following:
             assert following.stdout is not None
             async with asyncio.timeout(60):
                 while json.loads(await following.stdout.readline())["event"] != "rollout":
                     pass
             hold.set()
-            rest = await ended(following)
-        assert (await ended(running)).code == 0
+            rest = await wait_for_end(following)
+        assert (await wait_for_end(running)).code == 0
     assert rest.code == 0
     seen = [event["id"] for event in rest.events if event["event"] == "rollout"]
     assert len(seen) == 3
@@ -136,8 +136,10 @@ async def test_export_writes_jsonl_and_parquet(ran: Path) -> None:
     import pyarrow.parquet as pq
 
     assert pq.read_table(ran / "out.parquet").num_rows == 12
-    (await rookery("export", "latest", "--format", "parquet", cwd=ran)).refused("-o FILE.parquet")
-    (await rookery("export", "latest", "-o", "no/such/out.jsonl", cwd=ran)).refused("cannot write", "No such file")
+    (await rookery("export", "latest", "--format", "parquet", cwd=ran)).assert_refused("-o FILE.parquet")
+    (await rookery("export", "latest", "-o", "no/such/out.jsonl", cwd=ran)).assert_refused(
+        "cannot write", "No such file"
+    )
 
 
 async def test_a_reader_that_goes_away_is_no_error_worth_words(ran: Path) -> None:
@@ -167,28 +169,28 @@ async def test_init_makes_an_environment_that_runs_and_never_overwrites(
     assert "25.0%" in ran.out
     source = (tmp_path / "my_sums" / "my_sums.py").read_text()
     (tmp_path / "my_sums" / "my_sums.py").write_text("mine")
-    (await rookery("init", "my-sums", cwd=tmp_path)).refused("exists and is not overwritten")
+    (await rookery("init", "my-sums", cwd=tmp_path)).assert_refused("exists and is not overwritten")
     assert (tmp_path / "my_sums" / "my_sums.py").read_text() == "mine"
     assert (await rookery("init", "other", "my_sums/deeper", cwd=tmp_path)).code == 0
     assert (tmp_path / "my_sums" / "deeper" / "other.py").read_text() == source.replace("MySums", "Other")
     for name in ("class", "1st", "…"):
-        (await rookery("init", name, cwd=tmp_path)).refused("cannot name an environment")
-    (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).refused("cannot write into /proc/nowhere")
+        (await rookery("init", name, cwd=tmp_path)).assert_refused("cannot name an environment")
+    (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("cannot write into /proc/nowhere")
 
 
 async def test_a_label_that_no_rollout_has_is_named_with_those_that_there_are(ran: Path) -> None:
-    (await rookery("show", "latest", "--label", "complete", cwd=ran)).refused("'complete'", "'completed'")
-    (await rookery("show", "latest", "--label", "zzz", cwd=ran)).refused("'zzz'", "bug.scoring, completed")
+    (await rookery("show", "latest", "--label", "complete", cwd=ran)).assert_refused("'complete'", "'completed'")
+    (await rookery("show", "latest", "--label", "zzz", cwd=ran)).assert_refused("'zzz'", "bug.scoring, completed")
 
 
 async def test_a_page_beyond_the_end_says_how_many_there_are(ran: Path) -> None:
-    (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=ran)).refused(
+    (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=ran)).assert_refused(
         "page 4", "12 rollouts on 3 pages"
     )
-    (await rookery("show", "latest", "--failed", "--page", "2", cwd=ran)).refused("2 rollouts on 1 page")
-    (await rookery("show", "latest", "--page", "2", "--json", cwd=ran)).refused("12 rollouts on 1 page")
-    (await rookery("show", "latest", "99", cwd=ran)).refused("no rollouts of group 99")
-    (await rookery("show", "latest", "--task", "nobody", cwd=ran)).refused("no rollouts of task 'nobody'")
+    (await rookery("show", "latest", "--failed", "--page", "2", cwd=ran)).assert_refused("2 rollouts on 1 page")
+    (await rookery("show", "latest", "--page", "2", "--json", cwd=ran)).assert_refused("12 rollouts on 1 page")
+    (await rookery("show", "latest", "99", cwd=ran)).assert_refused("no rollouts of group 99")
+    (await rookery("show", "latest", "--task", "nobody", cwd=ran)).assert_refused("no rollouts of task 'nobody'")
 
 
 async def test_two_runs_with_different_settings_can_be_told_apart(here: Path, server: ModelServer) -> None:
@@ -251,7 +253,7 @@ async def test_a_file_is_written_in_the_format_that_its_name_says_or_refused(ran
     assert json.loads(found[0]["task_data"])["answer"] == 42
     assert json.loads(found[0]["run"])["settings"]["stream"]["k"] == 2
     assert found[2]["reward"] == ""
-    (await rookery("export", "latest", "-o", "x.xlsx", cwd=ran)).refused("x.xlsx", ".csv")
+    (await rookery("export", "latest", "-o", "x.xlsx", cwd=ran)).assert_refused("x.xlsx", ".csv")
     assert not (ran / "x.xlsx").exists()
     stdout = await rookery("export", "latest", "--format", "csv", cwd=ran)
     assert stdout.out == (ran / "x.csv").read_text()

@@ -54,11 +54,11 @@ async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     ],
 )
 async def test_a_usage_error_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
-    (await rookery(*args, cwd=tmp_path)).refused(words)
+    (await rookery(*args, cwd=tmp_path)).assert_refused(words)
 
 
 async def test_a_variable_of_the_environment_that_cannot_be_is_named(tmp_path: Path) -> None:
-    (await rookery("run", "x.py", cwd=tmp_path, ROOKERY_CONCURRENCY="lots")).refused(
+    (await rookery("run", "x.py", cwd=tmp_path, ROOKERY_CONCURRENCY="lots")).assert_refused(
         "$ROOKERY_CONCURRENCY: 'lots' is not a whole number"
     )
 

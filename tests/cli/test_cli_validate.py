@@ -12,7 +12,7 @@ from rookery.core import Completed, Failed, Rollout
 from rookery.environments.swe.validation import CHEAT, expand_variants, split_variant
 from rookery.scoring.swe.cheats import CHEATS
 from rookery.tasks import load_tasks
-from tests.cli.helpers import ended, rookery, started
+from tests.cli.helpers import rookery, start_command, wait_for_end
 from tests.scoring.swe.small import CHECK, DRIVER, FIXED, STRONG
 
 GOOD = ("good", STRONG, FIXED)
@@ -50,7 +50,7 @@ async def test_tasks_pass_or_are_named_and_a_validation_can_be_shown_again(tmp_p
     assert found["good"]["passed"]
     assert not found["good"]["weaker"]
     problems = {name: [t["problem"] for t in one["tried"] if t["problem"]] for name, one in found.items()}
-    assert problems["giving"] == ["scores 1 for nothing"]
+    assert problems["giving"] == ["scores 1 without doing anything"]
     assert len(problems["broken"]) == 1
     assert problems["broken"][0].startswith("scores 0, not 1")
     assert "ROOKERY_RUN" in found["giving"]["weaker"]
@@ -67,7 +67,7 @@ async def test_one_task_can_be_chosen_and_one_that_is_not_there_is_said(tmp_path
     assert [one["task"] for one in events[-1]["tasks"]] == ["good"]
     ended = await rookery("validate", "tasks", "--only", "gone", cwd=tmp_path)
     assert ended.code == 2
-    assert "there is no task 'gone'" in ended.err
+    assert "has no task 'gone'" in ended.err
     ended = await rookery("validate", cwd=tmp_path)
     assert ended.code == 2
     assert "name the tasks" in ended.err
@@ -87,13 +87,13 @@ async def test_every_cheat_is_tried_on_every_task(tmp_path: Path) -> None:
 async def test_a_validation_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
     words = ("validate", "tasks", "--no-cheats", "--provider", "local", "-c", "1", "--json")
-    async with started(*words, cwd=tmp_path) as process:
+    async with start_command(*words, cwd=tmp_path) as process:
         assert process.stdout is not None
         async for line in process.stdout:
             if json.loads(line)["event"] == "rollout":
                 process.send_signal(signal.SIGINT)
                 break
-        await ended(process)
+        await wait_for_end(process)
     code, events = await called(tmp_path, "--resume", "latest")
     assert code == 3
     assert {one["task"]: len(one["tried"]) for one in events[-1]["tasks"]} == {"good": 2, "giving": 2, "broken": 2}

@@ -12,8 +12,8 @@ from rookery.journal import RunReader
 from rookery.journal.export import export_jsonl
 from rookery.training import make_batch
 from rookery.training.errors import BatchError
-from tests.cli.helpers import Ended
-from tests.cli.sandbox_kit import called
+from tests.cli.helpers import CommandResult
+from tests.cli.sandbox_kit import run_cli
 from tests.servers import Answer, ModelServer
 
 TOLD = Answer("ok", prompt_ids=[1, 2], ids=[3, 4], logprobs=[-1.0, -2.0])
@@ -87,7 +87,7 @@ async def test_export_of_tokens_is_refused_where_there_are_none(tmp_path: Path) 
             export_jsonl(reader, tmp_path / "out.jsonl", tokens=True)
         assert export_jsonl(reader, tmp_path / "out.jsonl").rollouts == 6
     for target in ("x.jsonl", "x.parquet"):
-        done = called("export", str(folder), "--tokens", "-o", target, cwd=tmp_path)
+        done = run_cli("export", str(folder), "--tokens", "-o", target, cwd=tmp_path)
         assert done.code == 2, done
         assert not (tmp_path / target).exists()
 
@@ -132,7 +132,7 @@ async def test_steps_go_on_where_the_server_returns_token_ids(tmp_path: Path) ->
     assert [len(step.groups) for step in steps] == [3]
 
 
-async def run_of(server: ModelServer, tmp_path: Path, *args: str) -> Ended:
+async def run_of(server: ModelServer, tmp_path: Path, *args: str) -> CommandResult:
     import asyncio
 
     (tmp_path / "env.py").write_text(
@@ -143,7 +143,7 @@ async def run_of(server: ModelServer, tmp_path: Path, *args: str) -> Ended:
         "    return 1.0\n"
     )
     command = ("run", "env.py", "--policy", server.url, "--runners", "1", *args)
-    return await asyncio.to_thread(lambda: called(*command, cwd=tmp_path))
+    return await asyncio.to_thread(lambda: run_cli(*command, cwd=tmp_path))
 
 
 async def test_run_reports_missing_token_ids_at_the_start_and_in_the_summary(tmp_path: Path) -> None:

@@ -111,9 +111,9 @@ async def test_a_server_that_cannot_be_paused_is_an_error_in_words_and_the_run_g
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "stop"}, "there is no pause mode 'stop'; there is keep, drain and abort"),
-        ({"timeout": 0}, "above 0 seconds"),
-        ({"deadline": -1.0}, "above 0 seconds"),
+        ({"mode": "stop"}, "unknown pause mode 'stop'"),
+        ({"timeout": 0}, "must be above 0 seconds"),
+        ({"deadline": -1.0}, "must be above 0 seconds"),
     ],
 )
 async def test_a_pause_that_cannot_be_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

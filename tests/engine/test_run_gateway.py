@@ -17,13 +17,13 @@ from rookery.gateway.client import Record
 from rookery.gateway.door import merged
 from rookery.trajectories import Recorder
 from rookery.upstreams import UpstreamConfig
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.engine import sync_kit
 from tests.engine.sync_kit import judged, push
 from tests.engine_standins import StandinServer, standin
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 AGENT = """
 import json, os, sys, time, urllib.error, urllib.request

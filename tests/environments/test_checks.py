@@ -12,7 +12,7 @@ import pytest
 from rookery import Context, Engine, Environment, environment
 from rookery.core import UsageError
 from rookery.environments.checks import check_environment
-from tests.cli.sandbox_kit import called
+from tests.cli.sandbox_kit import run_cli
 from tests.servers import Answer, ModelServer
 
 
@@ -126,7 +126,7 @@ def test_run_of_an_environment_without_score_exits_with_2(tmp_path: Path) -> Non
         "    async def run(self, ctx):\n"
         "        pass\n"
     )
-    done = called("run", "env.py", "--policy", "embedded", cwd=tmp_path)
+    done = run_cli("run", "env.py", "--policy", "embedded", cwd=tmp_path)
     assert done.code == 2, done
     assert "score" in done.err
     assert not (tmp_path / "runs").exists()
@@ -163,7 +163,7 @@ def test_import_hangs_when_it_neither_ends_nor_imports_more(
 @pytest.mark.long
 def test_run_of_an_environment_whose_import_hangs_exits_with_2_and_its_line(tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text("import time\n\ntime.sleep(3600)\n")
-    done = called("run", "env.py", "--policy", "embedded", cwd=tmp_path)
+    done = run_cli("run", "env.py", "--policy", "embedded", cwd=tmp_path)
     assert done.code == 2, done
     assert "env.py, line 3" in done.err
     assert not (tmp_path / "runs").exists()
@@ -198,5 +198,5 @@ def test_server_that_is_not_there_is_named_at_the_start(command: str, tmp_path: 
 
 def started(command: str, url: str, folder: Path) -> Any:
     if command == "gateway":
-        return called("gateway", "--upstream", url, "--port", "0", cwd=folder)
-    return called("run", "arithmetic", "-n", "1", "--policy", url, "--runners", "1", cwd=folder)
+        return run_cli("gateway", "--upstream", url, "--port", "0", cwd=folder)
+    return run_cli("run", "arithmetic", "-n", "1", "--policy", url, "--runners", "1", cwd=folder)

@@ -18,11 +18,11 @@ from rookery.gateway.handed import Giver
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.gateway.shard_kit import ADMIN, HI, SECONDS, eventually, gateway, kill, owned_by, reborn
 from tests.servers import Answer, ModelServer
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 
 MODEL = SandboxSpec(provider="local", network="model", memory=256 << 20, disk=16 << 20, wall=60.0)
 AGENT = """
@@ -270,7 +270,7 @@ async def test_a_listener_whose_giver_is_gone_is_served_no_more() -> None:
 
 
 @pytest.fixture
-async def box(boxes: None, tmp_path: Path) -> AsyncIterator[LocalSandbox]:
+async def box(local_sandboxes: None, tmp_path: Path) -> AsyncIterator[LocalSandbox]:
     folder = tmp_path / "sandboxes"
     folder.mkdir()
     provider = LocalProvider(ProviderHome(folder=folder, run=f"run-{os.getpid()}-{tmp_path.name}"))

@@ -329,7 +329,7 @@ async def test_a_shard_that_is_asked_to_end_by_itself_is_started_again() -> None
 async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
     kept: bool, tmp_path: Path, shallow: Path
 ) -> None:
-    from tests.cli.helpers import started
+    from tests.cli.helpers import start_command
 
     folder = tmp_path / "kept"
     temp = shallow
@@ -337,7 +337,7 @@ async def test_shards_end_with_a_killed_gateway_and_the_last_one_clears_up(
     options = ("--port", "0", "--shards", "3", *more)
     async with (
         ModelServer() as server,
-        started("gateway", "--upstream", server.url, *options, cwd=tmp_path, TMPDIR=str(temp)) as process,
+        start_command("gateway", "--upstream", server.url, *options, cwd=tmp_path, TMPDIR=str(temp)) as process,
     ):
         assert process.stdout is not None
         async with asyncio.timeout(60):

@@ -20,13 +20,13 @@ from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import PORT, URL, LocalProvider, LocalSandbox
 from rookery.sandboxes.protocol import SupportsEgressRecords, SupportsModelNetwork
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.sandboxes.hostile.look import keeper_of, look_at
 from tests.sandboxes.keeping import eventually
 from tests.sandboxes.outside import GOOD, Mapped, Site, ok, served
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 SO_NETNS_COOKIE = 71
 MODEL = SandboxSpec(provider="local", network="model", memory=256 << 20, disk=16 << 20, wall=30.0)

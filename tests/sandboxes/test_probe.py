@@ -10,10 +10,10 @@ import pytest
 from rookery.core import SandboxSpec
 from rookery.sandboxes import ProviderHome, best_provider, open_provider, probe
 from rookery.sandboxes.local.provider import LocalProvider
-from tests.cli.sandbox_kit import boxes, called, groups_of, walless
+from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, without_isolation
 from tests.sandboxes.plugins import plugin
 
-__all__ = ["boxes", "walless"]
+__all__ = ["local_sandboxes", "without_isolation"]
 
 
 @pytest.fixture(autouse=True)
@@ -22,24 +22,24 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_a_sandbox_is_made_used_and_gone(scratch: Path) -> None:
-    before = set(groups_of(os.getpid()))  # this process may have a keeper for programs, until its end
+    before = set(cgroups_of(os.getpid()))  # this process may have a keeper for programs, until its end
     proof = probe.probe(LocalProvider)
     assert proof.error == ""
     assert min(proof.create_ms, proof.again_ms, proof.exec_ms, proof.close_ms) > 0
     assert {"overlay", "v1", "v2", "missing_controllers"} <= proof.about.keys()
     assert list(scratch.iterdir()) == []
-    assert set(groups_of(os.getpid())) <= before
+    assert set(cgroups_of(os.getpid())) <= before
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_it_works_where_a_loop_runs_already() -> None:
     assert probe.probe(LocalProvider).error == ""
     assert asyncio.get_running_loop().is_running()
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_the_best_of_this_machine_is_local() -> None:
     assert best_provider().name == "local"
     assert best_provider().isolated
@@ -65,10 +65,10 @@ def test_a_provider_that_fails_is_reported_in_one_line(tmp_path: Path, monkeypat
 
 
 def test_where_no_sandbox_can_be_made_it_says_why_and_what_would_help(
-    tmp_path: Path, walless: tuple[str, ...]
+    tmp_path: Path, without_isolation: tuple[str, ...]
 ) -> None:
     code = "from rookery.sandboxes.local import machine_checks; print(machine_checks.find_problem())"
-    done = called("-c", code, cwd=tmp_path, before=(*walless, *_only_python()))
+    done = run_cli("-c", code, cwd=tmp_path, before=(*without_isolation, *_only_python()))
     assert done.out.startswith("No local sandbox can be created on this machine: ")
     assert "sysctl -w user.max_user_namespaces=15000" in done.out
 

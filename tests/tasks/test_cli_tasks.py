@@ -186,7 +186,7 @@ def test_a_taskset_in_use_is_shown_with_who_uses_it(tmp_path, capsys, own_cache)
         assert (one["what"], one["used_by"]) == (f"the archive {archive}", [pid])
         code, _, err = run(capsys, "prune", "--all", "--runs", tmp_path)
         assert code == 0
-        assert "1 folder in use stayed" in err
+        assert "kept 1 entry in use" in err
 
 
 def test_a_run_is_not_resumed_while_its_tasks_are_missing(tmp_path, capsys, own_cache):

@@ -84,15 +84,15 @@ def _parse_defaults(ctx: click.Context, table: dict[str, Any], path: Path) -> di
                 f"{path}: [run] has no key {key!r}{_suggest_key(key, [*filter(None, params), *_TABLE_NAMES])}"
             )
         many = bool(getattr(param, "multiple", False))
-        given = [value] if many and not isinstance(value, list) else value
+        default = [value] if many and not isinstance(value, list) else value
         flag = bool(getattr(param, "is_flag", False))
         if isinstance(value, dict) or isinstance(value, bool) != flag or (isinstance(value, list) and not many):
             raise UsageError(f"{path}: [run] {key} cannot be {value!r:.60}")
         try:
-            param.type_cast_value(ctx, given)
+            param.type_cast_value(ctx, default)
         except click.BadParameter as error:
             raise UsageError(f"{path}: [run] {key}: {error.message.rstrip('.')}") from None
-        found[name] = given
+        found[name] = default
     return found
 
 
@@ -100,10 +100,10 @@ def _suggest_key(key: str, names: list[str]) -> str:
     return suggestion(key, names) or f"; its keys are {', '.join(sorted(names))}"
 
 
-def find_runs_folder(given: str | None) -> Path:
+def find_runs_folder(option: str | None) -> Path:
     """Return the directory of runs: the option or ROOKERY_OUT, else `out` in rookery.toml, else `runs`."""
-    if given is not None:
-        return Path(given)
+    if option is not None:
+        return Path(option)
     if Path(CONFIG_FILE).is_file():
         out = read_run_table(Path(CONFIG_FILE)).get("out")
         if isinstance(out, str):
@@ -176,12 +176,12 @@ def _parse_size(text: str | float, where: str) -> int:
         raise UsageError(f"{where}: {error.message.rstrip('.')}") from None
 
 
-def parse_arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any]:
+def parse_arguments(ctx: click.Context, options: tuple[str, ...]) -> dict[str, Any]:
     """Return the environment's keyword arguments. `--arg KEY=VALUE` overrides `[run.arguments]`."""
     import msgspec
 
     found = dict(get_table(ctx, "arguments"))
-    for pair in given:
+    for pair in options:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():
@@ -196,7 +196,7 @@ def parse_arguments(ctx: click.Context, given: tuple[str, ...]) -> dict[str, Any
 def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments from `--tools`, `--tool-config`, `[run.tool_config]` and `[[run.mcp]]`."""
     found: dict[str, Any] = {}
-    names = [name.strip() for given in values["tools"] for name in given.split(",")]
+    names = [name.strip() for option in values["tools"] for name in option.split(",")]
     if names:
         found["tools"] = names
     table = _merge_tool_config(get_table(ctx, "tool_config"), values["tool_config"])
@@ -210,13 +210,13 @@ def parse_tool_arguments(ctx: click.Context, values: dict[str, Any]) -> dict[str
     return found
 
 
-def _merge_tool_config(below: dict[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
+def _merge_tool_config(below: dict[str, Any], options: tuple[str, ...]) -> dict[str, Any]:
     import tomllib
 
     import msgspec
 
     made = {name: dict(value) if isinstance(value, dict) else value for name, value in below.items()}
-    for pair in given:
+    for pair in options:
         key, equals, text = pair.partition("=")
         if not equals:
             try:
@@ -284,8 +284,8 @@ def _build_roles(ctx: click.Context) -> "dict[str, UpstreamConfig]":
             plain["urls"] = [settled(str(plain.pop("url")))]
         strange = sorted(set(plain) - set(UpstreamConfig.__struct_fields__))
         if strange or role == "policy":
-            said = "is not allowed: set `policy` in [run]" if role == "policy" else f"has no key {strange[0]!r}"
-            raise UsageError(f"{where} {said}")
+            problem = "is not allowed: set `policy` in [run]" if role == "policy" else f"has no key {strange[0]!r}"
+            raise UsageError(f"{where} {problem}")
         try:
             found[role] = msgspec.convert(plain, UpstreamConfig)
         except msgspec.ValidationError as error:
@@ -297,13 +297,17 @@ def build_sandbox_spec(ctx: click.Context, values: dict[str, Any]) -> tuple[Sand
     """Return the requested sandbox and the names of the fields that were set. Options override `[run.sandbox]`."""
     import msgspec
 
-    given: dict[str, Any] = {"provider": values["sandbox"], "image": values["image"], "network": values["network"]}
+    options: dict[str, Any] = {
+        "provider": values["sandbox"],
+        "image": values["image"],
+        "network": values["network"],
+    }
     if values["allow"]:
-        given |= {"allow": values["allow"], "network": values["network"] or "allow"}
-    given = {name: value for name, value in given.items() if value is not None}
+        options |= {"allow": values["allow"], "network": values["network"] or "allow"}
+    options = {name: value for name, value in options.items() if value is not None}
     spec: SandboxSpec = _convert_table(ctx, "sandbox", SandboxSpec)
-    named = tuple(sorted({*get_table(ctx, "sandbox"), *given}))
-    return msgspec.structs.replace(spec, **given, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
+    named = tuple(sorted({*get_table(ctx, "sandbox"), *options}))
+    return msgspec.structs.replace(spec, **options, untrusted_ok=spec.untrusted_ok or values["unsafe"]), named
 
 
 _RENDERING: Final = {"tokenizer": "tokenizer", "name": "renderer", "tool_prompt": "tool_prompt"}

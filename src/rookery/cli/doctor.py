@@ -86,7 +86,7 @@ def _list_providers(best: "ProviderChoice") -> list[dict[str, Any]]:
         why = best.refused.get(name, "")
         try:
             isolated = is_isolated(name)
-        except Exception as error:  # noqa: BLE001  (whatever a broken plug-in raises: the others are still told)
+        except Exception as error:  # noqa: BLE001  (a broken plug-in must not hide the others)
             isolated, why = False, why or describe(error)
         found.append({"name": name, "isolated": isolated, "works": not why, "why": why})
     return found
@@ -116,12 +116,12 @@ def _format_report(
     if code == Exit.OK:
         lines.append(f"{bold('sandbox')}   {best.name}: programs run isolated")
     else:
-        said = click.style("not isolated: programs run as your user, with your files and network", fg="yellow")
-        lines.append(f"{bold('sandbox')}   {best.name}, {said}; used only if named, or with --unsafe")
+        warning = click.style("not isolated: programs run as your user, with your files and network", fg="yellow")
+        lines.append(f"{bold('sandbox')}   {best.name}, {warning}; used only if named, or with --unsafe")
     for one in _list_providers(best)[1:]:
-        said = "" if one["isolated"] or not one["works"] else ", not isolated: used only if named"
+        note = "" if one["isolated"] or not one["works"] else ", not isolated: used only if named"
         lines.append(
-            dim(f"others    {one['name']}{said}{': ' if one['why'] else ''}{escape_controls(one['why'])}")
+            dim(f"others    {one['name']}{note}{': ' if one['why'] else ''}{escape_controls(one['why'])}")
         )
     return lines
 

@@ -101,7 +101,7 @@ def _collect_settings(
     from rookery.upstreams.urls import redact
 
     policy = config.upstreams["policy"]
-    said = describe_origin(ctx, "runners")
+    origin = describe_origin(ctx, "runners")
     rows = [
         Setting("environment", values["env"], describe_origin(ctx, "env"), config.environment),
         Setting("tasks", values["tasks"] or "the environment's own", describe_origin(ctx, "tasks")),
@@ -143,7 +143,7 @@ def _collect_settings(
         Setting("num-tasks", values["num_tasks"] or "all", describe_origin(ctx, "num_tasks")),
         Setting("per-task", values["per_task"], describe_origin(ctx, "per_task")),
         Setting("concurrency", config.concurrency, describe_origin(ctx, "concurrency")),
-        Setting("runners", config.runners, said, "the number of cores" if said == "default" else ""),
+        Setting("runners", config.runners, origin, "the number of cores" if origin == "default" else ""),
         Setting(
             "warm", f"{DEFAULT_WARM} at most" if config.warm is None else config.warm, describe_origin(ctx, "warm")
         ),
@@ -177,10 +177,10 @@ def _collect_settings(
 
 
 def _kind_setting(ctx: click.Context, kind: str) -> Setting:
-    said = describe_origin(ctx, "upstream_kind")
+    origin = describe_origin(ctx, "upstream_kind")
     if ctx.params["upstream_kind"] != kind and ctx.params["policy"] and kind != "openai":
-        said = describe_origin(ctx, "policy")
-    return Setting("upstream-kind", kind, said)
+        origin = describe_origin(ctx, "policy")
+    return Setting("upstream-kind", kind, origin)
 
 
 def _find_renderer(config: "EngineConfig", kind: str) -> str | None:
@@ -195,10 +195,12 @@ def _sandbox_settings(ctx: click.Context, config: "EngineConfig", environment: "
 
     spec, unsettled = resolve_spec(config.sandbox.over(environment.sandbox, config.sandbox_named))
     if unsettled:
-        walls = "no provider isolates on this machine: see `rookery doctor`, or allow it with --unsafe"
+        isolation = "no provider isolates on this machine: see `rookery doctor`, or allow it with --unsafe"
     else:
-        walls = "isolated" if is_isolated(spec.provider) else "not isolated: programs run as your user"
-    rows = [Setting("sandbox", spec.provider or None, _find_sandbox_origin(ctx, "provider", environment), walls)]
+        isolation = "isolated" if is_isolated(spec.provider) else "not isolated: programs run as your user"
+    rows = [
+        Setting("sandbox", spec.provider or None, _find_sandbox_origin(ctx, "provider", environment), isolation)
+    ]
     for name, value in msgspec.to_builtins(spec).items():
         where = _find_sandbox_origin(ctx, name, environment)
         if name != "provider" and where != "default":
@@ -224,8 +226,8 @@ def _find_sandbox_origin(ctx: click.Context, field: str, environment: "Environme
 
 
 def _find_variable_origin(ctx: click.Context, name: str, values: dict[str, Any]) -> str:
-    given = {pair.partition("=")[0] for pair in values["variable"]}
-    return "command line" if name in given else _config_name(ctx)
+    from_options = {pair.partition("=")[0] for pair in values["variable"]}
+    return "command line" if name in from_options else _config_name(ctx)
 
 
 def _config_name(ctx: click.Context) -> str:
@@ -233,10 +235,10 @@ def _config_name(ctx: click.Context) -> str:
 
 
 def _argument_settings(ctx: click.Context, values: dict[str, Any], config: "EngineConfig") -> list[Setting]:
-    given = {pair.partition("=")[0].strip().replace("-", "_"): "command line" for pair in values["arg"]}
-    given |= {name: describe_origin(ctx, name) for name in ("tools", "tool_config", "launcher") if values[name]}
+    origins = {pair.partition("=")[0].strip().replace("-", "_"): "command line" for pair in values["arg"]}
+    origins |= {name: describe_origin(ctx, name) for name in ("tools", "tool_config", "launcher") if values[name]}
     return [
-        Setting(f"arg.{name}", value, given.get(name, _config_name(ctx)))
+        Setting(f"arg.{name}", value, origins.get(name, _config_name(ctx)))
         for name, value in config.arguments.items()
     ]
 

@@ -80,8 +80,8 @@ def describe_error(error: BaseException) -> str:
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     text = str(error)
-    place = _find_user_frame(error.__cause__)
-    return f"{text} ({place})" if place and place not in text else text
+    location = _find_user_frame(error.__cause__)
+    return f"{text} ({location})" if location and location not in text else text
 
 
 def _find_user_frame(error: BaseException | None) -> str:

@@ -201,37 +201,37 @@ class _LogFile(logging.FileHandler):
 
 
 def report_run(
-    drive: ForegroundRun, events: JsonLines | None, *, ending: Callable[[Summary], list[str]] = format_next_steps
+    run: ForegroundRun, events: JsonLines | None, *, ending: Callable[[Summary], list[str]] = format_next_steps
 ) -> int:
     """Print the summary of the journal and the next steps; return the exit code."""
-    summary = _read_final_summary(drive)
-    code = drive.exit_code(summary)
-    if drive.error is not None:
-        print_error(describe_error(drive.error))
-    if drive.signal is not None and summary is not None:
+    summary = _read_final_summary(run)
+    code = run.exit_code(summary)
+    if run.error is not None:
+        print_error(describe_error(run.error))
+    if run.signal is not None and summary is not None:
         kept = plural(summary.stats.rollouts, "rollout")
-        write_line(f"interrupted by {drive.signal.name}: {kept} recorded, {summary.left:,} left")
-    elif drive.signal is not None:
-        write_line(f"interrupted by {drive.signal.name} before the first rollout")
+        write_line(f"interrupted by {run.signal.name}: {kept} recorded, {summary.left:,} left")
+    elif run.signal is not None:
+        write_line(f"interrupted by {run.signal.name} before the first rollout")
     if events is not None:
-        plain = summary.plain(drive.session) if summary is not None else {}
-        detail = {"error": str(drive.error)} if drive.error is not None else {}
+        plain = summary.plain(run.session) if summary is not None else {}
+        detail = {"error": str(run.error)} if run.error is not None else {}
         events.write("finished", **plain, **detail, exit_code=code)
     elif summary is not None:
-        lines = ["", *format_summary(summary, drive.session), *ending(summary)]
+        lines = ["", *format_summary(summary, run.session), *ending(summary)]
         write_line("\n".join(lines), err=False)
     return code
 
 
-def _read_final_summary(drive: ForegroundRun) -> Summary | None:
-    folder = drive.engine.folder
-    if folder is None or not drive.admitted:
+def _read_final_summary(run: ForegroundRun) -> Summary | None:
+    folder = run.engine.folder
+    if folder is None or not run.admitted:
         return None
     try:
         with RunReader(folder) as reader:
-            return read_summary(reader, k=drive.k)
+            return read_summary(reader, k=run.k)
     except JournalError as error:
         # On a full disk the journal may be unreadable. The reason for the stop is printed already.
-        if drive.error is None:
-            drive.error = error
+        if run.error is None:
+            run.error = error
         return None

@@ -132,9 +132,9 @@ def gateway(
         "tool_prompt": tool_prompt,
         "allow_no_tools": allow_no_tools or None,
     }
-    said = {name: value for name, value in rendering.items() if value is not None}
-    if said and record != "tokens":
-        option = next(iter(said)).replace("_", "-").replace("name", "renderer")
+    rendering_options = {name: value for name, value in rendering.items() if value is not None}
+    if rendering_options and record != "tokens":
+        option = next(iter(rendering_options)).replace("_", "-").replace("name", "renderer")
         raise UsageError(f"--{option} is for --record tokens")
     policy = UpstreamConfig(kind=kind, urls=tuple(map(settled, upstreams)), model=model)
     if concurrency is not None:
@@ -148,7 +148,7 @@ def gateway(
     config = GatewayConfig(
         upstreams=configs,
         record=record,  # type: ignore[arg-type]
-        rendering=said or None,
+        rendering=rendering_options or None,
         shards=shards,
         public=public_url,
     )
@@ -190,13 +190,13 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with Gateway(config, folder, host=host, port=port, key=key or None) as served:
+    async with Gateway(config, folder, host=host, port=port, key=key or None) as gateway:
         for role, upstream in config.upstreams.items():
             await _check(role, open_upstream(upstream))
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
-        write_line(f"serving at {served.url}{plural}, recording {config.record}", err=False)
-        if served.no_tools:
-            write_line(f"warning: {served.no_tools}")
+        write_line(f"serving at {gateway.url}{plural}, recording {config.record}", err=False)
+        if gateway.no_tools:
+            write_line(f"warning: {gateway.no_tools}")
         if not key:
-            write_line(f"admin key: {served.key} (set {KEY_ENV} to choose it)", err=False)
+            write_line(f"admin key: {gateway.key} (set {KEY_ENV} to choose it)", err=False)
         await stop.wait()

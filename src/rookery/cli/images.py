@@ -171,7 +171,7 @@ def prune(to: int | None, everything: bool, unused: float | None, json: bool) ->
     parts = [plural(len(done.images), "image"), plural(done.layers, "layer"), plural(done.leftovers, "leftover")]
     click.echo(f"freed {format_bytes(done.bytes)}: {', '.join(parts)}; {format_bytes(store.total_bytes())} remain")
     if done.kept_in_use:
-        click.echo(f"{plural(done.kept_in_use, 'image')} in use stayed", err=True)
+        click.echo(f"kept {plural(done.kept_in_use, 'image')} in use", err=True)
     return 0
 
 
@@ -185,7 +185,7 @@ def _check_platform(text: str) -> str:
 
 
 def _create_image(reference: "ImageReference", *, json: bool, platform: str = "", name: str = "") -> int:
-    """Makes one image, and says so."""
+    """Create one image and print the result."""
     import msgspec
 
     from rookery.cli.errors import print_error
@@ -196,10 +196,16 @@ def _create_image(reference: "ImageReference", *, json: bool, platform: str = ""
 
     store, began = ImageStore(), time.monotonic()
     try:
-        with _show_progress() as tell:
+        with _show_progress() as show:
             own = reference.kind == "docker-archive" and not name
             record = ImageInstaller(
-                store, reference, platform=platform, refresh=True, name=name, source_names=own, on_progress=tell
+                store,
+                reference,
+                platform=platform,
+                refresh=True,
+                name=name,
+                source_names=own,
+                on_progress=show_progress,
             ).install()
             store.sync(record.layers)
     except RookeryError as error:
@@ -208,8 +214,10 @@ def _create_image(reference: "ImageReference", *, json: bool, platform: str = ""
     size = sum(info.bytes for layer in record.layers if (info := store.get_layer(layer)))
     shown = _choose_name((name or reference.name or reference.text,))
     if json:
-        said = {"image": shown, "id": record.id, "layers": len(record.layers), "bytes": size}
-        click.echo(msgspec.json.encode({**said, "platform": record.platform, "names": _find_names(store, record)}))
+        result = {"image": shown, "id": record.id, "layers": len(record.layers), "bytes": size}
+        click.echo(
+            msgspec.json.encode({**result, "platform": record.platform, "names": _find_names(store, record)})
+        )
     else:
         click.echo(f"{shown}  {record.id[:12]}  {format_bytes(size)}  {time.monotonic() - began:.1f}s")
     return Exit.OK
@@ -233,14 +241,14 @@ def _show_progress() -> "Iterator[OnProgress]":
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def tell(progress: "ImageProgress") -> None:
+        def show_progress(progress: "ImageProgress") -> None:
             from rookery.cli.terminal import one_line
 
             layers = f", {progress.layers_done} of {progress.layers} layers" if progress.layers else ""
             words = f"{one_line(progress.image, 50)}: {progress.step}{layers}"
             bar.update(task, description=words, completed=progress.done, total=progress.total or None)
 
-        yield tell
+        yield show_progress
 
 
 def print_progress_lines() -> "OnProgress":
@@ -249,9 +257,9 @@ def print_progress_lines() -> "OnProgress":
 
     last: tuple[str, float] = ("", 0.0)
 
-    def tell(progress: "ImageProgress") -> None:
+    def show_progress(progress: "ImageProgress") -> None:
         nonlocal last
-        if progress.step in ("waiting", "ready", "failed"):  # the error says why
+        if progress.step in ("waiting", "ready", "failed"):  # the error message follows
             return
         if progress.step != last[0] or time.monotonic() - last[1] > _LINE_SECONDS:
             last = (progress.step, time.monotonic())
@@ -259,7 +267,7 @@ def print_progress_lines() -> "OnProgress":
             layers = f", {progress.layers_done} of {progress.layers} layers" if progress.layers else ""
             click.echo(f"{progress.image}: {progress.step}{much}{layers}", err=True)
 
-    return tell
+    return show_progress
 
 
 def _choose_name(names: tuple[str, ...]) -> str:

@@ -38,17 +38,17 @@ class LiveProgress(TextProgress):
     def tick(self, status: dict[str, Any]) -> None:
         self._status = status
         if self._live is not None:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._render(), refresh=True)
 
     def close(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         assert self.start is not None
         done, total = self.done, self.start.total
-        elapsed = time.monotonic() - self.begun
+        elapsed = time.monotonic() - self.start_time
         left = ""
         if self.stats.rollouts and done < total:
             left = f"{format_duration((total - done) * elapsed / self.stats.rollouts)} left"
@@ -65,13 +65,16 @@ class LiveProgress(TextProgress):
             Text(format_duration(elapsed)),
             Text(left, "dim"),
         )
-        rows: list[RenderableType] = [bar, self._joined([Text.from_ansi(one) for one in self.state(self._status)])]
+        rows: list[RenderableType] = [
+            bar,
+            self._join_parts([Text.from_ansi(one) for one in self.state(self._status)]),
+        ]
         causes = self.stats.causes()
         if causes:
-            rows.append(self._joined([Text(f"{cause} {one.count:,}", "red") for cause, one in causes[:4]]))
+            rows.append(self._join_parts([Text(f"{cause} {one.count:,}", "red") for cause, one in causes[:4]]))
         return Group(*rows)
 
-    def _joined(self, parts: list[Text]) -> Text:
+    def _join_parts(self, parts: list[Text]) -> Text:
         found = Text(no_wrap=True, overflow="ellipsis")
         for at, part in enumerate(parts):
             found.append(" · " if at else "", "dim").append_text(part)

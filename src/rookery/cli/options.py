@@ -117,7 +117,7 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def parse_variables(given: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
+def parse_variables(options: Iterable[str], below: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the variables for tasks. `--variable NAME=VALUE` overrides `[run.variables]`."""
     found: dict[str, str] = {}
     for name, value in (below or {}).items():
@@ -126,7 +126,7 @@ def parse_variables(given: Iterable[str], below: Mapping[str, Any] | None = None
                 f'[run.variables] {name!r:.80} must be a name with a string value, such as PORT = "8080"'
             )
         found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    for pair in given:
+    for pair in options:
         name, equals, value = pair.partition("=")
         if not equals or not _NAME.fullmatch(name):
             shown = f" {name!r:.80}" if equals else ""  # do not print a value that may be a secret

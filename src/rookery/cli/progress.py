@@ -96,10 +96,10 @@ class JsonLines:
         sys.stdout.flush()
         self._fd = os.dup(1)
         os.dup2(2, 1)
-        self._gone = False
+        self._reader_closed = False
 
     def write(self, event: str, **fields: Any) -> None:
-        if self._gone:
+        if self._reader_closed:
             return
         data = memoryview(
             msgspec.json.encode({"event": event, "ts": time.time(), **fields}, enc_hook=_encode_unknown) + b"\n"
@@ -108,7 +108,7 @@ class JsonLines:
             while data:
                 data = data[os.write(self._fd, data) :]
         except BrokenPipeError:
-            self._gone = True
+            self._reader_closed = True
             write_line("the reader of the events closed its pipe; the run continues")
 
     def started(self, start: RunStart) -> None:
@@ -160,14 +160,14 @@ class TextProgress:
         """`muted`: kinds of event that are not printed, because the user has been informed."""
         self.muted = muted
         self.stats = Stats()
-        self.begun = time.monotonic()
+        self.start_time = time.monotonic()
         self.start: RunStart | None = None
         self._named: Counter[str] = Counter()
 
     def say(self, text: str) -> None:
         write_line(text)
 
-    def head(self, start: RunStart) -> str:
+    def describe_start(self, start: RunStart) -> str:
         where = f"{plural(start.runners, 'runner')}" if start.runners else "in this process"
         what = f"{plural(start.tasks, 'task')} x {start.k}" if start.k > 1 else plural(start.tasks, "task")
         again = f", {start.done:,} of {start.total:,} done before" if start.resumed else ""
@@ -178,8 +178,8 @@ class TextProgress:
 
     def started(self, start: RunStart) -> None:
         self.start = start
-        self.begun = time.monotonic()
-        self.say(self.head(start))
+        self.start_time = time.monotonic()
+        self.say(self.describe_start(start))
         self.say(f"run {shell_quote(start.run)}")
         if start.invalid:
             rows = "row is not a valid task" if start.invalid == 1 else "rows are not valid tasks"
@@ -188,35 +188,40 @@ class TextProgress:
     def rollout(self, record: Rollout) -> None:
         self.stats.add(record)
         outcome = record.outcome
-        if isinstance(outcome, Failed) and self._may(outcome.cause):
+        if isinstance(outcome, Failed) and self._count_repeat(outcome.cause):
             self.say(
                 f"{click.style('failed', fg='red')} {record.id}  {click.style(outcome.cause, bold=True)}  "
                 f"{one_line(outcome.detail, 200)}"
             )
-            self._last(outcome.cause, f"further {outcome.cause} failures are counted but not printed")
+            self._announce_limit(outcome.cause, f"further {outcome.cause} failures are counted but not printed")
 
     def group(self, group: Group) -> None:
         """Do nothing: rollouts are printed one by one."""
 
     def event(self, kind: str, payload: dict[str, Any]) -> None:
-        if kind in _WARNINGS and kind != "task.quarantined" and kind not in self.muted and self._may(kind):
+        if (
+            kind in _WARNINGS
+            and kind != "task.quarantined"
+            and kind not in self.muted
+            and self._count_repeat(kind)
+        ):
             text = payload.get("message") or payload.get("detail") or payload.get("stack") or ""
             who = payload.get("attempt") or payload.get("runner") or ""
             text = str(text).strip().splitlines()
-            said = text[-1] if kind == "loop.blocked" and text else " ".join(text)
+            shown = text[-1] if kind == "loop.blocked" and text else " ".join(text)
             self.say(
-                f"{click.style('warning', fg='yellow')} {kind}  {one_line(str(who), 40)}  {one_line(said, 200)}"
+                f"{click.style('warning', fg='yellow')} {kind}  {one_line(str(who), 40)}  {one_line(shown, 200)}"
             )
-            self._last(kind, f"further {kind} warnings are recorded but not printed")
+            self._announce_limit(kind, f"further {kind} warnings are recorded but not printed")
 
     def note(self, text: str) -> None:
         self.say(text)
 
-    def _may(self, kind: str) -> bool:
+    def _count_repeat(self, kind: str) -> bool:
         self._named[kind] += 1
         return self._named[kind] <= MAX_REPEATS
 
-    def _last(self, kind: str, text: str) -> None:
+    def _announce_limit(self, kind: str, text: str) -> None:
         if self._named[kind] == MAX_REPEATS:
             self.say(click.style(text, dim=True))
 
@@ -226,7 +231,7 @@ class TextProgress:
 
     def state(self, status: dict[str, Any]) -> list[str]:
         """Return the parts of a progress line."""
-        stats, seconds = self.stats, time.monotonic() - self.begun
+        stats, seconds = self.stats, time.monotonic() - self.start_time
         parts = [f"{stats.short} so far"] if stats.valid else []
         if stats.failed:
             parts.append(click.style(f"{stats.failed:,} failed", fg="red"))
@@ -251,13 +256,13 @@ def describe_image_pulls(images: Iterable[dict[str, Any]]) -> list[str]:
     for one in images:
         if one["image"] not in found or one["done"] > found[one["image"]]["done"]:
             found[one["image"]] = one
-    said = []
+    parts = []
     for name, one in list(found.items())[:MAX_IMAGES_SHOWN]:
         share = f" {min(1.0, one['done'] / one['total']):.0%}" if one["total"] else ""
-        said.append(f"{one['step']} {one_line(name, 40)}{share}")
+        parts.append(f"{one['step']} {one_line(name, 40)}{share}")
     if len(found) > MAX_IMAGES_SHOWN:
-        said.append(f"{len(found) - MAX_IMAGES_SHOWN} more images")
-    return said
+        parts.append(f"{len(found) - MAX_IMAGES_SHOWN} more images")
+    return parts
 
 
 class PlainProgress(TextProgress):
@@ -266,19 +271,19 @@ class PlainProgress(TextProgress):
     def __init__(self, muted: frozenset[str] = frozenset()) -> None:
         super().__init__(muted)
         self._next = 0.0
-        self._said = -1
+        self._last_done = -1
 
     def started(self, start: RunStart) -> None:
         super().started(start)
-        self._next = self.begun + 1.0  # print the first line early
+        self._next = self.start_time + 1.0  # print the first line early
 
     def tick(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
-        if self.start is None or now < self._next or self.done == self._said == self.start.total:
+        if self.start is None or now < self._next or self.done == self._last_done == self.start.total:
             return
-        elapsed = now - self.begun
+        elapsed = now - self.start_time
         self._next = now + (5.0 if elapsed < 60 else 15.0 if elapsed < 600 else 60.0)
-        self._said = self.done
+        self._last_done = self.done
         share = self.done / self.start.total if self.start.total else 1.0
         parts = "  ".join(self.state(status))
         self.say(f"{self.done:,}/{self.start.total:,} ({share:.0%}) after {format_duration(elapsed)}  {parts}")

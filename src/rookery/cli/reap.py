@@ -3,7 +3,7 @@
 Promises:
 - a sandbox of a live process is not touched before its deadline; running runs and runs of other machines are
   skipped;
-- containers of dead owners are ended whatever became of their run's folder, where an engine answers;
+- containers of dead owners are removed even if the run's directory is gone, if a container engine is running;
 - removed sandboxes are printed by run; the exit code is 0, also if there were none;
 - an unreadable run does not prevent the cleanup of others.
 """
@@ -39,8 +39,8 @@ def reap(folder: str | None, json: bool) -> int:
 
     root = find_runs_folder(folder or os.environ.get("ROOKERY_OUT") or None)
     if folder is not None and not root.is_dir():
-        raise UsageError(f"no directory {folder}: name a directory of runs or a run")
-    done = [_reap_run(place) for place in _find_sandbox_folders(root)]
+        raise UsageError(f"the directory {folder} does not exist: name a directory of runs, or a run")
+    done = [_reap_run(path) for path in _find_sandbox_folders(root)]
     commands = reap_scratch(now=time.time())
     containers = reap_machine()
     if json:
@@ -54,64 +54,60 @@ def reap(folder: str | None, json: bool) -> int:
         ended = sum(len(one["ended"]) for one in done) + len(commands) + len(containers)
         click.echo(msgspec.json.encode({**plain, "ended": ended}))
         return 0
-    said = False
+    printed = bool(commands or containers)
     for one in done:
-        parts = [f"ended {_count_sandboxes(len(one['ended']))}"] if one["ended"] else []
+        parts = [f"ended {plural(len(one['ended']), 'sandbox')}"] if one["ended"] else []
         parts += [f"ended {plural(len(one['keepers']), 'keeper')}"] if one["keepers"] else []
-        parts += [f"left {_count_sandboxes(one['live'])} of live processes"] if one["live"] else []
+        parts += [f"left {plural(one['live'], 'sandbox')} of live processes"] if one["live"] else []
         parts += [one["error"]] if one["error"] else []
         if parts:
-            said = True
+            printed = True
             click.echo(f"{relative_path(Path(one['run']))}: {', '.join(parts)}")
     if commands:
-        click.echo(f"single commands: ended {_count_sandboxes(len(commands))}")
+        click.echo(f"leftovers of `rookery exec`: ended {plural(len(commands), 'sandbox')}")
     if containers:
-        click.echo(f"containers of dead owners: ended {_count_sandboxes(len(containers))}")
-    if not said and not commands and not containers:
+        click.echo(f"containers of dead owners: ended {plural(len(containers), 'sandbox')}")
+    if not printed:
         click.echo(f"nothing to remove in {relative_path(root)}")
     return 0
-
-
-def _count_sandboxes(number: int) -> str:
-    return f"{number:,} {'sandbox' if number == 1 else 'sandboxes'}"
 
 
 def _find_sandbox_folders(root: Path) -> list[Path]:
     """Find the sandbox directories of a run, or of all runs in a directory."""
     if (root / SANDBOX_FOLDER).is_dir():
         return [root / SANDBOX_FOLDER]
-    return sorted(place for place in root.glob(f"*/{SANDBOX_FOLDER}") if place.is_dir() and not place.is_symlink())
+    return sorted(path for path in root.glob(f"*/{SANDBOX_FOLDER}") if path.is_dir() and not path.is_symlink())
 
 
-def _reap_run(place: Path) -> dict[str, Any]:
+def _reap_run(sandboxes: Path) -> dict[str, Any]:
     from rookery.journal import open_lock
     from rookery.journal.schema import LOCK
     from rookery.sandboxes import leases
 
-    run = place.parent
-    one: dict[str, Any] = {"run": str(run), "ended": [], "keepers": [], "live": 0, "error": ""}
+    run = sandboxes.parent
+    result: dict[str, Any] = {"run": str(run), "ended": [], "keepers": [], "live": 0, "error": ""}
     try:
         if not (run / LOCK).exists():  # not a run of the engine: only its leases count
-            _end_sandboxes(place, one)
-            return one
+            _end_sandboxes(sandboxes, result)
+            return result
         if host := _find_other_host((run / LOCK).read_text(errors="replace")):
-            one["error"] = (
+            result["error"] = (
                 f"skipped: it ran on {one_line(host, 80)}, and processes of other machines are not visible"
             )
-            return one
+            return result
         try:
             lock = open_lock(run, patience=0.0)
         except UsageError:  # the run is running
-            one["live"] = len(leases.read_leases(place))
-            return one
+            result["live"] = len(leases.read_leases(sandboxes))
+            return result
         try:
-            _end_sandboxes(place, one)
-            _remove_empty_folders(place)
+            _end_sandboxes(sandboxes, result)
+            _remove_empty_folders(sandboxes)
         finally:
             lock.close()
     except (OSError, RookeryError) as error:
-        one["error"] = f"not cleaned: {error}"
-    return one
+        result["error"] = f"not cleaned: {error}"
+    return result
 
 
 def _find_other_host(holder: str) -> str:
@@ -120,20 +116,20 @@ def _find_other_host(holder: str) -> str:
     return found[1] if found and found[1] != socket.gethostname() else ""
 
 
-def _end_sandboxes(place: Path, one: dict[str, Any]) -> None:
+def _end_sandboxes(sandboxes: Path, result: dict[str, Any]) -> None:
     from rookery.sandboxes import leases
     from rookery.sandboxes.reaper import reap as reaped
     from rookery.sandboxes.reaper import reap_homes
 
-    one["keepers"] = reap_homes(place)
-    one["ended"] = reaped(place, now=time.time())
-    one["live"] = len(leases.read_leases(place))
+    result["keepers"] = reap_homes(sandboxes)
+    result["ended"] = reaped(sandboxes, now=time.time())
+    result["live"] = len(leases.read_leases(sandboxes))
 
 
-def _remove_empty_folders(place: Path) -> None:
+def _remove_empty_folders(sandboxes: Path) -> None:
     """Remove the empty sandbox directory of a locked run."""
-    for half in (place / "leases").glob("*.half"):
-        half.unlink(missing_ok=True)
-    for folder in (place / "leases", place):
+    for partial in (sandboxes / "leases").glob("*.half"):
+        partial.unlink(missing_ok=True)
+    for folder in (sandboxes / "leases", sandboxes):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

@@ -65,8 +65,8 @@ def resume(
     try:
         if causes and not failed:
             raise UsageError("--cause selects failed rollouts: use it with --failed")
-        given = {"concurrency": concurrency, "runners": runners}
-        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        options = {"concurrency": concurrency, "runners": runners}
+        changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if failed:
             changes |= {"failed": True, "causes": causes}
         return _resume(name, root, policy, changes, events)
@@ -140,9 +140,9 @@ def _resume(
         )
 
     k = int(config.stream.get("k", 1))
-    drive = ForegroundRun(engine, open_progress(events), tasks=None, k=k, about=about)
-    drive.run()
-    return report_run(drive, events)
+    run = ForegroundRun(engine, open_progress(events), tasks=None, k=k, about=about)
+    run.run()
+    return report_run(run, events)
 
 
 def _describe_unknown_cause(reader: "RunReader", causes: tuple[str, ...]) -> str:
@@ -163,11 +163,11 @@ def _report_finished(summary: "Summary", events: "JsonLines | None", again: int)
         events.write("finished", **summary.plain(), failed_can_run_again=again, exit_code=int(code))
         return code
     name, stats = Path(summary.path).name, summary.stats
-    said = f"{name} is finished: nothing is left to run"
+    text = f"{name} is finished: nothing is left to run"
     if again:
-        said += f", but {plural(again, 'rollout')} failed: `rookery resume {name} --failed` runs failed ones again"
+        text += f", but {plural(again, 'rollout')} failed: `rookery resume {name} --failed` runs failed ones again"
     elif stats.failed:
-        said += f"; {plural(stats.failed, 'rollout')} failed on rows that are not valid tasks and would fail again"
-    click.echo(f"{said}\n", err=True)
+        text += f"; {plural(stats.failed, 'rollout')} failed on rows that are not valid tasks and would fail again"
+    click.echo(f"{text}\n", err=True)
     print_summary(summary)
     return code

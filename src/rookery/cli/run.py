@@ -105,9 +105,9 @@ def run_tasks(engine: "Engine", tasks: Taskset, k: int, progress: "Progress") ->
             runners=engine.config.runners,
         )
 
-    drive = ForegroundRun(engine, progress, tasks=tasks, k=k, about=about)
-    drive.run()
-    return drive
+    run = ForegroundRun(engine, progress, tasks=tasks, k=k, about=about)
+    run.run()
+    return run
 
 
 def select_tasks(environment: "Environment", values: dict[str, Any]) -> Taskset:

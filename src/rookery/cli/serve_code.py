@@ -166,9 +166,9 @@ async def _serve(
             raise
         try:
             provider = programs.spec.provider
-            walls = "" if is_isolated(provider) else ", WITHOUT isolation: programs run as your user"
+            isolation = "" if is_isolated(provider) else ", WITHOUT isolation: programs run as your user"
             write_line(
-                f"serving at {url} ({provider} sandboxes, {programs.concurrency} at once{walls})", err=False
+                f"serving at {url} ({provider} sandboxes, {programs.concurrency} at once{isolation})", err=False
             )
             await stop.wait()
         finally:

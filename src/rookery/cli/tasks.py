@@ -1,10 +1,10 @@
-"""`rookery tasks`: what tasks there are, what is wrong with them, and in which format they are.
+"""`rookery tasks`: list, show and convert tasks.
 
 Promises:
-- every problem of every task is shown, and there being one is exit code 3;
-- tests and solutions are shown only where they are asked for;
-- nothing that a task holds can move the cursor or change colours;
-- `convert` overwrites nothing, and says what each task loses.
+- every problem of every task is printed; the exit code is then 3;
+- tests and solutions are printed only with `--tests`;
+- text of a task cannot move the cursor or change colours;
+- `convert` overwrites nothing, and prints what each task loses.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rookery.tasks.report import TaskProblem
     from rookery.tasks.swe import FileMapping, SweStep, SweTask
 
-_HELP = """Tasks for boxes: list them, look at one, turn them into another format.
+_HELP = """List, show and convert tasks that run in sandboxes.
 
 \b
-  rookery tasks list ./task-data                           all, with everything that is wrong with them
-  rookery tasks show hf:owner/dataset fix-parser           one of them
-  rookery tasks convert ./task-data rows.jsonl --to rows   into another format
-  rookery tasks prune --unused 30                          remove what was unpacked and fetched for them
+  rookery tasks list ./task-data                           list all tasks and their problems
+  rookery tasks show hf:owner/dataset fix-parser           show one task
+  rookery tasks convert ./task-data rows.jsonl --to rows   write them in another format
+  rookery tasks prune --unused 30                          remove files not used for 30 days from the cache
 
 SOURCE is a directory of tasks in an installed format, one task, an archive of tasks,
 hf:OWNER/DATASET[@REVISION][:PATH] or a file of rows. Exit code 3: some tasks cannot be attempted.
@@ -47,12 +47,12 @@ tasks.add_command(list_cache)
 tasks.add_command(prune)
 
 
-@tasks.command(name="list", short_help="All tasks, and everything that is wrong with them.")
+@tasks.command(name="list", short_help="List all tasks and their problems.")
 @_source
 @source_options
-@click.option("--json", is_flag=True, help="One JSON object a task.")
+@click.option("--json", is_flag=True, help="Print one JSON object per task.")
 def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: bool) -> int:
-    """All tasks of SOURCE, and everything that is wrong with them."""
+    """List all tasks of SOURCE and their problems."""
     import msgspec
 
     from rookery.cli.terminal import bold, dim, format_table, one_line, plural
@@ -62,7 +62,7 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
     if json:
         for task in loaded.tasks:
             click.echo(msgspec.json.encode({**_describe_task(task), "problems": found.pop(task.id, [])}))
-        for name, rest in found.items():  # folders that are no tasks
+        for name, rest in found.items():  # directories that are not tasks
             click.echo(msgspec.json.encode({"id": name, "format": "", "problems": rest}))
         return 0 if loaded.report.ok else _BROKEN
     rows = [[dim(word) for word in ("task", "format", "image", "steps", "problems")]]
@@ -70,8 +70,8 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
         row, mine = _describe_task(task), found.get(task.id, [])
         wrong = sum(not one.warning for one in mine)
         warned = len(mine) - wrong
-        said = [click.style(plural(wrong, "problem"), fg="red")] if wrong else []
-        said += [plural(warned, "warning")] if warned else []
+        counts = [click.style(plural(wrong, "problem"), fg="red")] if wrong else []
+        counts += [plural(warned, "warning")] if warned else []
         steps = str(row["steps"]) if row["steps"] else ""
         rows.append(
             [
@@ -79,7 +79,7 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
                 one_line(row["format"], 20),
                 one_line(row["image"] or "", 50),
                 steps,
-                ", ".join(said),
+                ", ".join(counts),
             ]
         )
     click.echo("\n".join(format_table(rows, right=frozenset({3}))))
@@ -90,14 +90,14 @@ def list_(source: str, task_data: str | None, variable: tuple[str, ...], json: b
     return 0 if report.ok else _BROKEN
 
 
-@tasks.command(short_help="Everything about one task.")
+@tasks.command(short_help="Show one task.")
 @_source
 @click.argument("name", metavar="TASK")
 @source_options
-@click.option("--tests", is_flag=True, help="Its tests and its solution too.")
-@click.option("--json", is_flag=True, help="One JSON object.")
+@click.option("--tests", is_flag=True, help="Also show its tests and its solution.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...], tests: bool, json: bool) -> int:
-    """Everything about the task TASK of SOURCE; its tests and its solution only with --tests."""
+    """Show the task TASK of SOURCE; its tests and its solution only with --tests."""
     import msgspec
 
     from rookery.cli.terminal import escape_controls, one_line
@@ -110,8 +110,8 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
         from difflib import get_close_matches
 
         near = get_close_matches(name, [one.id for one in loaded.tasks], 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"`rookery tasks list {source}` shows them"
-        raise UsageError(f"there is no task {name!r} in {source}: {hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"`rookery tasks list {source}` lists them"
+        raise UsageError(f"{source} has no task {name!r}: {hint}")
     mine = _group_by_task(loaded).get(name, [])
     code = _BROKEN if task.invalid else 0
     swe = get_swe_task(task) if DATA_KEY in task.data else None
@@ -138,11 +138,11 @@ def show(source: str, name: str, task_data: str | None, variable: tuple[str, ...
 @click.argument("target", metavar="TARGET")
 @click.option("--to", "to", type=PluginName("task_formats", "rows"), required=True, help="Format to write.")
 @source_options
-@click.option("--json", is_flag=True, help="One JSON object a task.")
+@click.option("--json", is_flag=True, help="Print one JSON object per task.")
 def convert(
     source: str, target: str, to: str, task_data: str | None, variable: tuple[str, ...], json: bool
 ) -> int:
-    """Writes the tasks of SOURCE to TARGET: a new folder of task folders, or a new file of rows."""
+    """Write the tasks of SOURCE to TARGET: a new directory of task directories, or a new file of rows."""
     import msgspec
 
     from rookery.cli.terminal import one_line, plural, relative_path
@@ -160,7 +160,9 @@ def convert(
         if one.lost:
             click.echo(f"{name}: lost: {one_line(', '.join(one.lost), 500)}", err=True)
         if one.aside:
-            click.echo(f"{name}: only Rookery reads: {one_line(', '.join(one.aside), 500)}", err=True)
+            click.echo(
+                f"{name}: kept where only Rookery reads it: {one_line(', '.join(one.aside), 500)}", err=True
+            )
     if not json:
         from pathlib import Path
 
@@ -184,13 +186,12 @@ def _group_by_task(loaded: "LoadedTasks") -> "dict[str, list[TaskProblem]]":
 def _describe_task(task: "Task") -> dict[str, Any]:
     from rookery.tasks.swe import DATA_KEY
 
-    box = task.data.get(DATA_KEY, {})
-    image = task.image
+    swe = task.data.get(DATA_KEY, {})
     return {
         "id": task.id,
-        "format": box.get("format", "" if task.invalid else "prompt"),
-        "image": image,
-        "steps": len(box.get("steps", ())),
+        "format": swe.get("format", "" if task.invalid else "prompt"),
+        "image": task.image,
+        "steps": len(swe.get("steps", ())),
         "broken": bool(task.invalid),
     }
 
@@ -200,9 +201,9 @@ def _print_swe_task(task: "SweTask", tests: bool) -> None:
 
     rows = [
         ("format", task.format),
-        ("folder", task.folder),
-        ("image", task.image or "(the run's)"),
-        ("works in", task.workdir),
+        ("directory", task.folder),
+        ("image", task.image or "(set by the run)"),
+        ("workdir", task.workdir),
         ("network", ", ".join((task.network, *task.allow))),
         ("user", task.user or ""),
         ("limits", ", ".join(_format_limits(task))),
@@ -242,14 +243,14 @@ def _format_limits(task: "SweTask") -> list[str]:
 
 def _describe_step(step: "SweStep") -> list[tuple[str, str]]:
     verifier = step.verifier
-    where = "in a fresh box" if verifier.mode == "fresh" else "in the agent's box"
+    where = "in a fresh sandbox" if verifier.mode == "fresh" else "in the agent's sandbox"
     facts = [
         ("agent", f"{step.timeout:g}s" if step.timeout is not None else ""),
         ("setup", "yes" if step.setup else ""),
         ("files", _count_files(step.files)),
         ("tests", f"{_count_files(step.tests)}, {verifier.script} for {verifier.timeout:g}s {where}"),
         ("solution", _count_files(step.solution) or "none"),
-        ("goes on from", f"{step.enough:g}" if step.enough is not None else ""),
+        ("minimum reward", f"{step.enough:g}" if step.enough is not None else ""),
     ]
     return [(name, text) for name, text in facts if text]
 
@@ -262,7 +263,7 @@ def _count_files(parts: "tuple[FileMapping, ...]") -> str:
 
 
 def _read_parts(parts: "tuple[FileMapping, ...]") -> dict[str, str]:
-    """Their content. No link is followed."""
+    """Return the content of the files by path. Symbolic links are not followed."""
     import stat
 
     from rookery.cli.terminal import truncate_middle

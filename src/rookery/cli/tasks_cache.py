@@ -1,9 +1,9 @@
-"""`rookery tasks cached` and `rookery tasks prune`: what was unpacked, fetched or written out for tasks.
+"""`rookery tasks cached` and `rookery tasks prune`: the cache of unpacked and downloaded task files.
 
 Promises:
-- what a live process loaded or attempts is never removed, nor what an unfinished run in the runs folder needs;
-- a run whose tasks were removed all the same is not resumed before they are there again: it would lose them;
-- nothing but what interrupted work left is removed unless it is asked for; what is removed is said, with its size.
+- files that a live process uses, or that an unfinished run in the directory of runs needs, are never removed;
+- a run whose task files are gone is not resumed until they are in the cache again;
+- without options only leftovers of interrupted work are removed; every removal is printed with its size.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from rookery.core import Task
     from rookery.tasks.cache import CacheEntry, TaskCache
 
-_PRUNE = """Removes what interrupted work left; with --to, --unused or --all also what was unpacked or fetched.
+_PRUNE = """Remove leftovers of interrupted work from the task cache. --to, --unused and --all remove more.
 
-What a live process uses stays, and so does what an unfinished run needs that lies in the folder of runs: it could
-not be resumed without. Everything that is removed is made again when it is asked for.
+Files that a live process uses stay, and so do files that an unfinished run in the directory of runs needs. Removed
+files are unpacked or downloaded again when they are needed.
 """
 
 
-@click.command(name="cached", short_help="What is kept of tasks, how large, and who uses it.")
-@click.option("--json", is_flag=True, help="One JSON object a line.")
+@click.command(name="cached", short_help="List the cached files of tasks.")
+@click.option("--json", is_flag=True, help="Print one JSON object per line.")
 def list_cache(json: bool) -> int:
-    """What was unpacked, fetched or written out for tasks: its size, its last use, and who uses it now."""
+    """List the cached files of tasks with their size, their last use and the processes that use them."""
     import msgspec
 
     from rookery.cli.terminal import (
@@ -54,9 +54,9 @@ def list_cache(json: bool) -> int:
             click.echo(msgspec.json.encode(one))
         return 0
     if not found:
-        click.echo(f"nothing is kept in {relative_path(cache.folder)} yet", err=True)
+        click.echo(f"the task cache {relative_path(cache.folder)} is empty", err=True)
         return 0
-    rows = [[dim(word) for word in ("what", "files", "size", "used", "in use by")]]
+    rows = [[dim(word) for word in ("source", "files", "size", "used", "in use by")]]
     for one in _merge_rows(found):
         by = ", ".join(str(pid) for pid in one.used_by[:5]) + ("…" if len(one.used_by) > 5 else "")
         rows.append(
@@ -64,12 +64,12 @@ def list_cache(json: bool) -> int:
         )
     click.echo("\n".join(format_table(rows, right=frozenset({1, 2}))))
     whole = format_bytes(sum(one.bytes for one in found))
-    click.echo(dim(f"{whole} of {plural(len(found), 'folder')} in {relative_path(cache.folder)}"), err=True)
+    click.echo(dim(f"{whole} in {plural(len(found), 'entry')} of {relative_path(cache.folder)}"), err=True)
     return 0
 
 
 def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
-    """The files of rows as one: there may be thousands of them."""
+    """Merge the entries of rows into one, because there may be thousands of them."""
     import msgspec
 
     from rookery.cli.terminal import plural
@@ -80,7 +80,7 @@ def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
     pids = sorted({pid for one in rows for pid in one.used_by})
     whole = msgspec.structs.replace(
         rows[0],
-        what=f"the files of {plural(len(rows), 'row')}",
+        what=f"files of {plural(len(rows), 'row')}",
         bytes=sum(one.bytes for one in rows),
         files=sum(one.files for one in rows),
         used_by=tuple(pids),
@@ -88,14 +88,16 @@ def _merge_rows(found: "list[CacheEntry]") -> "list[CacheEntry]":
     return sorted([*(one for one in found if one.what), whole], key=lambda one: -one.used)
 
 
-@click.command(help=_PRUNE, short_help="Remove what nobody needs, or make room.")
+@click.command(help=_PRUNE, short_help="Remove cached files of tasks.")
 @click.option(
-    "--to", "to", metavar="SIZE", type=Size(0), help="Until the rest is no larger: the longest unused first."
+    "--to", "to", metavar="SIZE", type=Size(0), help="Remove the least recently used files until SIZE is left."
 )
-@click.option("--all", "everything", is_flag=True, help="All that is not in use.")
-@click.option("--unused", metavar="DAYS", type=Number(float, 0, 1e6), help="What was not used for so many days.")
+@click.option("--all", "everything", is_flag=True, help="Remove everything that is not in use.")
+@click.option(
+    "--unused", metavar="DAYS", type=Number(float, 0, 1e6), help="Remove files that were not used for DAYS days."
+)
 @runs_option
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def prune(to: int | None, everything: bool, unused: float | None, root: str | None, json: bool) -> int:
     import msgspec
 
@@ -113,19 +115,19 @@ def prune(to: int | None, everything: bool, unused: float | None, root: str | No
         return 0
     for one in _merge_rows(list(done.removed)):
         click.echo(f"removed {one_line(one.what, 80)}, {format_bytes(one.bytes)}")
-    count = f"{plural(len(done.removed), 'folder')}, {plural(done.leftovers, 'leftover')}"
-    click.echo(f"freed {format_bytes(done.bytes)}: {count}; {format_bytes(done.held)} are kept")
+    count = f"{plural(len(done.removed), 'entry')}, {plural(done.leftovers, 'leftover')}"
+    click.echo(f"freed {format_bytes(done.bytes)}: {count}; {format_bytes(done.held)} left")
     if done.kept_in_use:
-        click.echo(f"{plural(done.kept_in_use, 'folder')} in use stayed", err=True)
+        click.echo(f"kept {plural(done.kept_in_use, 'entry')} in use", err=True)
     if done.kept_asked:
-        click.echo(f"{plural(done.kept_asked, 'folder')} that unfinished runs need stayed", err=True)
+        click.echo(f"kept {plural(done.kept_asked, 'entry')} that unfinished runs need", err=True)
     if to is None and unused is None and not everything and done.held:
-        click.echo("--to SIZE, --unused DAYS or --all remove more", err=True)
+        click.echo("use --to SIZE, --unused DAYS or --all to remove more", err=True)
     return 0
 
 
 def _find_needed_keys(cache: "TaskCache", root: Path) -> set[str]:
-    """Keys of what the tasks of unfinished runs lie in."""
+    """Return the keys of cache entries that unfinished runs need."""
     from rookery.journal import RunReader, list_runs
 
     found: set[str] = set()
@@ -138,7 +140,7 @@ def _find_needed_keys(cache: "TaskCache", root: Path) -> set[str]:
 
 
 def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[str, str]:
-    """Key → a folder of a task in it."""
+    """Return the cache entries of these tasks: by key, the directory of one task in it."""
     from rookery.tasks.swe import DATA_KEY
 
     found: dict[str, str] = {}
@@ -151,21 +153,21 @@ def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[st
 
 
 def lock_cached_tasks(tasks: "Iterable[Task]", stream: "Mapping[str, Any]") -> None:
-    """Keeps what the tasks of a journal lie in, for this process. `UsageError` where some of it is gone."""
+    """Lock the cache entries of a run's tasks for this process. Raise `UsageError` if one of them is gone."""
     from rookery.cli.terminal import plural
     from rookery.core import UsageError
     from rookery.tasks.cache import TaskCache
 
     cache = TaskCache()
     found = _find_cached_folders(cache, tasks)
-    with contextlib.suppress(OSError):  # one that can only be read is not pruned either
+    with contextlib.suppress(OSError):  # a read-only cache cannot be pruned either
         cache.hold(found)
     gone = [folder for folder in found.values() if not Path(folder).is_dir()]
     if gone:
-        said = (stream.get("tasks"), stream.get("task_data"))
-        words = " --task-data ".join(str(one) for one in said if one)
-        again = f"`rookery tasks list {words}` makes it again" if words else "load its tasks again"
+        sources = (stream.get("tasks"), stream.get("task_data"))
+        arguments = " --task-data ".join(str(source) for source in sources if source)
+        again = f"run `rookery tasks list {arguments}`" if arguments else "load its tasks again"
         raise UsageError(
-            f"what this run's tasks lie in was removed from the task cache ({plural(len(gone), 'folder')}, "
-            f"such as {gone[0]}): {again}, then resume"
+            f"task files of this run are missing from the task cache ({plural(len(gone), 'directory')}, "
+            f"for example {gone[0]}): {again} to restore them, then resume"
         )

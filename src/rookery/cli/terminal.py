@@ -47,7 +47,12 @@ def truncate_middle(text: str, limit: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """Return the count and the noun, in the plural unless the count is 1."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -1,10 +1,11 @@
-"""`rookery validate`: whether tasks can be trained on.
+"""`rookery validate`: check that tasks can be solved and cannot be cheated.
 
 Promises:
-- of each task, its own solution must score full, doing nothing and every known cheat must score nothing;
-- it is a run like any other: parallel, journaled, and gone on with by `--resume`;
-- it says which tasks' tests cannot be run the strong way, and which that ask for their own box need not;
-- a task that could not be judged has not passed; exit code 3 when one has not.
+- a task passes if its own solution gets the full reward, and no action and every known cheat get none;
+- a validation is an ordinary run: concurrent, journaled, and continued with `--resume`;
+- the report names tasks that can only be graded with weaker isolation, and tasks that are graded in the agent's
+  sandbox although a fresh one would do;
+- a task that could not be judged has not passed; the exit code is 3 unless all passed.
 """
 
 from collections.abc import Iterable
@@ -28,34 +29,32 @@ if TYPE_CHECKING:
 BUILT_IN_TASKS: Final = "repairs"
 FULL_REWARD: Final = 1.0
 MAX_NAMES: Final = 5
-_HELP = """Tries TASKS: the solution of each must score full, doing nothing and known cheats must score nothing.
+_HELP = """Check that each task rewards its solution fully, and does not reward doing nothing or known cheats.
 
-TASKS is what `rookery run --tasks` takes, or `repairs`, the tasks that come along. Exit code 3: one did not pass.
+TASKS is a source as for `rookery run --tasks`, or `repairs` for the built-in tasks. Exit code 3: a task failed.
 """
 
 
-@click.command(help=_HELP, short_help="Try whether tasks can be solved, and not be cheated.")
+@click.command(help=_HELP, short_help="Check that tasks can be solved and not cheated.")
 @click.argument("source", metavar="TASKS", required=False)
 @source_options
-@click.option("--only", metavar="TASK", multiple=True, help="This task alone; repeat it.")
-@click.option("--no-cheats", is_flag=True, help="Only the solution and doing nothing.")
+@click.option("--only", metavar="TASK", multiple=True, help="Check only this task. Repeatable.")
+@click.option("--no-cheats", is_flag=True, help="Try only the solution and doing nothing.")
+@click.option("--provider", "--sandbox", metavar="P", help="Sandbox provider.  [default: the best that isolates]")
+@click.option("--image", metavar="I", help="Image for tasks without one.  [default: this system's files]")
 @click.option(
-    "--provider", "--sandbox", metavar="P", help="Where boxes run.  [default: the best that isolates here]"
-)
-@click.option("--image", metavar="I", help="For tasks that name none.  [default: this system]")
-@click.option(
-    "-c", "--concurrency", metavar="N", type=Number(int, 1), help="Tries at once.  [default: one a core]"
+    "-c",
+    "--concurrency",
+    metavar="N",
+    type=Number(int, 1),
+    help="Concurrent rollouts.  [default: the number of cores]",
 )
 @click.option(
     "--runners", metavar="N", type=Number(int, 0), default=0, show_default=True, help="Runner processes."
 )
-@click.option(
-    "--resume", "name", metavar="RUN", help="Go on with a validation that was stopped, or show it again."
-)
-@click.option(
-    "-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Where the run's folder goes.  [default: runs]"
-)
-@click.option("--json", is_flag=True, help="Events as JSON, one a line, on stdout; the last is the report.")
+@click.option("--resume", "name", metavar="RUN", help="Continue a stopped validation, or print its report again.")
+@click.option("-o", "--out", metavar="DIR", envvar="ROOKERY_OUT", help="Directory of runs.  [default: runs]")
+@click.option("--json", is_flag=True, help="Write events to stdout as JSON lines; the last one is the report.")
 def validate(**values: Any) -> int:
     from rookery.cli.progress import JsonLines
 
@@ -74,7 +73,7 @@ def _run_validation(values: dict[str, Any], events: "JsonLines | None") -> int:
     from rookery.engine import Engine
 
     if bool(values["source"]) == bool(values["name"]):
-        raise UsageError("name the tasks to validate, or with --resume the run to go on with; not both")
+        raise UsageError("name either the tasks to validate, or with --resume the validation to continue")
     tasks: list[Task] | None = None
     done = 0
     if values["name"]:
@@ -104,15 +103,15 @@ def _run_validation(values: dict[str, Any], events: "JsonLines | None") -> int:
             resumed=tasks is None,
         )
 
-    drive = ForegroundRun(engine, open_progress(events), tasks=tasks, k=1, about=about)
-    drive.run()
-    if drive.signal is not None or drive.error is not None or engine.folder is None:
-        return report_run(drive, events, ending=_suggest_resume)
+    run = ForegroundRun(engine, open_progress(events), tasks=tasks, k=1, about=about)
+    run.run()
+    if run.signal is not None or run.error is not None or engine.folder is None:
+        return report_run(run, events, ending=_suggest_resume)
     return _report(engine.folder, events)
 
 
 def _suggest_resume(summary: "Summary") -> list[str]:
-    return ["", "  # run the rest, and have the report", f"  rookery validate --resume {summary.path}"]
+    return ["", "  # run the rest and print the report", f"  rookery validate --resume {summary.path}"]
 
 
 def _load_tasks(values: dict[str, Any]) -> list[Task]:
@@ -131,9 +130,7 @@ def _load_tasks(values: dict[str, Any]) -> list[Task]:
     if values["only"]:
         known = {task.id for task in chosen}
         if missing := [name for name in values["only"] if name not in known]:
-            raise UsageError(
-                f"there is no task {missing[0]!r} in {values['source']}; there are {_join_names(known)}"
-            )
+            raise UsageError(f"{values['source']} has no task {missing[0]!r}; its tasks are {_join_names(known)}")
         chosen = [task for task in chosen if task.id in values["only"]]
     return expand_variants(chosen, cheats=not values["no_cheats"])
 
@@ -156,18 +153,17 @@ def _build_config(values: dict[str, Any]) -> "EngineConfig":
     cores = len(os.sched_getaffinity(0))
     return EngineConfig(
         environment=ENVIRONMENT,
-        # Nobody asks it anything.
-        upstreams={"policy": UpstreamConfig(urls=("embedded",))},
+        upstreams={"policy": UpstreamConfig(urls=("embedded",))},  # required, but never called
         sandbox=SandboxSpec(provider=values["provider"] or "", image=values["image"]),
         runners=values["runners"],
         concurrency=values["concurrency"] or max(2, cores),
-        breaker=None,  # every task has its say, however many are broken
+        breaker=None,  # check every task, however many are broken
         stream={"k": 1, "tasks": values["source"], "task_data": values["task_data"] or ""},
     )
 
 
 def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
-    """Its folder, whether something is left to do, how many tasks it has and how many rollouts are done."""
+    """Return the directory of a validation, whether rollouts are left, and its numbers of tasks and records."""
     from rookery.cli.summary import read_summary
     from rookery.environments.swe.validation import ENVIRONMENT
     from rookery.journal import RunReader, find_run, open_lock
@@ -175,7 +171,7 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
     folder = find_run(values["name"], find_runs_folder(values["out"]))
     with RunReader(folder) as reader:
         if reader.config().get("environment") != ENVIRONMENT:
-            raise UsageError(f"{folder.name} is no validation: go on with it by `rookery resume`")
+            raise UsageError(f"{folder.name} is not a validation: continue it with `rookery resume {folder.name}`")
         open_lock(folder).close()
         summary = read_summary(reader, k=1)
         left = bool(reader.unfinished().groups) or summary.left > 0
@@ -190,23 +186,23 @@ def _open_earlier(values: dict[str, Any]) -> tuple[Path, bool, int, int]:
 
 
 class VariantResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One variant of a task."""
+    """Result of one variant of a task: its solution, no action, or a cheat."""
 
     variant: str
     reward: float | None = None
     problem: str = ""
-    """Why it is not as it should be; empty where it is."""
+    """Why the variant did not get the expected reward; empty if it did."""
 
 
 class TaskValidation(msgspec.Struct, kw_only=True):
-    """One task."""
+    """Validation result of one task."""
 
     task: str
     passed: bool = True
     mode: str = ""
     weaker: str = ""
     could_be_fresh: bool | None = None
-    """Of tasks that ask for their own box."""
+    """For tasks graded in the agent's sandbox: whether the solution also passes in a fresh one."""
     notes: list[str] = []
     tried: list[VariantResult] = []
 
@@ -214,7 +210,7 @@ class TaskValidation(msgspec.Struct, kw_only=True):
 def summarize_validation(
     records: "Iterable[Rollout]", quarantined: Iterable[tuple[str, str]] = ()
 ) -> list[TaskValidation]:
-    """Tasks in the order in which they came, each with what was tried. Pure."""
+    """Return the result of each task, in the order of the records. Does no I/O."""
     from rookery.environments.swe.validation import FRESH, NOTHING, SOLUTION, split_variant
 
     found: dict[str, TaskValidation] = {}
@@ -241,7 +237,7 @@ def summarize_validation(
     for one in found.values():
         names = {tried.variant for tried in one.tried}
         if SOLUTION not in names and NOTHING in names:
-            one.notes.append("it has no solution: nobody knows whether it can be solved")
+            one.notes.append("the task has no solution, so it is unknown whether it can be solved")
         one.passed = not any(tried.problem for tried in one.tried)
     return list(found.values())
 
@@ -260,14 +256,14 @@ def _find_problem(record: "Rollout", variant: str) -> str:
             else f"scores {record.reward:g}, not {FULL_REWARD:g}{_describe_output(record)}"
         )
     if record.reward > 0.0:
-        return f"scores {record.reward:g}" + (" for nothing" if variant == NOTHING else "")
+        return f"scores {record.reward:g}" + (" without doing anything" if variant == NOTHING else "")
     return ""
 
 
 def _describe_output(record: "Rollout") -> str:
     grades = record.info.get("grades") or [{}]
-    said = " ".join(str(grades[-1].get("stderr") or grades[-1].get("stdout") or "").split())
-    return f": {said[-300:]}" if said else ""
+    output = " ".join(str(grades[-1].get("stderr") or grades[-1].get("stdout") or "").split())
+    return f": {output[-300:]}" if output else ""
 
 
 def _report(folder: Path, events: "JsonLines | None") -> int:
@@ -285,18 +281,18 @@ def _report(folder: Path, events: "JsonLines | None") -> int:
     else:
         click.echo("\n".join(format_report(report)))
         click.echo(
-            f"\n{len(report) - failed} of {len(report)} tasks passed; `rookery show {folder.name}` has the rest"
+            f"\n{len(report) - failed} of {len(report)} tasks passed; see `rookery show {folder.name}` for details"
         )
     return code
 
 
 def format_report(report: list[TaskValidation]) -> list[str]:
-    """The table and what is to be said about it."""
+    """Return the lines of the report: a table, then problems and notes."""
     from rookery.cli.terminal import format_table
     from rookery.environments.swe.validation import NOTHING, SOLUTION
 
     rows = [["task", "solution", "nothing", "cheats", "graded", ""]]
-    said: list[str] = []
+    notes: list[str] = []
     for one in report:
         tried = {each.variant: each for each in one.tried}
         cheats = [each for each in one.tried if each.variant.startswith("cheat:")]
@@ -311,13 +307,13 @@ def format_report(report: list[TaskValidation]) -> list[str]:
                 "passed" if one.passed else "FAILED",
             ]
         )
-        said += [f"{one.task}: {each.variant} {each.problem}" for each in one.tried if each.problem][:MAX_NAMES]
+        notes += [f"{one.task}: {each.variant} {each.problem}" for each in one.tried if each.problem][:MAX_NAMES]
         if one.weaker:
-            said.append(f"{one.task}: weaker: {one.weaker}")
+            notes.append(f"{one.task}: weaker: {one.weaker}")
         if one.could_be_fresh:
-            said.append(f"{one.task}: asks for its own box, and could be graded in a fresh one")
-        said += [f"{one.task}: {note}" for note in one.notes]
-    return [*format_table(rows), *([""] if said else []), *said]
+            notes.append(f"{one.task}: is graded in the agent's sandbox, but could be graded in a fresh one")
+        notes += [f"{one.task}: {note}" for note in one.notes]
+    return [*format_table(rows), *([""] if notes else []), *notes]
 
 
 def _format_reward(tried: VariantResult | None) -> str:

@@ -45,8 +45,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         """Return these limits, with `below` for limits that are None."""
         if self is NO_LIMITS:
             return below
-        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return msgspec.structs.replace(below, **given) if given else below
+        values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(below, **values) if values else below
 
 
 NO_LIMITS = Limits()

@@ -1,4 +1,4 @@
-"""Chat messages and tool schemas, in the shape most servers speak, so that they encode as they stand."""
+"""Chat messages and tool schemas, with the field names of the OpenAI API so that they encode directly."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -8,7 +8,7 @@ Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One call the model asks for. `arguments` is kept exactly as sampled: it may not be valid JSON."""
+    """A tool call by the model. `arguments` is exactly what was sampled, and may be invalid JSON."""
 
     id: str
     name: str
@@ -16,7 +16,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message. `content` is text, or content parts as a server understands them."""
+    """A chat message. `content` is text, or a list of content parts."""
 
     role: Role
     content: str | tuple[dict[str, Any], ...] | None = None
@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolSchema(msgspec.Struct, frozen=True):
-    """What the model is told about a tool; `parameters` is a JSON schema."""
+    """Description of a tool for the model. `parameters` is a JSON schema."""
 
     name: str
     description: str

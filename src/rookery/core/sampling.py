@@ -22,10 +22,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             return below
         if below == NOTHING:
             return self
-        given = {
+        values = {
             name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, (), {})
         }
-        return msgspec.structs.replace(below, **given) if given else below
+        return msgspec.structs.replace(below, **values) if values else below
 
 
 NOTHING = Sampling()

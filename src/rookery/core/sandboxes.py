@@ -1,4 +1,4 @@
-"""What a sandbox is asked to be, and how a command in it ended."""
+"""The specification of a sandbox, and the result of a command in it."""
 
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
@@ -14,29 +14,29 @@ MB = 1 << 20
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A folder of this machine that a sandbox has as its own, read-only: shared by all that name it."""
+    """A directory of this machine that is mounted read-only in a sandbox."""
 
     source: str
     target: str
-    """An absolute path in the sandbox; made where it is not there."""
+    """Absolute path in the sandbox; created if it does not exist."""
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything about a sandbox, in one value that is passed along and never re-listed."""
+    """All settings of a sandbox: provider, image, limits, network and mounts. Immutable."""
 
     provider: str = ""
-    """Empty: the best of this machine; one that does not isolate is then taken only with `untrusted_ok`."""
+    """Empty: the best provider of this machine. One that does not isolate is used only with `untrusted_ok`."""
     image: str | None = None
     memory: int | None = 1024 * MB
-    """Bytes, for everything in the sandbox together where the provider can, else per process."""
+    """Bytes for all processes of the sandbox together; per process if the provider cannot limit the total."""
     cpus: float | None = None
     pids: int | None = 256
     disk: int | None = None
     wall: float = 60.0
-    """Seconds for one command, unless the call says otherwise."""
+    """Default time limit of one command in seconds."""
     cpu_seconds: float | None = None
     output: int = MB
-    """Bytes kept of each of stdout and stderr: the head and the tail."""
+    """Maximum bytes kept of stdout and of stderr. The head and the tail are kept."""
     network: Network = "none"
     allow: tuple[str, ...] = ()
     user: str | None = None
@@ -44,51 +44,55 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     workdir: str | None = None
     gpus: int | None = None
     read_only: bool = False
-    """Whether programs may change nothing but the working folder and those for temporary files."""
+    """If True, programs can write only to the working directory and the directories for temporary files."""
     mounts: tuple[Mount, ...] = ()
-    """Programs that were installed once for many sandboxes, data that many read."""
+    """Directories shared by many sandboxes, such as installed programs and data sets."""
     labels: dict[str, str] = {}
-    """For whoever looks at the provider's sandboxes from outside, where it keeps labels; else they say nothing."""
+    """Labels of containers, for tools that list them. Ignored by providers without labels."""
     untrusted_ok: bool = False
-    """Explicit consent to run untrusted programs without isolation where nothing isolates.
+    """Consent to run untrusted programs without isolation if no provider isolates.
 
-    Naming a provider that does not isolate is such a consent too.
+    Naming a provider that does not isolate counts as consent too.
     """
 
     def over(self, other: "SandboxSpec | None", named: Iterable[str] = ()) -> "SandboxSpec":
-        """What this spec says, and what `other` says about the rest. `named`: fields that count as said here even
-        where they are the default."""
+        """Return this spec, with the fields of `other` for those that are not set here.
+
+        A field is set if it differs from its default or is in `named`.
+        """
         if other is None:
             return self
-        said = {*named, *(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)}
-        return msgspec.structs.replace(other, **{name: getattr(self, name) for name in said})
+        names = {*named, *(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)}
+        return msgspec.structs.replace(other, **{name: getattr(self, name) for name in names})
 
 
 MAX_MOUNTS = 16
 
 
 def check_mounts(mounts: Iterable[Mount]) -> list[str]:
-    """What is wrong with them, whatever a provider can, in sentences."""
-    said, targets = [], set[str]()
+    """Return the problems with these mounts that do not depend on the provider."""
+    problems, targets = list[str](), set[str]()
     for number, mount in enumerate(mounts, 1):
         parts = mount.target.split("/")
         if not mount.target.startswith("/") or ".." in parts or not any(parts) or "\0" in mount.target:
-            said.append(f"A mount needs an absolute path in the sandbox, without '..': {mount.target!r} is none.")
+            problems.append(f"The target of a mount must be an absolute path without '..', not {mount.target!r}.")
         if not mount.source.startswith("/") or "\0" in mount.source:
-            said.append(f"A mount needs an absolute path of this machine: {mount.source!r} is none.")
+            problems.append(
+                f"The source of a mount must be an absolute path of this machine, not {mount.source!r}."
+            )
         if mount.target.rstrip("/") in targets:
-            said.append(f"Two mounts go to {mount.target!r}.")
+            problems.append(f"Two mounts have the target {mount.target!r}.")
         targets.add(mount.target.rstrip("/"))
         if number == MAX_MOUNTS + 1:
-            said.append(f"A sandbox has at most {MAX_MOUNTS} mounts.")
-    return said
+            problems.append(f"A sandbox can have at most {MAX_MOUNTS} mounts.")
+    return problems
 
 
 _DEFAULTS = {name: getattr(SandboxSpec(), name) for name in SandboxSpec.__struct_fields__}
 
 
 class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a command used: seconds and bytes."""
+    """Resource usage of a command: seconds of wall and CPU time, peak memory in bytes."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -96,7 +100,7 @@ class ExecUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a command ended. Output is the head and the tail; `dropped` counts the bytes between."""
+    """How a command ended, with the head and tail of its output. `…_dropped` count the bytes in between."""
 
     status: ExecStatus
     exit_code: int | None = None

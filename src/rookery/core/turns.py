@@ -1,12 +1,11 @@
-"""Model calls and the token sequences that train.
+"""Turns (recorded model calls) and segments (token sequences for training).
 
-Token data is kept as bytes (int32 and float32, little endian): it encodes without a copy, compares as
-fast as memory does, and `numpy.frombuffer` views it for free, while core stays free of numpy.
+Token data is stored as bytes (int32 and float32, little endian). Bytes are encoded without a copy, and
+`numpy.frombuffer` reads them without a copy, so this package does not need numpy.
 
-Promises:
-- arrays that describe the same tokens have the same length, or the object is not built;
-- a logprob exists for every sampled token, or for none of a turn's;
-- the spans of a turn cover its sampled tokens exactly, in order, or there are none.
+- Arrays that describe the same tokens have the same length, else the constructor raises.
+- A turn has a log probability for every sampled token, or for none.
+- The spans of a turn, if it has any, cover its sampled tokens exactly and in order.
 """
 
 import struct
@@ -21,13 +20,13 @@ Finish: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "a
 
 
 def ints(values: Iterable[int]) -> bytes:
-    """Token ids as little-endian int32."""
+    """Encode token IDs as little-endian int32."""
     items = values if isinstance(values, list | tuple) else list(values)
     return struct.pack(f"<{len(items)}i", *items)
 
 
 def floats(values: Iterable[float]) -> bytes:
-    """Logprobs as little-endian float32."""
+    """Encode log probabilities as little-endian float32."""
     items = values if isinstance(values, list | tuple) else list(values)
     return struct.pack(f"<{len(items)}f", *items)
 
@@ -49,7 +48,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def spans_cover(spans: tuple[Span, ...], tokens: int) -> bool:
-    """Whether the spans follow each other from the first token to the last."""
+    """Return True if the spans cover all tokens in order, without gaps and overlaps."""
     at = 0
     for span in spans:
         if span.start != at or span.end <= at:
@@ -59,26 +58,26 @@ def spans_cover(spans: tuple[Span, ...], tokens: int) -> bool:
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model call: prompt tokens in, sampled tokens out. Stores what its parent turn does not have."""
+    """One model call: prompt tokens in, sampled tokens out. Stores only what its parent turn does not contain."""
 
     attempt: str
     index: int
     response: Message
     role: str = "policy"
     parent: int | None = None
-    """The turn whose prompt and answer this one's prompt extends; None at a root."""
+    """Index of the turn whose prompt and reply this prompt continues; None for a root."""
     messages: tuple[Message, ...] = ()
-    """Messages new since the parent."""
+    """Messages that were added after the parent turn."""
     prefix: int = 0
-    """How many prompt tokens are the parent's prompt and sampled tokens."""
+    """Number of prompt tokens that are the parent's prompt and sampled tokens."""
     prompt: bytes = b""
-    """Prompt ids after the prefix, int32."""
+    """Prompt token IDs after the prefix, as int32."""
     sampled: bytes = b""
     logprobs: bytes = b""
     version: int = 0
-    """The policy version that sampled it; the oldest, where `spans` says that there were several."""
+    """Policy version that sampled the tokens; the oldest one if `spans` lists several."""
     spans: tuple[Span, ...] = ()
-    """Stretches of `sampled` by version, where weights changed in the middle of it."""
+    """Policy version of each part of `sampled`, if the weights changed during the call."""
     finish: Finish = "stop"
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -88,32 +87,36 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     upstream: str = ""
     extras: dict[str, Extra] = {}
     scope: bytes = b""
-    """At a root: a digest of what else shaped the prompt, as tools do; turns share nothing across scopes."""
+    """For a root: digest of other inputs of the prompt, such as tools. A turn has no parent in another scope."""
     partial: bool = False
-    """Whether the client closed the stream before the answer was complete. What was sampled until then counts
-    against the budgets; it trains only as far as a later turn continues from it."""
+    """True if the client closed the stream before the reply was complete. The sampled tokens count against the
+    budgets. They train only as far as a later turn continues from them."""
     cuts: bytes = b""
-    """Of a partial turn: where its client may have stopped reading. Four int32 for each place: characters of
-    content, characters of reasoning, tool calls, and the sampled tokens that they were read from."""
+    """For a partial turn: positions at which its client may have stopped reading. Four int32 for each position:
+    characters of content, characters of reasoning, tool calls, and the number of sampled tokens."""
     key: str = ""
-    """A digest of the client's request, by which its retry is known, and its answer's name, if it has one; empty
-    for calls made in Python."""
+    """Idempotency key: a digest of the client's request and the ID of the reply, if it has one. Empty for calls
+    from Python."""
 
     def __post_init__(self) -> None:
         if len(self.prompt) % 4 or len(self.sampled) % 4:
-            raise ValueError("token ids are int32: their bytes must be a multiple of 4")
+            raise ValueError("the bytes of token IDs must be int32: a multiple of 4")
         if self.logprobs and len(self.logprobs) != len(self.sampled):
-            raise ValueError(f"{len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs")
+            raise ValueError(
+                f"a turn has {len(self.sampled) // 4} sampled tokens but {len(self.logprobs) // 4} logprobs"
+            )
         if self.spans and not spans_cover(self.spans, len(self.sampled) // 4):
             raise ValueError(f"the version spans do not cover {len(self.sampled) // 4} sampled tokens exactly")
         for name, extra in self.extras.items():
             if len(extra.data) != len(self.sampled) // 4 * extra.width:
-                raise ValueError(f"extra {name!r} does not describe {len(self.sampled) // 4} tokens")
+                raise ValueError(
+                    f"the length of extra {name!r} does not match {len(self.sampled) // 4} sampled tokens"
+                )
         if len(self.cuts) % 16:
-            raise ValueError("the cuts of a partial turn are four int32 each")
+            raise ValueError("the cuts of a partial turn must be four int32 each")
 
     def shortened(self, tokens: int) -> "Turn":
-        """The same turn with its first `tokens` sampled tokens only."""
+        """Return the turn with only its first `tokens` sampled tokens."""
         if tokens >= len(self.sampled) // 4:
             return self
         return msgspec.structs.replace(
@@ -131,17 +134,17 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A token sequence ready for training. `mask` is 1 where the policy sampled; there it trains."""
+    """A token sequence ready for training. `mask` is 1 for the tokens that the policy sampled, which train."""
 
     tokens: bytes
     mask: bytes
     logprobs: bytes
-    """float32 per token; 0.0 where the mask is 0."""
+    """One float32 per token; 0.0 if the mask is 0."""
     versions: tuple[Span, ...] = ()
-    """One span for each stretch of trained tokens, in order, disjoint."""
+    """Policy version of each run of trained tokens, in order and without overlap."""
     extras: dict[str, Extra] = {}
     turns: tuple[int, ...] = ()
-    """Indices of the turns whose sampled tokens train here."""
+    """Indices of the turns whose sampled tokens train in this segment."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens) // 4
@@ -153,7 +156,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         at = trained = 0
         for span in self.versions:
             if not at <= span.start < span.end <= n:
-                raise ValueError(f"version span {span} is out of order or outside of {n} tokens")
+                raise ValueError(f"version span {span} is out of order or outside the {n} tokens")
             if self.mask.count(1, span.start, span.end) != span.end - span.start:
                 raise ValueError(f"version span {span} covers tokens that do not train")
             at = span.end
@@ -161,15 +164,15 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if trained != self.mask.count(1):
             raise ValueError("the version spans do not cover the trained tokens exactly")
         if trained + self.mask.count(0) != n:
-            raise ValueError("a mask holds zeros and ones only")
+            raise ValueError("the mask of a segment must contain only zeros and ones")
         for name, extra in self.extras.items():
             if len(extra.data) != n * extra.width:
-                raise ValueError(f"extra {name!r} does not describe {n} tokens")
+                raise ValueError(f"the length of extra {name!r} does not match {n} tokens")
 
     def __len__(self) -> int:
         return len(self.tokens) // 4
 
     @property
     def trained(self) -> int:
-        """How many tokens train."""
+        """Number of tokens that train."""
         return self.mask.count(1)

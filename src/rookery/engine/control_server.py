@@ -182,8 +182,8 @@ class _Client:
     async def _respond(self, call: ControlRequest) -> None:
         try:
             if not self._known:
-                given = str(call.args.get("key", "")) if call.op == "hello" else ""
-                if not hmac.compare_digest(given.encode(), self._key.encode()):
+                key = str(call.args.get("key", "")) if call.op == "hello" else ""
+                if not hmac.compare_digest(key.encode(), self._key.encode()):
                     raise UsageError("the engine's key is wrong or missing: it is in control.key of the run")
                 self._known = True
                 self.connection.limit = MAX_FRAME

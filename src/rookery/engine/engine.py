@@ -496,13 +496,13 @@ class Engine:
             staleness = StalenessBound(groups, lag)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        ahead = (lag + 1) * groups
+        window = (lag + 1) * groups
         stream = self.groups(
             tasks,
             k,
             keep=keep,
             epochs=epochs,
-            buffer=ahead,
+            buffer=window,
             name=name,
             restart=restart,
             staleness=staleness,

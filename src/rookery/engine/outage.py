@@ -41,8 +41,8 @@ async def find_outage(upstreams: Mapping[str, UpstreamConfig], *, sample: bool =
         try:
             await upstream.check(timeout=CHECK_SECONDS)
             if sample and isinstance(upstream, HttpUpstream):
-                works = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
-                if not any(works):
+                working = [await upstream.hangs.works_again(replica) for replica in upstream.replicas]
+                if not any(working):
                     return f"the {role}'s model server hangs"
         except UpstreamError as error:
             if error.code in GONE:

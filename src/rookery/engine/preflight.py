@@ -37,12 +37,12 @@ def find_gateway_problems(spec: SandboxSpec, public: str) -> list[str]:
         return []  # the sandbox has its own listener, or shares this machine's loopback interface
     if is_url(public) and not is_loopback(public):
         return []
-    said = (
+    problem = (
         "a container with network 'all' uses the gateway's public address, which is a loopback address and cannot "
         "be reached from a container: set an address of this machine (--public-url http://HOST:PORT "
         "--gateway-listen 0.0.0.0:PORT), or use the network 'model'"
     )
-    return [said]
+    return [problem]
 
 
 _AT_START = {
@@ -59,9 +59,9 @@ _AT_START = {
 def build_start_error(role: str, error: UpstreamError) -> UpstreamError:
     """Return the error of a check at the start of a run, with the model's role and advice for that situation."""
     advice = get_cause(error.code).advice
-    said = str(error).removesuffix(advice).rstrip()
+    reason = str(error).removesuffix(advice).rstrip()
     now = _AT_START.get(error.code, advice)
-    return UpstreamError(f"the model server for the {role} cannot be used: {said} {now}", cause=error.code)
+    return UpstreamError(f"the model server for the {role} cannot be used: {reason} {now}", cause=error.code)
 
 
 async def check_upstreams(

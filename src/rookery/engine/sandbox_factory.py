@@ -65,8 +65,8 @@ class SandboxFactory:
 
     def build_spec(self, task: Task) -> SandboxSpec:
         """Return the run's spec with the task's image, as changed by `Environment.sandbox_for`."""
-        given = replace(self._spec, image=task.image) if task.image else self._spec
-        spec = self._environment.sandbox_for(task, given)
+        default = replace(self._spec, image=task.image) if task.image else self._spec
+        spec = self._environment.sandbox_for(task, default)
         if not isinstance(spec, SandboxSpec):
             raise TypeError(f"{self._environment.title}.sandbox_for must return a SandboxSpec, not {spec!r:.80}")
         return spec

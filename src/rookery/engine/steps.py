@@ -1,15 +1,16 @@
-"""Groups in steps, for a trainer whose rollouts go on while it trains.
+"""The stream of training steps that `Engine.steps` returns. Rollouts continue while the consumer trains.
+
+Runs in the supervisor's process.
 
     async for step in engine.steps(tasks, k=8, groups=16, lag=1):
         train(step.groups)
         async with engine.upstream.sync(step.version + 1, load):
             pass
 
-Promises:
-- nothing that is older than `lag` versions trains; how that is so without dropping is in `pacing.py`;
-- where versions were jumped over all the same, what became too old is handed out as `stale`, with an event, and
-  other groups take its place in the step;
-- a group counts as taken when the consumer has its step: a cancelled or failed `anext` puts it back.
+- `Step.groups` contains no group whose tokens are older than `lag` policy versions (`staleness.py`).
+- If the trainer skipped versions, groups that became too old are delivered as `Step.stale`, with an event. Other
+  groups replace them in the step.
+- A group counts as taken when the consumer has its step. A cancelled or failed `anext` puts it back.
 """
 
 from collections import deque
@@ -26,19 +27,19 @@ from rookery.engine.upstream import EngineUpstream
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train on next."""
+    """The groups of one training step."""
 
     number: int
-    """Counts from 0 over all streams of its name, until one is started over."""
+    """Counts from 0 over all streams of this name; a restart begins at 0 again."""
     version: int
-    """Of the policy, when the step was handed out: ages count from it."""
+    """Policy version at the time of delivery. The age of a group is measured from it."""
     groups: tuple[Group, ...]
     stale: tuple[Group, ...] = ()
-    """Too old to train; only where versions were jumped over."""
+    """Groups that are too old to train on. Empty unless the trainer skipped versions."""
 
 
 class StepStream(AsyncIterator[Step]):
-    """`async for step in engine.steps(…)`. Closing it cancels what is still under way."""
+    """Iterates over training steps: `async for step in engine.steps(…)`. Closing it cancels running rollouts."""
 
     def __init__(self, stream: GroupStream, staleness: StalenessBound, upstream: EngineUpstream) -> None:
         self._stream = stream
@@ -86,7 +87,7 @@ class StepStream(AsyncIterator[Step]):
         return choose
 
     async def aclose(self) -> None:
-        """Cancels the stream; rollouts under way end as Cancelled(user)."""
+        """Close the stream. Running rollouts end as `Cancelled("user")`."""
         await self._stream.aclose()
 
     async def __aenter__(self) -> Self:

@@ -1,9 +1,8 @@
-"""The engine for code without an event loop: the same, in a thread of its own.
+"""`SyncEngine`: the engine for programs without an event loop. It runs in a thread of the caller's process.
 
-Promises:
-- the engine keeps running while the caller trains between two groups;
-- leaving the `with` block, in whichever way, ends everything and the thread;
-- used outside of its `with` block it says so.
+- The engine keeps running while the caller trains between two groups.
+- Leaving the `with` block, also by an exception, ends all rollouts and the thread.
+- A call outside the `with` block raises `UsageError`.
 """
 
 import asyncio
@@ -34,22 +33,27 @@ class _Stream(Protocol[T_co]):
 
 
 class SyncEngine:
-    """`with SyncEngine(env, policy=…) as engine: for group in engine.groups(tasks, k=8): …`"""
+    """Synchronous version of `Engine`.
+
+    with SyncEngine(env, policy="http://localhost:8000/v1") as engine:
+        for group in engine.groups(tasks, k=8):
+            ...
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `Engine`."""
+        """Accept the arguments of `Engine`."""
         self._engine = Engine(*args, **kwargs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._turn, name="rookery-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="rookery-engine", daemon=True)
         self._thread.start()
         try:
-            self._do(self._engine.__aenter__)
+            self._call(self._engine.__aenter__)
         except BaseException:
-            self._end()
+            self._stop_loop()
             raise
         return self
 
@@ -57,33 +61,33 @@ class SyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._do(lambda: self._engine.__aexit__(kind, error, trace))
+            self._call(lambda: self._engine.__aexit__(kind, error, trace))
         finally:
-            self._end()
+            self._stop_loop()
 
-    def _open(self) -> asyncio.AbstractEventLoop:
+    def _require_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise UsageError("the engine is not open: use `with SyncEngine(…) as engine`")
         return self._loop
 
-    def _turn(self) -> None:
+    def _run_loop(self) -> None:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _end(self) -> None:
-        loop, thread = self._open(), self._thread
+    def _stop_loop(self) -> None:
+        loop, thread = self._require_loop(), self._thread
         assert thread is not None
         try:
-            asyncio.run_coroutine_threadsafe(_wind_up(loop), loop).result()
+            asyncio.run_coroutine_threadsafe(_cancel_all_tasks(loop), loop).result()
         finally:
             self._loop = self._thread = None
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
 
-    def _do(self, make: Callable[[], Awaitable[T]]) -> T:
-        loop = self._open()
+    def _call(self, make: Callable[[], Awaitable[T]]) -> T:
+        loop = self._require_loop()
 
         async def work() -> T:
             return await make()
@@ -92,47 +96,47 @@ class SyncEngine:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C came to us; what we waited for must hear of it
+            future.cancel()  # for example after Ctrl-C, which is raised in this thread
             raise
 
     def groups(self, *args: Any, **kwargs: Any) -> Iterator[Group]:
-        """As `Engine.groups`; leaving the loop early cancels what is still under way."""
+        """Like `Engine.groups`. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> GroupStream:
             return self._engine.groups(*args, **kwargs)
 
-        return self._iterate(self._do(open_stream))
+        return self._iterate(self._call(open_stream))
 
     def steps(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
-        """As `Engine.steps`; leaving the loop early cancels what is still under way."""
+        """Like `Engine.steps`. Leaving the loop early cancels running rollouts."""
 
         async def open_stream() -> StepStream:
             return self._engine.steps(*args, **kwargs)
 
-        return self._iterate(self._do(open_stream))
+        return self._iterate(self._call(open_stream))
 
     def _iterate(self, stream: _Stream[T]) -> Iterator[T]:
         try:
             while True:
                 try:
-                    one = self._do(stream.__anext__)
+                    one = self._call(stream.__anext__)
                 except StopAsyncIteration:
                     return
                 yield one
         finally:
-            if self._loop is not None:  # else leaving the `with` block has closed it already
-                self._do(stream.aclose)
+            if self._loop is not None:  # None: leaving the `with` block has closed the stream
+                self._call(stream.aclose)
 
     @contextmanager
     def paused(self, timeout: float = 600.0) -> Iterator[None]:
-        """As `Engine.paused`."""
+        """Like `Engine.paused`."""
         pause = self._engine.paused(timeout)
-        self._do(pause.__aenter__)
+        self._call(pause.__aenter__)
         try:
             yield
         finally:
             if self._loop is not None:
-                self._do(lambda: pause.__aexit__(None, None, None))
+                self._call(lambda: pause.__aexit__(None, None, None))
 
     @contextmanager
     def sync(
@@ -144,9 +148,9 @@ class SyncEngine:
         timeout: float = 60.0,
         deadline: float | None = DEADLINE,
     ) -> Iterator[None]:
-        """As `Engine.upstream.sync`; `load` is called in the caller's own thread."""
+        """Like `Engine.upstream.sync`. `load` is called in the caller's thread."""
         sync = self._engine.upstream.sync(version, mode=mode, timeout=timeout, deadline=deadline)
-        self._do(sync.__aenter__)
+        self._call(sync.__aenter__)
         try:
             if load is not None:
                 load()
@@ -154,43 +158,43 @@ class SyncEngine:
         except BaseException as error:
             if self._loop is not None:
                 leave = partial(sync.__aexit__, type(error), error, None)
-                self._do(leave)
+                self._call(leave)
             raise
         else:
             if self._loop is not None:
-                self._do(lambda: sync.__aexit__(None, None, None))
+                self._call(lambda: sync.__aexit__(None, None, None))
 
     def resume(self, version: int | None = None) -> None:
-        """As `Engine.upstream.resume`: without a pause of ours it only says which version the policy is now."""
-        self._do(lambda: self._engine.upstream.resume(version))
+        """Like `Engine.upstream.resume`. Without a pause it only sets the policy version."""
+        self._call(lambda: self._engine.upstream.resume(version))
 
     def status(self) -> dict[str, Any]:
-        """As `Engine.status`."""
-        return self._do(self._engine.status)
+        """Like `Engine.status`."""
+        return self._call(self._engine.status)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Engine.state_dict`."""
+        """Like `Engine.state_dict`."""
 
         async def read() -> dict[str, Any]:
             return self._engine.state_dict()
 
-        return self._do(read)
+        return self._call(read)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Engine.load_state_dict`."""
+        """Like `Engine.load_state_dict`."""
 
         async def load() -> None:
             self._engine.load_state_dict(state)
 
-        self._do(load)
+        self._call(load)
 
     @property
     def folder(self) -> Path | None:
         return self._engine.folder
 
 
-async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    """What `asyncio.run` does at its end: nothing of ours is left half done when the loop stops."""
+async def _cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks and shut down generators and threads, as `asyncio.run` does before it returns."""
     left = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
     for task in left:
         task.cancel()

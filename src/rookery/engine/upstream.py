@@ -1,13 +1,14 @@
-"""The policy's upstream as a trainer sees it: held back, given new weights, let go on.
+"""`engine.upstream`: pause model calls, load new weights into the policy's servers, and resume.
+
+Runs in the supervisor's process or, through `RemoteEngine`, in a client.
 
     async with engine.upstream.sync(version, load):
         pass
 
-Promises:
-- `sync` resumes on every path: with the new version where the load went well, else with the one before;
-- callers of the model see nothing but latency; no consumer of groups ends because of a pause;
-- every wait is bounded; asking twice is fine; nobody ends the pause of another;
-- a `sync` whose pause ended at its deadline says so: what was sampled since then may be of either weights.
+- `sync` always resumes: with the new version if the load succeeded, else with the previous one.
+- A pause delays model calls and does not fail them. No stream of groups ends because of a pause.
+- Every wait is bounded. Pauses nest, and a holder can end only its own pause.
+- If a pause ends at its deadline, `sync` raises: later tokens may come from the old or the new weights.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from rookery.upstreams.pause import run_load
 from rookery.upstreams.protocol import PauseMode
 
 DEADLINE = 1800.0
-"""Seconds after which a pause that nobody ended is over."""
+"""Default deadline of a pause in seconds, after which model calls resume without `resume`."""
 
 
-class Holding(Protocol):
-    """Who holds model calls back."""
+class Pausable(Protocol):
+    """Pauses the model calls of a run. Implemented by the supervisor's coordinator and by `RemoteEngine`."""
 
     @property
     def version(self) -> int: ...
@@ -35,43 +36,46 @@ class Holding(Protocol):
     ) -> None: ...
 
     async def resume(self, version: int | None = None, holder: str = "") -> bool:
-        """Whether the holder still had a pause."""
+        """End a pause of this holder. Return False if it had already ended."""
         ...
 
 
 class EngineUpstream:
-    """`engine.upstream`."""
+    """The model servers of the policy, as `engine.upstream` exposes them to a trainer."""
 
-    def __init__(self, holding: Callable[[], Holding]) -> None:
-        self._holding = holding
+    def __init__(self, pausable: Callable[[], Pausable]) -> None:
+        self._pausable = pausable
 
     @property
     def version(self) -> int:
-        """Of the policy, as of the last resume that said one."""
-        return self._holding().version
+        """The policy version that the last `resume` with a version set."""
+        return self._pausable().version
 
     async def pause(
         self, mode: PauseMode = "drain", *, timeout: float = 60.0, deadline: float | None = DEADLINE
     ) -> None:
-        """Nothing is admitted any more and model calls are held back; returns when that is so everywhere.
+        """Stop admission and model calls. Return when no call is running in any process.
 
-        Calls under way are kept frozen in the engine (`keep`), finished first, those not done after `timeout`
-        seconds aborted (`drain`), or aborted and, after the resume, continued from what they have (`abort`). Each
-        pause wants its `resume`; without one, work goes on at the `deadline`, with an event that says so.
+        `mode` decides about running calls. `keep` freezes them in the inference engine. `drain` lets them finish
+        and aborts those that still run after `timeout` seconds. `abort` aborts them and, after the resume,
+        continues each from the tokens that it has. Each pause needs a `resume`; otherwise model calls resume at
+        the `deadline` and an event is recorded.
         """
         await self.hold(mode, timeout, deadline, "")
 
     async def hold(self, mode: PauseMode, timeout: float, deadline: float | None, holder: str) -> None:
-        """A pause that only this holder ends."""
+        """Pause like `pause`. Only a `resume` of the same holder, or the deadline, ends it."""
         if mode not in ("keep", "drain", "abort"):
-            raise UsageError(f"there is no pause mode {mode!r}; there is keep, drain and abort")
+            raise UsageError(f"unknown pause mode {mode!r}: use keep, drain or abort")
         if not timeout > 0 or (deadline is not None and not deadline > 0):
-            raise UsageError("the timeout and the deadline of a pause are above 0 seconds")
-        await self._holding().pause(mode, timeout=timeout, deadline=deadline, holder=holder)
+            raise UsageError(
+                f"the timeout and the deadline of a pause must be above 0 seconds, not {timeout} and {deadline}"
+            )
+        await self._pausable().pause(mode, timeout=timeout, deadline=deadline, holder=holder)
 
     async def resume(self, version: int | None = None) -> None:
-        """Ends one pause. From then on the policy's turns carry `version`, where one is given."""
-        await self._holding().resume(version)
+        """End one pause. Later turns of the policy are recorded with `version`, unless it is None."""
+        await self._pausable().resume(version)
 
     @asynccontextmanager
     async def sync(
@@ -83,29 +87,29 @@ class EngineUpstream:
         timeout: float = 60.0,
         deadline: float | None = DEADLINE,
     ) -> AsyncIterator[None]:
-        """A weight sync: pauses, calls `load`, and resumes with `version` after the block.
+        """Pause, call `load` to update the weights, and resume with `version` after the block.
 
-        A `load` that is no coroutine function runs in a thread. One that is not done at the pause's deadline is
-        given up."""
+        A `load` that is not a coroutine function runs in a thread. A `load` that is still running at the deadline
+        is abandoned.
+        """
         holder = secrets.token_hex(8)
         until = None if deadline is None else asyncio.get_running_loop().time() + deadline
         await self.hold(mode, timeout, deadline, holder)
         done: int | None = None
-        held = False
         try:
             if load is not None:
                 await run_load(load, until, "the policy")
             yield
             done = version
         finally:
-            held = await self._holding().resume(done, holder)
-        if not held:
-            raise overdue(deadline)
+            still_held = await self._pausable().resume(done, holder)
+        if not still_held:
+            raise pause_expired_error(deadline)
 
 
-def overdue(deadline: float | None) -> RookeryError:
-    """What a weight sync says that took too long."""
+def pause_expired_error(deadline: float | None) -> RookeryError:
+    """Return the error of a weight sync whose pause ended before it was done."""
     return RookeryError(
-        f"the pause for the weight sync ended at its deadline of {deadline or DEADLINE:g} seconds, before it was "
-        "resumed: calls since then may have been answered by either weights; give it a longer deadline"
+        f"the pause for the weight sync ended at its deadline of {deadline or DEADLINE:g} seconds, before the "
+        "sync was done: later replies may come from the old or the new weights; set a longer `deadline`"
     )

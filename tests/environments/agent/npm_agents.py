@@ -22,7 +22,7 @@ from rookery.core import Rollout, Turn, label
 from rookery.environments.agent import AgentEnvironment, Launcher, find_launcher
 from rookery.gateway.door import KEY
 from rookery.journal import RunReader
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.kit import (
     Step,
     agents_at,
@@ -47,8 +47,8 @@ from tests.gateway.dialects.recordings import (
 )
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes"]
-pytestmark = [pytest.mark.usefixtures("boxes"), pytest.mark.timeout(600)]
+__all__ = ["local_sandboxes"]
+pytestmark = [pytest.mark.usefixtures("local_sandboxes"), pytest.mark.timeout(600)]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "claude-code": ("Bash", {"command": ANSWER, "description": ABOUT}),
     "codex": ("exec_command", {"cmd": ANSWER}),

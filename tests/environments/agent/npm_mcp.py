@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from rookery.environments.agent import AgentEnvironment
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.folders import StepFolder, asks_a_server, harbor_task, stdio
 from tests.environments.agent.kit import agents_at, all_of, get_agents_dir, real_agent, scripted_engine, trainable
 from tests.servers import ModelServer
 
-__all__ = ["boxes"]
-pytestmark = [pytest.mark.usefixtures("boxes"), pytest.mark.timeout(600)]
+__all__ = ["local_sandboxes"]
+pytestmark = [pytest.mark.usefixtures("local_sandboxes"), pytest.mark.timeout(600)]
 SERVER = (Path(__file__).parents[1] / "swe" / "mcp_server.py").read_text(encoding="utf-8")
 """Of the standard library alone: a box of these agents has no packages. The SDK's own client is tried on it in
 `tests/environments/swe/test_mcp.py`."""

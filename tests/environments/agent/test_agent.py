@@ -7,13 +7,13 @@ import pytest
 
 from rookery.core import label
 from rookery.environments.agent import AgentEnvironment
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.engine_standins import standin
 from tests.environments.agent.kit import agents_at, all_of, program, scripted_engine, standin_engine
 from tests.servers import ModelServer
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 TURNS = """
 for turn in range(3):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.sandbox_kit import boxes, called
+from tests.cli.sandbox_kit import local_sandboxes, run_cli
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 
 LAUNCHER = """
 command = ["{python}", "-c", "print(42)", "{prompt}"]
@@ -19,10 +19,10 @@ def rows(folder: Path) -> None:
     (folder / "mine.toml").write_text(LAUNCHER)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 def test_a_launcher_from_a_user_runs_by_its_file(tmp_path: Path) -> None:
     rows(tmp_path)
-    done = called(
+    done = run_cli(
         *("run", "agent", "--launcher", "mine.toml", "--tasks", "tasks.jsonl", "--policy", "embedded", "-k", "2"),
         *("--record", "plain", "--sandbox", "local", "--runners", "1", "--json"),
         cwd=tmp_path,
@@ -51,7 +51,7 @@ def test_what_cannot_work_is_reported_before_anything_starts(
     options: list[str], said: str, tmp_path: Path
 ) -> None:
     rows(tmp_path)
-    done = called("run", "agent", "--tasks", "tasks.jsonl", "--policy", "embedded", *options, cwd=tmp_path)
+    done = run_cli("run", "agent", "--tasks", "tasks.jsonl", "--policy", "embedded", *options, cwd=tmp_path)
     assert done.code == 2, done
     assert said in done.err
     assert not (tmp_path / "runs").exists()

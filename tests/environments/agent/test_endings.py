@@ -11,13 +11,13 @@ import pytest
 from rookery.core import Limits, Truncated, label
 from rookery.engine.retry import RetryPolicy
 from rookery.environments.agent import AgentEnvironment
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 ROW = {"prompt": "6 * 7?", "answer": 42}
 STUBBORN = """

@@ -8,12 +8,12 @@ import pytest
 
 from rookery.core import Failed, RookeryError, UsageError, label
 from rookery.environments.agent import AgentEnvironment
-from tests.cli.sandbox_kit import boxes, called
+from tests.cli.sandbox_kit import local_sandboxes, run_cli
 from tests.environments.agent.kit import agents_at, all_of, program, scripted, scripted_engine
 from tests.servers import Answer, ModelServer
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 ROW = {"prompt": "6 * 7?", "answer": 42}
 SHELL = {"name": "shell", "needs": ["sh"]}
@@ -134,7 +134,7 @@ def test_run_of_an_agent_that_cannot_start_exits_with_3_and_names_the_cause(tmp_
     (tmp_path / "tasks.jsonl").write_text(json.dumps(ROW) + "\n")
     (tmp_path / "agent.py").write_text("import nosuchmodule\n")
     args = ("run", "agent", "--launcher", "program", "--arg", "script=agent.py", "--tasks", "tasks.jsonl")
-    done = called(
+    done = run_cli(
         *(*args, "--policy", "embedded", "-k", "8", "--record", "plain", "--sandbox", "local", "--runners", "1"),
         cwd=tmp_path,
     )

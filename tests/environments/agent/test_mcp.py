@@ -15,12 +15,12 @@ from rookery.environments import Log
 from rookery.environments.agent import AgentEnvironment, find_launcher
 from rookery.environments.agent.mcp_config import render_mcp_config
 from rookery.tasks.swe import SweStep, SweTask
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.folders import SAID, SERVER, START, StepFolder, asks_a_server, harbor_task, stdio
 from tests.environments.agent.kit import agents_at, all_of, get_agents_dir, real_agent, scripted_engine, trainable
 from tests.servers import ModelServer
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 HEARD = StepFolder("Ask the vault.", check=f"grep -qx '{SAID} /workspace' heard.txt", files={"server.py": SERVER})
 POLICY = asks_a_server("mcp_vault__unlock", ("shell", "command"))
 HTTP = """
@@ -38,7 +38,7 @@ END
 """
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) -> None:
     real_agent("openai-agents")
     task = harbor_task(tmp_path, HEARD, settings=stdio("python3", "-I", START, "/workspace/server.py", "stdio"))
@@ -52,7 +52,7 @@ async def test_openai_agents_calls_a_tool_of_the_tasks_server(tmp_path: Path) ->
     assert offered == ["mcp_vault__unlock", "shell"]
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.long
 async def test_a_server_that_the_tasks_setup_started_is_asked_at_the_sandboxs_loopback(tmp_path: Path) -> None:
     real_agent("openai-agents")
@@ -129,7 +129,7 @@ def test_an_address_elsewhere_is_the_tasks_fault(url: str) -> None:
         told("claude-code", served({"name": "a", "url": url}))
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_what_is_no_server_of_the_sandbox_is_the_tasks_fault_before_the_agent_starts(tmp_path: Path) -> None:
     step = StepFolder("x")
     settings = "[[environment.mcp_servers]]\nname = 'far'\ntransport = 'sse'\nurl = 'http://far/sse'"

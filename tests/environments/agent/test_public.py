@@ -19,15 +19,15 @@ from rookery.engine import EngineConfig, run_services
 from rookery.engine.preflight import find_gateway_problems
 from rookery.environments.agent import AgentEnvironment
 from rookery.sandbox_runtime.processes import list_children
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine, trainable
 from tests.gateway.shard_kit import eventually
 from tests.gateway.test_tunnels import Server, needs_server, quick, server, ssh_pids
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes", "quick", "server"]
-in_boxes = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes", "quick", "server"]
+in_boxes = pytest.mark.usefixtures("local_sandboxes")
 ROW = {"prompt": "6 * 7?", "answer": 42}
 ALL = SandboxSpec(provider="local", network="all")
 TURNS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rookery.environments.agent import AgentEnvironment
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.kit import (
     agents_at,
     all_of,
@@ -21,9 +21,9 @@ from tests.environments.agent.kit import (
 )
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 # The first test that uses an agent installs it.
-pytestmark = [pytest.mark.usefixtures("boxes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("local_sandboxes"), pytest.mark.timeout(900)]
 
 OPENAI = """
 import os, socket, sys

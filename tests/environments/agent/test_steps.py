@@ -12,13 +12,13 @@ from rookery.core import Limits, Rollout, label
 from rookery.environments.agent import AgentEnvironment, task_kinds
 from rookery.environments.swe.grading_slots import GradingSlots
 from rookery.scoring.swe import SweGrader
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.folders import StepFolder, harbor_task, texts_of, turn
 from tests.environments.agent.kit import all_of, program, scripted_engine
 from tests.servers import Answer, ModelServer, Request
 
-__all__ = ["boxes"]
-pytestmark = pytest.mark.usefixtures("boxes")
+__all__ = ["local_sandboxes"]
+pytestmark = pytest.mark.usefixtures("local_sandboxes")
 
 OBEYS = """
 import subprocess

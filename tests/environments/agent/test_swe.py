@@ -7,7 +7,7 @@ import pytest
 from rookery.core import Task, label
 from rookery.environments.agent import AgentEnvironment
 from rookery.tasks.swe import get_swe_task
-from tests.cli.sandbox_kit import boxes
+from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.kit import (
     agents_at,
     all_of,
@@ -19,7 +19,7 @@ from tests.environments.agent.kit import (
 )
 from tests.servers import ModelServer
 
-__all__ = ["boxes"]
+__all__ = ["local_sandboxes"]
 swe = pytest.importorskip("rookery.environments.swe")
 
 
@@ -38,7 +38,7 @@ def repair(name: str) -> tuple[Task, str]:
     return task, "\n".join(lines)
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.timeout(900)  # it may install the agent first, and importing litellm takes long on a busy machine
 async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
     real_agent("mini-swe-agent")
@@ -54,7 +54,7 @@ async def test_mini_swe_agent_solves_a_repair(tmp_path: Path) -> None:
     assert found.reward == 1.0, found.info
 
 
-@pytest.mark.usefixtures("boxes")
+@pytest.mark.usefixtures("local_sandboxes")
 async def test_a_sandbox_that_an_agent_left_as_it_was_is_graded_too(tmp_path: Path) -> None:
     task, _ = repair("backup-rotation")
     env = AgentEnvironment({"name": "idle", "command": ["sh", "-c", "pwd", "sh", "{prompt}"]})

@@ -70,9 +70,9 @@ async def test_the_file_and_the_command_line_configure_tools(tmp_path: Path) -> 
 async def test_a_wrong_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "?"}\n')
     run = ("run", "swe", "--tasks", "t.jsonl", "--policy", "http://127.0.0.1:1", "--model", "m")
-    (await rookery(*run, "--tools", "bsah", cwd=tmp_path)).refused("tool 'bsah'", "bash, edit, submit")
-    (await rookery(*run, "--tool-config", "bash.nme=x", cwd=tmp_path)).refused("nme", "description")
-    (await rookery(*run, "--tool-config", "nothing.toml", cwd=tmp_path)).refused("neither KEY=VALUE nor")
+    (await rookery(*run, "--tools", "bsah", cwd=tmp_path)).assert_refused("tool 'bsah'", "bash, edit, submit")
+    (await rookery(*run, "--tool-config", "bash.nme=x", cwd=tmp_path)).assert_refused("nme", "description")
+    (await rookery(*run, "--tool-config", "nothing.toml", cwd=tmp_path)).assert_refused("neither KEY=VALUE nor")
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from rookery.gateway.chat_renderers import open_renderer
 from rookery.gateway.chat_renderers.family_renderer import FamilyRenderer
 from rookery.gateway.config import settle_rendering
 from rookery.upstreams import UpstreamConfig
-from tests.cli.sandbox_kit import called
+from tests.cli.sandbox_kit import run_cli
 from tests.conftest import TOKENIZERS
 from tests.gateway.chat_renderers.support import TOOLS, rendering
 from tests.servers import Answer, ModelServer
@@ -174,7 +174,7 @@ async def test_run_is_refused_with_exit_code_2_before_anything_starts(folder: Pa
         args = ("run", "env.py", "--policy", server.url, "--runners", "1")
         args = (*args, "--tokenizer", str(folder), "--renderer", "default", "--max-tokens", "4")
         refused, allowed, helped = [
-            await asyncio.to_thread(lambda more=more: called(*args, *more, cwd=tmp_path))  # type: ignore[misc]
+            await asyncio.to_thread(lambda more=more: run_cli(*args, *more, cwd=tmp_path))  # type: ignore[misc]
             for more in ((), ("--allow-no-tools",), ("--tool-prompt", "default"))
         ]
     assert refused.code == 2, refused

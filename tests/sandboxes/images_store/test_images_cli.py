@@ -47,7 +47,7 @@ def test_pull_list_and_prune(capsys: Capture, store: ImageStore) -> None:
     (line,) = said(capsys, "images", "list", "--json")[1].splitlines()
     assert json.loads(line)["used_by"] == [os.getpid()]
     code, out, err = said(capsys, "images", "prune", "--all")
-    assert (code, "freed 0 B: 0 images" in out, "1 image in use stayed" in err) == (0, True, True)
+    assert (code, "freed 0 B: 0 images" in out, "kept 1 image in use" in err) == (0, True, True)
     use.release()
     code, out, _ = said(capsys, "images", "prune", "--to", "1G")
     assert "0 images" in out
