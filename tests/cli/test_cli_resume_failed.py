@@ -11,7 +11,7 @@ import pytest
 from rookery.core import Failed
 from rookery.journal import RunReader
 from tests.cli.conftest import ENVIRONMENT, tasks
-from tests.cli.helpers import rookery, runs, wait_for_end
+from tests.cli.helpers import rookery, runs, start_command, wait_for_end
 from tests.servers import Answer, ModelServer, Request
 
 RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")

@@ -10,7 +10,7 @@ import pytest
 from rookery.core import SandboxSpec
 from rookery.sandboxes import ProviderHome, best_provider, open_provider, probe
 from rookery.sandboxes.local.provider import LocalProvider
-from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, without_isolation
+from tests.cli.sandbox_kit import cgroups_of, local_sandboxes, run_cli, without_isolation
 from tests.sandboxes.plugins import plugin
 
 __all__ = ["local_sandboxes", "without_isolation"]

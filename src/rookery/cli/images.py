@@ -205,7 +205,7 @@ def _create_image(reference: "ImageReference", *, json: bool, platform: str = ""
                 refresh=True,
                 name=name,
                 source_names=own,
-                on_progress=show_progress,
+                on_progress=show,
             ).install()
             store.sync(record.layers)
     except RookeryError as error:
