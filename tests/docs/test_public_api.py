@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,30 +16,25 @@ import rookery
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PUBLIC = {
-    "rookery",
-    "rookery.core",
-    "rookery.engine",
-    "rookery.environments",
-    "rookery.environments.agent",
-    "rookery.environments.rlm",
-    "rookery.environments.swe",
-    "rookery.environments.swe.repairs",
-    "rookery.environments.tools",
-    "rookery.gateway.dialects",
-    "rookery.journal",
-    "rookery.sandboxes",
-    "rookery.sandboxes.conformance",
-    "rookery.scoring",
-    "rookery.tasks",
-    "rookery.training",
-    "rookery.training.trl",
-    "rookery.upstreams",
-    "rookery.upstreams.embedded",
-    "rookery.upstreams.http_upstream",
-    "rookery.workers",
-}
-"""Documented modules. Everything else is private by convention."""
+REFERENCE = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
+DIRECTIVE = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", re.MULTILINE)
+
+
+def read_reference() -> dict[str, set[str]]:
+    """Return the public names of every module on the API reference pages."""
+    modules = {"rookery": set(rookery.__all__)}
+    for page in REFERENCE:
+        for module, members in DIRECTIVE.findall(page.read_text()):
+            listed = members.split(", ") if members else importlib.import_module(module).__all__
+            modules[module] = set(listed)
+    return modules
+
+
+PUBLIC = read_reference()
+"""Documented modules and their names. Everything else is private by convention."""
+EXPORTED = {name for names in PUBLIC.values() for name in names}
+INTERNAL_PAGES = {ROOT / "docs" / "architecture.md", ROOT / "docs" / "reference" / "benchmarks.md"}
+"""Pages for contributors, which also name private classes."""
 
 
 def list_imports(page: Path) -> Iterator[tuple[str, str]]:
@@ -56,10 +53,58 @@ def test_examples_import_public_names_only(page: Path) -> None:
             importlib.import_module(f"{module}.{name}")
             continue
         assert module in PUBLIC, f"{page.name} imports {name} from {module}, which is not public"
-        found = importlib.import_module(module)
-        assert hasattr(found, name), f"{page.name}: {module} has no {name}"
-        exported = getattr(found, "__all__", None)
-        assert exported is None or name in exported, f"{page.name}: {name} is not in {module}.__all__"
+        assert name in PUBLIC[module], f"{page.name}: {name} is not a public name of {module}"
+
+
+def list_definitions() -> set[str]:
+    """Return the names of all public classes and of all functions with an underscore in their names."""
+    paths = [path for path in (ROOT / "src").rglob("*.py") if "data" not in path.parts]
+    nodes = (node for path in paths for node in ast.parse(path.read_text()).body)
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {node.name for node in nodes if isinstance(node, kinds)}
+    return {name for name in names if not name.startswith("_") and (name[0].isupper() or "_" in name)}
+
+
+DEFINED = list_definitions()
+OTHER_MEANING = {"Origin", "Retry", "system_prompt"}
+"""Words of the pages that happen to be names of private classes and functions: HTTP headers and options."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in INTERNAL_PAGES], ids=lambda page: page.stem
+)
+def test_pages_for_users_mention_public_names_only(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    code = " ".join(re.findall(r"`([^`\n]+)`", prose))
+    mentioned = set(re.findall(r"(?<![\w./-])([A-Z][A-Za-z]+|[a-z]+_[a-z_]+)\b", code))
+    assert (mentioned & DEFINED) - EXPORTED - OTHER_MEANING == set()
+
+
+def test_the_reference_lists_every_name_of_the_package() -> None:
+    page = (ROOT / "docs" / "reference" / "api" / "index.md").read_text()
+    linked = re.findall(r"\[`(\w+)`\]\[rookery\.(\w+)\]", page)
+    assert all(shown == target for shown, target in linked)
+    assert sorted(target for _, target in linked) == rookery.__all__
+    for module in PUBLIC.keys() - {"rookery"}:
+        assert f"`{module}`" in page, module
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_every_public_name_of_a_documented_module_can_be_imported(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert [name for name in sorted(PUBLIC[module]) if not hasattr(imported, name)] == []
+
+
+@pytest.mark.long
+def test_the_site_builds_without_warnings_and_describes_every_public_name(tmp_path: Path) -> None:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    described = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    expected = {f"{module}.{name}" for module, names in PUBLIC.items() for name in names}
+    assert expected - described == set()
 
 
 def test_every_exported_name_can_be_imported() -> None:

@@ -11,14 +11,34 @@ from typing import TYPE_CHECKING, cast
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.upstreams.protocol import ModelReply, ModelRequest, Upstream, UpstreamConfig, UpstreamInfo
+from rookery.upstreams.protocol import (
+    CallDelta,
+    DecodeTokens,
+    Delta,
+    ModelReply,
+    ModelRequest,
+    OnDelta,
+    OnWait,
+    PauseMode,
+    ToolSet,
+    Upstream,
+    UpstreamConfig,
+    UpstreamInfo,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "CallDelta",
+    "DecodeTokens",
+    "Delta",
     "ModelReply",
     "ModelRequest",
+    "OnDelta",
+    "OnWait",
+    "PauseMode",
+    "ToolSet",
     "Upstream",
     "UpstreamConfig",
     "UpstreamInfo",

@@ -59,6 +59,17 @@ from rookery.upstreams.replica_choice import choose
 from rookery.upstreams.retry import Backoff, Kind
 from rookery.upstreams.urls import Address
 
+__all__ = [
+    "About",
+    "Format",
+    "HttpUpstream",
+    "Replica",
+    "ReplicaState",
+    "ReplyFormatError",
+    "StreamParser",
+    "WireOptions",
+]
+
 log = logging.getLogger("rookery.upstreams")
 
 PROBE_SECONDS: Final = 5.0

@@ -8,9 +8,28 @@ from functools import lru_cache
 
 from rookery.core import UsageError
 from rookery.core.errors import describe
-from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest, Dialect, ErrorKind, ReplyStream
+from rookery.gateway.dialects.protocol import (
+    BadRequestError,
+    ClientRequest,
+    Dialect,
+    ErrorKind,
+    HeaderDialect,
+    ReplyStream,
+    StatefulDialect,
+    TokenCountDialect,
+)
 
-__all__ = ["BadRequestError", "ClientRequest", "Dialect", "ErrorKind", "ReplyStream", "dialects"]
+__all__ = [
+    "BadRequestError",
+    "ClientRequest",
+    "Dialect",
+    "ErrorKind",
+    "HeaderDialect",
+    "ReplyStream",
+    "StatefulDialect",
+    "TokenCountDialect",
+    "load_dialects",
+]
 
 _GROUP = "rookery.dialects"
 
