@@ -230,20 +230,20 @@ async def test_places_are_given_in_order_and_waiting_is_reported():
 
 
 @pytest.fixture
-def given(monkeypatch):
-    """The seconds that each exchange was given."""
-    found: list[float] = []
+def deadlines(monkeypatch):
+    """The deadline of each exchange, in seconds."""
+    recorded: list[float] = []
     exchange = Replica.exchange
 
-    async def noted(self: Replica, *args: Any, seconds: float) -> Any:
-        found.append(seconds)
-        return await exchange(self, *args, seconds=seconds)
+    async def record_deadline(self: Replica, *args: Any, seconds: float, **options: Any) -> Any:
+        recorded.append(seconds)
+        return await exchange(self, *args, seconds=seconds, **options)
 
-    monkeypatch.setattr(Replica, "exchange", noted)
-    return found
+    monkeypatch.setattr(Replica, "exchange", record_deadline)
+    return recorded
 
 
-async def test_waiting_for_a_place_is_not_part_of_the_deadline(given):
+async def test_waiting_for_the_concurrency_gate_is_not_part_of_the_deadline(deadlines):
     hold = asyncio.Event()
     async with ModelServer() as server, upstream(server.url, concurrency=1) as up:
         server.then(Answer(hold=hold))
@@ -252,14 +252,14 @@ async def test_waiting_for_a_place_is_not_part_of_the_deadline(given):
         await asyncio.sleep(0.02)
         hold.set()
         await asyncio.gather(*calls)
-        assert given == [60, 60, 60]
+        assert deadlines == [60, 60, 60]
 
 
-async def test_failed_tries_are_part_of_the_deadline(given):
+async def test_failed_tries_are_part_of_the_deadline(deadlines):
     async with ModelServer(Answer(status=503)) as server, upstream(server.url, retries=3) as up:
         await fails(up, "upstream.overloaded", timeout=60)
-        assert given[0] == 60
-        assert all(later < sooner for sooner, later in itertools.pairwise(given))
+        assert deadlines[0] == 60
+        assert all(later < sooner for sooner, later in itertools.pairwise(deadlines))
 
 
 async def test_replicas_share_the_load_and_affinity_is_kept():

@@ -117,10 +117,10 @@ async def test_where_all_are_left_out_calls_go_on_trying():
 async def test_a_replica_that_times_out_is_left_out_only_after_some(monkeypatch):
     exchange = Replica.exchange
 
-    async def hurried(self: Replica, *args: Any, seconds: float) -> Any:
-        return await exchange(self, *args, seconds=0.1 if self is up.replicas[0] else seconds)
+    async def exchange_hurriedly(self: Replica, *args: Any, seconds: float, **options: Any) -> Any:
+        return await exchange(self, *args, seconds=0.1 if self is up.replicas[0] else seconds, **options)
 
-    monkeypatch.setattr(Replica, "exchange", hurried)
+    monkeypatch.setattr(Replica, "exchange", exchange_hurriedly)
     async with (
         ModelServer("two") as two,
         ModelServer(Answer(hold=asyncio.Event())) as one,

@@ -160,38 +160,41 @@ class HangDetector:
         self._reports: dict[str, asyncio.Task[ReplicaReport]] = {}
         self._hung_reports: dict[str, tuple[float, ReplicaReport]] = {}
         """What the latest examination found, and when, for replicas that were found hung."""
-        self._watching: asyncio.Task[None] | None = None
+        self.watcher: asyncio.Task[None] | None = None
+        """The task that examines silent calls; None if no call is in flight."""
 
     def close(self) -> None:
-        for task in (self._watching, *self._reports.values()):
+        for task in (self.watcher, *self._reports.values()):
             if task is not None:
                 task.cancel()
 
     # ---- silent calls
 
     def watch(self, replicas: Iterable[Replica]) -> None:
-        """Examine silent calls from now on, for as long as there are calls. Calling it again is cheap."""
-        if self._watching is None or self._watching.done():
-            work = self._watch(tuple(replicas))
-            self._watching = asyncio.get_running_loop().create_task(work, context=detached_context())
+        """Examine silent calls until no call is in flight."""
+        work = self._watch(tuple(replicas))
+        self.watcher = asyncio.get_running_loop().create_task(work, context=detached_context())
 
     async def _watch(self, replicas: tuple[Replica, ...]) -> None:
         loop = asyncio.get_running_loop()
-        while any(replica.calls for replica in replicas):
-            await asyncio.sleep(CHECK_SECONDS)
-            silent = [
-                call
-                for replica in replicas
-                if not replica.is_frozen
-                for call in replica.calls
-                if loop.time() - call.last >= SILENT_SECONDS
-            ]
-            found = await asyncio.gather(*(self.examine(call, patient=True) for call in silent))
-            for call, evidence in zip(silent, found, strict=True):
-                if evidence.verdict == "hung" and call in call.replica.calls:
-                    call.replica.give_up(call, evidence)
-                else:
-                    call.last = max(call.last, loop.time() - SILENT_SECONDS / 2)  # not again at the next check
+        try:
+            while any(replica.calls for replica in replicas):
+                await asyncio.sleep(CHECK_SECONDS)
+                silent = [
+                    call
+                    for replica in replicas
+                    if not replica.is_frozen
+                    for call in replica.calls
+                    if loop.time() - call.last >= SILENT_SECONDS
+                ]
+                found = await asyncio.gather(*(self.examine(call, patient=True) for call in silent))
+                for call, evidence in zip(silent, found, strict=True):
+                    if evidence.verdict == "hung" and call in call.replica.calls:
+                        call.replica.give_up(call, evidence)
+                    else:
+                        call.last = max(call.last, loop.time() - SILENT_SECONDS / 2)  # not again at the next check
+        finally:
+            self.watcher = None
 
     async def examine(self, call: CallProgress, *, patient: bool = False) -> UpstreamEvidence:
         """Whether the replica of this call hangs.
@@ -280,15 +283,14 @@ class HangDetector:
 
     async def _health(self, replica: Replica) -> str:
         try:
-            url = replica.endpoint(self._health_path)
-            answer = await replica.exchange(url, None, seconds=HEALTH_SECONDS)
+            answer = await replica.exchange(self._health_path, None, seconds=HEALTH_SECONDS)
         except Failure as failure:
             return f"failed ({failure.error.code})"
         return "ok" if answer.status < 500 else f"failed (status {answer.status})"
 
     async def _load(self, replica: Replica) -> EngineLoad | None:
         try:
-            answer = await replica.exchange(replica.endpoint("/metrics"), None, seconds=HEALTH_SECONDS)
+            answer = await replica.exchange("/metrics", None, seconds=HEALTH_SECONDS)
         except Failure:
             return None
         return parse_engine_load(answer.body) if answer.status == 200 else None
@@ -306,7 +308,7 @@ class HangDetector:
             left = deadline - asyncio.get_running_loop().time()
             try:
                 body = msgspec.json.encode({**asked, **prompt})
-                answer = await replica.exchange(replica.endpoint(path), body, seconds=max(0.1, left))
+                answer = await replica.exchange(path, body, seconds=max(0.1, left))
             except Failure as failure:
                 return f"failed ({failure.error.code})"
             if answer.status < 300:

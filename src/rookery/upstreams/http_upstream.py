@@ -36,7 +36,6 @@ from rookery.upstreams.format import (
     ErrorReply,
     Format,
     ReplyFormatError,
-    StreamParser,
     WireOptions,
     parse_version,
 )
@@ -54,7 +53,15 @@ from rookery.upstreams.protocol import (
     UpstreamConfig,
     UpstreamInfo,
 )
-from rookery.upstreams.replica import CallbackError, CallProgress, Failure, RawResponse, Replica
+from rookery.upstreams.replica import (
+    MISSING,
+    CallbackError,
+    CallProgress,
+    DeltaSink,
+    Failure,
+    RawResponse,
+    Replica,
+)
 from rookery.upstreams.replica_choice import choose
 from rookery.upstreams.retry import Backoff, Kind
 from rookery.upstreams.urls import Address
@@ -76,7 +83,6 @@ PROBE_SECONDS: Final = 5.0
 ABORT_SECONDS: Final = 5.0
 SIZE_SECONDS: Final = 10.0
 REFRESH_SECONDS: Final = 600.0
-MISSING: Final = (404, 405, 501)
 _AT_ONCE: Final = 32
 _PENDING: Final = 1024
 """Aborts that may wait for a slot. Beyond that, only the connection is closed."""
@@ -198,12 +204,16 @@ class HttpUpstream:
         avoid: Replica | None = None
         resend_to: Replica | None = None
         while True:
-            replica = resend_to or self._choose(request, avoid, loop.time())
+            replica = resend_to
+            if replica is None:
+                replicas = self.replicas
+                replica = replicas[0] if len(replicas) == 1 else self._choose(request, avoid, loop.time())
             if encoded is None or len(self.replicas) > 1:
                 encoded = self._encode(replica, request, omit, encoded, stream=on_delta is not None)
             replica.load += 1
             try:
-                queued += await replica.gate.acquire(on_wait)
+                if not replica.gate.acquire_nowait():
+                    queued += await replica.gate.acquire(on_wait)
                 started = loop.time()
                 try:
                     reply = await self._send(replica, encoded, original, timeout - elapsed, queued, on_delta)
@@ -263,22 +273,20 @@ class HttpUpstream:
         """Send an encoded request to one replica and return the parsed reply."""
         endpoint, request, options, body = encoded
         version = self.version  # of the weights with which the reply begins
-        url = replica.endpoint(endpoint.path)
         call = CallProgress(replica, request.affinity, asyncio.get_running_loop().time(), streamed=options.stream)
-        replica.begun(call)
-        self.hangs.watch(self.replicas)
+        sink: DeltaSink | None = None
+        if options.stream:
+            assert on_delta is not None
+            sink = DeltaSink(endpoint.stream_parser(request), on_delta)
+        if self.hangs.watcher is None:
+            self.hangs.watch(self.replicas)
         try:
-            if options.stream:
-                assert on_delta is not None
-                sink = _DeltaSink(endpoint.stream_parser(request), on_delta)
-                answer = await replica.stream(url, body, seconds=seconds, sink=sink)
-                if not answer.body and answer.status == 200:
-                    if missing := sink.parser.ended():
-                        kind: Kind = "final" if sink.delivered else "dropped"
-                        raise Failure(kind, replica.error("upstream.cut", missing))
-                    return sink.parser.reply(About(_reported_version(answer, version), queued, replica.name))
-            else:
-                answer = await replica.exchange(url, body, seconds=seconds)
+            answer = await replica.exchange(endpoint.path, body, seconds=seconds, call=call, sink=sink)
+            if sink is not None and not answer.body and answer.status == 200:
+                if missing := sink.parser.ended():
+                    kind: Kind = "final" if sink.delivered else "dropped"
+                    raise Failure(kind, replica.error("upstream.cut", missing))
+                return sink.parser.reply(About(_reported_version(answer, version), queued, replica.name))
             if not 200 <= answer.status < 300:
                 raise self._refusal(replica, encoded, original, answer)
             about = About(_reported_version(answer, version), queued, replica.name)
@@ -295,9 +303,8 @@ class HttpUpstream:
             raise Failure("final", replica.error("upstream.protocol", str(error))) from error
         except ErrorReply as raised:
             answer = RawResponse(raised.said.status, _NO_HEADERS, raised.data)
-            raise self._refusal(replica, encoded, original, answer, delivered=sink.delivered) from None
-        finally:
-            replica.ended(call)
+            delivered = sink is not None and sink.delivered
+            raise self._refusal(replica, encoded, original, answer, delivered=delivered) from None
         if on_delta is not None:
             await on_delta(delta_from_reply(reply))
         return reply
@@ -457,8 +464,6 @@ class HttpUpstream:
 
     def _choose(self, request: ModelRequest, avoid: Replica | None, now: float) -> Replica:
         replicas = self.replicas
-        if len(replicas) == 1:
-            return replicas[0]
         self._turn += 1
         usable = [replica for replica in replicas if replica.health.well]
         if request.avoid:
@@ -503,7 +508,7 @@ class HttpUpstream:
                 else:
                     health.failed("gone", f"{replica.name} still hangs", now=loop.time())
                 return
-            answer = await replica.exchange(replica.endpoint(self.health_path), None, seconds=PROBE_SECONDS)
+            answer = await replica.exchange(self.health_path, None, seconds=PROBE_SECONDS)
             if answer.status < 500:
                 health.answered()
                 log.warning("%s answers again", replica.name)
@@ -540,7 +545,7 @@ class HttpUpstream:
     async def _abort(self, replica: Replica, path: str, body: bytes) -> None:
         async with self._abort_slots:
             try:
-                await replica.exchange(replica.endpoint(path), body, seconds=ABORT_SECONDS)
+                await replica.exchange(path, body, seconds=ABORT_SECONDS)
             except Failure as failure:
                 log.debug("an abort request failed: %s", failure.error)
 
@@ -574,7 +579,7 @@ class HttpUpstream:
     async def _send_control(self, replica: Replica, path: str, body: bytes, *, seconds: float) -> bool:
         """Send a control request. Return False if the server does not support it; raise if it fails."""
         try:
-            answer = await replica.exchange(replica.endpoint(path), body, seconds=seconds)
+            answer = await replica.exchange(path, body, seconds=seconds)
         except Failure as failure:
             if failure.kind == "connect":
                 log.warning("control request %s not sent, the server is unreachable: %s", path, failure.error)
@@ -625,58 +630,12 @@ class HttpUpstream:
 
     async def _check(self, replica: Replica, seconds: float) -> UpstreamInfo | UpstreamError:
         try:
-            answer = await replica.exchange(replica.models, None, seconds=seconds)
-        except Failure as failure:
-            failure.error.__cause__ = failure.__cause__
-            return failure.error
-        if answer.status in MISSING:  # servers of one model often have no list
-            return UpstreamInfo(url=replica.name)
-        if not 200 <= answer.status < 300:
-            return replica.refusal(answer)[0].error
-        try:
-            listed = _decode_models(answer.body).data
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return replica.error("upstream.protocol", f"cannot parse the list of models ({error})")
-        models = tuple(entry.id for entry in listed)
-        wanted = self.config.model
-        if wanted and models and wanted not in models:
-            more = f" and {len(models) - 10} more" if len(models) > 10 else ""
-            there = ", ".join(models[:10]) + more
-            return replica.error("upstream.rejected", f"the model {wanted!r} is not served; available: {there}")
-        named = [entry for entry in listed if entry.id == wanted] or (listed if len(listed) == 1 else [])
-        length = named[0].max_model_len if named else None
-        context = length if isinstance(length, int) and length > 0 else None
+            info = await replica.check(self.config.model, seconds=seconds)
+        except UpstreamError as error:
+            return error
         if replica.refresh_at == 0.0:
             self.refresh(replica)
-        return UpstreamInfo(url=replica.name, models=models, context=context)
-
-
-class _DeltaSink:
-    """Parse the bytes of a stream and pass the deltas to the caller."""
-
-    __slots__ = ("delivered", "on_delta", "parser")
-
-    def __init__(self, parser: StreamParser, on_delta: OnDelta) -> None:
-        self.parser = parser
-        self.on_delta = on_delta
-        self.delivered = False
-
-    @property
-    def complete(self) -> bool:
-        return self.parser.finish is not None
-
-    @property
-    def done(self) -> bool:
-        return self.parser.done
-
-    async def feed(self, data: bytes) -> None:
-        delta = self.parser.feed(data)
-        if delta is not None:
-            self.delivered = True
-            try:
-                await self.on_delta(delta)
-            except Exception as error:
-                raise CallbackError(error) from error
+        return info
 
 
 def _reported_version(answer: RawResponse, fallback: int) -> int:
@@ -710,15 +669,3 @@ def _key(config: UpstreamConfig, key: str | None) -> str | None:
     if key and not (key.isascii() and key.isprintable()):
         raise UsageError("the model server's API key has characters that no HTTP header can contain; set it again")
     return key or None
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: Any = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
-
-
-_decode_models = msgspec.json.Decoder(_Models).decode

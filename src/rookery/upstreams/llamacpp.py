@@ -183,7 +183,7 @@ class LlamaCppUpstream(HttpUpstream):
 
     async def size(self, replica: Replica) -> int | None:
         """Return the number of slots: calls beyond them wait in the server."""
-        reply = await replica.exchange(replica.endpoint("/props"), None, seconds=SIZE_SECONDS)
+        reply = await replica.exchange("/props", None, seconds=SIZE_SECONDS)
         if reply.status != 200:
             return None
         try:

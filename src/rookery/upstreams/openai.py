@@ -17,20 +17,13 @@ from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.structured_output import token_options
 
-__all__ = ["CHAT", "COMPLETIONS", "Chat", "OpenAIUpstream"]
+__all__ = ["CHAT", "COMPLETIONS", "OpenAIFormat", "OpenAIUpstream"]
 
 
-class Chat:
-    """Format of `/chat/completions`."""
+class OpenAIFormat:
+    """Replies of `/chat/completions` and `/completions`. A subclass encodes the requests of one endpoint."""
 
     path = "chat/completions"
-
-    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:  # noqa: ARG002  (a kind may)
-        """Return fields that only this kind of engine has."""
-        return None
-
-    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
-        return encode_request(request, options, self.extra_fields(request))
 
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         return decode_reply(
@@ -50,13 +43,19 @@ class Chat:
         return Chunks(request)
 
 
-class Completions(Chat):
+class Chat(OpenAIFormat):
+    """Format of `/chat/completions`."""
+
+    encode = staticmethod(encode_request)
+
+
+class Completions(OpenAIFormat):
     """Format of `/completions`, with token IDs as the prompt."""
 
     path = "completions"
 
     def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
-        return super().encode(with_extra(request, token_options(request.sampling.extra, None, "openai")), options)
+        return encode_request(with_extra(request, token_options(request.sampling.extra, None, "openai")), options)
 
 
 def with_extra(request: ModelRequest, extra: Mapping[str, Any]) -> ModelRequest:

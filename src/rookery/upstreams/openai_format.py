@@ -63,15 +63,8 @@ class _Outgoing(msgspec.Struct, frozen=True, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_message(
-    message: Message | msgspec.Raw, *, resend_reasoning: bool = False
-) -> Message | msgspec.Raw | _Outgoing:
-    """Return the message in the server's format. Plain messages and JSON are returned unchanged."""
-    if type(message) is msgspec.Raw:
-        return message
-    assert isinstance(message, Message)
-    if not message.tool_calls and message.reasoning is None and message.content is not None:
-        return message
+def _encode_message(message: Message, *, resend_reasoning: bool) -> _Outgoing:
+    """Return a message with tool calls, reasoning or no content in the server's format."""
     calls = tuple(_Call(call.id, _Function(call.name, call.arguments)) for call in message.tool_calls)
     content = message.content
     if content is None and not calls:
@@ -133,16 +126,16 @@ def encode_request(
     body: dict[str, Any] = {"model": request.model}
     chat = not request.tokens
     if chat:
-        # Messages that came over HTTP are JSON already: a long history is not encoded again.
-        raw = type(request.messages[0]) is msgspec.Raw and type(request.messages[-1]) is msgspec.Raw
-        plain = raw and all(type(message) is msgspec.Raw for message in request.messages)
-        body["messages"] = (
-            request.messages
-            if plain
-            else [
-                encode_message(message, resend_reasoning=options.resend_reasoning) for message in request.messages
-            ]
-        )
+        messages: list[Message | msgspec.Raw | _Outgoing] = []
+        for message in request.messages:
+            # Messages that came over HTTP are JSON already, and plain messages need no conversion.
+            if type(message) is Message and (
+                message.tool_calls or message.reasoning is not None or message.content is None
+            ):
+                messages.append(_encode_message(message, resend_reasoning=options.resend_reasoning))
+            else:
+                messages.append(message)
+        body["messages"] = messages
         if request.tools:
             body["tools"] = request.tools.raw or [
                 {"type": "function", "function": tool} for tool in request.tools.schemas

@@ -19,15 +19,16 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from math import inf
 from time import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from yarl import URL
+import msgspec
 
 from rookery import __version__
 from rookery.core import UpstreamError, get_cause
 from rookery.core.lifetimes import detached_context
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.error_replies import ServerError, parse_error
+from rookery.upstreams.format import StreamParser
 from rookery.upstreams.health import Health
 from rookery.upstreams.http import (
     BadAnswer,
@@ -40,6 +41,7 @@ from rookery.upstreams.http import (
     TooLong,
     header_lines,
 )
+from rookery.upstreams.protocol import OnDelta, UpstreamInfo
 from rookery.upstreams.replica_choice import stable_hash
 from rookery.upstreams.retry import Kind
 from rookery.upstreams.urls import Address, redact
@@ -55,6 +57,8 @@ FAREWELL_SECONDS: Final = 5.0
 _AHEAD: Final = 64 << 10
 """Bytes of a stream that are read ahead of a slow `on_delta`; up to twice as many are buffered."""
 _DRAINS: Final = 256
+MISSING: Final = (404, 405, 501)
+"""Statuses of a server that does not have an endpoint."""
 _JSON: Final = header_lines({"Accept": "application/json", "Content-Type": "application/json"})
 _EVENTS: Final = header_lines({"Accept": "text/event-stream", "Content-Type": "application/json"})
 
@@ -86,25 +90,25 @@ class CallbackError(Exception):
         self.error = error
 
 
-class Sink(Protocol):
-    """The consumer of a stream's bytes."""
+class DeltaSink:
+    """Parse the bytes of a stream and pass the deltas to the caller."""
 
-    @property
-    def complete(self) -> bool:
-        """True if the reply has its finish reason; the rest of the stream is not needed."""
-        ...
+    __slots__ = ("delivered", "on_delta", "parser")
 
-    @property
-    def done(self) -> bool:
-        """True if the stream announced its end."""
-        ...
-
-    @property
-    def delivered(self) -> bool:
+    def __init__(self, parser: StreamParser, on_delta: OnDelta) -> None:
+        self.parser = parser
+        self.on_delta = on_delta
+        self.delivered = False
         """True if a delta was passed to the caller."""
-        ...
 
-    async def feed(self, data: bytes) -> None: ...
+    async def feed(self, data: bytes) -> None:
+        delta = self.parser.feed(data)
+        if delta is not None:
+            self.delivered = True
+            try:
+                await self.on_delta(delta)
+            except Exception as error:
+                raise CallbackError(error) from error
 
 
 class CallProgress:
@@ -139,7 +143,6 @@ class Replica:
     def __init__(self, address: Address, *, concurrency: int, key: str | None) -> None:
         self.name = address.shown
         self.salt = stable_hash(address.shown)
-        self.models = address.endpoint("models")
         self.gate = ConcurrencyGate(concurrency)
         self.health = Health()
         self.lacks: frozenset[str] = frozenset()
@@ -149,15 +152,14 @@ class Replica:
         self.load = 0
         """Calls in flight and calls that wait for the concurrency gate."""
         self._address = address
-        self._endpoints: dict[str, URL] = {}
+        self._targets: dict[str, str] = {}
+        """The request targets of endpoints, by path."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._frozen: dict[asyncio.Timeout, float] | None = None
         """The seconds left to each call when the server was frozen; None if it is not frozen."""
         self._draining: set[asyncio.Task[None]] = set()
         self.calls: set[CallProgress] = set()
         """Model calls in flight."""
-        self._call_of_task: dict[asyncio.Task[Any] | None, CallProgress] = {}
-        """The calls in flight by the task that makes them."""
         self.hung = False
         """True if the server was found hung: it must sample a token before it receives calls again."""
         self._progress: list[tuple[CallProgress, float]] = []
@@ -184,12 +186,6 @@ class Replica:
     def limit(self) -> int:
         return self.gate.limit
 
-    def endpoint(self, path: str) -> URL:
-        url = self._endpoints.get(path)
-        if url is None:
-            url = self._endpoints[path] = self._address.endpoint(path)
-        return url
-
     def error(self, cause: str, what: str) -> UpstreamError:
         """Return an error that names this server, what happened, and what to do."""
         text = self.scrub(f"{self.name}: {what}")
@@ -202,98 +198,92 @@ class Replica:
                 text = text.replace(secret, "***")
         return text
 
-    def _open(self) -> Client:
+    def _open_client(self) -> Client:
         if self._closed:
             raise Failure("final", self.error("upstream.unreachable", "this upstream is closed"))
-        if self._client is None:
-            self._client = Client(
-                self.models.host or "",
-                self.models.port or 0,
-                ssl=self.models.scheme == "https",
-                headers=self._headers,
-                connect=CONNECT_SECONDS,
-                buffer=_AHEAD,
-                again=False,
-            )
+        url = self._address.endpoint("")
+        self._client = Client(
+            url.host or "",
+            url.port or 0,
+            ssl=url.scheme == "https",
+            headers=self._headers,
+            connect=CONNECT_SECONDS,
+            buffer=_AHEAD,
+            again=False,
+        )
         return self._client
 
     async def close(self) -> None:
         self._closed = True
         for task in self._draining:
             task.cancel()
-        if self._client is not None:
-            await self._client.close()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
 
-    async def exchange(self, url: URL, body: bytes | None, *, seconds: float) -> RawResponse:
-        """POST `body`, or GET if it is None. Return the complete response, whatever its status."""
-        call = self._call_of_task.get(asyncio.current_task())
+    async def exchange(
+        self,
+        path: str,
+        body: bytes | None,
+        *,
+        seconds: float,
+        call: CallProgress | None = None,
+        sink: DeltaSink | None = None,
+    ) -> RawResponse:
+        """POST `body` to an endpoint, or GET if it is None. Return the complete response, whatever its status.
+
+        `call` is the model call that the exchange belongs to. With a `sink`, the bytes of an event stream are
+        passed to it as they arrive, and the response is returned at the end of the stream, whether or not the
+        reply is complete, with an empty body. Any other response, for example an error, is returned with its body,
+        and `sink` receives nothing.
+        """
+        target = self._targets.get(path)
+        if target is None:
+            target = self._targets[path] = self._address.endpoint(path).raw_path_qs
+        client = self._client or self._open_client()
         response: Response | None = None
-        client = self._open()
         try:
             async with asyncio.timeout(seconds) as deadline:
                 self._deadlines.add(deadline)
                 if call is not None:
                     call.deadline = deadline
+                    self.calls.add(call)
                 try:
-                    method = "GET" if body is None else "POST"
-                    response = await client.send(method, url.raw_path_qs, _JSON, body or b"")
-                    if call is not None:
+                    response = await client.send(
+                        "GET" if body is None else "POST", target, _JSON if sink is None else _EVENTS, body or b""
+                    )
+                    if sink is not None and response.status == 200:
+                        kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+                        if kind == "text/event-stream":
+                            await self._read_events(response, sink, deadline, call)
+                            return RawResponse(response.status, response.headers, b"")
+                    if sink is None and call is not None:
                         call.received(1)
                     return RawResponse(response.status, response.headers, await self._read(response))
                 finally:
                     self._deadlines.discard(deadline)
         except (HttpFailure, TimeoutError) as error:
-            raise self._failure(error, seconds, answering=response is not None, call=call) from error
-
-    async def stream(self, url: URL, body: bytes, *, seconds: float, sink: Sink) -> RawResponse:
-        """POST `body` and pass the bytes of an event stream to `sink` as they arrive.
-
-        Returns at the end of the stream, whether or not the reply is complete, with an empty body. Any other
-        response, for example an error, is returned with its body, and `sink` receives nothing.
-        """
-        call = self._call_of_task.get(asyncio.current_task())
-        response: Response | None = None
-        client = self._open()
-        try:
-            async with asyncio.timeout(seconds) as deadline:
-                self._deadlines.add(deadline)
-                if call is not None:
-                    call.deadline = deadline
-                try:
-                    response = await client.send("POST", url.raw_path_qs, _EVENTS, body)
-                    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-                    if response.status != 200 or kind != "text/event-stream":
-                        return RawResponse(response.status, response.headers, await self._read(response))
-                    await self._events(response, sink, deadline, call)
-                    return RawResponse(response.status, response.headers, b"")
-                finally:
-                    self._deadlines.discard(deadline)
-        except (HttpFailure, TimeoutError) as error:
-            if (
-                response is not None and sink.complete
-            ):  # the reply is complete: only the end of the stream is missing
+            if response is not None and sink is not None and sink.parser.finish is not None:
+                # The reply is complete: only the end of the stream is missing.
                 return RawResponse(response.status, response.headers, b"")
-            if response is None or isinstance(error, TimeoutError | TooLong):
-                failure = self._failure(error, seconds, answering=response is not None, call=call)
-                if sink.delivered:
-                    failure.kind = "final"
-                raise failure from error
-            what = f"the connection ended in the middle of the stream ({_reason(error)})"
-            raise Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what)) from error
+            raise self._failure(error, seconds, call, sink, answering=response is not None) from error
         finally:
-            if response is not None:
-                self._leave(response, drain=sink.done)
+            if sink is not None and response is not None:
+                self._leave(response, drain=sink.parser.done)
+            if call is not None:
+                self.calls.discard(call)
+                self._wake()
 
-    async def _events(
-        self, response: Response, sink: Sink, deadline: asyncio.Timeout, call: CallProgress | None
+    async def _read_events(
+        self, response: Response, sink: DeltaSink, deadline: asyncio.Timeout, call: CallProgress | None
     ) -> None:
-        hurried = False
-        while not sink.done and (data := await response.chunk()):
+        parser, shortened = sink.parser, False
+        while not parser.done and (data := await response.chunk()):
             if call is not None:
                 call.received(len(data))
             await sink.feed(data)
-            if sink.complete and not hurried:
-                hurried = True
+            if parser.finish is not None and not shortened:
+                shortened = True
                 soon = asyncio.get_running_loop().time() + FAREWELL_SECONDS
                 if (when := deadline.when()) is None or when > soon:
                     deadline.reschedule(soon)
@@ -310,6 +300,30 @@ class Replica:
             task.add_done_callback(self._draining.discard)
         else:
             response.close()
+
+    async def check(self, model: str, *, seconds: float) -> UpstreamInfo:
+        """Return what the server reports about itself. Raises `UpstreamError` if it does not serve `model`."""
+        try:
+            response = await self.exchange("models", None, seconds=seconds)
+        except Failure as failure:
+            raise failure.error from failure.__cause__
+        if response.status in MISSING:  # servers of one model often have no list
+            return UpstreamInfo(url=self.name)
+        if not 200 <= response.status < 300:
+            raise self.refusal(response)[0].error
+        try:
+            listed = _decode_models(response.body).data
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self.error("upstream.protocol", f"cannot parse the list of models ({error})") from error
+        models = tuple(entry.id for entry in listed)
+        if model and models and model not in models:
+            more = f" and {len(models) - 10} more" if len(models) > 10 else ""
+            available = ", ".join(models[:10]) + more
+            raise self.error("upstream.rejected", f"the model {model!r} is not served; available: {available}")
+        named = [entry for entry in listed if entry.id == model] or (listed if len(listed) == 1 else [])
+        length = named[0].max_model_len if named else None
+        context = length if isinstance(length, int) and length > 0 else None
+        return UpstreamInfo(url=self.name, models=models, context=context)
 
     # ---- frozen
 
@@ -345,17 +359,6 @@ class Replica:
             latest[0] = (call, now)
         else:
             self._progress = [(call, now), *latest[:1]]
-        self._wake()
-
-    def begun(self, call: CallProgress) -> None:
-        """Register a model call; exchanges of the current task belong to it from now on."""
-        self.calls.add(call)
-        self._call_of_task[asyncio.current_task()] = call
-
-    def ended(self, call: CallProgress) -> None:
-        """Remove a model call that has ended."""
-        self.calls.discard(call)
-        self._call_of_task.pop(asyncio.current_task(), None)
         self._wake()
 
     def _wake(self) -> None:
@@ -403,9 +406,22 @@ class Replica:
         self,
         error: HttpFailure | TimeoutError,
         seconds: float,
+        call: CallProgress | None,
+        sink: DeltaSink | None,
         *,
         answering: bool,
-        call: CallProgress | None = None,
+    ) -> Failure:
+        """Return the failure for an exchange that ended without a complete response."""
+        if answering and sink is not None and not isinstance(error, TimeoutError | TooLong):
+            what = f"the connection ended in the middle of the stream ({_reason(error)})"
+            return Failure("final" if sink.delivered else "dropped", self.error("upstream.cut", what))
+        failure = self._exchange_failure(error, seconds, call, answering=answering)
+        if sink is not None and sink.delivered:
+            failure.kind = "final"
+        return failure
+
+    def _exchange_failure(
+        self, error: HttpFailure | TimeoutError, seconds: float, call: CallProgress | None, *, answering: bool
     ) -> Failure:
         match error:
             case TimeoutError() if call is not None and call.hung is not None:
@@ -462,6 +478,18 @@ class Replica:
             if location := answer.headers.get("Location"):
                 words = f"answered {status}, a redirect to {redact(location)[:200]!r}"
         return Failure(kind, self.error(cause, words), after), said
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: Any = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+_decode_models = msgspec.json.Decoder(_Models).decode
 
 
 async def _drain(response: Response) -> None:

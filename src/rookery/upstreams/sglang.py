@@ -29,11 +29,11 @@ from rookery.upstreams.format import (
     parse_finish,
     parse_version,
 )
-from rookery.upstreams.http_upstream import MISSING, SIZE_SECONDS, HttpUpstream
-from rookery.upstreams.openai import Chat
-from rookery.upstreams.openai_format import RESERVED, Id
+from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
+from rookery.upstreams.openai import OpenAIFormat
+from rookery.upstreams.openai_format import RESERVED, Id, encode_request
 from rookery.upstreams.protocol import ModelReply, ModelRequest
-from rookery.upstreams.replica import Replica
+from rookery.upstreams.replica import MISSING, Replica
 from rookery.upstreams.structured_output import sglang_constraint, token_options
 from rookery.upstreams.token_ids import encode_prompt
 
@@ -297,12 +297,12 @@ class _Tokens(StreamParser):
             self.text(text)
 
 
-class _SglangChat(Chat):
-    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
+class _SglangChat(OpenAIFormat):
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
         fields: dict[str, Any] = {"rid": request.id}
         if request.want_tokens:
             fields["return_prompt_token_ids"] = True
-        return fields
+        return encode_request(request, options, fields)
 
     def streams(self, request: ModelRequest) -> bool:
         return not request.want_tokens
@@ -342,7 +342,7 @@ class SglangUpstream(HttpUpstream):
 
     async def size(self, replica: Replica) -> int | None:
         for path in ("/server_info", "/get_server_info"):
-            answer = await replica.exchange(replica.endpoint(path), None, seconds=SIZE_SECONDS)
+            answer = await replica.exchange(path, None, seconds=SIZE_SECONDS)
             if answer.status not in MISSING:
                 break
         if answer.status != 200:

@@ -29,8 +29,8 @@ from rookery.upstreams.format import (
 )
 from rookery.upstreams.http_upstream import SIZE_SECONDS, HttpUpstream
 from rookery.upstreams.logprobs import Logprobs, logprob_values, read_logprobs
-from rookery.upstreams.openai import Chat, with_extra
-from rookery.upstreams.openai_format import RESERVED, Id
+from rookery.upstreams.openai import OpenAIFormat, with_extra
+from rookery.upstreams.openai_format import RESERVED, Id, encode_request
 from rookery.upstreams.protocol import ModelReply, ModelRequest
 from rookery.upstreams.replica import Replica
 from rookery.upstreams.structured_output import token_options, vllm_constraint
@@ -173,30 +173,26 @@ class _Tokens(StreamParser):
         return super().ended()
 
 
-class _VllmChat(Chat):
-    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
-        return {"request_id": request.id} if request.id else None
+class _VllmChat(OpenAIFormat):
+    def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
+        return encode_request(request, options, {"request_id": request.id} if request.id else None)
 
 
-class _VllmCompletions(_VllmChat):
+class _VllmCompletions(OpenAIFormat):
     """Format of `/completions`, for servers without the token endpoint."""
 
     path = "completions"
 
     def encode(self, request: ModelRequest, options: WireOptions) -> bytes:
-        return super().encode(
-            with_extra(request, token_options(request.sampling.extra, vllm_constraint, "vllm")), options
-        )
-
-    def extra_fields(self, request: ModelRequest) -> dict[str, Any] | None:
-        fields: dict[str, Any] = super().extra_fields(request) or {}
+        fields: dict[str, Any] = {"request_id": request.id} if request.id else {}
         if request.sampling.max_tokens is None:
             fields["max_tokens"] = None  # null means as many as fit; the default is 16
         if request.stop_ids:
             fields["stop_token_ids"] = request.stop_ids
         if request.top_logprobs:
             fields["return_tokens_as_token_ids"] = True
-        return fields
+        request = with_extra(request, token_options(request.sampling.extra, vllm_constraint, "vllm"))
+        return encode_request(request, options, fields)
 
 
 _GENERATE: Final = Generate()
@@ -232,8 +228,7 @@ class VllmUpstream(HttpUpstream):
         return endpoint is _GENERATE
 
     async def size(self, replica: Replica) -> int | None:
-        url = replica.endpoint("/server_info?config_format=json")
-        answer = await replica.exchange(url, None, seconds=SIZE_SECONDS)
+        answer = await replica.exchange("/server_info?config_format=json", None, seconds=SIZE_SECONDS)
         if answer.status != 200:
             return None
         try:

@@ -31,8 +31,8 @@ class PausableCall:
         "_gate_wait_since",
         "_on_delta",
         "_on_wait",
-        "_prompt",
         "_prompt_delivered",
+        "_request",
         "_stop_margin",
         "_stopping",
         "_task",
@@ -41,7 +41,6 @@ class PausableCall:
         "_was_delivering",
         "_withheld",
         "_withheld_tokens",
-        "continuable",
         "crossed_update",
         "delivered",
         "delivering",
@@ -64,9 +63,8 @@ class PausableCall:
         self._gate_wait_since = 0.0
         self._cancelled = False
         self._frozen_since: float | None = None
-        self._prompt = request.tokens
+        self._request = request
         self._prompt_delivered = False
-        self.continuable = can_continue(request)
         self.parts: list[ModelReply] = []
         self.mixed_versions = False
         """True if it is unknown which of two versions sampled some of the tokens."""
@@ -78,8 +76,14 @@ class PausableCall:
         """Seconds spent waiting for the concurrency gate or in a frozen engine."""
         self.queueing = False
         """True while the call waits for the concurrency gate; the engine does not know it yet."""
-        self._stop_margin = max_stop_prefix(request.sampling) if self.continuable else 0
-        self.start_part(0)
+        self._stop_margin = 0
+        if on_delta is not None and request.sampling.stop and self.continuable:
+            self._stop_margin = max_stop_prefix(request.sampling)
+
+    @property
+    def continuable(self) -> bool:
+        """True if the rest of the reply can be requested from the tokens of its beginning."""
+        return can_continue(self._request)
 
     def start_part(self, version: int) -> None:
         """Reset the state that belongs to one part of the reply."""
@@ -152,7 +156,7 @@ class PausableCall:
     def partial_reply(self, reply: ModelReply | None, has_stops: bool) -> ModelReply | None:
         """Return what counts as sampled of an aborted part, or None if nothing does."""
         if self._on_delta is not None:
-            part = reply_from_deltas(self._deltas, prompt=self._prompt, version=self.version)
+            part = reply_from_deltas(self._deltas, prompt=self._request.tokens, version=self.version)
             if self._version_marks:
                 part = add_spans(part, self._version_marks)
             return part if part.sampled else None

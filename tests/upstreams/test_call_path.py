@@ -1,0 +1,14 @@
+"""The number of functions between `chat()` in an environment and the socket."""
+
+from benchmarks.model_call import trace_call
+
+MAX_STACK = 10
+MAX_FUNCTIONS = 41
+"""As measured by `python -m benchmarks model-call`. Lower it when the path gets shorter."""
+
+
+def test_model_call_enters_few_functions_before_the_socket():
+    path = trace_call()
+    assert path.stack[0].endswith("Model.chat")
+    assert len(path.stack) <= MAX_STACK, path.stack
+    assert len(path.functions) <= MAX_FUNCTIONS, path.functions
