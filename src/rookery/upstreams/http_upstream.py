@@ -36,6 +36,7 @@ from rookery.upstreams.format import (
     ErrorReply,
     Format,
     ReplyFormatError,
+    StreamParser,
     WireOptions,
     parse_version,
 )
