@@ -23,7 +23,7 @@ from rookery.core import Completed, Limits, Rollout, SandboxSpec
 from rookery.engine import Engine
 from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
-from rookery.gateway.door import Door
+from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.local import machine_checks
 from rookery.sandboxes.protocol import Command, Sandbox
 from rookery.upstreams import UpstreamConfig
@@ -70,7 +70,7 @@ class Together(AgentEnvironment):
         super().__init__(launcher, script=script)
         self._all = asyncio.Barrier(count)
 
-    async def _command(self, ctx: Context, box: Sandbox, door: Door) -> Command:
+    async def _command(self, ctx: Context, box: Sandbox, door: GatewaySession) -> Command:
         command = await super()._command(ctx, box, door)
         await self._all.wait()
         return command

@@ -26,7 +26,7 @@ class Agents(Environment):
         async with ctx.gateway_session(box) as door:
             env = {**door.environment(), "QUESTION": ctx.task.text}
             work = asyncio.create_task(box.exec(Command(argv=("python3", "-I", "-c", program), env=env)))
-            spent = asyncio.create_task(door.spent(0.01))
+            spent = asyncio.create_task(door.wait_truncated(0.01))
             try:
                 await asyncio.wait({work, spent}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rookery import Engine
 from rookery.core import Group, Limits, Message, Rollout, Sampling, StageClock, Turn, UsageError, label
-from rookery.gateway.client import Record
-from rookery.gateway.door import merged
+from rookery.gateway.client import SessionRecord
+from rookery.gateway.gateway_session import merge_records
 from rookery.trajectories import Recorder
 from rookery.upstreams import UpstreamConfig
 from tests.cli.sandbox_kit import local_sandboxes
@@ -176,8 +176,8 @@ def turn(index: int, parent: int | None = None, role: str = "policy") -> Turn:
 
 
 RECORDS = st.builds(
-    lambda indices, truncated, held: Record(
-        turns=tuple(turn(i) for i in sorted(indices)), truncated=truncated, held=held
+    lambda indices, truncated, held: SessionRecord(
+        turns=tuple(turn(i) for i in sorted(indices)), truncated=truncated, waited=held
     ),
     st.sets(st.integers(0, 6)),
     st.sampled_from([None, "turns", "time"]),
@@ -186,14 +186,14 @@ RECORDS = st.builds(
 
 
 @given(RECORDS, RECORDS)
-def test_fetching_a_record_never_takes_from_what_is_known(known: Record, got: Record) -> None:
-    both = merged(known, got)
+def test_fetching_a_record_never_takes_from_what_is_known(known: SessionRecord, got: SessionRecord) -> None:
+    both = merge_records(known, got)
     assert {one.index for one in both.turns} == {one.index for one in (*known.turns, *got.turns)}
     assert [one.index for one in both.turns] == sorted(one.index for one in both.turns)
-    assert both.held == max(known.held, got.held)
+    assert both.waited == max(known.waited, got.waited)
     if known.truncated is not None:
         assert both.truncated == known.truncated
-    assert merged(both, Record()) == both
+    assert merge_records(both, SessionRecord()) == both
 
 
 def test_adopted_turns_get_numbers_that_are_free() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rookery.core import Limits, Message, SandboxSpec, StageClock, Task, ToolCall, Turn
 from rookery.environments import Context, Log, Tool, ToolEnvironment
-from rookery.gateway import Role, Session
+from rookery.gateway import ModelRole, Session
 from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
 from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
@@ -99,7 +99,7 @@ class Attempt:
         loop = asyncio.get_running_loop()
         self.clock = StageClock(loop.time(), run)
         self.watch = CountingWatch(self.clock)
-        role = Role(name="policy", upstream=self.upstream, model="m")
+        role = ModelRole(name="policy", upstream=self.upstream, model="m")
         self.session = Session("a1", {"policy": role}, limits, Recorder("a1", self.turns.append), self.watch)
         self.ctx = Context(
             attempt="a1",

@@ -8,24 +8,24 @@ from typing import Any
 
 import msgspec
 
-from rookery.gateway.http import Answer, Refusal, Request
+from rookery.gateway.http import HttpError, Request, ResponseWriter
 from rookery.gateway.server import Connection, Server
 from tests.gateway.kit import Wire, request
 from tests.gateway.scripted import WAIT
 
 LIMIT = 1000
 PLAIN = request("GET", "/a?b=c", X_One="1")
-Handler = Callable[[Request, Answer], Awaitable[None]]
+Handler = Callable[[Request, ResponseWriter], Awaitable[None]]
 
 
-async def echo(request: Request, out: Answer) -> None:
+async def echo(request: Request, out: ResponseWriter) -> None:
     said = (request.method, request.path, request.query, request.headers, request.body.decode("latin-1"))
     out.send(200, msgspec.json.encode(said))
 
 
 def admit(request: Request) -> int:
     if request.path == "/no":
-        raise Refusal(401, b'{"error":"no"}', ((b"www-authenticate", b"Bearer"),))
+        raise HttpError(401, b'{"error":"no"}', ((b"www-authenticate", b"Bearer"),))
     if request.path == "/broken":
         raise ZeroDivisionError("secret of the head")
     return LIMIT
@@ -33,7 +33,11 @@ def admit(request: Request) -> int:
 
 def made(handler: Handler = echo, **more: Any) -> Server:
     return Server(
-        handler, admit, worded=lambda status, text: b'{"said":"%b"}' % text.encode(), failure=b"{}", **more
+        handler,
+        admit,
+        format_error=lambda status, text: b'{"said":"%b"}' % text.encode(),
+        internal_error=b"{}",
+        **more,
     )
 
 
@@ -80,7 +84,7 @@ class Gate:
         self.go = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def __call__(self, request: Request, out: Answer) -> None:
+    async def __call__(self, request: Request, out: ResponseWriter) -> None:
         self.begun.set()
         try:
             await self.go.wait()

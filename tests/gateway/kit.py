@@ -27,7 +27,7 @@ import uvloop
 from rookery.gateway import shard as shard_module
 from rookery.gateway.config import GatewayConfig, ShardSettings
 from rookery.gateway.registry import Registry
-from rookery.gateway.session import Record, Role
+from rookery.gateway.session import ModelRole, RecordMode
 from rookery.gateway.shard import Shard
 from rookery.upstreams import open_upstream
 from rookery.upstreams.protocol import Upstream, UpstreamConfig
@@ -222,9 +222,9 @@ class Gateway:
 
     async def settled(self) -> None:
         """Returns when no call is under way."""
-        seats = self.shard.registry.seats
+        seats = self.shard.registry.entries
         async with asyncio.timeout(WAIT):
-            while any(seat.session is not None and seat.session.under_way for seat in seats.values()):
+            while any(seat.session is not None and seat.session.in_flight for seat in seats.values()):
                 await asyncio.sleep(0)
 
 
@@ -233,7 +233,7 @@ async def served(
     folder: Path,
     policy: Upstream | None = None,
     *,
-    record: Record = "messages",
+    record: RecordMode = "messages",
     models: Mapping[str, str] | None = None,
     **others: Upstream,
 ) -> AsyncIterator[Gateway]:
@@ -341,11 +341,11 @@ def served_beside(folder: Path, upstream: Callable[[], Upstream]) -> Iterator[Ga
 
 
 def registry_over(
-    folder: Path, upstream: Upstream, mine: Callable[[str], bool] = lambda _: True, **more: Any
+    folder: Path, upstream: Upstream, is_local: Callable[[str], bool] = lambda _: True, **more: Any
 ) -> Registry:
     """The sessions of a shard alone."""
-    role = Role(name="policy", upstream=upstream, model="m")
-    return Registry(folder, "shard0", {"policy": role}, mine, **more)
+    role = ModelRole(name="policy", upstream=upstream, model="m")
+    return Registry(folder, "shard0", {"policy": role}, is_local, **more)
 
 
 def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rookery.core import Limits, Message, Sampling, ToolCall, Turn, floats, ints
-from rookery.gateway import Model, Role, Session
+from rookery.gateway import Model, ModelRole, Session
 from rookery.gateway.chat_renderers.protocol import ChatRenderer
 from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
-from rookery.gateway.session import Record
+from rookery.gateway.session import RecordMode
 from rookery.trajectories import Recorder, build_segments
 from rookery.upstreams.pause import PausableUpstream
 from rookery.upstreams.protocol import (
@@ -177,7 +177,7 @@ class Room:
 def room(
     upstream: Upstream,
     rendering: ChatRenderer | None = None,
-    record: Record = "tokens",
+    record: RecordMode = "tokens",
     limits: Limits | None = None,
     seed: int = 1,
     **sampling: object,
@@ -186,7 +186,7 @@ def room(
     pausable = PausableUpstream(noting)
     watched = Watched(rendering) if rendering is not None else None
     turns: list[Turn] = []
-    role = Role(
+    role = ModelRole(
         name="policy",
         upstream=pausable,
         model="",

@@ -14,9 +14,9 @@ import openai
 
 from rookery.core import RookeryError
 from rookery.gateway.config import GatewayConfig
-from rookery.gateway.registry import owner
+from rookery.gateway.registry import owning_shard
+from rookery.gateway.shard_peers import shard_socket_path
 from rookery.gateway.shards import Gateway
-from rookery.gateway.siblings import socket_of
 from rookery.upstreams.protocol import UpstreamConfig
 
 SECONDS = 60.0
@@ -39,7 +39,7 @@ async def gateway(url: str, folder: Path | None = None, **more: Any) -> AsyncIte
 
 def owned_by(shard: int, shards: int, stem: str = "s") -> str:
     """An id that belongs to this shard."""
-    return next(name for n in range(10_000) if owner(name := f"{stem}{n}", shards) == shard)
+    return next(name for n in range(10_000) if owning_shard(name := f"{stem}{n}", shards) == shard)
 
 
 async def eventually(true: Callable[[], Awaitable[bool] | bool], what: str = "it") -> None:
@@ -80,8 +80,8 @@ def client(seat: dict[str, str], *, retries: int = 8, through: Path | None = Non
 
 def door(served: Gateway, shard: int) -> Path:
     """A shard's own socket: whoever comes there has come to that shard."""
-    assert served._own is not None
-    return socket_of(served._own, shard)
+    assert served._sockets is not None
+    return shard_socket_path(served._sockets, shard)
 
 
 async def said(api: openai.AsyncOpenAI, messages: list[Any], *, stream: bool, **more: Any) -> str:
@@ -107,7 +107,7 @@ def kill(served: Gateway, shard: int) -> int:
 async def reborn(served: Gateway, pid: int, shard: int, session: str) -> None:
     """Waits until the shard that had this pid serves a session of its own again."""
     await eventually(lambda: served.pids()[shard] not in (pid, 0))
-    await patient(lambda: served.ask("GET", f"/rollouts/{session}"))
+    await patient(lambda: served.request("GET", f"/rollouts/{session}"))
 
 
 def alive(pid: int) -> bool:

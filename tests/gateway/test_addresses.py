@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Truncation, UpstreamError
-from rookery.gateway.calls import without_addresses
+from rookery.gateway.model_calls import without_addresses
 from rookery.upstreams import UpstreamConfig, open_upstream
 from tests.gateway.kit import Gateway, Registered, served
 from tests.gateway.scripted import Play, Scripted

@@ -169,7 +169,7 @@ async def bound_to(gateway: Gateway, session: str) -> int:
     sock = socket.create_server(("127.0.0.1", 0))
     port: int = sock.getsockname()[1]
     assert gateway.shard.server is not None
-    await gateway.shard.server.listen(sock, bound=session)
+    await gateway.shard.server.listen(sock, session=session)
     return port
 
 
@@ -323,7 +323,7 @@ async def test_what_is_no_pause_is_refused_in_words(tmp_path: Path, path: str, b
 async def test_health_says_why_calls_are_not_answered(tmp_path: Path) -> None:
     async with served(tmp_path, Scripted()) as gateway:
         assert (await gateway.ask("GET", "/healthz", key=None)).json == {"status": "ok"}
-        gateway.shard._late = 3.0
+        gateway.shard._loop_delay = 3.0
         answer = await gateway.ask("GET", "/healthz", key=None)
         assert (answer.status, answer.json["status"]) == (503, "the event loop is late by 3.0 seconds")
 

@@ -158,7 +158,7 @@ async def test_disconnects_at_every_byte_of_a_stream_record_only_what_was_comple
         assert len([turn for turn in turns if not turn.get("partial")]) == recorded
         assert all(turn["finish"] == "abort" for turn in turns if turn.get("partial"))
         assert recorded > 100, "the last event has its bytes too"
-        assert gateway.shard.registry.seats[session.id].asking == {}
+        assert gateway.shard.registry.entries[session.id].pending == {}
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rookery.core import ToolCall, UpstreamError
-from rookery.gateway import calls
+from rookery.gateway import model_calls as calls
 from tests.gateway.kit import Gateway, busy, said, served
 from tests.gateway.scripted import Play, Scripted
 

@@ -13,10 +13,10 @@ import pytest
 from rookery.core import Limits, RookeryError, Sampling
 from rookery.engine.run_services import RunGateway
 from rookery.gateway import client as gateway_client
-from rookery.gateway import door as doors
-from rookery.gateway.answers import wrong_in
-from rookery.gateway.client import GatewayAddress, GatewayClient, UnansweredError
-from rookery.gateway.door import open_door, registration
+from rookery.gateway import gateway_session as doors
+from rookery.gateway.client import GatewayAddress, GatewayClient, NoResponseError
+from rookery.gateway.gateway_session import make_registration, open_gateway_session
+from rookery.gateway.http import read_error_message
 from rookery.gateway.registration import Registration
 from tests.gateway.shard_kit import eventually
 from tests.servers import closed_port, raw_server
@@ -62,21 +62,21 @@ async def test_silence_at_registering_looking_and_ending_is_infra(monkeypatch: p
             return None
         return 200, b'{"id": "a", "base_url": "http://h", "secret": "s"}'
 
-    wish = registration("a", Limits(), Sampling(), 0, 60.0)
+    wish = make_registration("a", Limits(), Sampling(), 0, 60.0)
     session: Any = SimpleNamespace(watch=None, truncated=None, adopt=lambda turns: None)
     async with client_of(answers) as (client, _):
-        for name in ("register", "status", "record", "cancel"):
+        for name in ("register", "status", "fetch_record", "cancel"):
             monkeypatch.setitem(getattr(GatewayClient, name).__kwdefaults__, "timeout", 0.2)
         silent_at = "POST /rollouts"
-        with pytest.raises(UnansweredError) as register:
-            async with open_door(client, session, wish):
+        with pytest.raises(NoResponseError) as register:
+            async with open_gateway_session(client, session, wish):
                 raise AssertionError("it is not registered")
         silent_at = "GET /rollouts/a"
-        async with open_door(client, session, wish) as door:
-            with pytest.raises(UnansweredError) as look:
-                await door.look()
+        async with open_gateway_session(client, session, wish) as door:
+            with pytest.raises(NoResponseError) as look:
+                await door.truncation()
             silent_at = "POST /rollouts/a/cancel"
-            with pytest.raises(UnansweredError) as end:
+            with pytest.raises(NoResponseError) as end:
                 await door.end(timeout=0.2)
     for raised in (register, look, end):
         assert (raised.value.fault, raised.value.code) == ("infra", "engine.gateway")
@@ -95,34 +95,34 @@ async def test_one_that_does_not_answer_in_time_is_said_to_be_so_with_what_it_sa
 ) -> None:
     monkeypatch.setattr(gateway_client, "AGAIN_SECONDS", 0.001)
     async with client_of(lambda _: (503, BUSY)) as (client, asked):
-        with pytest.raises(UnansweredError, match=r"/rollouts/a within 1 s; it last said 503: no shard is up yet"):
+        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; it last said 503: no shard is up yet"):
             await client.status("a", timeout=1)
         assert len(asked) > 1, "what can be asked twice is asked again"
     async with client_of(lambda _: None) as (client, _):
-        with pytest.raises(UnansweredError, match=r"does not answer POST /pause within 0\.2 s"):
-            await client.ask("POST", "/pause", {}, timeout=0.2)
+        with pytest.raises(NoResponseError, match=r"does not answer POST /pause within 0\.2 s"):
+            await client.request("POST", "/pause", {}, timeout=0.2)
     with closed_port() as port:
         client = GatewayClient(address(port))
-        with pytest.raises(UnansweredError, match=r"/rollouts/a within 1 s; it last failed with: .*refused"):
+        with pytest.raises(NoResponseError, match=r"/rollouts/a within 1 s; it last failed with: .*refused"):
             await client.delete("a", timeout=1)
         await client.close()
 
 
 async def test_what_cannot_be_read_is_an_error_in_words() -> None:
     async with client_of(lambda _: (200, b"<html>")) as (client, _):
-        for asking in (client.status("a"), client.record("a"), client.ask("GET", "/state")):
+        for asking in (client.status("a"), client.fetch_record("a"), client.request("GET", "/state")):
             with pytest.raises(RookeryError, match=r"the gateway's .* cannot be read"):
                 await asking
 
 
 def test_what_is_wrong_is_said_whoever_said_it() -> None:
-    assert wrong_in(BUSY) == "no shard is up yet"
+    assert read_error_message(BUSY) == "no shard is up yet"
     for body in (b"<html>", b"[]", b'{"error":"text"}', b"\xff", b"", b'{"error":null}'):
-        assert wrong_in(body) == body.decode("utf-8", "replace")
+        assert read_error_message(body) == body.decode("utf-8", "replace")
 
 
 def wish(left: float = 60.0) -> dict[str, Any]:
-    return registration("0.0.1", Limits(), Sampling(), 1, left)
+    return make_registration("0.0.1", Limits(), Sampling(), 1, left)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "unanswered"])
@@ -135,14 +135,14 @@ async def test_a_session_that_may_be_there_is_deleted(how: str, monkeypatch: pyt
     async with client_of(lambda asked: (200, b"{}") if asked.startswith("DELETE") else None) as (client, asked):
 
         async def opened() -> None:
-            async with open_door(client, session, wish()):
+            async with open_gateway_session(client, session, wish()):
                 pytest.fail("there is no door")
 
         opening = asyncio.create_task(opened())
         await eventually(lambda: len(asked) > 0)
         if how == "cancelled":
             opening.cancel()
-        with pytest.raises((asyncio.CancelledError, UnansweredError)):
+        with pytest.raises((asyncio.CancelledError, NoResponseError)):
             await opening
         assert asked == ["POST /rollouts", "DELETE /rollouts/0.0.1"]
 
@@ -151,7 +151,7 @@ async def test_another_ones_session_is_left_alone() -> None:
     session: Any = None
     async with client_of(lambda _: (409, b'{"error":{"message":"there is one already"}}')) as (client, asked):
         with pytest.raises(RookeryError, match="there is one already"):
-            async with open_door(client, session, wish()):
+            async with open_gateway_session(client, session, wish()):
                 pytest.fail("there is no door")
         assert asked == ["POST /rollouts"]
 
@@ -164,7 +164,7 @@ async def test_a_session_that_cannot_be_deleted_is_said(
     made = b'{"id":"0.0.1","base_url":"http://x","secret":"s"}'
     async with (
         client_of(lambda asked: (201, made) if asked.startswith("POST") else None) as (client, _),
-        open_door(client, session, wish()),
+        open_gateway_session(client, session, wish()),
     ):
         pass
     assert "the session 0.0.1 could not be deleted at the gateway" in caplog.text

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 from rookery.core import Finish, Message, ToolCall
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
-from rookery.gateway.sent import HeldCalls, without_half_call
+from rookery.gateway.reply_reader import ToolCallBuffer, drop_incomplete_call
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import CallDelta
 from tests.gateway.dialects.kit import rendered
@@ -106,21 +106,21 @@ async def test_a_half_written_call_is_kept_as_tokens_and_the_conversation_goes_o
     ],
 )
 def test_only_a_call_that_the_end_cut_is_left_out(arguments: str, finish: Finish, kept: bool) -> None:
-    message = without_half_call(Message("assistant", None, (ToolCall("c", "look", arguments),)), finish)
+    message = drop_incomplete_call(Message("assistant", None, (ToolCall("c", "look", arguments),)), finish)
     assert bool(message.tool_calls) == kept
     assert message.content == (None if kept else "")
 
 
 def test_the_pieces_of_a_call_are_held_until_the_next_one_begins() -> None:
-    held = HeldCalls()
+    held = ToolCallBuffer()
     first = [CallDelta(0, "a", "look"), CallDelta(0, arguments='{"x":'), CallDelta(0, arguments="1}")]
     assert held.feed(first[:2]) == held.feed(first[2:]) == ()
     second = [CallDelta(1, "b", "look", "{"), CallDelta(1, arguments="}")]
     assert held.feed(second[:1]) == tuple(first)
     assert held.feed(second[1:]) == ()
     calls = (ToolCall("a", "look", '{"x":1}'), ToolCall("b", "look", "{}"))
-    assert held.rest(calls) == tuple(second)
-    assert held.rest(calls[:1]) == ()
+    assert held.flush(calls) == tuple(second)
+    assert held.flush(calls[:1]) == ()
 
 
 async def test_a_stream_sends_empty_events_while_a_long_call_is_sampled(

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from rookery.core import RookeryError, SandboxSpec
-from rookery.gateway.handed import Giver
+from rookery.gateway.session_listeners import ListenerSender
 from rookery.gateway.shards import Gateway
 from rookery.sandboxes import Command, ProviderHome
 from rookery.sandboxes.local.provider import PORT, LocalProvider, LocalSandbox
@@ -99,7 +99,7 @@ async def test_a_listener_serves_its_one_session_whatever_the_key_and_nothing_el
             await served.register({"id": name})
         listener = free()
         port = listener.getsockname()[1]
-        await served.hand(mine, listener)
+        await served.attach_listener(mine, listener)
         for path in ("/v1/chat/completions", "/chat/completions", f"/v1/rollouts/{mine}/chat/completions"):
             status, answer = await ask(http, port, path)
             assert (status, answer["choices"][0]["message"]["content"]) == (200, "to hi")
@@ -113,7 +113,7 @@ async def test_a_listener_serves_its_one_session_whatever_the_key_and_nothing_el
             assert answer.status == 200
         assert await recorded(served, mine) == ["to hi"] * 3
         assert await recorded(served, theirs) == []
-        assert (await served.ask("GET", f"/rollouts/{mine}"))["status"] == "open"
+        assert (await served.request("GET", f"/rollouts/{mine}"))["status"] == "open"
 
 
 async def test_a_restarted_shard_serves_its_listeners_again_and_who_knocks_meanwhile_waits() -> None:
@@ -124,7 +124,7 @@ async def test_a_restarted_shard_serves_its_listeners_again_and_who_knocks_meanw
             await served.register({"id": name})
             listener = free()
             ports[name] = listener.getsockname()[1]
-            await served.hand(name, listener)
+            await served.attach_listener(name, listener)
         for life in range(2):
             pid = kill(served, 0)
             await eventually(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))  # type: ignore[misc]
@@ -143,20 +143,20 @@ async def test_a_listener_that_is_taken_back_is_served_no_more_and_can_be_anothe
         listener = free()
         port = listener.getsockname()[1]
         again = listener.dup()
-        await served.hand("a", listener)
+        await served.attach_listener("a", listener)
         call = asyncio.create_task(ask(http, port))
         await server.wait_for_requests(1)
-        served.take("a")
-        served.take("a")
+        served.detach_listener("a")
+        served.detach_listener("a")
         with pytest.raises(aiohttp.ClientError):
             await call
         await server.wait_for_disconnects(1)
         server.default = Answer("second")
-        await served.hand("b", again)
+        await served.attach_listener("b", again)
         status, answer = await ask(http, port)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "second")
         assert (await recorded(served, "a"), await recorded(served, "b")) == ([], ["second"])
-        served.take("b")
+        served.detach_listener("b")
 
         async def refused() -> bool:
             try:
@@ -175,11 +175,11 @@ async def test_a_listener_of_a_session_that_is_over_says_so() -> None:
         listener = free()
         port = listener.getsockname()[1]
         await served.register({"id": "a"})
-        await served.hand("a", listener)
+        await served.attach_listener("a", listener)
         assert (await ask(http, port))[0] == 200
-        await served.ask("POST", "/rollouts/a/cancel")
+        await served.request("POST", "/rollouts/a/cancel")
         assert (await ask(http, port))[0] == 410
-        await served.ask("DELETE", "/rollouts/a")
+        await served.request("DELETE", "/rollouts/a")
         status, answer = await ask(http, port)
         assert (status, answer["error"]["code"]) == (410, "rollout_gone")
 
@@ -190,8 +190,8 @@ async def test_a_hand_over_right_before_a_taking_back_leaves_nothing_served() ->
         for _ in range(20):
             listener = free()
             address = listener.getsockname()
-            giving = asyncio.create_task(served.hand("a", listener))
-            while not served._reached._givers or "a" not in served._reached._givers[0]._listeners:
+            giving = asyncio.create_task(served.attach_listener("a", listener))
+            while not served._open_client._senders or "a" not in served._open_client._senders[0]._listeners:
                 await asyncio.sleep(0)
             giving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -206,7 +206,7 @@ async def test_a_hand_over_right_before_a_taking_back_leaves_nothing_served() ->
                         return True
                     return False
 
-            await served.hand("a", free())  # the words before this one have been heard
+            await served.attach_listener("a", free())  # the words before this one have been heard
             await eventually(refused)
 
 
@@ -214,11 +214,11 @@ async def test_what_cannot_be_served_is_an_error_in_words(tmp_path: Path) -> Non
     async with echoing() as server, gateway(server.url) as served:
         await served.register({"id": "a"})
         with pytest.raises(RookeryError, match="the listener cannot be served"):
-            await served.hand("a", socket.socket(type=socket.SOCK_DGRAM))
-    nobody = Giver(tmp_path, 0)
+            await served.attach_listener("a", socket.socket(type=socket.SOCK_DGRAM))
+    nobody = ListenerSender(tmp_path, 0)
     listener = free()
     with pytest.raises(RookeryError, match="no shard took the listener of a within"):
-        await nobody.give("a", listener, timeout=0.05)
+        await nobody.attach("a", listener, timeout=0.05)
     assert listener.fileno() == -1
     await nobody.close()
 
@@ -226,11 +226,11 @@ async def test_what_cannot_be_served_is_an_error_in_words(tmp_path: Path) -> Non
 GIVER = """
 import asyncio, socket, sys
 from pathlib import Path
-from rookery.gateway.handed import Giver
+from rookery.gateway.session_listeners import ListenerSender
 
 async def main():
     listener = socket.socket(fileno=int(sys.argv[2]))
-    await Giver(Path(sys.argv[1]), 0).give("a", listener)
+    await ListenerSender(Path(sys.argv[1]), 0).attach("a", listener)
     print("given", flush=True)
     await asyncio.Event().wait()
 
@@ -241,12 +241,12 @@ asyncio.run(main())
 async def test_a_listener_whose_giver_is_gone_is_served_no_more() -> None:
     async with echoing() as server, gateway(server.url) as served, session_of() as http:
         await served.register({"id": "a"})
-        assert served._own is not None
+        assert served._sockets is not None
         with free() as listener:
             port = listener.getsockname()[1]
             fd = listener.fileno()
             giver = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", GIVER, str(served._own), str(fd)),
+                *(sys.executable, "-c", GIVER, str(served._sockets), str(fd)),
                 pass_fds=(fd,),
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -292,7 +292,7 @@ async def test_a_program_in_a_box_calls_its_own_session_and_reaches_nothing_else
     async with echoing() as server, gateway(server.url, shards=2) as served:
         mine, theirs = owned_by(0, 2), owned_by(1, 2)
         seats = {name: await served.register({"id": name}) for name in (mine, theirs)}
-        await served.hand(mine, box.listener())
+        await served.attach_listener(mine, box.listener())
         assert await agent(
             box,
             ("/v1/chat/completions", "any"),
@@ -311,7 +311,7 @@ async def test_a_program_in_a_box_calls_its_own_session_and_reaches_nothing_else
         ]
         assert len(await recorded(served, mine)) == 3
         assert await recorded(served, theirs) == []
-        served.take(mine)
+        served.detach_listener(mine)
         box.refuse_connections()
         assert await agent(box, ("/v1/chat/completions", "any")) == ["ConnectionRefusedError"]
 
@@ -319,7 +319,7 @@ async def test_a_program_in_a_box_calls_its_own_session_and_reaches_nothing_else
 async def test_a_program_in_a_box_goes_on_after_its_shard_was_killed(box: LocalSandbox) -> None:
     async with echoing() as server, gateway(server.url) as served:
         await served.register({"id": "a"})
-        await served.hand("a", box.listener())
+        await served.attach_listener("a", box.listener())
         program = asyncio.create_task(box.exec(Command(argv=("python3", "-c", GOES_ON))))
         await box.exec(Command(argv=("sh", "-c", "until [ -e asked ]; do sleep 0.01; done")))
         pid = kill(served, 0)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rookery.gateway.http import Answer, Request
-from rookery.gateway.server import MAX_AHEAD, MAX_WAITING, Connection, Server
+from rookery.gateway.http import Request, ResponseWriter
+from rookery.gateway.server import MAX_PIPELINED, MAX_PIPELINED_BYTES, Connection, Server
 from tests.gateway.http_kit import PLAIN, Gate, made
 from tests.gateway.kit import request
 from tests.gateway.scripted import ANY_SPEED
@@ -53,7 +53,7 @@ def fed(*pieces: bytes) -> tuple[list[Any], bytes]:
     async def play() -> tuple[list[Any], bytes]:
         seen: list[Any] = []
 
-        async def handler(request: Request, out: Answer) -> None:
+        async def handler(request: Request, out: ResponseWriter) -> None:
             seen.append((request.method, request.path, request.query, dict(request.headers), request.body))
             out.send(200, b"%d" % len(seen))
 
@@ -285,18 +285,18 @@ def test_requests_before_a_broken_one_are_answered_and_those_after_it_are_not(br
 
 def test_what_a_client_sends_ahead_of_its_answers_is_bounded() -> None:
     seen, written = fed(PLAIN * 40)
-    assert 1 < len(seen) <= MAX_WAITING + 1
+    assert 1 < len(seen) <= MAX_PIPELINED + 1
     assert b"HTTP/1.1 400 " in written
 
     async def play() -> None:
         gate = Gate()
-        server = Server(gate, lambda _: 1 << 30, worded=lambda *_: b"{}", failure=b"{}")
+        server = Server(gate, lambda _: 1 << 30, format_error=lambda *_: b"{}", internal_error=b"{}")
         pipe, connection = Pipe(), Connection(server, "")
         connection.connection_made(pipe)
         connection.data_received(PLAIN)
         for _ in range(3):
-            connection.data_received(request("POST", "/", b"x" * (MAX_AHEAD // 2 + 1)))
-        assert sum(len(one.body) for one, _ in connection._waiting) <= MAX_AHEAD
+            connection.data_received(request("POST", "/", b"x" * (MAX_PIPELINED_BYTES // 2 + 1)))
+        assert sum(len(one.body) for one, _ in connection._pipelined) <= MAX_PIPELINED_BYTES
         gate.go.set()
         while connection.task is not None:
             await asyncio.sleep(0)

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from rookery.gateway import server
-from rookery.gateway.http import EVENTS, Answer, Refusal, Request
+from rookery.gateway.http import EVENT_STREAM, HttpError, Request, ResponseWriter
 from tests.gateway.http_kit import PLAIN, Door, Gate, door, echo, made, within
 from tests.gateway.kit import Wire, on_both_loops, request
 from tests.gateway.scripted import WAIT
@@ -30,8 +30,8 @@ async def test_keep_alive_serves_request_after_request_and_connection_close_ends
 
 @on_both_loops
 async def test_http_1_0_gets_a_body_that_ends_with_the_connection() -> None:
-    async def streams(request: Request, out: Answer) -> None:
-        out.begin(200, EVENTS)
+    async def streams(request: Request, out: ResponseWriter) -> None:
+        out.begin(200, EVENT_STREAM)
         await out.write(b"one")
         out.end(b"two")
 
@@ -46,9 +46,9 @@ async def test_http_1_0_gets_a_body_that_ends_with_the_connection() -> None:
 
 @on_both_loops
 async def test_head_gets_the_head_only_and_the_connection_goes_on() -> None:
-    async def both(request: Request, out: Answer) -> None:
+    async def both(request: Request, out: ResponseWriter) -> None:
         if request.path == "/stream":
-            out.begin(200, EVENTS)
+            out.begin(200, EVENT_STREAM)
             await out.write(b"one")
             out.end(b"two")
         else:
@@ -111,8 +111,8 @@ async def test_a_client_that_goes_away_cancels_its_handler_at_once() -> None:
 async def test_a_client_that_goes_away_while_it_is_behind_cancels_its_handler() -> None:
     ended = asyncio.Event()
 
-    async def floods(request: Request, out: Answer) -> None:
-        out.begin(200, EVENTS)
+    async def floods(request: Request, out: ResponseWriter) -> None:
+        out.begin(200, EVENT_STREAM)
         try:
             while True:
                 await out.write(b"x" * 10_000)
@@ -126,7 +126,7 @@ async def test_a_client_that_goes_away_while_it_is_behind_cancels_its_handler() 
         wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection = await house.alone()
         async with asyncio.timeout(WAIT):
-            while connection.choked is None:
+            while connection.write_blocked is None:
                 await asyncio.sleep(0)
         wire.cut()
         await within(ended)
@@ -150,9 +150,9 @@ async def test_a_slow_reader_costs_no_more_than_one_piece_and_is_left_behind(
     piece, sent, most = b"x" * 50_000, 0, 0
     over = asyncio.Event()
 
-    async def floods(request: Request, out: Answer) -> None:
+    async def floods(request: Request, out: ResponseWriter) -> None:
         nonlocal sent, most
-        out.begin(200, EVENTS)
+        out.begin(200, EVENT_STREAM)
         try:
             while True:
                 await out.write(piece)
@@ -168,7 +168,7 @@ async def test_a_slow_reader_costs_no_more_than_one_piece_and_is_left_behind(
             sock.send(PLAIN)
             connection = await house.alone()
             async with asyncio.timeout(WAIT):
-                while connection.choked is None:
+                while connection.write_blocked is None:
                     await asyncio.sleep(0)
             assert connection._transport is not None
             waiting = connection._transport.get_write_buffer_size()
@@ -186,7 +186,7 @@ async def test_one_that_does_not_take_a_whole_answer_is_left_behind(
     for name in ("WRITE_SECONDS", "IDLE_SECONDS"):
         monkeypatch.setattr(server, name, -1.0)
 
-    async def large(request: Request, out: Answer) -> None:
+    async def large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * (16 << 20))
 
     async with door(large) as house:
@@ -196,7 +196,7 @@ async def test_one_that_does_not_take_a_whole_answer_is_left_behind(
             await house.alone()
             async with asyncio.timeout(WAIT):
                 while house.server.connections:
-                    house.server.sweep()
+                    house.server.close_overdue()
                     await asyncio.sleep(0)
 
 
@@ -206,7 +206,7 @@ async def test_one_that_still_takes_a_large_answer_is_not_left_behind(monkeypatc
         monkeypatch.setattr(server, name, -1.0)
     size = 16 << 20
 
-    async def large(request: Request, out: Answer) -> None:
+    async def large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * size)
 
     async with door(large) as house, await house.wire() as wire:
@@ -221,7 +221,7 @@ async def test_one_that_still_takes_a_large_answer_is_not_left_behind(monkeypatc
             assert more, "cut off while it was taking the answer"
             got += len(more)
             if 0 < (left := transport.get_write_buffer_size()) != last:
-                house.server.sweep()
+                house.server.close_overdue()
                 last, sweeps = left, sweeps + 1
         assert sweeps > 1
         assert got == size
@@ -240,7 +240,7 @@ async def test_who_does_not_finish_its_request_or_stays_idle_is_left_behind(
             await house.alone()
             async with asyncio.timeout(WAIT):
                 while house.server.connections:
-                    house.server.sweep()
+                    house.server.close_overdue()
                     await asyncio.sleep(0)
             assert await wire.rest() == b""
             await wire.close()
@@ -248,24 +248,24 @@ async def test_who_does_not_finish_its_request_or_stays_idle_is_left_behind(
         wire = await house.wire()
         wire.send(PLAIN + b"GET / HT")  # the next one's time begins when this one is answered
         await within(gate.begun)
-        house.server.sweep()
+        house.server.close_overdue()
         assert len(house.server.connections) == 1
         monkeypatch.setattr(server, "IDLE_SECONDS", -1.0)
         gate.go.set()
         assert (await wire.answer()).status == 200
-        house.server.sweep()
+        house.server.close_overdue()
         await house.empty()
         await wire.close()
 
 
 @on_both_loops
 async def test_more_clients_than_there_is_room_for_are_turned_away_and_counted() -> None:
-    async with door(most=1) as house, await house.wire() as first:
+    async with door(max_connections=1) as house, await house.wire() as first:
         first.send(PLAIN)
         await first.answer()
         async with await house.wire() as second:
             assert await second.rest() == b""
-        assert house.server.refused == 1
+        assert house.server.rejected == 1
         first.send(PLAIN)
         assert (await first.answer()).status == 200
 
@@ -274,12 +274,12 @@ async def test_more_clients_than_there_is_room_for_are_turned_away_and_counted()
 async def test_an_exception_of_a_handler_ends_only_its_own_request_and_its_text_stays_here(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def fails(request: Request, out: Answer) -> None:
+    async def fails(request: Request, out: ResponseWriter) -> None:
         if request.path == "/late":
-            out.begin(200, EVENTS)
+            out.begin(200, EVENT_STREAM)
             await out.write(b"half")
         if request.path == "/refused":
-            raise Refusal(404, b'{"not":"here"}')
+            raise HttpError(404, b'{"not":"here"}')
         if request.path == "/silent":
             return
         if request.path != "/fine":
@@ -338,7 +338,7 @@ async def test_closing_flushes_a_large_answer_that_is_being_taken() -> None:
     size = 8 << 20
     begun = asyncio.Event()
 
-    async def large(request: Request, out: Answer) -> None:
+    async def large(request: Request, out: ResponseWriter) -> None:
         out.send(200, b"x" * size)
         begun.set()
 
@@ -379,12 +379,12 @@ async def test_a_listener_taken_back_takes_its_clients_with_it() -> None:
     async with door(gate) as house:
         sock = socket.create_server(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        own = await house.server.listen(sock, bound="one")
+        own = await house.server.listen(sock, session="one")
         async with await Wire.to(port) as theirs, await house.wire() as other:
             theirs.send(PLAIN)
             await within(gate.begun)
             other.send(PLAIN)
-            await house.server.unlisten(own, "one")
+            await house.server.stop_listening(own, "one")
             await within(gate.cancelled)
             assert await theirs.rest() == b""
             gate.go.set()

@@ -166,7 +166,7 @@ async def test_5000_streams_at_once_are_all_whole_and_slow_readers_hurt_nobody()
             recorded = 0
             async with asyncio.timeout(60):
                 while recorded < STREAMS:
-                    shown = (await served.ask("GET", "/rollouts"))["rollouts"]
+                    shown = (await served.request("GET", "/rollouts"))["rollouts"]
                     recorded = sum(one["turns_recorded"] for one in shown)
                     await asyncio.sleep(0.05)
             assert recorded == STREAMS

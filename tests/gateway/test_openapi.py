@@ -1,4 +1,4 @@
-"""The gateway against its own OpenAPI description: whatever is sent, what comes back is described there."""
+"""The gateway against its own OpenAPI description: whatever is sent, what comes back is build_openapi there."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from rookery.gateway.openapi import described
+from rookery.gateway.openapi import build_openapi
 from rookery.gateway.openapi_calls import CALLS
 from tests.gateway.kit import KEY, Gateway, served_beside
 from tests.gateway.scripted import Scripted
@@ -30,7 +30,7 @@ BOUNDED = settings(
     derandomize=True,  # so few examples are the same ones every time
 )
 FEW = settings(BOUNDED, max_examples=5)
-SCHEMA = schemathesis.openapi.from_dict(described())
+SCHEMA = schemathesis.openapi.from_dict(build_openapi())
 OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 
@@ -130,7 +130,7 @@ def test_who_has_no_right_gets_401_whatever_is_sent(gateway: Gateway, secret: st
 
 def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp_path: Path) -> None:
     served = requests.get(f"{gateway.url}/openapi.json", timeout=20).json()
-    assert served == msgspec.json.decode(msgspec.json.encode(described()))
+    assert served == msgspec.json.decode(msgspec.json.encode(build_openapi()))
     below = [f"/v1/rollouts/{{id}}{inner}" for inner in ("", "/v1")]
     assert {operation.label for operation in OPERATIONS} == {
         *("GET /", "HEAD /", "GET /healthz", "GET /metrics", "GET /v1/models"),
@@ -143,11 +143,11 @@ def test_the_description_is_served_and_names_every_address(gateway: Gateway, tmp
     }
 
 
-@pytest.mark.parametrize("path", sorted(described()["paths"]))
+@pytest.mark.parametrize("path", sorted(build_openapi()["paths"]))
 def test_a_method_that_is_not_described_is_refused_and_the_right_ones_named(
     gateway: Gateway, secret: str, path: str
 ) -> None:
-    right = {method.upper() for method in described()["paths"][path]} - {"PARAMETERS"}
+    right = {method.upper() for method in build_openapi()["paths"][path]} - {"PARAMETERS"}
     key = secret if path.startswith("/v1/rollouts") else KEY
     url = gateway.url + path.replace("{id}", "one").replace("{response}", "resp_1")
     for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - right:

@@ -13,7 +13,7 @@ from rookery import Engine
 from rookery.core import Limits, Message, Sampling, ToolSchema, Truncation, UpstreamError, UsageError, ints
 from rookery.gateway import ModelReply
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
-from rookery.gateway.config import GatewayConfig, format_of, settled_format
+from rookery.gateway.config import GatewayConfig, choose_rendering, resolved_rendering
 from rookery.gateway.shards import Gateway
 from rookery.trajectories import build_segments
 from rookery.upstreams import UpstreamConfig, open_upstream
@@ -297,7 +297,7 @@ def policy(kind: str = "openai", url: str = "http://127.0.0.1:9/v1") -> Upstream
 
 
 NOWHERE = "/nowhere/at-all"
-WRONG: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
+START_FAILED: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
     (policy(), {"record": "tokens"}, r"needs the policy's chat format.*--tokenizer.*--record messages"),
     (policy("vllm"), {"record": "tokens"}, "needs the policy's chat format"),
     (
@@ -319,7 +319,7 @@ WRONG: list[tuple[UpstreamConfig, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("upstream", "options", "words"), WRONG)
+@pytest.mark.parametrize(("upstream", "options", "words"), START_FAILED)
 def test_a_way_of_recording_that_cannot_work_is_refused_when_an_engine_is_built(
     upstream: UpstreamConfig, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
@@ -328,7 +328,7 @@ def test_a_way_of_recording_that_cannot_work_is_refused_when_an_engine_is_built(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("upstream", "options", "words"), WRONG)
+@pytest.mark.parametrize(("upstream", "options", "words"), START_FAILED)
 def test_a_way_of_recording_that_cannot_work_is_refused_when_a_gateway_is_built(
     upstream: UpstreamConfig, options: dict[str, Any], words: str
 ) -> None:
@@ -339,9 +339,9 @@ def test_a_way_of_recording_that_cannot_work_is_refused_when_a_gateway_is_built(
 
 @pytest.mark.parametrize("upstream", [policy("embedded", "embedded"), policy("openai", "embedded")])
 def test_the_embedded_policy_needs_no_tokenizer(upstream: UpstreamConfig) -> None:
-    assert format_of("tokens", None, upstream) == {"name": "embedded"}
-    assert settled_format("tokens", {}, upstream) == {"name": "embedded"}
-    assert settled_format("messages", {}, upstream) == {}
+    assert choose_rendering("tokens", None, upstream) == {"name": "embedded"}
+    assert resolved_rendering("tokens", {}, upstream) == {"name": "embedded"}
+    assert resolved_rendering("messages", {}, upstream) == {}
 
 
 @pytest.mark.needs("tokenizers")
@@ -350,9 +350,9 @@ def test_what_is_settled_is_a_folder_and_opens_the_same_again(monkeypatch: pytes
 
     folder = TOKENIZERS.resolve()
     monkeypatch.chdir(folder)
-    settled = settled_format("tokens", {"tokenizer": "qwen3"}, policy("vllm"))
+    settled = resolved_rendering("tokens", {"tokenizer": "qwen3"}, policy("vllm"))
     assert settled == {"tokenizer": str(folder / "qwen3")}
-    assert settled_format("tokens", settled, policy("vllm")) == settled
+    assert resolved_rendering("tokens", settled, policy("vllm")) == settled
 
 
 async def test_an_upstream_that_takes_no_ids_is_refused_before_anything_is_admitted(

@@ -25,26 +25,28 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n
 
 def admit(request: Request) -> int:
     """As the gateway does: a session's own listener, or its name in the path."""
-    request.owner = request.bound or request.path.strip("/")
+    request.owner = request.session or request.path.strip("/")
     return 64 * MB
 
 
 @contextlib.asynccontextmanager
 async def listeners(*bound: str, handler: Any = echo, **quota: int) -> AsyncIterator[tuple[Server, list[int]]]:
     """A server with a listener for each name; the empty one is open to all."""
-    server = Server(handler, admit, worded=lambda _, text: text.encode(), failure=b"{}", quota=Quota(**quota))
+    server = Server(
+        handler, admit, format_error=lambda _, text: text.encode(), internal_error=b"{}", quota=Quota(**quota)
+    )
     ports = []
     for name in bound:
         sock = socket.create_server(("127.0.0.1", 0))
         ports.append(sock.getsockname()[1])
-        await server.listen(sock, bound=name)
+        await server.listen(sock, session=name)
     try:
         yield server, ports
     finally:
         await server.close(grace=0)
-    assert server.ledger.bytes == 0
-    assert not server.ledger._connections
-    assert not server.ledger._bytes
+    assert server.quotas.bytes == 0
+    assert not server.quotas._connections
+    assert not server.quotas._bytes
 
 
 async def count(server: Server, number: int) -> None:
@@ -63,14 +65,14 @@ async def works(port: int, path: str = "/c") -> bool:
 
 
 async def test_idle_connections_of_two_listeners_do_not_keep_others_out() -> None:
-    async with listeners("a", "b", "c", "", connections=20, own_connections=15) as (server, (a, b, c, door)):
+    async with listeners("a", "b", "c", "", connections=20, connections_per_owner=15) as (server, (a, b, c, door)):
         idle = [await Wire.to(a) for _ in range(30)]
         idle += [await Wire.to(b) for _ in range(30)]
         await count(server, 20)
         for _ in range(3):
             assert await works(c)
             assert await works(door)
-        assert len(server.ledger._connections["a"]) <= 15
+        assert len(server.quotas._connections["a"]) <= 15
         for wire in idle:
             wire.writer.close()
         await count(server, 0)
@@ -78,7 +80,7 @@ async def test_idle_connections_of_two_listeners_do_not_keep_others_out() -> Non
 
 async def test_a_connection_that_is_being_answered_is_not_closed_for_others() -> None:
     gate = Gate()
-    async with listeners("a", "b", handler=gate, connections=3, own_connections=2) as (server, (a, b)):
+    async with listeners("a", "b", handler=gate, connections=3, connections_per_owner=2) as (server, (a, b)):
         held = [await Wire.to(a) for _ in range(2)]
         for wire in held:
             wire.send(request("GET", "/"))
@@ -96,33 +98,33 @@ async def test_a_connection_that_is_being_answered_is_not_closed_for_others() ->
 
 
 async def test_a_session_is_counted_over_all_listeners_together() -> None:
-    async with listeners("a", "", own_connections=4, own_bytes=3 * MB) as (server, (own, door)):
+    async with listeners("a", "", connections_per_owner=4, bytes_per_owner=3 * MB) as (server, (own, door)):
         wires = [await Wire.to(own) for _ in range(2)] + [await Wire.to(door) for _ in range(4)]
         await count(server, 6)
         for wire in wires[2:]:
             wire.send(request("GET", "/a"))
             assert (await wire.answer()).status == 200
-        assert len(server.ledger._connections["a"]) == 4
+        assert len(server.quotas._connections["a"]) == 4
         one, two = await Wire.to(own), await Wire.to(door)
         one.send(HEAD % (2 * MB), b"x" * (2 * MB - 1))
-        await eventually(lambda: server.ledger.bytes == 2 * MB - 1)
+        await eventually(lambda: server.quotas.bytes == 2 * MB - 1)
         two.send((HEAD % (2 * MB)).replace(b"/v1/chat/completions", b"/a"), b"x" * (2 * MB - 1))
         refused = await two.answer()
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         one.send(b"x")
         assert (await one.answer()).status == 200
-        await eventually(lambda: server.ledger.bytes == 0)
+        await eventually(lambda: server.quotas.bytes == 0)
         for wire in (*wires, one, two):
             wire.writer.close()
 
 
 async def test_a_server_full_of_unfinished_bodies_refuses_who_holds_most() -> None:
     size = 2 * FAIR_BYTES
-    async with listeners("a", "b", "c", bytes=3 * size, own_bytes=10 * size) as (server, (a, b, c)):
+    async with listeners("a", "b", "c", bytes=3 * size, bytes_per_owner=10 * size) as (server, (a, b, c)):
         greedy = [await Wire.to(a) for _ in range(3)]
         for wire in greedy:
             wire.send(HEAD % size, b"x" * (size - 1))
-        await eventually(lambda: server.ledger.bytes == 3 * (size - 1))
+        await eventually(lambda: server.quotas.bytes == 3 * (size - 1))
         modest = await Wire.to(b)
         modest.send(HEAD % size, b"x" * size)
         assert (await modest.answer()).status == 200
@@ -140,7 +142,7 @@ async def test_a_server_full_of_unfinished_bodies_refuses_who_holds_most() -> No
 
 async def test_a_server_full_of_answers_under_way_ends_some_of_who_has_most() -> None:
     gate = Gate()
-    async with listeners("a", "b", handler=gate, connections=70, own_connections=70) as (server, (a, b)):
+    async with listeners("a", "b", handler=gate, connections=70, connections_per_owner=70) as (server, (a, b)):
         greedy = [await Wire.to(a) for _ in range(70)]
         for wire in greedy:
             wire.send(request("GET", "/"))
@@ -156,7 +158,7 @@ async def test_a_server_full_of_answers_under_way_ends_some_of_who_has_most() ->
 
 async def test_a_server_full_of_bodies_under_way_ends_one_of_who_holds_most() -> None:
     gate, size = Gate(), 2 * FAIR_BYTES
-    async with listeners("a", "b", handler=gate, bytes=3 * size, own_bytes=10 * size) as (server, (a, b)):
+    async with listeners("a", "b", handler=gate, bytes=3 * size, bytes_per_owner=10 * size) as (server, (a, b)):
         greedy = [await Wire.to(a) for _ in range(3)]
         for wire in greedy:
             wire.send(HEAD % size, b"x" * size)
@@ -164,7 +166,7 @@ async def test_a_server_full_of_bodies_under_way_ends_one_of_who_holds_most() ->
         modest = await Wire.to(b)
         modest.send(HEAD % size, b"x" * size)
         await eventually(lambda: any(one.owner == "b" and one.task is not None for one in server.connections))
-        assert server.ledger.refused >= 1
+        assert server.quotas.rejected >= 1
         gate.go.set()
         assert (await modest.answer()).status == 200
         for wire in (*greedy, modest):
@@ -177,10 +179,10 @@ async def test_the_head_of_a_request_has_its_own_time(monkeypatch: pytest.Monkey
         silent, slow, body = [await Wire.to(port) for _ in range(3)]
         slow.send(b"GET / HTTP/1.1\r\nX: ")
         body.send(HEAD % 4, b"x")
-        await eventually(lambda: server.ledger.bytes == 1)
+        await eventually(lambda: server.quotas.bytes == 1)
         async with asyncio.timeout(WAIT):
             while len(server.connections) > 1:
-                server.sweep()
+                server.close_overdue()
                 await asyncio.sleep(0.01)
         assert await silent.rest() == b""
         assert await slow.rest() == b""
@@ -195,9 +197,9 @@ async def test_a_client_that_goes_away_releases_what_it_held() -> None:
         wire = await Wire.to(a)
         wire.send(HEAD % 1000, b"x" * 1000, HEAD % 500, b"y" * 500, HEAD % 100, b"z" * 10)
         await within(gate.begun)
-        await eventually(lambda: server.ledger.bytes == 1510)
+        await eventually(lambda: server.quotas.bytes == 1510)
         wire.writer.transport.abort()
-        await eventually(lambda: server.ledger.bytes == 0)
+        await eventually(lambda: server.quotas.bytes == 0)
 
 
 # ------------------------------------------------------------------------------------------------- real processes
@@ -214,7 +216,7 @@ async def test_a_sandbox_can_starve_neither_the_memory_nor_the_connections_of_a_
             await served.register({"id": name})
             listener = free()
             ports[name] = listener.getsockname()[1]
-            await served.hand(name, listener)
+            await served.attach_listener(name, listener)
         (pid,) = served.pids()
         assert (await ask(http, ports["good"]))[0] == 200
         before = resident(pid)
@@ -235,7 +237,7 @@ async def test_a_sandbox_can_starve_neither_the_memory_nor_the_connections_of_a_
 
         # Idle connections, far more than one session may have.
         idle = [await Wire.to(ports[name]) for _ in range(700) for name in ("hostile-1", "hostile-2")]
-        status = await served.ask("GET", "/rollouts/good")
+        status = await served.request("GET", "/rollouts/good")
         assert status["status"] == "open"
         for _ in range(3):
             assert (await ask(http, ports["good"], messages=HI))[0] == 200

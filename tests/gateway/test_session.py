@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rookery.core import Limits, Message, RookeryError, Sampling, Truncation, Turn, UpstreamError, UsageError, ints
-from rookery.gateway import Model, ModelReply, Role, Session
+from rookery.gateway import Model, ModelReply, ModelRole, Session
 from rookery.trajectories import Recorder
 from rookery.upstreams.concurrency_gate import ConcurrencyGate
 from rookery.upstreams.pause import PausableUpstream
@@ -115,7 +115,7 @@ class Room:
         self.session = Session(
             "0.0.1",
             {
-                name: Role(
+                name: ModelRole(
                     name=name,
                     upstream=self.pausable,
                     model="m",

@@ -115,8 +115,8 @@ async def test_a_shard_that_is_born_during_a_pause_is_paused_and_records_with_th
     async with ModelServer() as server, gateway(server.url, shards=2) as served:
         name = owned_by(0, 2)
         seat = await served.register({"id": name})
-        await served.ask("POST", "/resume", {"version": 3})
-        await served.ask("POST", "/pause", {"mode": "abort"})
+        await served.request("POST", "/resume", {"version": 3})
+        await served.request("POST", "/pause", {"mode": "abort"})
         pid = kill(served, 0)
         await reborn(served, pid, 0, name)
         assert await states(served) == [(True, 3, 0)] * 2
@@ -184,7 +184,7 @@ async def test_a_pause_waits_for_calls_of_every_shard() -> None:
             assert await call == "ok"
             assert (await pausing)[0] == 200
         assert [paused for paused, *_ in await states(served)] == [True, True]
-        await served.ask("POST", "/resume")
+        await served.request("POST", "/resume")
 
 
 async def test_a_pause_whose_asker_goes_away_is_undone_in_every_shard() -> None:
@@ -257,7 +257,7 @@ async def test_a_pause_is_over_at_its_deadline_in_a_shard_that_was_born_during_i
 async def test_a_sessions_deadline_does_not_run_during_a_pause_and_does_after_it() -> None:
     """With a deadline that any pause here is longer than."""
     async with ModelServer() as server, gateway(server.url) as served:
-        await served.ask("POST", "/pause", {"deadline": 60})
+        await served.request("POST", "/pause", {"deadline": 60})
         seat = await served.register({"id": "a", "budgets": {"deadline": 1.0}})
         async with client(seat, retries=0) as api:
             call = asyncio.create_task(said(api, HI, stream=False))
@@ -268,14 +268,14 @@ async def test_a_sessions_deadline_does_not_run_during_a_pause_and_does_after_it
             with pytest.raises(openai.APIConnectionError):
                 await call
             await reborn(served, pid, 0, "a")
-            await served.ask("POST", "/resume", {"version": 1})
+            await served.request("POST", "/resume", {"version": 1})
             assert await said(api, HI, stream=False) == "ok"
             pid = kill(served, 0)
             await reborn(served, pid, 0, "a")
             assert await versions(served, "a") == [1]
         # A pause that ran out by itself is over for the sessions' clocks too.
         seat = await served.register({"id": "b", "budgets": {"deadline": 0.3}})
-        await served.ask("POST", "/pause", {"deadline": 0.2})
+        await served.request("POST", "/pause", {"deadline": 0.2})
 
         async def truncated() -> bool:
             async with client(seat, retries=0) as api:

@@ -150,7 +150,7 @@ async def test_a_turn_that_was_recorded_but_not_told_is_told_to_its_retry_and_no
         reader, writer = await unread(seat, b'{"model":"m","messages":[{"role":"user","content":"hi"}]}')
 
         async def recorded() -> bool:
-            return bool((await served.ask("GET", "/rollouts/a"))["turns_recorded"])
+            return bool((await served.request("GET", "/rollouts/a"))["turns_recorded"])
 
         await eventually(recorded)
         pid = kill(served, 0)
@@ -218,9 +218,9 @@ async def test_shards_that_are_killed_again_and_again_lose_nothing_and_double_no
 
 
 def owned(session: str) -> int:
-    from rookery.gateway.registry import owner
+    from rookery.gateway.registry import owning_shard
 
-    return owner(session, 2)
+    return owning_shard(session, 2)
 
 
 # ------------------------------------------------------------------------------------------------ whole gateways
@@ -237,8 +237,8 @@ async def test_a_session_survives_a_restart_of_the_whole_gateway_with_any_number
                     seats = {name: await served.register({"id": name}) for name in names}
                     cancelled = await served.register({"id": "cancelled"})
                     deleted = await served.register({"id": "deleted"})
-                    await served.ask("POST", "/rollouts/cancelled/cancel")
-                    await served.ask("DELETE", "/rollouts/deleted")
+                    await served.request("POST", "/rollouts/cancelled/cancel")
+                    await served.request("DELETE", "/rollouts/deleted")
                 async with http() as session:
                     for name in names:
                         _, headers = chat(seats[name])
@@ -275,7 +275,7 @@ async def test_without_a_folder_nothing_is_left_behind(shallow: Path, monkeypatc
             pids = served.pids()
             async with client(await served.register({"id": "a"})) as api:
                 await said(api, HI, stream=False)
-            await served.hand("a", bound("127.0.0.1", 0))
+            await served.attach_listener("a", bound("127.0.0.1", 0))
             assert list(shallow.iterdir())
             assert all(map(alive, pids))
         await served.close()  # twice is fine

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from rookery.core.errors import unwrap_group
-from rookery.gateway import shards, siblings
+from rookery.gateway import shard_peers, shards
 from rookery.gateway.http import Request
 from tests.engine_standins import standin
 from tests.gateway.shard_kit import (
@@ -118,7 +118,7 @@ async def test_many_sessions_go_over_one_kept_connection_of_the_open_door() -> N
 
 
 async def test_a_long_answer_is_passed_on_piece_by_piece() -> None:
-    text = "long " * siblings.MAX_WHOLE
+    text = "long " * shard_peers.MAX_BUFFERED
     async with ModelServer(Answer(text)) as server, gateway(server.url, shards=2) as served:
         name = owned_by(1, 2)
         seat = await served.register({"id": name})
@@ -158,14 +158,14 @@ async def test_an_owner_that_is_dead_is_a_retryable_error_at_once_and_then_there
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     again = asyncio.Event()
-    begin = shards._Process._begin
+    begin = shards._Process._launch
 
     async def held(process: shards._Process) -> None:
         if process._process is not None:
             await again.wait()
         await begin(process)
 
-    monkeypatch.setattr(shards._Process, "_begin", held)
+    monkeypatch.setattr(shards._Process, "_launch", held)
     async with ModelServer() as server, gateway(server.url, shards=2) as served:
         name, other = owned_by(1, 2), owned_by(0, 2)
         seat, theirs = await served.register({"id": name}), await served.register({"id": other})
@@ -215,7 +215,7 @@ async def test_an_answer_that_is_cut_off_at_its_owner_is_cut_off_at_the_client()
 async def test_what_all_are_told_is_waited_for_and_an_error_where_one_that_lives_does_not_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings, "ASK_SECONDS", 0.01)  # that is for pages: a pause takes as long as it takes
+    monkeypatch.setattr(shard_peers, "COLLECT_SECONDS", 0.01)  # not for pauses
     go = asyncio.Event()
     status = 200
 
@@ -224,14 +224,14 @@ async def test_what_all_are_told_is_waited_for_and_an_error_where_one_that_lives
         return web.json_response({"error": {"message": "the engine is gone"}}, status=status)
 
     request = Request("POST", "/pause", "", {}, b"{}", "")
-    me = siblings.Siblings(tmp_path, 0, 2)
+    me = shard_peers.ShardPeers(tmp_path, 0, 2)
     try:
         await me.broadcast(request, 5.0)  # nobody is there: it will read what was written
         app = web.Application()
         app.router.add_post("/pause", answer)
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.UnixSite(runner, str(siblings.socket_of(tmp_path, 1))).start()
+        await web.UnixSite(runner, str(shard_peers.shard_socket_path(tmp_path, 1))).start()
         try:
             telling = asyncio.create_task(me.broadcast(request, SECONDS))
             await asyncio.wait({telling}, timeout=0.1)

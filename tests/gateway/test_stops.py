@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rookery.core import Message
-from rookery.gateway.stops import Stops
+from rookery.gateway.reply_reader import StopStringFilter
 from tests.gateway.scripted import ANY_SPEED
 
 texts = st.text("ab c", max_size=14)
@@ -32,11 +32,11 @@ def test_a_text_ends_before_the_stop_string_that_is_complete_first_and_none_of_i
 ) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
-    reading = Stops(stops)
+    reading = StopStringFilter(stops)
     told = "".join(reading.feed(piece) for piece in pieces[:-1])
-    told += reading.end(pieces[-1])
+    told += reading.finish(pieces[-1])
     assert told == expected(text, stops)
-    assert Stops(stops).cut(Message("assistant", text)).content == told
+    assert StopStringFilter(stops).cut(Message("assistant", text)).content == told
     assert reading.feed("more") == "" or not any(stop in text for stop in stops if stop)
 
 
@@ -45,7 +45,7 @@ def test_a_text_ends_before_the_stop_string_that_is_complete_first_and_none_of_i
 def test_text_is_held_back_only_as_long_as_it_may_still_become_a_stop_string(
     text: str, stops: tuple[str, ...]
 ) -> None:
-    reading, told, so_far = Stops(stops), "", ""
+    reading, told, so_far = StopStringFilter(stops), "", ""
     for letter in text:
         told += reading.feed(letter)
         so_far += letter
@@ -58,4 +58,4 @@ def test_text_is_held_back_only_as_long_as_it_may_still_become_a_stop_string(
 
 def test_messages_without_text_are_left_alone() -> None:
     for message in (Message("assistant"), Message("assistant", ({"type": "text", "text": "ab"},))):
-        assert Stops(("a",)).cut(message) is message
+        assert StopStringFilter(("a",)).cut(message) is message

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Message, ToolSchema
 from rookery.gateway import tools
-from rookery.gateway.tools import NO_TOOLS, ToolsError, tools_in, tools_of
+from rookery.gateway.tools import NO_TOOLS, ToolsError, cached_tool_set, parse_chat_tools
 from rookery.upstreams import ModelRequest
 from rookery.upstreams.openai_format import encode_request
 from tests.gateway.scripted import ANY_SPEED
@@ -27,7 +27,7 @@ LOOK = {
 
 def test_a_function_is_read_and_kept_as_it_was_written() -> None:
     written = b'[{ "type":"function", "function": {"name":"look", "strict": true}, "cache_control": {} }]'
-    found = tools_in(written)
+    found = parse_chat_tools(written)
     assert found.schemas == (ToolSchema("look", "", {}),)
     assert [bytes(one) for one in found.raw] == [written[1:-1]]
     body = encode_request(ModelRequest(messages=(Message("user", "hi"),), tools=found))
@@ -36,12 +36,12 @@ def test_a_function_is_read_and_kept_as_it_was_written() -> None:
 
 def test_tools_that_were_seen_just_before_are_read_once() -> None:
     data = raw(LOOK)
-    assert tools_in(data) is tools_in(bytes(bytearray(data)))
-    large = raw({**LOOK, "more": "x" * tools.MAX_KEPT})
-    assert tools_in(large) is not tools_in(large), "what is very large is not kept"
+    assert parse_chat_tools(data) is parse_chat_tools(bytes(bytearray(data)))
+    large = raw({**LOOK, "more": "x" * tools.MAX_CACHED_BYTES})
+    assert parse_chat_tools(large) is not parse_chat_tools(large), "what is very large is not kept"
     schemas = (ToolSchema("look", "", {}),)
-    assert tools_of(schemas) is tools_of(schemas)
-    assert tools_of(()) == NO_TOOLS or tools_of(()).schemas == ()
+    assert cached_tool_set(schemas) is cached_tool_set(schemas)
+    assert cached_tool_set(()) == NO_TOOLS or cached_tool_set(()).schemas == ()
 
 
 @settings(ANY_SPEED, max_examples=60)
@@ -59,18 +59,26 @@ def test_tools_that_were_seen_just_before_are_read_once() -> None:
     )
 )
 def test_kinds_that_no_model_of_ours_can_call_are_left_out_never_an_error(others: list[Any]) -> None:
-    assert tools_in(raw(*others)) == NO_TOOLS
-    found = tools_in(raw(*others, LOOK, *others))
+    assert parse_chat_tools(raw(*others)) == NO_TOOLS
+    found = parse_chat_tools(raw(*others, LOOK, *others))
     assert found.schemas == (ToolSchema("look", "Looks.", {"type": "object"}),)
     assert len(found.raw) == 1
 
 
 def test_order_of_keys_and_spacing_do_not_tell_tools_apart_and_their_meaning_does() -> None:
     same = b'[{"function": {"parameters": {"type": "object"},   "description": "Looks.", "name": "look"}}]'
-    assert tools_in(same).scope == tools_in(raw(LOOK)).scope == tools_of(tools_in(same).schemas).scope
-    scopes = {tools_in(raw(LOOK)).scope, tools_in(raw(LOOK, LOOK)).scope, tools_in(b"[]").scope}
+    assert (
+        parse_chat_tools(same).scope
+        == parse_chat_tools(raw(LOOK)).scope
+        == cached_tool_set(parse_chat_tools(same).schemas).scope
+    )
+    scopes = {
+        parse_chat_tools(raw(LOOK)).scope,
+        parse_chat_tools(raw(LOOK, LOOK)).scope,
+        parse_chat_tools(b"[]").scope,
+    }
     for name, value in (("name", "see"), ("description", "Sees."), ("parameters", {"type": "object", "x": 1})):
-        scopes.add(tools_in(raw({"function": {**LOOK["function"], name: value}})).scope)
+        scopes.add(parse_chat_tools(raw({"function": {**LOOK["function"], name: value}})).scope)
     assert len(scopes) == 6
 
 
@@ -90,4 +98,4 @@ def test_order_of_keys_and_spacing_do_not_tell_tools_apart_and_their_meaning_doe
 )
 def test_tools_that_cannot_be_read_are_named(data: bytes, says: str) -> None:
     with pytest.raises(ToolsError, match=says):
-        tools_in(data)
+        parse_chat_tools(data)

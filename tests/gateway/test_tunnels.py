@@ -17,7 +17,7 @@ from rookery import Engine
 from rookery.core import RookeryError, UsageError
 from rookery.engine import run_services
 from rookery.gateway import tunnels
-from rookery.gateway.tunnels import SshTunnel, Tunnel, Tunnels, tunnel_of
+from rookery.gateway.tunnels import SshTunnel, Tunnel, make_tunnel
 from tests.gateway.shard_kit import eventually, gateway
 from tests.processes import cmdline, descendants
 from tests.servers import ModelServer
@@ -119,7 +119,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tunnels, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(tunnels, "MIN_WAIT", 0.02)
     before = ssh_pids()
     yield
     assert ssh_pids() <= before
@@ -134,24 +134,24 @@ async def healthy(url: str) -> bool:
         return False
 
 
+@contextlib.asynccontextmanager
+async def opened(tunnel: Tunnel) -> AsyncIterator[str]:
+    """Open a tunnel and yield its URL."""
+    await tunnel.open()
+    try:
+        yield tunnel.url
+    finally:
+        await tunnel.close()
+
+
 @needs_server
-async def test_one_tunnel_for_all_who_need_it_and_the_last_closes_it(server: Server) -> None:
+async def test_a_closed_tunnel_leaves_no_ssh_process(server: Server) -> None:
     async with ModelServer() as model, gateway(model.url) as served:
-        port = served.address.port
-        shared = Tunnels(server.tunnel)
-        async with shared.to("ssh:here", port) as url:
-            async with asyncio.TaskGroup() as group:
-                urls = [group.create_task(entered(shared, port)) for _ in range(20)]
-            assert {task.result() for task in urls} == {url}
+        async with opened(server.tunnel("ssh:here", served.address.port)) as url:
             assert await healthy(url)
             assert len(ssh_pids()) == 1
         assert not await healthy(url)
         assert ssh_pids() == set()
-
-
-async def entered(shared: Tunnels, port: int, place: str = "ssh:here") -> str:
-    async with shared.to(place, port) as url:
-        return url
 
 
 @needs_server
@@ -159,7 +159,7 @@ async def test_a_tunnel_that_dies_is_made_again_at_the_same_address(server: Serv
     async with (
         ModelServer() as model,
         gateway(model.url) as served,
-        Tunnels(server.tunnel).to("ssh:here", served.address.port) as url,
+        opened(server.tunnel("ssh:here", served.address.port)) as url,
     ):
         assert await healthy(url)
         for pid in ssh_pids():
@@ -217,108 +217,23 @@ async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Pat
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("ssh:-oProxyCommand=touch x", "no place to log in"),
-        ("ssh:a b", "no place to log in"),
-        ("ssh:", "no place to log in"),
-        ("ssh:$(id)", "no place to log in"),
+        ("ssh:-oProxyCommand=touch x", "not an SSH destination"),
+        ("ssh:a b", "not an SSH destination"),
+        ("ssh:", "not an SSH destination"),
+        ("ssh:$(id)", "not an SSH destination"),
         ("far.example", "neither a URL nor ssh:"),
     ],
 )
 def test_a_place_that_is_none_is_said_when_the_tunnel_is_built(place: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        tunnel_of(place, 1)
-
-
-async def test_users_may_leave_in_any_order_and_be_cancelled() -> None:
-    opened: list[str] = []
-
-    class Fake:
-        url = "http://far"
-
-        async def open(self) -> None:
-            await asyncio.sleep(0)
-            opened.append("open")
-
-        async def close(self) -> None:
-            await asyncio.sleep(0)
-            opened.append("close")
-
-    shared = Tunnels(lambda place, port: Fake())
-    never = asyncio.Event()
-
-    async def user() -> None:
-        async with shared.to("x", 1):
-            await never.wait()
-
-    users = [asyncio.create_task(user()) for _ in range(5)]
-    while opened != ["open"] or any(task.get_coro().cr_await is None for task in users):  # type: ignore[union-attr]
-        await asyncio.sleep(0)
-    for task in users:
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()
-    await asyncio.wait(users)
-    await eventually(lambda: opened == ["open", "close"])
-    assert shared._ways == {}
-
-
-async def test_nobody_waits_for_the_tunnel_to_another_place() -> None:
-    never = asyncio.Event()
-
-    class Fake:
-        def __init__(self, place: str) -> None:
-            self.url = place
-
-        async def open(self) -> None:
-            if self.url == "unreachable":
-                await never.wait()
-
-        async def close(self) -> None:
-            if self.url == "stuck":
-                await never.wait()
-
-    shared = Tunnels(lambda place, port: Fake(place))
-    stuck = asyncio.create_task(entered(shared, 1, "stuck"))
-    hangs = asyncio.create_task(entered(shared, 1, "unreachable"))
-    async with asyncio.timeout(30):
-        assert await entered(shared, 1, "near") == "near"
-    for task in (stuck, hangs):
-        task.cancel()
-    await asyncio.wait({stuck, hangs})
-    never.set()
-    await eventually(lambda: not shared._leaving)
-    assert shared._ways == {}
-
-
-async def test_who_comes_while_the_last_one_leaves_has_a_tunnel_of_its_own() -> None:
-    closing, go, opened = asyncio.Event(), asyncio.Event(), 0
-
-    class Fake:
-        url = "far"
-
-        async def open(self) -> None:
-            nonlocal opened
-            opened += 1
-
-        async def close(self) -> None:
-            closing.set()
-            await go.wait()
-
-    shared = Tunnels(lambda place, port: Fake())
-    first = asyncio.create_task(entered(shared, 1, "x"))
-    await closing.wait()
-    second = asyncio.create_task(entered(shared, 1, "x"))
-    await asyncio.sleep(0)
-    go.set()
-    assert await first == await second == "far"
-    assert (opened, shared._ways) == (2, {})
+        make_tunnel(place, 1)
 
 
 @needs_server
 async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     async with ModelServer() as model:
         async with Engine(
             "tests.engine.gateway_envs:Far",

@@ -156,8 +156,8 @@ async def _serve(
             server = Server(
                 service.handle,
                 service.admit,
-                worded=service.worded,
-                failure=service.failure,
+                format_error=service.worded,
+                internal_error=service.failure,
                 quota=Quota(bytes=HELD_BYTES),
             )
             await server.listen(sock)

@@ -49,7 +49,7 @@ from rookery.environments import Context, Log
 from rookery.environments.context import LOST
 from rookery.environments.threads import count_stuck_threads, run_in_thread
 from rookery.gateway import Session
-from rookery.gateway.door import Door, open_door, registration
+from rookery.gateway.gateway_session import GatewaySession, make_registration, open_gateway_session
 from rookery.gateway.session import lacks_tokens
 from rookery.journal.tokens import encode_turn
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
@@ -123,7 +123,7 @@ class RunningAttempt:
         self._times = AttemptTimes()
         self._extents: list[Extent] = []
         self._events = 0
-        self._gateway_sessions: set[Door] = set()
+        self._gateway_sessions: set[GatewaySession] = set()
         """The attempt's open gateway sessions."""
         self._examining: asyncio.Task[None] | None = None
         """Task that checks, after the run deadline, whether the server of a running model call hangs."""
@@ -493,22 +493,24 @@ class RunningAttempt:
 
     def _open_gateway_session(
         self, sandbox: SupportsModelNetwork | None, timed: bool
-    ) -> AbstractAsyncContextManager[Door]:
+    ) -> AbstractAsyncContextManager[GatewaySession]:
         gateway = self.executor.gateway
         assert gateway is not None
         left = self._clock.remaining(self._loop.time()) if timed else float("inf")
         sampling = self.executor.roles["policy"].sampling
-        request = registration(self.spec.id, self.limits, sampling, self.spec.seed, left)
+        request = make_registration(self.spec.id, self.limits, sampling, self.spec.seed, left)
         if sandbox is None:
-            return self._track_session(open_door(gateway, self.session, request))
+            return self._track_session(open_gateway_session(gateway, self.session, request))
         request["network"] = "model"  # only this network has a listener in the sandbox
-        opening = open_door(
+        opening = open_gateway_session(
             gateway, self.session, request, listener=sandbox.listener(), inside_url=sandbox.inside_url
         )
         return self._track_session(opening)
 
     @asynccontextmanager
-    async def _track_session(self, opening: AbstractAsyncContextManager[Door]) -> AsyncIterator[Door]:
+    async def _track_session(
+        self, opening: AbstractAsyncContextManager[GatewaySession]
+    ) -> AsyncIterator[GatewaySession]:
         async with opening as session:
             self._gateway_sessions.add(session)
             try:

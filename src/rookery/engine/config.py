@@ -17,9 +17,9 @@ from rookery.core.suggestions import suggestion
 from rookery.engine.retry import RetryPolicy
 from rookery.engine.runner_protocol import RunSettings
 from rookery.environments import EnvironmentRef
-from rookery.gateway.public import checked_url, is_url, listened
-from rookery.gateway.session import Record
-from rookery.gateway.tunnels import tunnel_of
+from rookery.gateway.public_url import is_url, parse_listen_address, parse_public_url
+from rookery.gateway.session import RecordMode
+from rookery.gateway.tunnels import make_tunnel
 from rookery.sandboxes import is_poolable
 from rookery.upstreams.protocol import UpstreamConfig
 from rookery.upstreams.urls import redact
@@ -81,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Stop the run if more than this share of the latest attempts failed; None: never."""
     block_limit: float = 30.0
     """Seconds that the event loop of a runner may be blocked before the runner is killed."""
-    record: Record | None = None
+    record: RecordMode | None = None
     """None: `tokens` if `rendering` is set, otherwise `messages`."""
     rendering: dict[str, Any] = {}
     """The policy's chat format: the fields of `RenderingConfig`."""
@@ -109,7 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.seed or 0
 
     @property
-    def recording(self) -> Record:
+    def recording(self) -> RecordMode:
         """How turns are recorded, with the default resolved."""
         return self.record or ("tokens" if self.rendering else "messages")
 
@@ -132,20 +132,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Raise `UsageError` if the gateway's addresses are wrong, before anything listens."""
         if not is_url(self.public):
             if self.public:
-                tunnel_of(self.public, 0)  # raises if the address is not valid
+                make_tunnel(self.public, 0)  # raises if the address is not valid
             if self.gateway_listen:
                 raise UsageError(
                     "a listen address of the gateway (--gateway-listen) needs the public URL that leads to it: "
                     "add --public-url http://HOST:PORT"
                 )
             return
-        checked_url(self.public)
+        parse_public_url(self.public)
         if not self.gateway_listen:
             raise UsageError(
                 f"the public URL {redact(self.public)} must lead to the run's gateway, which listens on a random "
                 "port of 127.0.0.1: choose its address with --gateway-listen HOST:PORT"
             )
-        listened(self.gateway_listen)
+        parse_listen_address(self.gateway_listen)
 
 
 def with_policy_options(config: EngineConfig) -> EngineConfig:

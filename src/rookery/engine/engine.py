@@ -42,7 +42,7 @@ from rookery.engine.task_source import MAX_REGISTERED, TaskRegistry, plan_groups
 from rookery.engine.upstream import EngineUpstream
 from rookery.environments import Environment, EnvironmentRef, load_environment, make_reference, reward_bounds
 from rookery.environments.checks import check_environment
-from rookery.gateway.config import settle_rendering
+from rookery.gateway.config import resolve_rendering
 from rookery.journal import Journal, RunReader, create_run
 from rookery.sandboxes import resolve_spec
 from rookery.tasks import tasks_from
@@ -307,7 +307,7 @@ class Engine:
         wanted = config.rendering
         if wanted and config.allow_no_tools:
             wanted = {**wanted, "allow_no_tools": True}
-        resolved, warning = settle_rendering(config.recording, wanted, config.upstreams["policy"])
+        resolved, warning = resolve_rendering(config.recording, wanted, config.upstreams["policy"])
         if warning and not resolved.get("allow_no_tools") and self.environment.tools():
             names = ", ".join(tool.name for tool in self.environment.tools())
             raise UsageError(f"{self.environment.title} gives the policy tools ({names:.200}), and {warning}")

@@ -34,7 +34,7 @@ from rookery.engine.runner_protocol import (
 from rookery.engine.sandbox_factory import SandboxFactory
 from rookery.environments import Environment, reward_bounds
 from rookery.environments.checks import missing_gateway_message
-from rookery.gateway import Role
+from rookery.gateway import ModelRole
 from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.journal.tokens import TokenWriter
@@ -88,11 +88,11 @@ class Executor:
         self._disk_failed = False
         self._missing_tokens_reported = False
 
-    def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> Role:
+    def _role(self, name: str, config: UpstreamConfig, pause: PauseMode | None, version: int | None) -> ModelRole:
         state = PauseState(mode=pause, version=version, left=NO_DEADLINE)
         config = replace(config, share=self.settings.share)
         upstream = self.upstreams[name] = PausableUpstream(open_upstream(config), state=state)
-        return Role(
+        return ModelRole(
             name=name,
             upstream=upstream,
             model=config.model,

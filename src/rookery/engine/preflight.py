@@ -8,7 +8,7 @@ import msgspec
 
 from rookery.core import SandboxSpec, UpstreamError, UsageError, get_cause
 from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
-from rookery.gateway.public import is_loopback, is_url
+from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams import open_upstream, settled

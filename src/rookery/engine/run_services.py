@@ -22,9 +22,9 @@ from rookery.core.errors import describe
 from rookery.engine.runner_protocol import RunSettings
 from rookery.gateway.client import GatewayAddress
 from rookery.gateway.config import GatewayConfig
-from rookery.gateway.public import is_url, listened
+from rookery.gateway.public_url import is_url, parse_listen_address
 from rookery.gateway.shards import Gateway
-from rookery.gateway.tunnels import Tunnel, tunnel_of
+from rookery.gateway.tunnels import Tunnel, make_tunnel
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import KeeperProvider, Provider
 from rookery.upstreams.protocol import PauseMode
@@ -57,13 +57,13 @@ class RunGateway:
             shards=max(1, settings.share),
             public=settings.public if is_url(settings.public) else "",
         )
-        host, port = listened(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)
+        host, port = parse_listen_address(settings.gateway_listen) if settings.gateway_listen else ("127.0.0.1", 0)
         gateway = Gateway(config, self._folder, host=host, port=port, logs=Path(settings.folder) / "logs")
         self._gateway = await gateway.__aenter__()
         if config.public:
-            await gateway.prove(config.public)
+            await gateway.check_public_url(config.public)
         elif settings.public:
-            tunnel = tunnel_of(settings.public, gateway.address.port)
+            tunnel = make_tunnel(settings.public, gateway.address.port)
             await tunnel.open()
             self._tunnel = tunnel
 
@@ -80,7 +80,7 @@ class RunGateway:
         if self._gateway is not None:
             async with self._lock:
                 request = {"mode": mode, "timeout": timeout, "deadline": NO_DEADLINE}
-                await self._gateway.ask("POST", "/pause", request, timeout=timeout + 60.0)
+                await self._gateway.request("POST", "/pause", request, timeout=timeout + 60.0)
 
     async def resume(self, version: int | None, event: Callable[[str, dict[str, Any]], None]) -> None:
         """Resume model calls. An error is recorded as an event, and the run continues."""
@@ -88,7 +88,7 @@ class RunGateway:
             return
         try:
             async with self._lock:
-                await self._gateway.ask("POST", "/resume", {} if version is None else {"version": version})
+                await self._gateway.request("POST", "/resume", {} if version is None else {"version": version})
         except RookeryError as error:
             event("gateway.resume_failed", {"detail": describe(error)})
 

@@ -15,7 +15,7 @@ from rookery.core.errors import escape_surrogates
 from rookery.engine.plain_data import plain_data, plain_numbers
 from rookery.environments.loader import EnvironmentRef
 from rookery.gateway.client import GatewayAddress
-from rookery.gateway.session import Record
+from rookery.gateway.session import RecordMode
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams.protocol import PauseMode, UpstreamConfig
 
@@ -41,7 +41,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Sandboxes to create before they are needed, over all runners together."""
     block_warning: float = 1.0
     """Seconds after which a blocked event loop is reported."""
-    record: Record = "messages"
+    record: RecordMode = "messages"
     rendering: dict[str, Any] = {}
     public: str = ""
     """The gateway's address for other machines: a URL, or the target of a tunnel."""

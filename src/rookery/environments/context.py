@@ -9,12 +9,14 @@ from typing import Any, TypeAlias, TypeVar
 
 from rookery.core import Limits, SandboxError, SandboxSpec, Task, UsageError
 from rookery.environments.sandbox_proxy import SandboxProxy
-from rookery.gateway import Model, Session, Watch
-from rookery.gateway.door import Door
+from rookery.gateway import Model, Session, WaitObserver
+from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Sandbox, SupportsModelNetwork
 
 T = TypeVar("T")
-OpenGatewaySession: TypeAlias = Callable[[SupportsModelNetwork | None, bool], AbstractAsyncContextManager[Door]]
+OpenGatewaySession: TypeAlias = Callable[
+    [SupportsModelNetwork | None, bool], AbstractAsyncContextManager[GatewaySession]
+]
 LOST = ("sandbox.lost", "worker.unrecoverable")
 """Causes of failures that a policy can bring about in its own sandbox."""
 MIN_CLOCK_CHECK = 0.01
@@ -61,7 +63,7 @@ class Context:
         limits: Limits,
         spec: SandboxSpec,
         session: Session,
-        watch: Watch,
+        watch: WaitObserver,
         remaining: Callable[[], float],
         elapsed: Callable[[], float],
         log: Log,
@@ -198,7 +200,7 @@ class Context:
 
     def gateway_session(
         self, sandbox: Sandbox | None = None, *, timed: bool = True
-    ) -> AbstractAsyncContextManager[Door]:
+    ) -> AbstractAsyncContextManager[GatewaySession]:
         """Open a gateway session, for programs that call models over HTTP.
 
             async with ctx.gateway_session(sandbox) as session:

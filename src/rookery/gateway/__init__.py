@@ -10,7 +10,7 @@ Promises:
 """
 
 from rookery.gateway.chat_arguments import ChatArgumentError
-from rookery.gateway.session import Model, Role, Session, Watch
+from rookery.gateway.session import Model, ModelRole, Session, WaitObserver
 from rookery.upstreams.protocol import ModelReply
 
-__all__ = ["ChatArgumentError", "Model", "ModelReply", "Role", "Session", "Watch"]
+__all__ = ["ChatArgumentError", "Model", "ModelReply", "ModelRole", "Session", "WaitObserver"]

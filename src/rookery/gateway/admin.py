@@ -1,4 +1,4 @@
-"""What the admin key opens: sessions registered, read, cancelled and deleted; the pause; health and figures.
+"""What the admin key opens: sessions registered, read, cancelled and deleted; the pause; health and summary.
 
 Promises:
 - a session's secret is told once, to whoever registered it;
@@ -15,11 +15,11 @@ import msgspec
 from rookery.core import RookeryError, Segment, Turn, UsageError
 from rookery.gateway.dialects.chat import ChatDialect
 from rookery.gateway.dialects.protocol import ErrorKind
-from rookery.gateway.http import JSON, Answer, Request
-from rookery.gateway.metrics import Metrics, merged
+from rookery.gateway.http import JSON, Request, ResponseWriter
+from rookery.gateway.metrics import Metrics, merge_texts
 from rookery.gateway.registration import Registration
-from rookery.gateway.registry import ConflictError, Registry
-from rookery.gateway.seat import Seat
+from rookery.gateway.registry import Registry, SessionConflictError
+from rookery.gateway.session_entry import SessionEntry
 from rookery.trajectories import build_segments
 from rookery.upstreams.pause import ShardPause
 from rookery.upstreams.pause.shards import Broadcast
@@ -30,7 +30,7 @@ _registration = msgspec.json.Decoder(Registration).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class PauseWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /pause`."""
 
     mode: str = "drain"
@@ -40,7 +40,7 @@ class PauseWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds after which a missing resume is an error."""
 
 
-class ResumeWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /resume`."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
@@ -55,114 +55,119 @@ class Admin:
         registry: Registry,
         metrics: Metrics,
         *,
-        base: Callable[[Request], str],
-        everywhere: Callable[[Request], Awaitable[list[bytes]]],
+        base_url: Callable[[Request], str],
+        collect: Callable[[Request], Awaitable[list[bytes]]],
         pause: ShardPause,
         broadcast: Callable[[Request, float], Awaitable[None]],
-        trouble: Callable[[], str],
+        health_problem: Callable[[], str],
         route: Callable[[str], int | None],
-        forward: Callable[[int, Request, Answer], Awaitable[None]],
+        forward: Callable[[int, Request, ResponseWriter], Awaitable[None]],
     ) -> None:
         self._registry = registry
         self._metrics = metrics
-        self._base = base
-        self._everywhere = everywhere
+        self._base_url = base_url
+        self._collect = collect
         self._pause = pause
         self._broadcast = broadcast
-        self._trouble = trouble
+        self._health_problem = health_problem
         self._route = route
         self._forward = forward
 
     # ---- sessions
 
-    async def register(self, request: Request, out: Answer) -> None:
+    async def register(self, request: Request, out: ResponseWriter) -> None:
         try:
             registration = _registration(request.body or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            _problem(out, "bad_request", f"this is no registration: {error}")
+            _send_error(out, "bad_request", f"this is no registration: {error}")
             return
         if registration.id and (shard := self._route(registration.id)) is not None:
             await self._forward(shard, request, out)
             return
         try:
-            seat, secret = self._registry.open(registration)
-        except ConflictError as error:
-            _problem(out, "conflict", str(error))
+            entry, secret = self._registry.register(registration)
+        except SessionConflictError as error:
+            _send_error(out, "conflict", str(error))
             return
         except UsageError as error:
-            _problem(out, "bad_request", str(error))
+            _send_error(out, "bad_request", str(error))
             return
-        base = f"{self._base(request)}/v1/rollouts/{seat.id}"
-        out.send(201, _encode({"id": seat.id, "base_url": base, "secret": secret}), headers=(_NO_STORE,))
+        base_url = f"{self._base_url(request)}/v1/rollouts/{entry.id}"
+        out.send(201, _encode({"id": entry.id, "base_url": base_url, "secret": secret}), headers=(_NO_STORE,))
 
-    async def listing(self, request: Request, out: Answer) -> None:
-        own = [_shown(seat) for seat in self._registry.seats.values()]
-        for answer in await self._everywhere(request):
+    async def list_sessions(self, request: Request, out: ResponseWriter) -> None:
+        own = [_describe(entry) for entry in self._registry.entries.values()]
+        for answer in await self._collect(request):
             own += msgspec.json.decode(answer)["rollouts"]
         out.send(200, _encode({"rollouts": sorted(own, key=lambda one: one["began"])}))
 
-    async def status(self, session: str, request: Request, out: Answer) -> None:
+    async def status(self, session: str, request: Request, out: ResponseWriter) -> None:
         """How far a session is; with `?examine=1` also whether the servers of its calls under way hang."""
-        if (seat := self._seat(session, out)) is None:
+        if (entry := self._find_entry(session, out)) is None:
             return
-        examined = {"evidence": await seat.examine()} if request.query == "examine=1" else {}
-        out.send(200, _encode({**_shown(seat), **examined}))
+        examined = {"evidence": await entry.examine()} if request.query == "examine=1" else {}
+        out.send(200, _encode({**_describe(entry), **examined}))
 
-    async def trajectory(self, session: str, request: Request, out: Answer) -> None:
-        seat = self._seat(session, out)
-        if seat is None:
+    async def trajectory(self, session: str, request: Request, out: ResponseWriter) -> None:
+        entry = self._find_entry(session, out)
+        if entry is None:
             return
         binary = MSGPACK.decode() in request.headers.get("accept", "")
-        body = await asyncio.to_thread(self._record, seat, list(seat.extents), binary)
+        body = await asyncio.to_thread(self._record, entry, list(entry.extents), binary)
         out.send(200, body, MSGPACK if binary else JSON)
 
-    def _record(self, seat: Seat, extents: list[Any], binary: bool) -> bytes:
+    def _record(self, entry: SessionEntry, extents: list[Any], binary: bool) -> bytes:
         """The session's record; in a thread, since it may be large."""
-        turns = self._registry.read(extents)
+        turns = self._registry.read_extents(extents)
         record = {
-            **_shown(seat),
-            "turns": [turn if binary else shown_turn(turn) for turn in turns],
-            "segments": [part if binary else shown_segment(part) for part in build_segments(turns)],
+            **_describe(entry),
+            "turns": [turn if binary else turn_to_json(turn) for turn in turns],
+            "segments": [part if binary else segment_to_json(part) for part in build_segments(turns)],
         }
         return msgspec.msgpack.encode(record) if binary else _encode(record)
 
-    async def cancel(self, session: str, request: Request, out: Answer) -> None:  # noqa: ARG002
-        if (seat := self._seat(session, out)) is not None:
-            self._registry.end(seat, "cancelled")
-            out.send(200, _encode(_shown(seat)))
+    async def cancel(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        if (entry := self._find_entry(session, out)) is not None:
+            self._registry.end(entry, "cancelled")
+            out.send(200, _encode(_describe(entry)))
 
-    async def delete(self, session: str, request: Request, out: Answer) -> None:  # noqa: ARG002
-        seat = self._registry.seats.get(session)
-        if seat is not None:
-            self._registry.end(seat, "deleted")
-        elif session not in self._registry.past:
-            _problem(out, "not_found", f"there is no rollout {session[:200]!r} here")
+    async def delete(self, session: str, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        entry = self._registry.entries.get(session)
+        if entry is not None:
+            self._registry.end(entry, "deleted")
+        elif session not in self._registry.deleted:
+            _send_error(out, "not_found", f"there is no rollout {session[:200]!r} here")
             return
         out.send(200, _encode({"id": session, "status": "deleted"}))
 
-    def _seat(self, session: str, out: Answer) -> Seat | None:
-        seat = self._registry.seats.get(session)
-        if seat is None:
-            past = session in self._registry.past
+    def _find_entry(self, session: str, out: ResponseWriter) -> SessionEntry | None:
+        entry = self._registry.entries.get(session)
+        if entry is None:
+            past = session in self._registry.deleted
             said = (
                 f"rollout {session[:200]!r} was deleted" if past else f"there is no rollout {session[:200]!r} here"
             )
-            _problem(out, "gone" if past else "not_found", said)
-        return seat
+            _send_error(out, "gone" if past else "not_found", said)
+        return entry
 
     # ---- the whole gateway
 
-    async def pause(self, request: Request, out: Answer) -> None:
-        await self._sync(
+    async def pause(self, request: Request, out: ResponseWriter) -> None:
+        await self._change_pause(
             request,
             out,
-            PauseWish,
-            lambda wish: self._pause.pause(wish.mode, wish.timeout, wish.deadline, self._broadcast_of(request)),
+            PauseRequest,
+            lambda options: self._pause.pause(
+                options.mode, options.timeout, options.deadline, self._broadcast_of(request)
+            ),
         )
 
-    async def resume(self, request: Request, out: Answer) -> None:
-        await self._sync(
-            request, out, ResumeWish, lambda wish: self._pause.resume(wish.version, self._broadcast_of(request))
+    async def resume(self, request: Request, out: ResponseWriter) -> None:
+        await self._change_pause(
+            request,
+            out,
+            ResumeRequest,
+            lambda options: self._pause.resume(options.version, self._broadcast_of(request)),
         )
 
     def _broadcast_of(self, request: Request) -> Broadcast:
@@ -176,61 +181,65 @@ class Admin:
 
         return broadcast
 
-    async def _sync(
-        self, request: Request, out: Answer, kind: type[Any], act: Callable[[Any], Awaitable[dict[str, Any]]]
+    async def _change_pause(
+        self,
+        request: Request,
+        out: ResponseWriter,
+        kind: type[Any],
+        act: Callable[[Any], Awaitable[dict[str, Any]]],
     ) -> None:
         try:
-            wish = msgspec.json.decode(request.body or b"{}", type=kind)
-            state = await act(wish)
+            options = msgspec.json.decode(request.body or b"{}", type=kind)
+            state = await act(options)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UsageError) as error:
-            _problem(out, "bad_request", str(error))
+            _send_error(out, "bad_request", str(error))
         except RookeryError as error:
-            _problem(out, "unavailable", str(error))
+            _send_error(out, "unavailable", str(error))
         else:
             out.send(200, _encode(state))
 
-    async def state(self, request: Request, out: Answer) -> None:  # noqa: ARG002
+    async def state(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
         out.send(200, _encode(self._pause.state()))
 
-    async def health(self, request: Request, out: Answer) -> None:  # noqa: ARG002
-        trouble = self._trouble()
-        out.send(503 if trouble else 200, _encode({"status": trouble or "ok"}))
+    async def health(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        health_problem = self._health_problem()
+        out.send(503 if health_problem else 200, _encode({"status": health_problem or "ok"}))
 
-    async def metrics(self, request: Request, out: Answer) -> None:
-        texts = [self._metrics.text(), *await self._everywhere(request)]
-        out.send(200, merged(texts), TEXT)
+    async def metrics(self, request: Request, out: ResponseWriter) -> None:
+        texts = [self._metrics.text(), *await self._collect(request)]
+        out.send(200, merge_texts(texts), TEXT)
 
-    async def openapi(self, request: Request, out: Answer) -> None:  # noqa: ARG002
-        from rookery.gateway.openapi import described
+    async def openapi(self, request: Request, out: ResponseWriter) -> None:  # noqa: ARG002
+        from rookery.gateway.openapi import build_openapi
 
-        out.send(200, _encode(described()))
+        out.send(200, _encode(build_openapi()))
 
 
 _NO_STORE: Final = (b"cache-control", b"no-store")
 _dialect: Final = ChatDialect()
 
 
-def _problem(out: Answer, problem: ErrorKind, message: str) -> None:
+def _send_error(out: ResponseWriter, problem: ErrorKind, message: str) -> None:
     status, body = _dialect.format_error(problem, message)
     out.send(status, body)
 
 
-def _shown(seat: Seat) -> dict[str, Any]:
+def _describe(entry: SessionEntry) -> dict[str, Any]:
     return {
-        "id": seat.id,
-        "status": seat.ended or "open",
-        "truncated": seat.truncated,
-        "began": seat.began,
-        "turns_recorded": len(seat.extents),
-        "calls": max(seat.calls, len(seat.extents)),  # a restarted shard knows only the recorded ones
-        "failure": seat.failure or None,
-        "calls_under_way": seat.session.under_way if seat.session is not None else 0,
-        "held": seat.held,
-        **(seat.figures() or {"usage": None, "fidelity": None}),
+        "id": entry.id,
+        "status": entry.ended or "open",
+        "truncated": entry.truncated,
+        "began": entry.began,
+        "turns_recorded": len(entry.extents),
+        "calls": max(entry.calls, len(entry.extents)),  # a restarted shard knows only the recorded ones
+        "failure": entry.failure or None,
+        "calls_under_way": entry.session.in_flight if entry.session is not None else 0,
+        "waited": entry.waited,
+        **(entry.summary() or {"usage": None, "fidelity": None}),
     }
 
 
-def shown_turn(turn: Turn) -> dict[str, Any]:
+def turn_to_json(turn: Turn) -> dict[str, Any]:
     """A turn as plain JSON: arrays instead of bytes."""
     shown: dict[str, Any] = msgspec.to_builtins(turn, builtin_types=(bytes,))
     for name in ("prompt", "sampled"):
@@ -241,7 +250,7 @@ def shown_turn(turn: Turn) -> dict[str, Any]:
     return shown
 
 
-def shown_segment(segment: Segment) -> dict[str, Any]:
+def segment_to_json(segment: Segment) -> dict[str, Any]:
     """A segment as plain JSON. A token without a logprob has null there."""
     return {
         "tokens": _ints(segment.tokens),

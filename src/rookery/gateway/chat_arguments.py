@@ -11,7 +11,7 @@ import msgspec
 
 from rookery.core import Fault, Message, Sampling, ToolCall, ToolSchema, UsageError
 from rookery.core.messages import Role
-from rookery.gateway.tools import tools_in, tools_of
+from rookery.gateway.tools import cached_tool_set, parse_chat_tools
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 MessagesInput: TypeAlias = str | Sequence[Message | Mapping[str, Any]]
@@ -157,9 +157,9 @@ def read_tools(given: ToolsInput) -> ToolSet:
     if not entries:
         return NO_TOOLS
     if all(type(entry) is ToolSchema for entry in entries):
-        return tools_of(tuple(entries))
+        return cached_tool_set(tuple(entries))
     read = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(entries)]
-    return tools_in(b"[" + b",".join(_json(tool, f"tools[{at}]") for at, tool in enumerate(read)) + b"]")
+    return parse_chat_tools(b"[" + b",".join(_json(tool, f"tools[{at}]") for at, tool in enumerate(read)) + b"]")
 
 
 def _tool(entry: Any, field: str) -> dict[str, Any]:

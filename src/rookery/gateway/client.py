@@ -18,9 +18,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from rookery.core import RookeryError, TruncatedReason, Turn
-from rookery.gateway.answers import wrong_in
-from rookery.gateway.handed import Giver
-from rookery.gateway.registry import owner
+from rookery.gateway.http import read_error_message
+from rookery.gateway.registry import owning_shard
+from rookery.gateway.session_listeners import ListenerSender
 from rookery.upstreams.hang_detector import UpstreamEvidence
 from rookery.upstreams.http import Client, HttpFailure, header_lines
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MAX_ANSWER: Final = 1 << 30
 MSGPACK: Final = "application/msgpack"
-LOST_SESSION: Final = (404, 410)
+SESSION_LOST: Final = (404, 410)
 AGAIN_SECONDS: Final = 0.05
 """Before a gateway that was not reached is asked again; doubled up to a second."""
 
@@ -46,12 +46,12 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     """As programs on other machines write it, where they have a way of their own."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a session did, as far as it got. What a gateway does not say is what it was before."""
 
     turns: tuple[Turn, ...] = ()
     truncated: TruncatedReason | None = None
-    held: float = 0.0
+    waited: float = 0.0
     """Seconds that were not the session's own: pauses, and waiting for a place at the upstream."""
     turns_recorded: int = 0
     calls: int = 0
@@ -60,15 +60,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of the last call's failure at the upstream; None if that call was answered."""
 
 
-class Examined(msgspec.Struct, frozen=True):
+class _EvidenceResponse(msgspec.Struct, frozen=True):
     """What the gateway saw of the model servers of a session."""
 
     evidence: tuple[UpstreamEvidence, ...] = ()
 
 
-_examined = msgspec.json.Decoder(Examined).decode
-_record = msgspec.msgpack.Decoder(Record).decode
-_status = msgspec.json.Decoder(Record).decode
+_examined = msgspec.json.Decoder(_EvidenceResponse).decode
+_record = msgspec.msgpack.Decoder(SessionRecord).decode
+_status = msgspec.json.Decoder(SessionRecord).decode
 
 
 class GatewayError(RookeryError):
@@ -77,7 +77,7 @@ class GatewayError(RookeryError):
     cause = "engine.gateway"
 
 
-class UnansweredError(GatewayError):
+class NoResponseError(GatewayError):
     """The gateway did not answer in time: it is not known whether it did what it was asked for."""
 
 
@@ -87,51 +87,53 @@ class GatewayClient:
     def __init__(self, address: GatewayAddress) -> None:
         self.address = address
         self._client = Client(address.host, address.port)
-        self._givers: dict[int, Giver] = {}
+        self._senders: dict[int, ListenerSender] = {}
 
     async def register(self, registration: dict[str, Any], *, timeout: float = 60.0) -> dict[str, str]:
         """A session: its id, base URL and secret."""
-        said: dict[str, str] = await self.ask("POST", "/rollouts", registration, timeout=timeout)
+        said: dict[str, str] = await self.request("POST", "/rollouts", registration, timeout=timeout)
         return said
 
     async def trajectory(self, session: str) -> dict[str, Any]:
-        said: dict[str, Any] = await self.ask("GET", f"/rollouts/{session}/trajectory")
+        said: dict[str, Any] = await self.request("GET", f"/rollouts/{session}/trajectory")
         return said
 
-    async def record(self, session: str, *, timeout: float = 60.0) -> Record:
+    async def fetch_record(self, session: str, *, timeout: float = 60.0) -> SessionRecord:
         """The same with token data as it was recorded."""
-        body = await self._again("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
-        return _read(_record, body, f"record of {session}")
+        body = await self._request_idempotent("GET", f"/rollouts/{session}/trajectory", timeout, accept=MSGPACK)
+        return _decode(_record, body, f"record of {session}")
 
-    async def status(self, session: str, *, timeout: float = 60.0) -> Record:
+    async def status(self, session: str, *, timeout: float = 60.0) -> SessionRecord:
         """How far it is, without its turns."""
-        return _read(_status, await self._again("GET", f"/rollouts/{session}", timeout), f"status of {session}")
+        return _decode(
+            _status, await self._request_idempotent("GET", f"/rollouts/{session}", timeout), f"status of {session}"
+        )
 
-    async def upstream(self, session: str, *, timeout: float = 60.0) -> tuple[UpstreamEvidence, ...]:
+    async def examine(self, session: str, *, timeout: float = 60.0) -> tuple[UpstreamEvidence, ...]:
         """Whether the servers of its calls under way hang, and what was seen of them before."""
-        body = await self._again("GET", f"/rollouts/{session}?examine=1", timeout)
-        return _read(_examined, body, f"evidence of {session}").evidence
+        body = await self._request_idempotent("GET", f"/rollouts/{session}?examine=1", timeout)
+        return _decode(_examined, body, f"evidence of {session}").evidence
 
     async def cancel(self, session: str, *, timeout: float = 60.0) -> None:
         """It takes no more calls; those under way are cancelled, up to the upstream."""
-        await self._again("POST", f"/rollouts/{session}/cancel", timeout)
+        await self._request_idempotent("POST", f"/rollouts/{session}/cancel", timeout)
 
     async def delete(self, session: str, *, timeout: float = 60.0) -> None:
         """Its record goes too."""
-        await self._again("DELETE", f"/rollouts/{session}", timeout)
+        await self._request_idempotent("DELETE", f"/rollouts/{session}", timeout)
 
-    async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """One of the admin's addresses; raises what it says is wrong."""
         try:
             async with asyncio.timeout(timeout):
                 status, answer = await self._send(method, path, body)
         except TimeoutError as error:
-            raise UnansweredError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
+            raise NoResponseError(f"the gateway does not answer {method} {path} within {timeout:g} s") from error
         except HttpFailure as error:
-            raise UnansweredError(f"the gateway does not answer {method} {path}: {error}") from error
-        return _read(msgspec.json.decode, _good(status, answer), f"answer to {method} {path}")
+            raise NoResponseError(f"the gateway does not answer {method} {path}: {error}") from error
+        return _decode(msgspec.json.decode, _raise_for_status(status, answer), f"answer to {method} {path}")
 
-    async def _again(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
+    async def _request_idempotent(self, method: str, path: str, timeout: float, accept: str = "") -> bytes:
         """For what may be asked twice: a shard that starts again is waited for."""
         wait, last = AGAIN_SECONDS, ""
         try:
@@ -140,14 +142,14 @@ class GatewayClient:
                     try:
                         status, answer = await self._send(method, path, accept=accept)
                         if status < 500:
-                            return _good(status, answer)
-                        last = f"; it last said {status}: {wrong_in(answer)}"
+                            return _raise_for_status(status, answer)
+                        last = f"; it last said {status}: {read_error_message(answer)}"
                     except HttpFailure as error:
                         last = f"; it last failed with: {error}"
                     await asyncio.sleep(wait)
                     wait = min(1.0, 2 * wait)
         except TimeoutError as error:
-            raise UnansweredError(
+            raise NoResponseError(
                 f"the gateway does not answer {method} {path} within {timeout:g} s{last}"
             ) from error
 
@@ -159,35 +161,35 @@ class GatewayClient:
         response = await self._client.send(method, path, header_lines(lines), data)
         return response.status, await response.read(MAX_ANSWER)
 
-    async def hand(self, session: str, listener: socket.socket) -> None:
+    async def attach_listener(self, session: str, listener: socket.socket) -> None:
         """Serves a session at a listener of its own; kept, and handed over again after a restart."""
-        shard = owner(session, self.address.shards)
-        giver = self._givers.get(shard)
-        if giver is None:
-            giver = self._givers[shard] = Giver(Path(self.address.sockets), shard)
-        await giver.give(session, listener)
+        shard = owning_shard(session, self.address.shards)
+        sender = self._senders.get(shard)
+        if sender is None:
+            sender = self._senders[shard] = ListenerSender(Path(self.address.sockets), shard)
+        await sender.attach(session, listener)
 
-    def take(self, session: str) -> None:
+    def detach_listener(self, session: str) -> None:
         """Ends what `hand` began."""
-        giver = self._givers.get(owner(session, self.address.shards))
-        if giver is not None:
-            giver.take(session)
+        sender = self._senders.get(owning_shard(session, self.address.shards))
+        if sender is not None:
+            sender.detach(session)
 
     async def close(self) -> None:
-        for giver in self._givers.values():
-            await giver.close()
-        self._givers.clear()
+        for sender in self._senders.values():
+            await sender.close()
+        self._senders.clear()
         await self._client.close()
 
 
-def _good(status: int, answer: bytes) -> bytes:
+def _raise_for_status(status: int, answer: bytes) -> bytes:
     if status < 400:
         return answer
-    said = f"the gateway answers {status}: {wrong_in(answer)}"
-    raise GatewayError(said) if status >= 500 or status in LOST_SESSION else RookeryError(said)
+    said = f"the gateway answers {status}: {read_error_message(answer)}"
+    raise GatewayError(said) if status >= 500 or status in SESSION_LOST else RookeryError(said)
 
 
-def _read(decode: Callable[[bytes], T], answer: bytes, what: str) -> T:
+def _decode(decode: Callable[[bytes], T], answer: bytes, what: str) -> T:
     try:
         return decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -12,14 +12,14 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.gateway.public import checked_url
-from rookery.gateway.session import Record
+from rookery.gateway.public_url import parse_public_url
+from rookery.gateway.session import RecordMode
 from rookery.upstreams import kind_of
 from rookery.upstreams.protocol import UpstreamConfig
 
-WRONG: Final = b"wrong: "
+START_FAILED: Final = b"wrong: "
 """What a shard that cannot start says before its reason, instead of `ready`."""
-BYE: Final = b"bye"
+SHUTDOWN: Final = b"bye"
 """What a shard is told before its standard input ends; without it, who started it was killed."""
 EMBEDDED = "embedded"
 
@@ -28,7 +28,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """A gateway and its upstreams, by role; `policy` is the one that is trained."""
 
     upstreams: dict[str, UpstreamConfig]
-    record: Record = "messages"
+    record: RecordMode = "messages"
     rendering: dict[str, Any] | None = None
     """The chat format, for the record `tokens`."""
     shards: int = 1
@@ -39,12 +39,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if "policy" not in self.upstreams:
             raise UsageError("a gateway needs an upstream for the policy")
         if self.public:
-            checked_url(self.public)
+            parse_public_url(self.public)
         if not 1 <= self.shards <= 256:
             raise UsageError(f"a gateway has 1 to 256 shards, not {self.shards}")
 
 
-def format_of(record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig) -> dict[str, Any]:
+def choose_rendering(
+    record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
+) -> dict[str, Any]:
     """The chat format for a policy: what was said, or the embedded policy's own; nothing where none is needed.
 
     Raises `UsageError` where what was said cannot work together; opens nothing.
@@ -69,16 +71,18 @@ def format_of(record: Record, rendering: dict[str, Any] | None, policy: Upstream
     return rendering
 
 
-def settled_format(record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig) -> dict[str, Any]:
-    """As `format_of`, tried and ready to travel. Takes a second, and longer where a tokenizer must be fetched."""
-    return settle_rendering(record, rendering, policy)[0]
+def resolved_rendering(
+    record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
+) -> dict[str, Any]:
+    """Return the settings of `resolve_rendering` without its warning."""
+    return resolve_rendering(record, rendering, policy)[0]
 
 
-def settle_rendering(
-    record: Record, rendering: dict[str, Any] | None, policy: UpstreamConfig
+def resolve_rendering(
+    record: RecordMode, rendering: dict[str, Any] | None, policy: UpstreamConfig
 ) -> tuple[dict[str, Any], str]:
-    """As `settled_format`, and why tools of calls would be lost; empty where they are not."""
-    chosen = format_of(record, rendering, policy)
+    """As `resolved_rendering`, and why tools of calls would be lost; empty where they are not."""
+    chosen = choose_rendering(record, rendering, policy)
     if not chosen:
         return {}, ""
     from rookery.gateway.chat_renderers import open_renderer_config, parse_renderer_config, resolve_config

@@ -1,7 +1,7 @@
 """Requests and answers of the gateway's doors, as what works for them sees them.
 
 Promises:
-- an answer is complete, or it is cut off and its reader sees that something is missing: never neither;
+- an answer is complete, or it is disconnect off and its reader sees that something is missing: never neither;
 - what is written waits for a slow reader, and ends with one who is gone.
 """
 
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 REASONS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 JSON: Final = b"application/json"
-EVENTS: Final = b"text/event-stream; charset=utf-8"
+FORWARDED_HEADER: Final = "x-rookery-forwarded"
+"""Header of a request that another shard forwards, so that it is not forwarded again."""
+EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 
 
-Cut: TypeAlias = Literal["closed", "stalled"]
+Disconnect: TypeAlias = Literal["closed", "stalled"]
 """How a client ends a connection: it closes it, or takes nothing until the server gives up."""
 
 
@@ -34,7 +36,7 @@ class Request(msgspec.Struct, gc=False):
     headers: dict[str, str]
     """By names in lower case; of repeated ones the last."""
     body: bytes
-    bound: str
+    session: str
     """The session that this listener belongs to; empty at the door that is open to all."""
     route: Any = None
     """What the head of it led to."""
@@ -42,7 +44,7 @@ class Request(msgspec.Struct, gc=False):
     """The session that the connection and the bytes of the body are counted for; empty: nobody's."""
 
 
-class Refusal(Exception):  # noqa: N818  (an answer)
+class HttpError(Exception):
     """A request that is not wanted: what to answer instead of reading on."""
 
     def __init__(self, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
@@ -52,12 +54,12 @@ class Refusal(Exception):  # noqa: N818  (an answer)
         self.headers = headers
 
 
-Handler = Callable[[Request, "Answer"], Awaitable[None]]
-Admit = Callable[[Request], int]
-"""The most bytes that the body of a request with this head may have; raises `Refusal`."""
+Handler = Callable[[Request, "ResponseWriter"], Awaitable[None]]
+AdmitRequest = Callable[[Request], int]
+"""The most bytes that the body of a request with this head may have; raises `HttpError`."""
 
 
-class Answer:
+class ResponseWriter:
     """The answer to one request: complete with `send`, or begun, written and ended."""
 
     __slots__ = ("_chunked", "_connection", "_head_only", "_keep", "begun", "done")
@@ -86,7 +88,7 @@ class Answer:
         head = self._head(status, kind, headers)
         head += b"content-length: %d\r\n\r\n" % len(body)
         self._connection.write(head if self._head_only or not body else head + body)
-        self._connection.answered(keep=self._keep)
+        self._connection.finish_response(keep=self._keep)
 
     def begin(self, status: int, kind: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         assert not self.begun
@@ -101,8 +103,8 @@ class Answer:
         if not data or self._head_only:
             return
         self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        if self._connection.choked is not None:
-            await self._connection.drained()
+        if self._connection.write_blocked is not None:
+            await self._connection.wait_writable()
 
     def end(self, last: bytes = b"") -> None:
         """The last piece and the end, in one."""
@@ -113,7 +115,7 @@ class Answer:
             last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
         if last and not self._head_only:
             self._connection.write(last)
-        self._connection.answered(keep=self._keep)
+        self._connection.finish_response(keep=self._keep)
 
     @property
     def gone(self) -> bool:
@@ -121,14 +123,14 @@ class Answer:
         return self._connection.gone
 
     @property
-    def cut(self) -> Cut | None:
+    def disconnect(self) -> Disconnect | None:
         """How the client ended the connection; None while it is open, and where this server is shutting down."""
         if not self._connection.gone or self._connection.server.stopping:
             return None
         return "stalled" if self._connection.stalled else "closed"
 
     def abort(self) -> None:
-        """An answer that cannot be completed is cut off: its reader sees that something is missing."""
+        """An answer that cannot be completed is disconnect off: its reader sees that something is missing."""
         self.done = True
         self._connection.abort()
 
@@ -152,3 +154,11 @@ def _date() -> bytes:
     if now != _dated[0]:
         _dated = (now, formatdate(now, usegmt=True).encode())
     return _dated[1]
+
+
+def read_error_message(body: bytes) -> str:
+    """Return the message of an error response of the gateway; of any other body, its beginning."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
+        return body[:200].decode("utf-8", "replace")

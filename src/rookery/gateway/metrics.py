@@ -93,7 +93,7 @@ class Metrics:
             yield f"rookery_gateway_{name}_count{{{shard}}} {so_far}"
 
 
-def merged(texts: list[bytes]) -> bytes:
+def merge_texts(texts: list[bytes]) -> bytes:
     """The metrics of several shards as one page: each family once, with the samples of all."""
     families: dict[str, list[str]] = {}
     for text in texts:

@@ -5,17 +5,17 @@ from typing import Any
 import msgspec
 
 from rookery import __version__
-from rookery.gateway.admin import PauseWish, ResumeWish
+from rookery.gateway.admin import PauseRequest, ResumeRequest
 from rookery.gateway.openapi_calls import ANSWER, CALLS, CHAT, FAILING, REQUIRED, SCHEMAS
-from rookery.gateway.registration import ID, Registration
+from rookery.gateway.registration import SESSION_ID, Registration
 
 
-def described() -> dict[str, Any]:
+def build_openapi() -> dict[str, Any]:
     """The document."""
     _, parts = msgspec.json.schema_components(
-        [Registration, PauseWish, ResumeWish], ref_template="#/components/schemas/{name}"
+        [Registration, PauseRequest, ResumeRequest], ref_template="#/components/schemas/{name}"
     )
-    named = {"type": "string", "pattern": f"^{ID.pattern}$"}
+    named = {"type": "string", "pattern": f"^{SESSION_ID.pattern}$"}
     parts["Registration"]["properties"]["id"] = {**named, "description": "Made up where it is left out."}
     session = {"name": "id", "in": "path", "required": True, "schema": named}
     admin: list[dict[str, list[str]]] = [{"admin": []}]
@@ -27,9 +27,11 @@ def described() -> dict[str, Any]:
         "/v1/models": {"get": _get("The models.", security=admin, failing=("401",))},
         "/state": {"get": _get("The pause and the version.", security=admin, failing=("401",))},
         "/pause": {
-            "post": _post("Holds model calls back.", "PauseWish", admin, failing=("400", "401", "413", "503"))
+            "post": _post("Holds model calls back.", "PauseRequest", admin, failing=("400", "401", "413", "503"))
         },
-        "/resume": {"post": _post("Lets them go on.", "ResumeWish", admin, failing=("400", "401", "413", "503"))},
+        "/resume": {
+            "post": _post("Lets them go on.", "ResumeRequest", admin, failing=("400", "401", "413", "503"))
+        },
         "/rollouts": {
             "get": _get("The sessions.", security=admin, failing=("401",)),
             "post": _post(

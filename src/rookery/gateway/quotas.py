@@ -8,14 +8,14 @@ Promises:
 - an owner never holds more connections or bytes than its quota;
 - a server that is full makes room at the expense of the owner that holds most, so that others are served: it
   closes what is idle or unfinished before it cuts an answer;
-- an owner that holds little is not refused because the server is full of other owners' bytes.
+- an owner that holds little is not rejected because the server is full of other owners' bytes.
 """
 
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from rookery.gateway.http import Refusal
+from rookery.gateway.http import HttpError
 
 if TYPE_CHECKING:
     from rookery.gateway.server import Connection
@@ -31,24 +31,24 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a server holds at a time."""
 
     connections: int = 20_000
-    own_connections: int = 512
+    connections_per_owner: int = 512
     """Of one owner."""
     bytes: int = 512 << 20
     """Of request bodies, from their first byte to the end of their answer."""
-    own_bytes: int = 128 << 20
+    bytes_per_owner: int = 128 << 20
     """Of one owner."""
 
 
-USUAL: Final = Quota()
+DEFAULT_QUOTA: Final = Quota()
 
 
-class Ledger:
+class QuotaTracker:
     """Counts what is held. The owner of connections that no session is known for yet is the empty string."""
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
         self.bytes = 0
-        self.refused = 0
+        self.rejected = 0
         """Connections and requests that were turned away or closed for others' sake."""
         self._count = 0
         self._connections: dict[str, dict[Connection, None]] = {}
@@ -57,24 +57,24 @@ class Ledger:
 
     # ---- connections
 
-    def join(self, connection: "Connection") -> bool:
+    def add(self, connection: "Connection") -> bool:
         """Count a connection; False if there is no room for it."""
         owner = connection.owner
         own = self._connections.get(owner, {})
-        if owner and len(own) >= self.quota.own_connections and not self._dismiss(owner):
-            self.refused += 1
+        if owner and len(own) >= self.quota.connections_per_owner and not self._close_idle(owner):
+            self.rejected += 1
             return False
         if self._count >= self.quota.connections:
             largest = max(self._connections, key=lambda one: len(self._connections[one]), default=owner)
             fair = len(self._connections.get(largest, ())) > len(self._connections.get(owner, ()))
-            if not (fair and (self._dismiss(largest) or self._interrupt(largest))):
-                self.refused += 1
+            if not (fair and (self._close_idle(largest) or self._close_busy(largest))):
+                self.rejected += 1
                 return False
         self._connections.setdefault(owner, {})[connection] = None
         self._count += 1
         return True
 
-    def leave(self, connection: "Connection") -> None:
+    def remove(self, connection: "Connection") -> None:
         """Forget a connection; forgetting it twice is fine."""
         own = self._connections.get(connection.owner, {})
         if connection in own:
@@ -83,8 +83,8 @@ class Ledger:
             if not own:
                 del self._connections[connection.owner]
 
-    def use(self, connection: "Connection", owner: str) -> None:
-        """Note that a connection is used, and for whom from now on. `Refusal` if the owner has too many."""
+    def touch(self, connection: "Connection", owner: str) -> None:
+        """Note that a connection is used, and for whom from now on. `HttpError` if the owner has too many."""
         own = self._connections.get(connection.owner, {})
         if connection not in own:  # one that is not counted
             return
@@ -92,49 +92,49 @@ class Ledger:
             own[connection] = own.pop(connection)
             return
         others = self._connections.get(owner, {})
-        if owner and len(others) >= self.quota.own_connections and not self._dismiss(owner):
-            self.refused += 1
-            raise Refusal(429, b"this rollout has too many connections", _BUSY)
-        self.leave(connection)
+        if owner and len(others) >= self.quota.connections_per_owner and not self._close_idle(owner):
+            self.rejected += 1
+            raise HttpError(429, b"this rollout has too many connections", _BUSY)
+        self.remove(connection)
         connection.owner = owner
         self._connections.setdefault(owner, {})[connection] = None
         self._count += 1
 
-    def _dismiss(self, owner: str) -> bool:
+    def _close_idle(self, owner: str) -> bool:
         """Close the owner's least recently used connection that is not being answered; False if there is none."""
         for connection in self._connections.get(owner, {}):
             if connection.task is None:
-                self.refused += 1
-                self.leave(connection)
+                self.rejected += 1
+                self.remove(connection)
                 connection.abort()
                 return True
         return False
 
-    def _interrupt(self, owner: str) -> bool:
+    def _close_busy(self, owner: str) -> bool:
         """Close the owner's last used connection although it is being answered, if the owner has many."""
         own = self._connections.get(owner, {})
         if len(own) < MANY:
             return False
         connection = next(reversed(own))
-        self.refused += 1
-        self.leave(connection)
+        self.rejected += 1
+        self.remove(connection)
         connection.abort()
         return True
 
     # ---- bytes of bodies
 
-    def hold(self, connection: "Connection", owner: str, size: int) -> None:
-        """Count bytes of a request's body, which are held until `release`. `Refusal` if they cannot be kept."""
+    def add_bytes(self, connection: "Connection", owner: str, size: int) -> None:
+        """Count bytes of a request's body, which are held until `release`. `HttpError` if they cannot be kept."""
         own = self._bytes.get(owner, 0) + size
-        if owner and own > self.quota.own_bytes:
-            self.refused += 1
-            raise Refusal(429, b"this rollout has sent too much that is not answered yet", _BUSY)
+        if owner and own > self.quota.bytes_per_owner:
+            self.rejected += 1
+            raise HttpError(429, b"this rollout has sent too much that is not answered yet", _BUSY)
         if self.bytes + size > self.quota.bytes and own > FAIR_BYTES:
-            self._make_room(connection, owner, own)
+            self._free_bytes(connection, owner, own)
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self.bytes += size
 
-    def release(self, owner: str, size: int) -> None:
+    def remove_bytes(self, owner: str, size: int) -> None:
         if not size:
             return
         self.bytes -= size
@@ -144,17 +144,19 @@ class Ledger:
         else:
             self._bytes.pop(owner, None)
 
-    def _make_room(self, connection: "Connection", owner: str, own: int) -> None:
+    def _free_bytes(self, connection: "Connection", owner: str, own: int) -> None:
         """End the largest request of the owner that holds most, which may be the caller's own."""
-        self.refused += 1
+        self.rejected += 1
         largest = max(self._bytes, key=lambda one: self._bytes[one], default=owner)
         if largest != owner and self._bytes[largest] > own:
-            others = [one for one in self._connections.get(largest, {}) if one is not connection and one.held]
-            worst = max(others, key=lambda one: one.held, default=None)
+            others = [
+                one for one in self._connections.get(largest, {}) if one is not connection and one.body_bytes
+            ]
+            worst = max(others, key=lambda one: one.body_bytes, default=None)
             if worst is not None:
-                if worst.unfinished:
-                    worst.refuse(Refusal(503, b"the gateway holds too many unfinished requests", _BUSY))
+                if worst.unfinished_bytes:
+                    worst.refuse(HttpError(503, b"the gateway holds too many unfinished requests", _BUSY))
                 else:
                     worst.abort()
                 return
-        raise Refusal(503, b"the gateway holds too many unfinished requests", _BUSY)
+        raise HttpError(503, b"the gateway holds too many unfinished requests", _BUSY)

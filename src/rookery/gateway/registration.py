@@ -10,7 +10,7 @@ from rookery.core import Limits, Sampling, UsageError
 from rookery.core.sandboxes import Network
 from rookery.sandboxes.egress.rules import EgressRules
 
-ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
+SESSION_ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+=-]{0,199}")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
@@ -31,7 +31,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         )
 
 
-class RoleWish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class RoleOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a session wants one of its roles."""
 
     model: str = ""
@@ -43,7 +43,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     id: str = ""
     model: str = ""
-    roles: dict[str, RoleWish] = {}
+    roles: dict[str, RoleOptions] = {}
     sampling: Sampling = Sampling()
     budgets: Budgets = Budgets()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
@@ -53,19 +53,19 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The hosts of the network `allow`, as in `SandboxSpec`."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
+class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
     """On disk: a session began."""
 
     registration: Registration
     digest: bytes
     at: float
-    stood: float = 0.0
+    paused_seconds: float = 0.0
     """Seconds of the gateway's pauses before it: those after it are no time of its own."""
 
 
-def check(registration: Registration, roles: Iterable[str]) -> None:
+def validate_registration(registration: Registration, roles: Iterable[str]) -> None:
     """Raises `UsageError` in words for what cannot be."""
-    if not ID.fullmatch(registration.id):
+    if not SESSION_ID.fullmatch(registration.id):
         raise UsageError(f"{registration.id[:80]!r} cannot be a session's id: it is part of an address")
     known = sorted(roles)
     for name in registration.roles:

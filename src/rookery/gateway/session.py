@@ -26,7 +26,7 @@ from rookery.gateway.chat_arguments import (
     read_tool_choice,
     read_tools,
 )
-from rookery.gateway.numbers import Respelled
+from rookery.gateway.tools import ArgumentRestorer
 from rookery.trajectories import HistoryMatch, Recorder
 from rookery.upstreams.hang_detector import Examinable, UpstreamEvidence
 from rookery.upstreams.protocol import NO_TOOLS, ModelReply, ModelRequest, OnDelta, Upstream
@@ -34,32 +34,32 @@ from rookery.upstreams.token_ids import PromptCache
 
 if TYPE_CHECKING:
     from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
-    from rookery.gateway.http import Cut
+    from rookery.gateway.http import Disconnect
 
-Record: TypeAlias = Literal["tokens", "messages", "plain"]
+RecordMode: TypeAlias = Literal["tokens", "messages", "plain"]
 """How turns are recorded: we render and sample token ids; the server renders and tells them; not by token."""
 
 MODEL_CALL_SECONDS = 600.0
-SUB = "sub"
+SUB_ROLE = "sub"
 """The role of sub-models that do not train."""
 
 
-class Role(msgspec.Struct, frozen=True, kw_only=True):
+class ModelRole(msgspec.Struct, frozen=True, kw_only=True):
     """A model role: where it is served and how it samples. Only the policy's budgets are the rollout's."""
 
     name: str
     upstream: Upstream
     model: str
     sampling: Sampling = Sampling()
-    record: Record = "messages"
+    record: RecordMode = "messages"
     rendering: "ThreadedRenderer | None" = None
     """The chat format, where `record` is tokens."""
-    beside: bool = False
+    sub_call: bool = False
     """Calls beside the rollout's own conversation, as those of a sub-model: recorded, and trained where the role
     is the policy, but whoever makes them keeps their budget, and what ends one does not end the rollout."""
 
 
-class Watch(Protocol):
+class WaitObserver(Protocol):
     """What an attempt wants to know about the waits inside it."""
 
     def hold(self) -> None:
@@ -83,10 +83,10 @@ class Session:
     def __init__(
         self,
         attempt: str,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, ModelRole],
         limits: Limits,
         recorder: Recorder,
-        watch: Watch,
+        watch: WaitObserver,
         seed: int = 0,
     ) -> None:
         self.attempt = attempt
@@ -96,7 +96,7 @@ class Session:
         self.prompt_tokens = 0
         self.sampled_tokens = 0
         self.others: dict[str, int] = {}
-        self.beside = 0
+        self.sub_call = 0
         """Turns of the policy that were made beside the conversation."""
         self.promptless = 0
         """Answers with ids whose prompt's ids the engine did not tell: without context they cannot train."""
@@ -104,12 +104,12 @@ class Session:
         """Turns of the policy that were recorded without token IDs."""
         self.rerendered = 0
         """Turns whose prompt could not extend the one before."""
-        self.respelled = Respelled()
+        self.argument_restorer = ArgumentRestorer()
         self.roles = roles
         self.recorder = recorder
         self.watch = watch
         self._calls: set[asyncio.Task[Any]] = set()
-        self._asking = 0
+        self._policy_calls = 0
         """Calls of the policy under way: each will be a turn."""
         self._seed = seed
         self.avoid: tuple[str, ...] = ()
@@ -118,13 +118,13 @@ class Session:
         """What was seen of model servers whose calls stayed silent."""
         self._closed = False
         self._models: dict[str, Model] = {}
-        self._memos: dict[str, PromptCache] = {}
+        self._prompt_caches: dict[str, PromptCache] = {}
 
-    def memo(self, role: str) -> PromptCache:
+    def prompt_cache(self, role: str) -> PromptCache:
         """What a role's long prompts were, so that each is read and written once."""
-        found = self._memos.get(role)
+        found = self._prompt_caches.get(role)
         if found is None:
-            found = self._memos[role] = PromptCache()
+            found = self._prompt_caches[role] = PromptCache()
         return found
 
     def model(self, role: str) -> "Model":
@@ -142,18 +142,20 @@ class Session:
     def sub_model(self, *, trained: bool) -> "Model":
         """A model for calls beside the conversation: the policy itself, whose turns train, or else the role `sub`,
         which is served as the policy is where nobody configured it."""
-        name = "policy/beside" if trained else SUB
+        name = "policy/sub_call" if trained else SUB_ROLE
         found = self._models.get(name)
         if found is None:
             policy = self.roles["policy"]
-            if trained and SUB in self.roles:
+            if trained and SUB_ROLE in self.roles:
                 raise UsageError(
-                    f"the role {SUB!r} has an upstream of its own, and what it samples cannot train the policy: "
-                    "leave that role out, or do not train sub-calls",
+                    f"the role {SUB_ROLE!r} has its own upstream, whose tokens cannot train the policy; "
+                    "remove that role or do not train sub-calls",
                     cause="bug.environment",
                 )
-            role = policy if trained else self.roles.get(SUB) or msgspec.structs.replace(policy, name=SUB)
-            found = self._models[name] = Model(self, msgspec.structs.replace(role, beside=True))
+            role = (
+                policy if trained else self.roles.get(SUB_ROLE) or msgspec.structs.replace(policy, name=SUB_ROLE)
+            )
+            found = self._models[name] = Model(self, msgspec.structs.replace(role, sub_call=True))
         return found
 
     @property
@@ -161,7 +163,7 @@ class Session:
         return self._closed
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         return len(self._calls)
 
     def close(self) -> None:
@@ -173,12 +175,12 @@ class Session:
             if task is not current:
                 task.cancel()
 
-    def stop(self, reason: TruncatedReason, message: str) -> Truncation:
+    def truncate(self, reason: TruncatedReason, message: str) -> Truncation:
         """What ends the run stage, to be raised; the first reason stands."""
         self.truncated = self.truncated or reason
         return Truncation(reason, message)
 
-    def budgeted(self, wanted: Sampling, prompt: int = 0) -> Sampling:
+    def apply_budgets(self, wanted: Sampling, prompt: int = 0) -> Sampling:
         """Budgets, before the call: a spent one truncates, a nearly spent one shortens the answer.
 
         `prompt` is how many tokens go in, where that is known already.
@@ -188,30 +190,32 @@ class Session:
         if limits.tokens is not None:
             left = limits.tokens - self.sampled_tokens
             if left <= 0:
-                raise self.stop("tokens", f"all {limits.tokens} tokens are sampled")
+                raise self.truncate("tokens", f"all {limits.tokens} tokens are sampled")
         if prompt and limits.context is not None:
             room = limits.context - prompt
             if room <= 0:
-                raise self.stop("context", f"a prompt of {prompt} tokens leaves no room within {limits.context}")
+                raise self.truncate(
+                    "context", f"a prompt of {prompt} tokens leaves no room within {limits.context}"
+                )
             left = room if left is None else min(left, room)
         if left is None or (wanted.max_tokens is not None and wanted.max_tokens <= left):
             return wanted
         return msgspec.structs.replace(wanted, max_tokens=left)
 
-    def draw_seed(self) -> int:
+    def next_seed(self) -> int:
         """What the next call draws from, at engines that can: a rollout that runs again draws the same."""
         self._seed = (self._seed * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) & (2**63 - 1)
         return self._seed
 
     async def call(
         self,
-        role: Role,
+        role: ModelRole,
         request: ModelRequest,
         on_delta: OnDelta | None = None,
         *,
         key: str = "",
         match: HistoryMatch | None = None,
-        cut: "Callable[[], Cut | None] | None" = None,
+        disconnect: "Callable[[], Disconnect | None] | None" = None,
     ) -> ModelReply:
         """Make one model call and record it as a turn.
 
@@ -223,34 +227,34 @@ class Session:
 
         if self._closed:
             raise RookeryError(f"attempt {self.attempt} has ended; it can make no more model calls")
-        policy = role.name == "policy" and not role.beside
+        policy = role.name == "policy" and not role.sub_call
         limit = self.limits.turns
-        if policy and limit is not None and self.turns - self.beside + self._asking >= limit:
-            raise self.stop("turns", f"all {limit} turns are used")
+        if policy and limit is not None and self.turns - self.sub_call + self._policy_calls >= limit:
+            raise self.truncate("turns", f"all {limit} turns are used")
         task = asyncio.current_task()
         assert task is not None
         nested = task in self._calls
         self._calls.add(task)
-        self._asking += policy
+        self._policy_calls += policy
         self.watch.waiting("model", 1)
         try:
-            reply = await run_turn(self, role, request, on_delta, key, match, cut)
+            reply = await run_turn(self, role, request, on_delta, key, match, disconnect)
         except Truncation as stop:
-            if role.beside:
+            if role.sub_call:
                 raise
             if not policy:  # another role's limit is no budget of the rollout's
                 raise UpstreamError(f"the {role.name}: {stop}", cause="upstream.rejected") from stop
             self.truncated = self.truncated or stop.reason
             raise
         finally:
-            self._asking -= policy
+            self._policy_calls -= policy
             self.watch.waiting("model", -1)
             if not nested:
                 self._calls.discard(task)
-        self.beside += role.beside and role.name == "policy"
+        self.sub_call += role.sub_call and role.name == "policy"
         length, context = reply.prompt_tokens + reply.sampled_tokens, self.limits.context
         if policy and context is not None and length > context:
-            raise self.stop("context", f"the sequence is longer than {context} tokens")
+            raise self.truncate("context", f"the sequence is longer than {context} tokens")
         return reply
 
     def adopt(self, turns: Sequence[Turn]) -> None:
@@ -260,7 +264,7 @@ class Session:
 
     def count(self, turn: Turn) -> None:
         """A turn that was recorded."""
-        self.respelled.note(turn)
+        self.argument_restorer.add_turn(turn)
         if turn.role == "policy":
             self.turns += 1
             self.prompt_tokens += turn.prompt_tokens
@@ -295,7 +299,7 @@ def lacks_tokens(turn: Turn) -> bool:
 class Model:
     """What an environment calls. Each call is one turn."""
 
-    def __init__(self, session: Session, role: Role) -> None:
+    def __init__(self, session: Session, role: ModelRole) -> None:
         self._session = session
         self._role = role
         self.role = role.name

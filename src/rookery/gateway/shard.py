@@ -31,15 +31,15 @@ from rookery.gateway.admin import Admin
 from rookery.gateway.app import App
 from rookery.gateway.chat_renderers import open_threaded_renderer
 from rookery.gateway.chat_renderers.threaded import ThreadedRenderer
-from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, format_of
-from rookery.gateway.handed import Handed
+from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, choose_rendering
 from rookery.gateway.http import Request
 from rookery.gateway.metrics import Metrics
-from rookery.gateway.quotas import USUAL, Quota
+from rookery.gateway.quotas import DEFAULT_QUOTA, Quota
 from rookery.gateway.registry import Registry
 from rookery.gateway.server import Server
-from rookery.gateway.session import Role
-from rookery.gateway.siblings import Siblings, socket_of
+from rookery.gateway.session import ModelRole
+from rookery.gateway.session_listeners import ListenerReceiver
+from rookery.gateway.shard_peers import ShardPeers, shard_socket_path
 from rookery.upstreams import open_upstream
 from rookery.upstreams.pause import PausableUpstream, PauseState, ShardPause
 from rookery.upstreams.pause.shards import load_pause_state, read_pause_record
@@ -47,17 +47,17 @@ from rookery.upstreams.protocol import UpstreamConfig
 
 log = logging.getLogger("rookery.gateway")
 
-REST_SECONDS: Final = 600.0
+UNLOAD_SECONDS: Final = 600.0
 """After which a session that nobody used lets go of its memory."""
 LATE_SECONDS: Final = 1.0
 """A loop that is later than this does not answer in time."""
-CLEAR_SECONDS: Final = 1.0
-"""For siblings that are being killed to be gone. One that still answers somebody clears up itself."""
+CLEANUP_SECONDS: Final = 1.0
+"""For peers that are being killed to be gone. One that still answers somebody clears up itself."""
 
 
-SPARE_FILES: Final = 256
+RESERVED_FILES: Final = 256
 """Descriptors for everything but clients and upstreams."""
-MOST_BYTES: Final = 4 << 30
+MAX_BODY_BYTES: Final = 4 << 30
 """Of request bodies that a shard holds at a time."""
 
 
@@ -68,7 +68,7 @@ class Shard:
         config = settings.config
         self.settings = settings
         self.metrics = Metrics(settings.index)
-        self.siblings = Siblings(Path(settings.sockets), settings.index, config.shards)
+        self.peers = ShardPeers(Path(settings.sockets), settings.index, config.shards)
         state = load_pause_state(settings.state)
         self.upstreams: dict[str, PausableUpstream] = {}
         self.rendering = _rendering(config)
@@ -77,9 +77,9 @@ class Shard:
             Path(settings.folder),
             f"shard{settings.index}",
             roles,
-            self.siblings.mine,
-            held=state.mode is not None,
-            stood=lambda: read_pause_record(settings.state).paused_seconds(time.time()),
+            self.peers.is_local,
+            paused=state.mode is not None,
+            paused_seconds=lambda: read_pause_record(settings.state).paused_seconds(time.time()),
         )
         self.upstreams["policy"].on_resume = self.registry.release
         self.upstreams["policy"].arm()
@@ -87,27 +87,27 @@ class Shard:
         admin = Admin(
             self.registry,
             self.metrics,
-            base=self._base,
-            everywhere=self.siblings.everywhere,
+            base_url=self._base_url,
+            collect=self.peers.collect,
             pause=self.pause,
-            broadcast=self.siblings.broadcast,
-            trouble=self.trouble,
-            route=self.siblings.whose,
-            forward=self.siblings.forward,
+            broadcast=self.peers.broadcast,
+            health_problem=self.health_problem,
+            route=self.peers.remote_shard,
+            forward=self.peers.forward,
         )
-        self.app = App(self.registry, admin, self.metrics, settings.key, self.siblings, models=self._models)
+        self.app = App(self.registry, admin, self.metrics, settings.key, self.peers, models=self._models)
         self.server: Server | None = None
-        self.handed: Handed | None = None
-        self._late = 0.0
+        self.listeners: ListenerReceiver | None = None
+        self._loop_delay = 0.0
 
-    def _role(self, name: str, config: UpstreamConfig, state: PauseState) -> Role:
+    def _role(self, name: str, config: UpstreamConfig, state: PauseState) -> ModelRole:
         policy = name == "policy"
         config = msgspec.structs.replace(config, share=self.settings.config.shards)
         pausable = PausableUpstream(
             open_upstream(config, self.settings.keys.get(name)), state=state if policy else None
         )
         self.upstreams[name] = pausable
-        return Role(
+        return ModelRole(
             name=name,
             upstream=pausable,
             model=config.model,
@@ -119,33 +119,35 @@ class Shard:
     async def start(self) -> None:
         """Serves."""
         app = self.app
-        failure = app.error("internal", "this request met an error of the gateway's; its log has it")[1]
-        self.server = Server(app.handle, app.admit, worded=app.worded, failure=failure, quota=_quota())
+        internal_error = app.error("internal", "this request met an error of the gateway's; its log has it")[1]
+        self.server = Server(
+            app.handle, app.admit, format_error=app.format_error, internal_error=internal_error, quota=_quota()
+        )
         gauges = self.metrics.gauges
-        gauges["sessions"] = lambda: len(self.registry.seats)
+        gauges["sessions"] = lambda: len(self.registry.entries)
         gauges["connections"] = lambda: len(self.server.connections) if self.server is not None else 0
         gauges["calls"] = lambda: sum(upstream.in_flight for upstream in self.upstreams.values())
         gauges["paused"] = lambda: self.upstreams["policy"].paused
-        path = socket_of(Path(self.settings.sockets), self.settings.index)
+        path = shard_socket_path(Path(self.settings.sockets), self.settings.index)
         path.unlink(missing_ok=True)
         own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         own.bind(str(path))
         await self.server.listen(own, trusted=True)
         if self.settings.listener >= 0:
             await self.server.listen(socket.socket(fileno=self.settings.listener))
-        self.handed = Handed(Path(self.settings.sockets), self.settings.index, self.server)
-        self.handed.start()
+        self.listeners = ListenerReceiver(Path(self.settings.sockets), self.settings.index, self.server)
+        self.listeners.start()
         # Whoever paused or resumed while we could not be reached yet has written it down before.
         await self.pause.apply_file()
 
     async def close(self) -> None:
         """Ends calls under way, after a grace."""
-        if self.handed is not None:
-            self.handed.close()
+        if self.listeners is not None:
+            self.listeners.close()
         if self.server is not None:
             await self.server.close()
         self.registry.close()
-        await self.siblings.close()
+        await self.peers.close()
         for upstream in self.upstreams.values():
             try:
                 await upstream.close()
@@ -154,7 +156,7 @@ class Shard:
         if self.rendering is not None:
             await self.rendering.close()
 
-    def _base(self, request: Request) -> str:
+    def _base_url(self, request: Request) -> str:
         """Where the client reached us: a session's base URL is there too."""
         if self.settings.config.public:
             return self.settings.config.public.rstrip("/")
@@ -165,42 +167,42 @@ class Shard:
         found = [role.model for role in self.registry.roles.values() if role.model]
         return list(dict.fromkeys(found)) or ["policy"]
 
-    def trouble(self) -> str:
+    def health_problem(self) -> str:
         """Why calls are not answered; empty where they are."""
-        if self._late > LATE_SECONDS:
-            return f"the event loop is late by {self._late:.1f} seconds"
+        if self._loop_delay > LATE_SECONDS:
+            return f"the event loop is late by {self._loop_delay:.1f} seconds"
         states = self.upstreams["policy"].states()
         if states and not any(state.well for state in states):
             return "no model server answers: " + "; ".join(f"{state.name}: {state.why}" for state in states)
         return ""
 
-    async def watch(self) -> None:
+    async def monitor(self) -> None:
         """Notices how late the loop is, and lets sessions rest that nobody uses."""
         loop = asyncio.get_running_loop()
         rested = loop.time()
         while True:
             due = loop.time() + 0.5
             await asyncio.sleep(0.5)
-            self._late = loop.time() - due
-            if due - rested > REST_SECONDS / 10:
+            self._loop_delay = loop.time() - due
+            if due - rested > UNLOAD_SECONDS / 10:
                 rested = due
-                self.registry.rest(REST_SECONDS)
+                self.registry.unload_idle(UNLOAD_SECONDS)
 
 
 def _rendering(config: GatewayConfig) -> ThreadedRenderer | None:
     if config.record != "tokens":
         return None
-    return open_threaded_renderer(format_of(config.record, config.rendering, config.upstreams["policy"]))
+    return open_threaded_renderer(choose_rendering(config.record, config.rendering, config.upstreams["policy"]))
 
 
-async def _served(settings: ShardSettings) -> bool:
+async def _serve(settings: ShardSettings) -> bool:
     """Whether it ended because who started it was gone without a word."""
     try:
         shard = Shard(settings)
         await shard.start()
     except (RookeryError, OSError) as error:
         said = str(error) if isinstance(error, RookeryError) else describe(error)
-        sys.stdout.buffer.write(WRONG + " ".join(said.split()).encode() + b"\n")
+        sys.stdout.buffer.write(START_FAILED + " ".join(said.split()).encode() + b"\n")
         sys.stdout.flush()
         return False
     # What is here now stays. Answers come as hundreds of small objects that die together: the default thresholds
@@ -211,34 +213,34 @@ async def _served(settings: ShardSettings) -> bool:
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
-    starter = _Starter(over)
-    reader, _ = await loop.connect_read_pipe(lambda: starter, sys.stdin)
+    parent = _ParentPipe(over)
+    reader, _ = await loop.connect_read_pipe(lambda: parent, sys.stdin)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    watch = loop.create_task(shard.watch())
+    watch = loop.create_task(shard.monitor())
     try:
         await over.wait()
     finally:
         watch.cancel()
         reader.close()
         await shard.close()
-    return starter.lost
+    return parent.lost
 
 
-class _Starter(asyncio.Protocol):
+class _ParentPipe(asyncio.Protocol):
     """Who holds the other end of our standard input."""
 
     def __init__(self, over: asyncio.Event) -> None:
         self._over = over
-        self._told = False
+        self._shutdown_received = False
         self.lost = False
 
     def data_received(self, data: bytes) -> None:
-        self._told = data == BYE
+        self._shutdown_received = data == SHUTDOWN
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         if not self._over.is_set():  # else it was us who closed it
-            self.lost = not self._told
+            self.lost = not self._shutdown_received
             self._over.set()
 
 
@@ -255,21 +257,21 @@ def main() -> None:
             return
         data += more
     settings = msgspec.msgpack.decode(data, type=ShardSettings)
-    _widen()
+    _raise_file_limit()
     held = os.open(settings.sockets, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH)
     with suppress(KeyboardInterrupt):
         try:
             import uvloop
 
-            lost = uvloop.run(_served(settings))
+            lost = uvloop.run(_serve(settings))
         except ImportError:
-            lost = asyncio.run(_served(settings))
+            lost = asyncio.run(_serve(settings))
         if lost:
-            _clear_up(held, settings.sockets)
+            _remove_sockets(held, settings.sockets)
 
 
-def _widen() -> None:
+def _raise_file_limit() -> None:
     """Every stream has two descriptors, its client's and its engine's: as many as we may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
@@ -279,16 +281,18 @@ def _widen() -> None:
 
 def _quota() -> Quota:
     """Return a shard's quota. Half of its descriptors are for upstreams; bodies get a sixteenth of the memory."""
-    usual = USUAL
+    usual = DEFAULT_QUOTA
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    connections = usual.connections if files < 0 else min(usual.connections, max(64, (files - SPARE_FILES) // 2))
-    return Quota(connections=connections, bytes=max(usual.bytes, min(MOST_BYTES, memory // 16)))
+    connections = (
+        usual.connections if files < 0 else min(usual.connections, max(64, (files - RESERVED_FILES) // 2))
+    )
+    return Quota(connections=connections, bytes=max(usual.bytes, min(MAX_BODY_BYTES, memory // 16)))
 
 
-def _clear_up(held: int, folder: str) -> None:
+def _remove_sockets(held: int, folder: str) -> None:
     """Who started us was killed: the last of its shards removes what it would have removed."""
-    end = time.monotonic() + CLEAR_SECONDS
+    end = time.monotonic() + CLEANUP_SECONDS
     while True:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """A gateway as a whole: its shards started, watched, restarted; its door kept open meanwhile.
 
     async with Gateway(config, folder) as gateway:
-        seat = await gateway.register({"id": "0.0-1", "model": "policy"})
+        entry = await gateway.register({"id": "0.0-1", "model": "policy"})
 
 Promises:
 - the door is open as long as the gateway lives: while a shard starts again, its clients wait or may try again;
@@ -30,18 +30,18 @@ from rookery.core import RookeryError, UsageError
 from rookery.core.blas_threads import one_blas_thread
 from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
-from rookery.gateway.config import BYE, WRONG, GatewayConfig, ShardSettings, settle_rendering
-from rookery.gateway.public import checked_url, proved
+from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering
+from rookery.gateway.public_url import check_public_url, parse_public_url
 from rookery.upstreams.listeners import bound
 
 log = logging.getLogger("rookery.gateway")
 
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 15.0
-LONG_LIFE: Final = 30.0
+STABLE_SECONDS: Final = 30.0
 """A shard that lived so long did not die of its start."""
 MAX_WAIT: Final = 10.0
-HURRY: Final = 0.05
+MIN_WAIT: Final = 0.05
 MAX_PATH: Final = 72
 """Of the temporary folder, so that the sockets in it can be bound."""
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": "134217728", "MALLOC_TOP_PAD_": "16777216"}
@@ -63,7 +63,7 @@ class Gateway:
         keys: dict[str, str] | None = None,
         logs: Path | None = None,
     ) -> None:
-        rendering, self.no_tools = settle_rendering(config.record, config.rendering, config.upstreams["policy"])
+        rendering, self.no_tools = resolve_rendering(config.record, config.rendering, config.upstreams["policy"])
         self.config = msgspec.structs.replace(config, rendering=rendering or None)
         self.key = key or secrets.token_urlsafe(24)
         self.restarts = 0
@@ -73,7 +73,7 @@ class Gateway:
         self._port = port
         self._keys = keys or {}
         self._logs = logs
-        self._own: Path | None = None
+        self._sockets: Path | None = None
         self._listener: socket.socket | None = None
         self._shards: list[_Process] = []
         self._client: GatewayClient | None = None
@@ -92,8 +92,10 @@ class Gateway:
         await self.close()
 
     async def _start(self) -> None:
-        self._own = Path(tempfile.mkdtemp(prefix="rookery-gw-", dir=_short()))  # sockets have short names only
-        folder = self._folder or self._own / "kept"
+        self._sockets = Path(
+            tempfile.mkdtemp(prefix="rookery-gw-", dir=_socket_directory_parent())
+        )  # sockets have short names only
+        folder = self._folder or self._sockets / "kept"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -102,7 +104,9 @@ class Gateway:
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._client = GatewayClient(
-            GatewayAddress(host=host, port=port, key=self.key, sockets=str(self._own), shards=self.config.shards)
+            GatewayAddress(
+                host=host, port=port, key=self.key, sockets=str(self._sockets), shards=self.config.shards
+            )
         )
         self._shards = [
             _Process(self, self._settings(folder, index), self._listener) for index in range(self.config.shards)
@@ -121,7 +125,7 @@ class Gateway:
             index=index,
             key=self.key,
             folder=str(folder.absolute()),
-            sockets=str(self._own),
+            sockets=str(self._sockets),
             listener=self._listener.fileno(),
             keys=self._keys,
         )
@@ -137,9 +141,9 @@ class Gateway:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-            self._own = None
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets = None
 
     def pids(self) -> list[int]:
         return [shard.pid for shard in self._shards]
@@ -149,33 +153,33 @@ class Gateway:
     @property
     def address(self) -> GatewayAddress:
         """How other processes reach it: not to be written anywhere."""
-        return self._reached.address
+        return self._open_client.address
 
     async def register(self, registration: dict[str, Any]) -> dict[str, str]:
         """A session: its id, base URL and secret."""
-        return await self._reached.register(registration)
+        return await self._open_client.register(registration)
 
     async def trajectory(self, session: str) -> dict[str, Any]:
-        return await self._reached.trajectory(session)
+        return await self._open_client.trajectory(session)
 
-    async def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout: float = 60.0) -> Any:
         """One of the admin's addresses; raises what it says is wrong."""
-        return await self._reached.ask(method, path, body, timeout=timeout)
+        return await self._open_client.request(method, path, body, timeout=timeout)
 
-    async def prove(self, public: str) -> None:
+    async def check_public_url(self, public: str) -> None:
         """`UsageError` where this address does not lead here."""
-        await proved(self._reached, checked_url(public))
+        await check_public_url(self._open_client, parse_public_url(public))
 
-    async def hand(self, session: str, listener: socket.socket) -> None:
+    async def attach_listener(self, session: str, listener: socket.socket) -> None:
         """Serves a session at a listener of its own; kept, and handed over again after a restart."""
-        await self._reached.hand(session, listener)
+        await self._open_client.attach_listener(session, listener)
 
-    def take(self, session: str) -> None:
+    def detach_listener(self, session: str) -> None:
         """Ends what `hand` began."""
-        self._reached.take(session)
+        self._open_client.detach_listener(session)
 
     @property
-    def _reached(self) -> GatewayClient:
+    def _open_client(self) -> GatewayClient:
         if self._client is None:
             raise RookeryError("the gateway is closed")
         return self._client
@@ -189,7 +193,7 @@ class _Process:
         self._settings = settings
         self._listener = listener
         self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
@@ -198,10 +202,10 @@ class _Process:
 
     async def start(self) -> None:
         """The first life; a shard that cannot start at all is an error."""
-        await self._begin()
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        await self._launch()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
-    async def _begin(self) -> None:
+    async def _launch(self) -> None:
         settings = self._settings
         logs = self._gateway._logs
         log_fd = None
@@ -240,25 +244,27 @@ class _Process:
             raise
         if ready != b"ready\n":
             await self._kill()
-            if ready.startswith(WRONG):
-                raise RookeryError(ready.removeprefix(WRONG).decode("utf-8", "replace").strip())
+            if ready.startswith(START_FAILED):
+                raise RookeryError(ready.removeprefix(START_FAILED).decode("utf-8", "replace").strip())
             raise RookeryError(f"shard {settings.index} of the gateway did not start; its error is in its log")
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        wait = HURRY
+        wait = MIN_WAIT
         while True:
             assert self._process is not None
             began = loop.time()
             code = await self._process.wait()
             if self._stopping:
                 return
-            wait = HURRY if loop.time() - began > LONG_LIFE else min(MAX_WAIT, 2 * wait)
-            log.error("shard %d of the gateway died (%s); it starts again", self._settings.index, _how(code))
+            wait = MIN_WAIT if loop.time() - began > STABLE_SECONDS else min(MAX_WAIT, 2 * wait)
+            log.error(
+                "shard %d of the gateway died (%s); it starts again", self._settings.index, _describe_exit(code)
+            )
             while not self._stopping:
                 await asyncio.sleep(wait)
                 try:
-                    await self._begin()
+                    await self._launch()
                     self._gateway.restarts += 1
                     break
                 except RookeryError as error:
@@ -270,16 +276,16 @@ class _Process:
         process = self._process
         if process is not None and process.stdin is not None:
             if process.returncode is None and not process.stdin.is_closing():
-                process.stdin.write(BYE)
+                process.stdin.write(SHUTDOWN)
             process.stdin.close()
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await process.wait()
             except TimeoutError:
                 await self._kill()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
 
     async def _kill(self) -> None:
         process = self._process
@@ -289,13 +295,13 @@ class _Process:
         await process.wait()
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     try:
         return signal.Signals(-code).name
     except ValueError:
         return f"code {code}"
 
 
-def _short() -> str | None:
+def _socket_directory_parent() -> str | None:
     """Where a folder for sockets can be: their paths hold 107 bytes, and a temporary folder may be far down."""
     return "/tmp" if len(tempfile.gettempdir()) > MAX_PATH else None  # noqa: S108  (0700, and a name of its own)

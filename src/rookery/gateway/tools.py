@@ -1,10 +1,14 @@
-"""The tools of a call, as they came and as a chat format reads them.
+"""Tool schemas of a request, and tool call arguments that a client sends back.
+
+Runs in gateway shards, and in runners for calls made in Python.
 
 Promises:
-- tools that were seen just before are read once, however many turns bring them again;
-- kinds of tools that no model of ours can call are left out, never an error.
+- tools that a recent request had are not parsed again;
+- tool types that only the provider's own servers can run are left out, without an error.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -12,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rookery.core import ToolSchema
+from rookery.core import Message, ToolCall, ToolSchema, Turn
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 
@@ -28,54 +32,54 @@ class _Tool(msgspec.Struct, frozen=True):
 
 
 class ToolsError(ValueError):
-    """A client's tools that cannot be read; the text says which and why."""
+    """The tools of a request are invalid. The message names the tool."""
 
 
-_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_tool = msgspec.json.Decoder(_Tool).decode
-_function = msgspec.json.Decoder(_Function | None).decode
-MAX_KEPT: Final = 1 << 20
-"""Bytes of tools that are worth remembering."""
-_order = msgspec.json.Encoder(order="sorted").encode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_tool = msgspec.json.Decoder(_Tool).decode
+_decode_function = msgspec.json.Decoder(_Function | None).decode
+MAX_CACHED_BYTES: Final = 1 << 20
+"""Larger JSON arrays of tools are parsed again for each request."""
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
-def tools_of(schemas: tuple[ToolSchema, ...]) -> ToolSet:
-    """Of calls made in Python: the same objects each turn."""
+def cached_tool_set(schemas: tuple[ToolSchema, ...]) -> ToolSet:
+    """Return the tool set of a call made in Python, which passes the same objects in each turn."""
     key = tuple(map(id, schemas))
-    found = _recent.get(key)
+    found = _cache.get(key)
     if found is None or found.schemas != schemas:
-        if len(_recent) >= 64:
-            _recent.clear()
-        found = _recent[key] = ToolSet(schemas, scope=_scope(schemas))
+        if len(_cache) >= 64:
+            _cache.clear()
+        found = _cache[key] = ToolSet(schemas, scope=_hash_schemas(schemas))
     return found
 
 
-_recent: dict[tuple[int, ...], ToolSet] = {}
+_cache: dict[tuple[int, ...], ToolSet] = {}
 
 
-def tools_as(schemas: Sequence[ToolSchema]) -> ToolSet:
-    """Of a dialect that writes tools in its own way; it remembers them itself."""
-    return ToolSet(tuple(schemas), scope=_scope(schemas)) if schemas else NO_TOOLS
+def make_tool_set(schemas: Sequence[ToolSchema]) -> ToolSet:
+    """Return a tool set that is not cached, for dialects with their own tool format."""
+    return ToolSet(tuple(schemas), scope=_hash_schemas(schemas)) if schemas else NO_TOOLS
 
 
-def tools_in(raw: bytes) -> ToolSet:
-    """Of a client's JSON array."""
-    return _remembered(raw) if len(raw) <= MAX_KEPT else _read(raw)
+def parse_chat_tools(raw: bytes) -> ToolSet:
+    """Parse a JSON array of tools in OpenAI's chat format."""
+    return _parse_cached(raw) if len(raw) <= MAX_CACHED_BYTES else _parse(raw)
 
 
-def _read(raw: bytes) -> ToolSet:
+def _parse(raw: bytes) -> ToolSet:
     try:
-        items = _items(raw)
+        items = _decode_items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ToolsError(f"not a list of tools: {error}") from None
+        raise ToolsError(f"invalid list of tools: {error}") from None
     schemas: list[ToolSchema] = []
     kept: list[msgspec.Raw] = []
     for at, item in enumerate(items):
         try:
-            tool = _tool(item)
+            tool = _decode_tool(item)
             if tool.type != "function":
-                continue  # clients offer kinds that only their own provider runs
-            function = _function(tool.function)
+                continue  # a tool that runs on the provider's servers
+            function = _decode_function(tool.function)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ToolsError(f"tool {at}: {error}") from None
         if function is None or not function.name:
@@ -84,12 +88,73 @@ def _read(raw: bytes) -> ToolSet:
         schemas.append(ToolSchema(function.name, function.description or "", function.parameters or {}))
     if not schemas:
         return NO_TOOLS
-    return ToolSet(tuple(schemas), tuple(kept), _scope(schemas))
+    return ToolSet(tuple(schemas), tuple(kept), _hash_schemas(schemas))
 
 
-_remembered = lru_cache(maxsize=64)(_read)
+_parse_cached = lru_cache(maxsize=64)(_parse)
 
 
-def _scope(schemas: Sequence[ToolSchema]) -> bytes:
-    """Equal for tools that mean the same, whatever their keys' order and spacing."""
-    return blake2b(_order(schemas), digest_size=16).digest()
+def _hash_schemas(schemas: Sequence[ToolSchema]) -> bytes:
+    """Return a hash that does not depend on the order of keys and on white space."""
+    return blake2b(_encode_sorted(schemas), digest_size=16).digest()
+
+
+# ---- tool call arguments that a client sends back
+
+_AMBIGUOUS_NUMBER: Final = re.compile(r"\d\.\d|\d[eE]|\d{16}|-0")
+"""Numbers that JavaScript writes differently: 1.0 becomes 1, and long integers lose digits."""
+
+
+class ArgumentRestorer:
+    """Recognises tool calls of a session whose arguments a JavaScript client has parsed and written again.
+
+    Only arguments that JavaScript considers equal are restored to the sampled text; edited ones stay edited.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[ToolCall]] = {}
+
+    def add_turn(self, turn: Turn) -> None:
+        """Remember the calls of a recorded turn whose arguments may come back changed."""
+        for call in turn.response.tool_calls:
+            if _AMBIGUOUS_NUMBER.search(call.arguments):
+                known = self._known.setdefault(call.id, [])
+                if call not in known:
+                    known.append(call)
+
+    def restore(self, message: Message) -> Message:
+        """Return the message with its tool calls as they were sampled."""
+        if not message.tool_calls or not any(call.id in self._known for call in message.tool_calls):
+            return message
+        calls = tuple([self._restore_call(call) for call in message.tool_calls])
+        return message if calls == message.tool_calls else msgspec.structs.replace(message, tool_calls=calls)
+
+    def _restore_call(self, call: ToolCall) -> ToolCall:
+        known = self._known.get(call.id, ())
+        if call in known:
+            return call
+        same = (
+            one for one in known if one.name == call.name and equal_in_javascript(one.arguments, call.arguments)
+        )
+        return next(same, call)
+
+
+def equal_in_javascript(one: str, other: str) -> bool:
+    """Return whether JavaScript parses two JSON texts to the same value."""
+    try:
+        return _canonical_json(one) == _canonical_json(other)
+    except (ValueError, RecursionError, OverflowError):
+        return False
+
+
+def _canonical_json(text: str) -> str:
+    return json.dumps(_normalise_zeros(json.loads(text, parse_int=float)), sort_keys=True)
+
+
+def _normalise_zeros(value: Any) -> Any:
+    """Replace -0.0 by 0.0."""
+    if isinstance(value, float):
+        return value + 0.0
+    if isinstance(value, dict):
+        return {name: _normalise_zeros(inner) for name, inner in value.items()}
+    return [_normalise_zeros(inner) for inner in value] if isinstance(value, list) else value

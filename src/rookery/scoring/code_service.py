@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.gateway.http import Answer, Refusal, Request
+from rookery.gateway.http import HttpError, Request, ResponseWriter
 from rookery.scoring.fresh_sandboxes import LOST_AFTER_SECONDS, MAX_TRIES
 from rookery.scoring.program_runner import ProgramRunner
 from rookery.scoring.programs import (
@@ -79,8 +79,8 @@ class CodeService:
             raise self._refuse(503, "the server is shutting down", ((b"retry-after", b"5"),))
         return MAX_BODY if path == "/run_code" else 0
 
-    async def handle(self, request: Request, out: Answer) -> None:
-        answers: dict[str, Callable[[Request, Answer], Any]] = {
+    async def handle(self, request: Request, out: ResponseWriter) -> None:
+        answers: dict[str, Callable[[Request, ResponseWriter], Any]] = {
             "/": self._about,
             "/healthz": self._health,
             "/metrics": self._metrics,
@@ -112,13 +112,13 @@ class CodeService:
         if not hmac.compare_digest(word.encode("utf-8", "replace"), self._key.encode()):
             raise self._refuse(401, "the API key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
 
-    def _refuse(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Refusal:
+    def _refuse(self, status: int, text: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> HttpError:
         self._responses[status] += 1
-        return Refusal(status, _encode_error(text), headers)
+        return HttpError(status, _encode_error(text), headers)
 
     # ---- programs
 
-    async def _run_code(self, request: Request, out: Answer) -> None:
+    async def _run_code(self, request: Request, out: ResponseWriter) -> None:
         programs, limits = self._parse_body(request.body)
         request.body = b""
         if self._admitted + len(programs) > self._queue:
@@ -205,11 +205,11 @@ class CodeService:
 
     # ---- the rest
 
-    async def _about(self, _: Request, out: Answer) -> None:
+    async def _about(self, _: Request, out: ResponseWriter) -> None:
         self._responses[200] += 1
         out.send(200, b'{"service":"rookery serve-code","programs":"POST /run_code"}')
 
-    async def _health(self, _: Request, out: Answer) -> None:
+    async def _health(self, _: Request, out: ResponseWriter) -> None:
         now = asyncio.get_running_loop().time()
         late = sum(deadline < now for deadline in self._deadlines.values())
         status = "stopping" if self.stopping else "late" if late else "ok"
@@ -219,7 +219,7 @@ class CodeService:
         message = {"status": status, "programs": self._admitted, "late": late, "provider": provider}
         out.send(code, msgspec.json.encode(message))
 
-    async def _metrics(self, _: Request, out: Answer) -> None:
+    async def _metrics(self, _: Request, out: ResponseWriter) -> None:
         lines = [
             "# TYPE rookery_code_programs_total counter",
             *(f'rookery_code_programs_total{{status="{s}"}} {n}' for s, n in sorted(self._ended.items())),

@@ -6,7 +6,7 @@ from typing import Any
 from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
 from rookery.environments.sandbox_proxy import SandboxProxy
-from rookery.gateway.door import Door
+from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Command, Sandbox
 
 SANDBOX_PIDS: list[int] = []
@@ -16,7 +16,7 @@ SANDBOX_PIDS: list[int] = []
 class Known(AgentEnvironment):
     """Records the PID whose death ends the sandbox."""
 
-    async def _command(self, ctx: Context, sandbox: Sandbox, session: Door) -> Command:
+    async def _command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
         inner: Any = sandbox._inner if isinstance(sandbox, SandboxProxy) else sandbox
         SANDBOX_PIDS.append(inner._handle.pid)
         return await super()._command(ctx, sandbox, session)

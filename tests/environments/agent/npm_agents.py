@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rookery.core import Rollout, Turn, label
 from rookery.environments.agent import AgentEnvironment, Launcher, find_launcher
-from rookery.gateway.door import KEY
+from rookery.gateway.gateway_session import SANDBOX_KEY
 from rookery.journal import RunReader
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent.kit import (
@@ -240,7 +240,7 @@ async def test_claude_code_at_a_terminal_asks_for_a_title_beside_its_conversatio
     before = {
         "claude/.claude.json": {
             "hasCompletedOnboarding": True,
-            "customApiKeyResponses": {"approved": [KEY]},
+            "customApiKeyResponses": {"approved": [SANDBOX_KEY]},
             "projects": {"/work": {"hasTrustDialogAccepted": True}},
         },
         "claude/settings.json": {"skipDangerousModePermissionPrompt": True},

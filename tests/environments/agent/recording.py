@@ -107,7 +107,7 @@ async def recording() -> AsyncIterator[Recording]:
     found = Recording()
     relays: list[asyncio.Server] = []
     under_way: set[asyncio.Task[Any]] = set()
-    hand = GatewayClient.hand
+    hand = GatewayClient.attach_listener
 
     async def handed(client: GatewayClient, session: str, listener: socket.socket) -> None:
         behind = socket.create_server(("127.0.0.1", 0))
@@ -124,7 +124,7 @@ async def recording() -> AsyncIterator[Recording]:
         await hand(client, session, behind)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GatewayClient, "hand", handed)
+        patch.setattr(GatewayClient, "attach_listener", handed)
         try:
             yield found
         finally:

@@ -190,7 +190,7 @@ async def test_sandboxes_with_a_listener_need_no_public_url(tmp_path: Path) -> N
 async def test_an_agent_behind_a_tunnel_that_dies_once(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
     waiting = asyncio.Event()
     play = scripted("hm", "42")
@@ -310,7 +310,7 @@ async def test_a_port_that_is_taken_is_reported_before_the_run_begins(tmp_path: 
 async def test_a_tunnel_that_cannot_be_made_is_reported_before_the_run_begins(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_services, "tunnel_of", server.tunnel)
+    monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     (server.folder / "keys").write_text("")
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
     before = set(list_children(os.getpid()))

@@ -12,7 +12,7 @@ from rookery.environments.rlm.budget import BudgetExhausted, CallFailed
 from rookery.environments.rlm.call_tree import CallTree, SubCall
 from rookery.environments.rlm.functions import ReplFunctions
 from rookery.environments.rlm.options import RlmOptions
-from rookery.gateway import Role
+from rookery.gateway import ModelRole
 from rookery.trajectories import build_segments
 from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait
 from tests.environments.helpers import Attempt, ScriptedUpstream
@@ -67,7 +67,7 @@ def made(
     attempt = Attempt(limits=limits, run=run)
     echo = Echo()
     role = attempt.session.roles["policy"]
-    attempt.session.roles = {"policy": Role(name="policy", upstream=echo, model=role.model)}
+    attempt.session.roles = {"policy": ModelRole(name="policy", upstream=echo, model=role.model)}
 
     async def child(_: CallTree, asked: SubCall) -> str:
         raise CallFailed(f"no child for {asked.prompt}")
@@ -123,7 +123,7 @@ def test_every_answer_is_recorded_once_even_if_callers_disappear(
         ]
         assert sorted(trained) == echo.answered
         assert tree.budget.tokens == 2 * len(echo.answered)
-        assert attempt.session.under_way == 0
+        assert attempt.session.in_flight == 0
         assert not any(attempt.watch.waits.values())
 
     asyncio.run(run())
@@ -164,7 +164,7 @@ async def test_a_call_that_never_ends_is_ended_by_its_own_deadline() -> None:
     tree, attempt, echo = made(sub_timeout=0.05)
     with pytest.raises(CallFailed, match=r"took longer than its 0\.05 s"):
         await tree.call(asked("never"))
-    assert (echo.at_once, attempt.session.under_way) == (0, 0)
+    assert (echo.at_once, attempt.session.in_flight) == (0, 0)
     await tree.close()
 
 
@@ -176,7 +176,7 @@ async def test_sub_calls_leave_the_root_a_part_of_the_time() -> None:
         await tree.call(asked("a"))
     assert tree.left(0)["seconds_left"] == 0.0
     assert (await tree.root_chat([Message("user", "a")])).text == "re a"
-    assert (echo.at_once, attempt.session.under_way) == (0, 0)
+    assert (echo.at_once, attempt.session.in_flight) == (0, 0)
     await tree.close()
 
 
@@ -186,7 +186,7 @@ async def test_a_sub_model_with_an_upstream_cannot_train() -> None:
     other = Echo()
     attempt.session.roles = {
         "policy": policy,
-        "sub": Role(name="sub", upstream=other, model="small"),
+        "sub": ModelRole(name="sub", upstream=other, model="small"),
     }
     with pytest.raises(UsageError, match="cannot train the policy"):
         attempt.ctx.sub_model(trained=True)

@@ -12,7 +12,7 @@ from rookery import Context, Engine, Environment, ToolEnvironment, tool
 from rookery.core import Failed, Message, ToolCall, UsageError, label
 from rookery.gateway.chat_renderers import open_renderer
 from rookery.gateway.chat_renderers.family_renderer import FamilyRenderer
-from rookery.gateway.config import settle_rendering
+from rookery.gateway.config import resolve_rendering
 from rookery.upstreams import UpstreamConfig
 from tests.cli.sandbox_kit import run_cli
 from tests.conftest import TOKENIZERS
@@ -104,9 +104,9 @@ def test_tool_prompt_is_read_from_a_file_and_needs_the_placeholder(folder: Path,
 def test_resolved_config_reports_dropped_tools(folder: Path) -> None:
     policy = UpstreamConfig(kind="vllm", urls=("http://127.0.0.1:1",))
     given: dict[str, Any] = {"name": "default", "tokenizer": str(folder)}
-    assert settle_rendering("tokens", given, policy)[1]
-    assert not settle_rendering("tokens", {**given, "tool_prompt": "default"}, policy)[1]
-    assert not settle_rendering("tokens", {"name": "default", "tokenizer": str(TOKENIZERS / "qwen3")}, policy)[1]
+    assert resolve_rendering("tokens", given, policy)[1]
+    assert not resolve_rendering("tokens", {**given, "tool_prompt": "default"}, policy)[1]
+    assert not resolve_rendering("tokens", {"name": "default", "tokenizer": str(TOKENIZERS / "qwen3")}, policy)[1]
 
 
 class WithTool(ToolEnvironment):

@@ -23,7 +23,7 @@ from rookery.core import Message, ToolCall
 from rookery.environments.agent import find_launcher
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.gateway.chat_renderers.protocol import ChatRenderer
-from rookery.gateway.door import KEY
+from rookery.gateway.gateway_session import SANDBOX_KEY
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import ModelRequest
 from tests.gateway.chat_renderers.support import rendering
@@ -103,7 +103,7 @@ class Client:
 
     async def answered(self, exchange: Exchange, path: str = "") -> Answered:
         body = None if exchange.body is None else self.body(exchange)
-        headers = {name.replace("-", "_"): value or KEY for name, value in exchange.headers.items()}
+        headers = {name.replace("-", "_"): value or SANDBOX_KEY for name, value in exchange.headers.items()}
         async with await Wire.to(self.port) as wire:
             wire.send(request(exchange.method, path or exchange.path, body, **headers))
             return await wire.answer(head_only=exchange.method == "HEAD")
@@ -135,11 +135,11 @@ async def door(gateway: Gateway, session: Registered) -> AsyncIterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     assert gateway.shard.server is not None
-    server = await gateway.shard.server.listen(listener, bound=session.id)
+    server = await gateway.shard.server.listen(listener, session=session.id)
     try:
         yield port
     finally:
-        await gateway.shard.server.unlisten(server, session.id)
+        await gateway.shard.server.stop_listening(server, session.id)
 
 
 CALLED = ("tool_use", "function_call")

@@ -14,8 +14,7 @@ from rookery.gateway.dialects import load_dialects
 from rookery.gateway.dialects.messages import MessagesDialect
 from rookery.gateway.dialects.protocol import BadRequestError, ClientRequest
 from rookery.gateway.dialects.responses import ResponsesDialect
-from rookery.gateway.numbers import Respelled, alike
-from rookery.gateway.tools import ToolsError
+from rookery.gateway.tools import ArgumentRestorer, ToolsError, equal_in_javascript
 from rookery.trajectories import get_message_key
 from rookery.upstreams.protocol import ModelReply
 from tests.gateway.scripted import ANY_SPEED
@@ -338,13 +337,13 @@ def test_arguments_that_went_through_javascript_are_those_that_were_sampled(
     given: dict[str, Any], other: Any
 ) -> None:
     sampled, back = json.dumps(given, indent=1), json.dumps(javascript(given))
-    assert alike(sampled, back)
-    respelled = Respelled()
+    assert equal_in_javascript(sampled, back)
+    respelled = ArgumentRestorer()
     call = ToolCall("c", "f", sampled)
-    respelled.note(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
-    restored = respelled.restored(Message("assistant", None, (ToolCall("c", "f", back),)))
+    respelled.add_turn(Turn(attempt="x", index=0, response=Message("assistant", None, (call,))))
+    restored = respelled.restore(Message("assistant", None, (ToolCall("c", "f", back),)))
     assert get_message_key(restored) == get_message_key(Message("assistant", None, (call,)))
     edited = ToolCall("c", "f", json.dumps({**given, "d": other}))
-    assert respelled.restored(Message("assistant", None, (edited,))).tool_calls == (edited,)
+    assert respelled.restore(Message("assistant", None, (edited,))).tool_calls == (edited,)
     elsewhere = ToolCall("another", "f", back)
-    assert respelled.restored(Message("assistant", None, (elsewhere,))).tool_calls == (elsewhere,)
+    assert respelled.restore(Message("assistant", None, (elsewhere,))).tool_calls == (elsewhere,)

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from rookery.core import Finish, Message, ToolCall, UpstreamError
 from rookery.gateway.dialects.shared import CallEvent, CallSequencer
-from rookery.gateway.sent import without_half_call
+from rookery.gateway.reply_reader import drop_incomplete_call
 from rookery.upstreams.protocol import CallDelta, Delta
 from tests.gateway.kit import KEY, Gateway, served_beside
 from tests.gateway.scripted import ANY_SPEED, Play, Scripted
@@ -153,7 +153,7 @@ def test_openais_library_puts_the_whole_response_together(room: Room) -> None:
                     if event.type in ("response.completed", "response.incomplete"):
                         final = event.response
             assert said(final) == said(whole)
-            message = without_half_call(answer.message, answer.finish)
+            message = drop_incomplete_call(answer.message, answer.finish)
             calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
             assert said(whole)[:3] == (message.reasoning or "", message.text, calls)
 

@@ -32,7 +32,7 @@ from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.code.limits import PROGRAM_LIMITS
 from rookery.environments.context import Context
 from rookery.environments.text import clip
-from rookery.gateway.door import Door
+from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import IsolationCache
@@ -227,7 +227,9 @@ class AgentEnvironment(Environment):
         if timed_out:
             raise Truncation("time", "the agent exceeded its time limit")
 
-    async def _run_steps(self, ctx: Context, sandbox: Sandbox, session: Door, task: SweTask | None) -> bool:
+    async def _run_steps(
+        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, task: SweTask | None
+    ) -> bool:
         """Run the agent once for each step of the task. Return whether it exceeded its time limit."""
         low, high = reward_bounds(self)
         steps = task.steps if task is not None else (None,)
@@ -246,7 +248,7 @@ class AgentEnvironment(Environment):
             if ended.reason != "exited":
                 return ended.reason == "deadline"
             if step is not None and number + 1 < len(steps):
-                if await session.look() is not None:  # the budget is exhausted
+                if await session.truncation() is not None:  # the budget is exhausted
                     break
                 score = await task_kinds.grade_step(ctx, number, low, high)
                 if not task_kinds.may_continue(step, score):
@@ -256,7 +258,9 @@ class AgentEnvironment(Environment):
                     break
         return False
 
-    async def _prepare_step(self, ctx: Context, sandbox: Sandbox, session: Door, number: int) -> Command | None:
+    async def _prepare_step(
+        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, number: int
+    ) -> Command | None:
         """Write the files of a step and return its command; None if a previous agent made that impossible."""
         try:
             if number:  # the agent of the previous step may have changed them
@@ -272,7 +276,7 @@ class AgentEnvironment(Environment):
             return None
 
     async def _run_agent(
-        self, ctx: Context, sandbox: Sandbox, session: Door, command: Command, limit: float | None
+        self, ctx: Context, sandbox: Sandbox, session: GatewaySession, command: Command, limit: float | None
     ) -> AgentExit:
         """Run the agent once, from start to exit, and collect its output and files."""
         left = _make_deadline(
@@ -312,7 +316,7 @@ class AgentEnvironment(Environment):
         return ended
 
     async def _wait_for_agent(
-        self, process: Process, stdin: bytes, session: Door, left: Callable[[], float]
+        self, process: Process, stdin: bytes, session: GatewaySession, left: Callable[[], float]
     ) -> AgentExit:
         writing = asyncio.create_task(write_stdin(process, stdin), name="agent's input")
         try:
@@ -323,7 +327,7 @@ class AgentEnvironment(Environment):
             if not writing.cancelled():
                 writing.result()
 
-    async def _command(self, ctx: Context, sandbox: Sandbox, session: Door) -> Command:
+    async def _command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
         """Write the launcher's files and return the command that starts the agent."""
         launcher, prompt = self.launcher, ctx.state["prompt"]
         values = {

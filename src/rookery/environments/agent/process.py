@@ -13,8 +13,8 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from rookery.core import ExecResult, Fault, RookeryError, SandboxError, SandboxSpec, UpstreamError, get_cause
-from rookery.gateway.client import Record
-from rookery.gateway.door import Door
+from rookery.gateway.client import SessionRecord
+from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes.protocol import Process
 
 ExitReason: TypeAlias = Literal["exited", "deadline", "budget"]
@@ -36,7 +36,7 @@ class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def wait_for_exit(
-    process: Process, session: Door, seconds_left: Callable[[], float], *, grace: float
+    process: Process, session: GatewaySession, seconds_left: Callable[[], float], *, grace: float
 ) -> AgentExit:
     """Wait until the agent exits, its deadline passes, or a budget of its gateway session is exhausted.
 
@@ -48,7 +48,7 @@ async def wait_for_exit(
     loop = asyncio.get_running_loop()
     started = loop.time()
     waiting = asyncio.create_task(process.wait(timeout=ONE_DAY), name="agent")
-    exhausted = asyncio.create_task(session.spent(), name="agent's budget")
+    exhausted = asyncio.create_task(session.wait_truncated(), name="agent's budget")
     try:
         reason: ExitReason = "exited"
         while not waiting.done():
@@ -92,7 +92,7 @@ async def _stop(process: Process, waiting: "asyncio.Task[ExecResult]", exhausted
             killing.exception()
 
 
-def check_exit(name: str, ended: AgentExit, session: Record, spec: SandboxSpec) -> None:
+def check_exit(name: str, ended: AgentExit, session: SessionRecord, spec: SandboxSpec) -> None:
     """Raise if the policy is not responsible for an agent that ended with an error or at its deadline.
 
     `session` is the state of the attempt's gateway session after the agent ended.

@@ -40,7 +40,7 @@ from rookery.gateway.dialects.shared import (
     reject_fields,
     unpack_ids,
 )
-from rookery.gateway.tools import tools_in
+from rookery.gateway.tools import parse_chat_tools
 from rookery.upstreams.protocol import NO_TOOLS, CallDelta, DecodeTokens, Delta, ModelReply
 
 
@@ -121,7 +121,7 @@ class ChatDialect:
         return ClientRequest(
             messages=tuple(request.messages),
             model=request.model,
-            tools=NO_TOOLS if tools is None else tools_in(bytes(tools)),
+            tools=NO_TOOLS if tools is None else parse_chat_tools(bytes(tools)),
             tool_choice=_tool_choice(request.tool_choice),
             sampling=sampling,
             n=request.n or 1,

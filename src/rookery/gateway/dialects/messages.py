@@ -45,7 +45,7 @@ from rookery.gateway.dialects.shared import (
     normalise_stops,
     reject_fields,
 )
-from rookery.gateway.tools import MAX_KEPT, ToolsError, tools_as
+from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, DecodeTokens, ModelReply, ToolSet
 
 INVALID: Final = "INVALID_JSON"
@@ -140,7 +140,7 @@ class MessagesDialect:
         tools = NO_TOOLS
         if request.tools is not UNSET and bytes(request.tools) != NULL:
             raw = bytes(request.tools)
-            tools = _remembered(raw) if len(raw) <= MAX_KEPT else _tools(raw)
+            tools = _remembered(raw) if len(raw) <= MAX_CACHED_BYTES else _tools(raw)
         extra: dict[str, Any] = {}
         if (schema := _schema(request)) is not None:
             extra["response_format"] = make_response_format("answer", schema)
@@ -380,7 +380,7 @@ def _tools(raw: bytes) -> ToolSet:
         if not tool.name:
             raise ToolsError(f"tool {at} has no name")
         schemas.append(ToolSchema(tool.name, tool.description or "", tool.input_schema or {}))
-    return tools_as(schemas)
+    return make_tool_set(schemas)
 
 
 _remembered = lru_cache(maxsize=64)(_tools)

@@ -19,7 +19,7 @@ import msgspec
 from rookery.core import Message, ToolCall, ToolSchema
 from rookery.gateway.dialects.protocol import BadRequestError
 from rookery.gateway.dialects.shared import Content, encode, encode_json, merge_text_parts, parse_object
-from rookery.gateway.tools import MAX_KEPT, ToolsError, tools_as
+from rookery.gateway.tools import MAX_CACHED_BYTES, ToolsError, make_tool_set
 from rookery.upstreams.protocol import NO_TOOLS, ToolSet
 
 _SEAL: Final = "rk1."
@@ -74,7 +74,7 @@ def qualify_name(namespace: str | None, name: str) -> str:
 
 def parse_tools(raw: bytes) -> RequestTools:
     """Parse the client's JSON array of tools."""
-    return _parse_tools_cached(raw) if len(raw) <= MAX_KEPT else _parse_tools(raw)
+    return _parse_tools_cached(raw) if len(raw) <= MAX_CACHED_BYTES else _parse_tools(raw)
 
 
 def _parse_tools(raw: bytes) -> RequestTools:
@@ -96,7 +96,7 @@ def _parse_tools(raw: bytes) -> RequestTools:
                     names[name] = Name(one.name, space, custom)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ToolsError(f"not a list of tools: {error}") from None
-    return RequestTools(tools_as(schemas), names)
+    return RequestTools(make_tool_set(schemas), names)
 
 
 def _envelope(tool: _Tool) -> str:

@@ -30,13 +30,13 @@ from rookery.gateway.dialects.protocol import (
     StatefulDialect,
     TokenCountDialect,
 )
-from rookery.gateway.http import EVENTS, Answer, Cut, Request
+from rookery.gateway.http import EVENT_STREAM, Disconnect, Request, ResponseWriter
 from rookery.gateway.media import check_media
 from rookery.gateway.metrics import Metrics
 from rookery.gateway.pipeline import count_prompt_tokens
 from rookery.gateway.registry import Registry
-from rookery.gateway.seat import Seat, choice_key, name_in
-from rookery.gateway.session import Role, Session
+from rookery.gateway.session import ModelRole, Session
+from rookery.gateway.session_entry import SessionEntry, make_turn_key, reply_id_in_key
 from rookery.gateway.tools import ToolsError
 from rookery.trajectories import HistoryMatch, MessageError
 from rookery.upstreams.hang_detector import UpstreamEvidence
@@ -57,133 +57,146 @@ _EXPECTED: Final = (BaseExceptionGroup, RookeryError, Truncation, MessageError, 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class GoneError(RookeryError):
+class SessionGoneError(RookeryError):
     """The session is past."""
 
 
-class Calls:
+class ModelCallHandler:
     """Answers the model calls of one shard's sessions."""
 
     def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._metrics = metrics
 
-    async def answer(self, seat: Seat, dialect: Dialect, request: Request, out: Answer) -> None:
+    async def answer(self, entry: SessionEntry, dialect: Dialect, request: Request, out: ResponseWriter) -> None:
         """Answers, whatever happens; only the end of the client itself is passed on."""
         began = time.perf_counter()
-        telling: _Telling | None = None
+        call: _ModelCall | None = None
         try:
-            ask = dialect.parse_request(request.body)
-            telling = _Telling(self, seat, dialect, ask, out, began)
-            await telling.play(*_mark(request))
+            client_request = dialect.parse_request(request.body)
+            call = _ModelCall(self, entry, dialect, client_request, out, began)
+            await call.run(*_read_retry_headers(request))
             self._metrics.call_seconds.add(time.perf_counter() - began)
         except asyncio.CancelledError:
-            if seat.ended is None or out.gone:
+            if entry.ended is None or out.gone:
                 self._metrics.count("disconnects")
-                if seat.session is not None:
-                    self._count_news(seat, seat.session)
+                if entry.session is not None:
+                    self._count_changes(entry, entry.session)
                 raise
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()  # it was the session that ended, not the client
-            self._fail(dialect, out, telling, "gone", f"rollout {seat.id} was {seat.ended}")
+            self._fail(dialect, out, call, "gone", f"rollout {entry.id} was {entry.ended}")
         except _EXPECTED as raised:
-            problem, message, where = self._problem(seat, unwrap_group(raised))
-            self._fail(dialect, out, telling, problem, message, where)
+            problem, message, where = self._classify(entry, unwrap_group(raised))
+            self._fail(dialect, out, call, problem, message, where)
 
-    async def count(self, seat: Seat, dialect: Dialect, request: Request, out: Answer) -> None:
+    async def count_tokens(
+        self, entry: SessionEntry, dialect: Dialect, request: Request, out: ResponseWriter
+    ) -> None:
         """How many tokens a request would begin with; nothing is sampled."""
         assert isinstance(dialect, TokenCountDialect)
         try:
-            ask = dialect.parse_request(request.body)
-            session = self._registry.session(seat)
-            role = _role(session, ask.model)
-            ask = self._whole(seat, session, dialect, ask)
-            new = session.recorder.match_history(role.name, ask.messages, ask.tools.scope).new_messages
-            _recordable(new)
-            check_media(new, seat.registration.network, seat.registration.allow)
-            out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, ask)))
+            client_request = dialect.parse_request(request.body)
+            session = self._registry.load_session(entry)
+            role = _find_role(session, client_request.model)
+            client_request = self._complete_request(entry, session, dialect, client_request)
+            new = session.recorder.match_history(
+                role.name, client_request.messages, client_request.tools.scope
+            ).new_messages
+            _check_recordable(new)
+            check_media(new, entry.registration.network, entry.registration.allow)
+            out.send(200, dialect.format_token_count(await count_prompt_tokens(session, role, client_request)))
             self._metrics.count("requests", label="status", value="200")
         except _EXPECTED as raised:
-            self._fail(dialect, out, None, *self._problem(seat, unwrap_group(raised)))
+            self._fail(dialect, out, None, *self._classify(entry, unwrap_group(raised)))
 
-    async def recall(self, seat: Seat, dialect: Dialect, name: str, request: Request, out: Answer) -> None:
+    async def handle_stored(
+        self, entry: SessionEntry, dialect: Dialect, name: str, request: Request, out: ResponseWriter
+    ) -> None:
         """An answer that was given before, or its end."""
         assert isinstance(dialect, StatefulDialect)
-        session = self._registry.session(seat)
+        session = self._registry.load_session(entry)
         key = name.partition("_")[2]
-        known = seat.named.get(key)
+        known = entry.stored_replies.get(key)
         if known is None:
             self._fail(dialect, out, None, "not_found", f"there is no answer {name[:200]!r} in this rollout")
             return
         if request.method == "DELETE":
-            del seat.named[key]
+            del entry.stored_replies[key]
             out.send(200, dialect.format_deleted(name))
         else:
-            turn = self._registry.turn(seat, known[0])
+            turn = self._registry.read_turn(entry, known[0])
             reply = _reply_from_turn(turn)
             out.send(200, dialect.format_stored(name, reply, session.roles[turn.role].model))
         self._metrics.count("requests", label="status", value="200")
 
-    def _whole(self, seat: Seat, session: Session, dialect: Dialect, ask: ClientRequest) -> ClientRequest:
-        """An ask with calls as they were sampled, and with all before it, where it goes on from an answer."""
-        if ask.object_arguments:
-            respelled = session.respelled
+    def _complete_request(
+        self, entry: SessionEntry, session: Session, dialect: Dialect, client_request: ClientRequest
+    ) -> ClientRequest:
+        """Return the request with tool calls as they were sampled and with the history that it continues by ID."""
+        if client_request.object_arguments:
+            argument_restorer = session.argument_restorer
             messages = tuple(
-                [respelled.restored(one) if isinstance(one, Message) else one for one in ask.messages]
+                [
+                    argument_restorer.restore(one) if isinstance(one, Message) else one
+                    for one in client_request.messages
+                ]
             )
-            return msgspec.structs.replace(ask, messages=messages)
-        if ask.references:
-            ask = self._resolved(seat, dialect, ask)
-        if not ask.previous_id:
-            return ask
-        known = seat.named.get(ask.previous_id)
+            return msgspec.structs.replace(client_request, messages=messages)
+        if client_request.references:
+            client_request = self._resolve_references(entry, dialect, client_request)
+        if not client_request.previous_id:
+            return client_request
+        known = entry.stored_replies.get(client_request.previous_id)
         if known is None or not isinstance(dialect, StatefulDialect):
             raise BadRequestError(
-                f"there is no answer {ask.previous_id[:200]!r} to go on from: send the whole history",
+                f"there is no answer {client_request.previous_id[:200]!r} to go on from: send the whole history",
                 "previous_response_id",
             )
         index, head = known
-        return dialect.prepend_history(ask, self._registry.history(seat, index), head)
+        return dialect.prepend_history(client_request, self._registry.read_history(entry, index), head)
 
-    def _resolved(self, seat: Seat, dialect: Dialect, ask: ClientRequest) -> ClientRequest:
-        """The ask with parts of earlier answers in the place of the references to them."""
+    def _resolve_references(
+        self, entry: SessionEntry, dialect: Dialect, client_request: ClientRequest
+    ) -> ClientRequest:
+        """The client_request with parts of earlier answers in the place of the references to them."""
         assert isinstance(dialect, StatefulDialect)
         answers: dict[str, Message] = {}
-        for reference in ask.references:
+        for reference in client_request.references:
             answer = dialect.find_referenced_response(reference)
-            known = seat.named.get(answer)
+            known = entry.stored_replies.get(answer)
             if known is None:
                 said = f"there is no item {reference[:200]!r} in this rollout: send the item itself"
                 raise BadRequestError(said, "input")
             if answer not in answers:
-                answers[answer] = self._registry.turn(seat, known[0]).response
-        return dialect.resolve_references(ask, answers)
+                answers[answer] = self._registry.read_turn(entry, known[0]).response
+        return dialect.resolve_references(client_request, answers)
 
     def _fail(
         self,
         dialect: Dialect,
-        out: Answer,
-        telling: "_Telling | None",
+        out: ResponseWriter,
+        call: "_ModelCall | None",
         problem: ErrorKind,
         message: str,
         where: str | None = None,
     ) -> None:
         if out.begun:
-            assert telling is not None
-            assert telling.answering is not None
-            out.end(telling.answering.format_failure(problem, message))
+            assert call is not None
+            assert call.stream is not None
+            out.end(call.stream.format_failure(problem, message))
             status = 200
         else:
             status, body = dialect.format_error(problem, message, where)
             out.send(status, body)
         self._metrics.count("requests", label="status", value=str(status))
 
-    def _count_news(self, seat: Seat, session: Session) -> None:
-        for name, by in seat.news_of(session).items():
+    def _count_changes(self, entry: SessionEntry, session: Session) -> None:
+        for name, by in entry.take_new_counts(session).items():
             self._metrics.count(name, by)
 
-    def _problem(self, seat: Seat, error: BaseException) -> tuple[ErrorKind, str, str | None]:
+    def _classify(self, entry: SessionEntry, error: BaseException) -> tuple[ErrorKind, str, str | None]:
         """What to tell the client; what it is not about is raised on."""
         match error:
             case BadRequestError():
@@ -195,102 +208,114 @@ class Calls:
             case RenderError():
                 return "bad_request", str(error), "messages"
             case Truncation():
-                self._registry.stopped(seat, error.reason)
+                self._registry.mark_truncated(entry, error.reason)
                 self._metrics.count("truncated", label="reason", value=error.reason)
-                said = f"rollout {seat.id} is truncated ({error.reason}): {without_addresses(str(error))}"
+                said = f"rollout {entry.id} is truncated ({error.reason}): {without_addresses(str(error))}"
                 return ("context" if error.reason == "context" else "truncated"), said, None
-            case GoneError():
+            case SessionGoneError():
                 return "gone", str(error), None
-            case RookeryError() if seat.ended is not None:  # it ended while this was on its way
-                return "gone", f"rollout {seat.id} was {seat.ended}", None
+            case RookeryError() if entry.ended is not None:  # it ended while this was on its way
+                return "gone", f"rollout {entry.id} was {entry.ended}", None
             case UpstreamError():
-                seat.failure = error.code
+                entry.failure = error.code
                 self._metrics.count("upstream_errors", label="cause", value=error.code)
-                if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in seat.evidence:
-                    seat.evidence.append(error.evidence)
+                if isinstance(error.evidence, UpstreamEvidence) and error.evidence not in entry.evidence:
+                    entry.evidence.append(error.evidence)
                 return _PROBLEMS.get(error.code, "upstream"), without_addresses(str(error)), None
         raise error
 
 
-class _Telling:
+class _ModelCall:
     """One call and its answer."""
 
     def __init__(
-        self, calls: Calls, seat: Seat, dialect: Dialect, ask: ClientRequest, out: Answer, began: float
+        self,
+        handler: ModelCallHandler,
+        entry: SessionEntry,
+        dialect: Dialect,
+        client_request: ClientRequest,
+        out: ResponseWriter,
+        began: float,
     ) -> None:
-        self._calls = calls
-        self._registry = calls._registry
-        self._metrics = calls._metrics
-        self._seat = seat
+        self._handler = handler
+        self._registry = handler._registry
+        self._metrics = handler._metrics
+        self._find_entry = entry
         self._dialect = dialect
-        self._ask = ask
+        self._request = client_request
         self._out = out
         self._began = began
-        self.answering: ReplyStream | None = None
+        self.stream: ReplyStream | None = None
         """Where the answer is streamed, and from when it is known who answers."""
 
-    async def play(self, marked: bool, named: str) -> None:
-        seat, ask = self._seat, self._ask
-        if seat.ended is not None:
-            raise GoneError(f"rollout {seat.id} was {seat.ended}")
-        session = self._registry.session(seat)
-        role = _role(session, ask.model)
-        ask = self._ask = self._calls._whole(seat, session, self._dialect, ask)
-        if ask.prompts:
-            ask = self._ask = await _tokenised(ask, role)
-        self._answers(ask, role)
-        own = seat.sampling(role.name)
-        sampling = own.over(ask.sampling.over(role.sampling))
-        if ask.sampling.extra and (own.extra or role.sampling.extra):  # one option replaces itself, not the others
-            extra = {**role.sampling.extra, **ask.sampling.extra, **own.extra}
+    async def run(self, is_retry: bool, named: str) -> None:
+        entry, client_request = self._find_entry, self._request
+        if entry.ended is not None:
+            raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
+        session = self._registry.load_session(entry)
+        role = _find_role(session, client_request.model)
+        client_request = self._request = self._handler._complete_request(
+            entry, session, self._dialect, client_request
+        )
+        if client_request.prompts:
+            client_request = self._request = await _tokenise(client_request, role)
+        self._open_stream(client_request, role)
+        own = entry.sampling(role.name)
+        sampling = own.over(client_request.sampling.over(role.sampling))
+        if client_request.sampling.extra and (
+            own.extra or role.sampling.extra
+        ):  # one option replaces itself, not the others
+            extra = {**role.sampling.extra, **client_request.sampling.extra, **own.extra}
             sampling = msgspec.structs.replace(sampling, extra=extra)
-        place = session.recorder.match_history(role.name, ask.messages, ask.tools.scope)
-        _recordable(place.new_messages)
-        check_media(place.new_messages, seat.registration.network, seat.registration.allow)
-        before = seat.key_of(place.turn.index) if place.turn is not None else ""
-        key = _key(named, before, ask, len(place.new_messages), ask.tools.scope, role.name, sampling)
-        if marked and (turns := await self._again(key)):
+        place = session.recorder.match_history(role.name, client_request.messages, client_request.tools.scope)
+        _check_recordable(place.new_messages)
+        check_media(place.new_messages, entry.registration.network, entry.registration.allow)
+        before = entry.turn_key(place.turn.index) if place.turn is not None else ""
+        key = _make_key(
+            named, before, client_request, len(place.new_messages), client_request.tools.scope, role.name, sampling
+        )
+        if is_retry and (turns := await self._find_recorded(key)):
             self._metrics.count("replays")
-            if ask.reply_id:  # the name that its client may have seen
-                self._ask = msgspec.structs.replace(ask, reply_id=name_in(turns[0].key))
-                self._answers(self._ask, role)
-            await self._replay([self._recorded(turn, role) for turn in turns])
+            if client_request.reply_id:  # the name that its client may have seen
+                self._request = msgspec.structs.replace(client_request, reply_id=reply_id_in_key(turns[0].key))
+                self._open_stream(self._request, role)
+            await self._replay([self._load_reply(turn, role) for turn in turns])
             return
-        if seat.ended is not None:  # while the retry waited
-            raise GoneError(f"rollout {seat.id} was {seat.ended}")
-        if seat.truncated is not None and role.name == "policy":
-            raise Truncation(seat.truncated, "its budget was spent before")
-        call = msgspec.structs.replace(ask, sampling=sampling)
-        with seat.asks(key):
-            async with seat.within():
-                seat.calls += 1
+        if entry.ended is not None:  # while the retry waited
+            raise SessionGoneError(f"rollout {entry.id} was {entry.ended}")
+        if entry.truncated is not None and role.name == "policy":
+            raise Truncation(entry.truncated, "its budget was spent before")
+        call = msgspec.structs.replace(client_request, sampling=sampling)
+        with entry.track_request(key):
+            async with entry.deadline():
+                entry.calls += 1
                 try:
                     replies = await self._call_model(session, role, call, key, place)
                 except RenderError:
-                    seat.calls -= 1  # refused here, before a model was asked
+                    entry.calls -= 1  # refused here, before a model was asked
                     raise
-        seat.failure = ""
+        entry.failure = ""
         for reply in replies:
-            self._counted(session, reply.turn)
+            self._count_turn(session, reply.turn)
         self._complete(replies)
 
-    def _cut(self) -> Cut | None:
-        return self._out.cut
+    def _get_disconnect(self) -> Disconnect | None:
+        return self._out.disconnect
 
-    def _answers(self, ask: ClientRequest, role: Role) -> None:
-        if ask.stream:
+    def _open_stream(self, client_request: ClientRequest, role: ModelRole) -> None:
+        if client_request.stream:
             spell = role.rendering.renderer.token_bytes if role.rendering is not None else None
-            self.answering = self._dialect.open_stream(ask, spell)
+            self.stream = self._dialect.open_stream(client_request, spell)
 
     async def _call_model(
-        self, session: Session, role: Role, request: ClientRequest, key: str, match: HistoryMatch
+        self, session: Session, role: ModelRole, request: ClientRequest, key: str, match: HistoryMatch
     ) -> list[ModelReply]:
         """Make one model call for each choice that the client wants."""
-        cut = self._cut if request.stream else None
+        disconnect = self._get_disconnect if request.stream else None
         calls = [
-            session.call(role, one, self._delta_writer(choice), key=turn_key, match=match, cut=cut)
+            session.call(role, one, self._delta_writer(choice), key=turn_key, match=match, disconnect=disconnect)
             for choice in range(request.choices)
-            for one, turn_key in [self._choice(request, key, choice)]
+            for one, turn_key in [self._make_choice(request, key, choice)]
         ]
         if len(calls) == 1:
             return [await calls[0]]
@@ -298,7 +323,7 @@ class _Telling:
             tasks = [group.create_task(call) for call in calls]
         return [task.result() for task in tasks]
 
-    def _choice(self, request: ClientRequest, key: str, choice: int) -> tuple[ClientRequest, str]:
+    def _make_choice(self, request: ClientRequest, key: str, choice: int) -> tuple[ClientRequest, str]:
         """Return the request for one of several choices, and the key of its turn."""
         if not choice and not request.reply_id and not request.prompts:
             return request, key
@@ -309,70 +334,70 @@ class _Telling:
             changes["sampling"] = msgspec.structs.replace(request.sampling, seed=seed)
         if request.prompts:
             changes["tokens"] = request.prompts[choice // request.n]
-        key = choice_key(key, choice, request.reply_id, request.instruction_length)
+        key = make_turn_key(key, choice, request.reply_id, request.instruction_length)
         return (msgspec.structs.replace(request, **changes) if changes else request), key
 
     def _delta_writer(self, choice: int) -> OnDelta | None:
-        answering, out = self.answering, self._out
-        if answering is None:
+        stream, out = self.stream, self._out
+        if stream is None:
             return None
 
         async def on_delta(delta: Delta) -> None:
-            data = answering.format_delta(choice, delta)
+            data = stream.format_delta(choice, delta)
             if not data:
                 return
             if not out.begun:
                 self._metrics.first_piece_seconds.add(time.perf_counter() - self._began)
-                out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
+                out.begin(200, EVENT_STREAM, ((b"cache-control", b"no-cache"),))
             await out.write(data)
 
         return on_delta
 
     def _complete(self, replies: list[ModelReply]) -> None:
-        out, answering = self._out, self.answering
+        out, stream = self._out, self.stream
         self._metrics.count("requests", label="status", value="200")
-        if answering is None:
-            out.send(200, self._dialect.format_response(self._ask, replies))
+        if stream is None:
+            out.send(200, self._dialect.format_response(self._request, replies))
             return
         if not out.begun:
-            out.begin(200, EVENTS, ((b"cache-control", b"no-cache"),))
-        ends = b"".join(answering.format_choice_end(choice, reply) for choice, reply in enumerate(replies))
-        out.end(ends + answering.format_end(replies))
+            out.begin(200, EVENT_STREAM, ((b"cache-control", b"no-cache"),))
+        ends = b"".join(stream.format_choice_end(choice, reply) for choice, reply in enumerate(replies))
+        out.end(ends + stream.format_end(replies))
 
     # ---- the same again
 
-    async def _again(self, key: str) -> list[Turn]:
+    async def _find_recorded(self, key: str) -> list[Turn]:
         """What was recorded for this request, choice by choice; waits where it is still under way."""
-        seat = self._seat
-        if (asking := seat.asking.get(key)) is not None:
+        entry = self._find_entry
+        if (asking := entry.pending.get(key)) is not None:
             try:
                 async with asyncio.timeout(RETRY_SECONDS):
                     await asyncio.shield(asking)
             except TimeoutError:
                 said = f"the call that this one repeats did not end within {RETRY_SECONDS:g} seconds"
                 raise UpstreamError(said, cause="upstream.timeout") from None
-        turns = seat.keys.get(key, {})
-        count = self._ask.choices
+        turns = entry.replayable.get(key, {})
+        count = self._request.choices
         return [turns[choice] for choice in range(count)] if len(turns) == count else []
 
-    def _recorded(self, turn: Turn, role: Role) -> ModelReply:
+    def _load_reply(self, turn: Turn, role: ModelRole) -> ModelReply:
         return _reply_from_turn(
             turn,
-            prompt=self._registry.prompt(self._seat, turn) if self._ask.return_token_ids else b"",
+            prompt=self._registry.read_prompt(self._find_entry, turn) if self._request.return_token_ids else b"",
             decode_tokens=role.rendering.renderer.token_bytes if role.rendering is not None else None,
         )
 
     async def _replay(self, replies: list[ModelReply]) -> None:
-        if self.answering is not None:
+        if self.stream is not None:
             for choice, reply in enumerate(replies):
                 on_delta = self._delta_writer(choice)
                 assert on_delta is not None
                 await on_delta(delta_from_reply(reply))
         self._complete(replies)
 
-    def _counted(self, session: Session, turn: Turn) -> None:
+    def _count_turn(self, session: Session, turn: Turn) -> None:
         count = self._metrics.count
-        self._calls._count_news(self._seat, session)
+        self._handler._count_changes(self._find_entry, session)
         count("turns")
         count("prompt_tokens", turn.prompt_tokens)
         count("sampled_tokens", turn.sampled_tokens)
@@ -408,12 +433,14 @@ _ADDRESS: Final = re.compile(
 )
 
 
-async def _tokenised(ask: ClientRequest, role: Role) -> ClientRequest:
-    """The ask with ids in the place of texts."""
+async def _tokenise(client_request: ClientRequest, role: ModelRole) -> ClientRequest:
+    """The client_request with ids in the place of texts."""
     if not role.upstream.accepts_tokens:
-        raise BadRequestError("the model's engine takes no token ids: ask for a chat completion", "prompt")
+        raise BadRequestError(
+            "the model's engine takes no token ids: client_request for a chat completion", "prompt"
+        )
     found: list[bytes | str] = []
-    for prompt in ask.prompts:
+    for prompt in client_request.prompts:
         if isinstance(prompt, str):
             if role.rendering is None:
                 raise BadRequestError(
@@ -424,10 +451,10 @@ async def _tokenised(ask: ClientRequest, role: Role) -> ClientRequest:
         if not prompt:
             raise BadRequestError("a prompt has at least one token", "prompt")
         found.append(prompt)
-    return msgspec.structs.replace(ask, prompts=tuple(found))
+    return msgspec.structs.replace(client_request, prompts=tuple(found))
 
 
-def _recordable(messages: Iterable[Message]) -> None:
+def _check_recordable(messages: Iterable[Message]) -> None:
     """What cannot be recorded is not sampled from: a part of a message may hold a number without end."""
     try:
         for message in messages:
@@ -437,7 +464,7 @@ def _recordable(messages: Iterable[Message]) -> None:
         raise MessageError("a number in a message's content is larger than 64 bits hold") from None
 
 
-def _role(session: Session, model: str) -> Role:
+def _find_role(session: Session, model: str) -> ModelRole:
     """The role that a client means by a model's name: a role's own name, its model's, or else the policy."""
     roles = session.roles
     if model in roles:
@@ -450,8 +477,8 @@ def _role(session: Session, model: str) -> Role:
     return policy
 
 
-def _key(
-    named: str, before: str, ask: ClientRequest, new: int, scope: bytes, role: str, sampling: Sampling
+def _make_key(
+    named: str, before: str, client_request: ClientRequest, new: int, scope: bytes, role: str, sampling: Sampling
 ) -> str:
     """What tells a request from others: its name, what it adds to the turn that it continues, and how it samples.
 
@@ -460,15 +487,27 @@ def _key(
     The whole body would do, but a conversation's hundredth request would cost a hundred times its second.
     """
     digest = blake2b(before.encode(), digest_size=16)
-    for message in ask.messages[len(ask.messages) - new :]:
+    for message in client_request.messages[len(client_request.messages) - new :]:
         digest.update(bytes(message) if isinstance(message, msgspec.Raw) else _encode(message))
-    digest.update(_encode((named, role, ask.n, scope, ask.tool_choice, ask.top_logprobs, sampling)))
-    for prompt in ask.prompts:
+    digest.update(
+        _encode(
+            (
+                named,
+                role,
+                client_request.n,
+                scope,
+                client_request.tool_choice,
+                client_request.top_logprobs,
+                sampling,
+            )
+        )
+    )
+    for prompt in client_request.prompts:
         digest.update(_encode(prompt))
     return digest.hexdigest()
 
 
-def _mark(request: Request) -> tuple[bool, str]:
+def _read_retry_headers(request: Request) -> tuple[bool, str]:
     """Whether the client says that it sends this again, and the name that it gave the request, if any."""
     name = request.headers.get("idempotency-key", "")
     count = request.headers.get("x-stainless-retry-count", "")

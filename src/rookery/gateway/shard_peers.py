@@ -13,20 +13,18 @@ from typing import Final
 from urllib.parse import quote
 
 from rookery.core import RookeryError
-from rookery.gateway.answers import wrong_in
-from rookery.gateway.app import PASSED_ON
 from rookery.gateway.dialects.chat import ChatDialect
-from rookery.gateway.http import Answer, Request
-from rookery.gateway.registry import owner
+from rookery.gateway.http import FORWARDED_HEADER, Request, ResponseWriter, read_error_message
+from rookery.gateway.registry import owning_shard
 from rookery.upstreams.http import Client, HttpFailure, Response, header_lines
 
-ASK_SECONDS: Final = 10.0
+COLLECT_SECONDS: Final = 10.0
 """For what all shards are asked for one page."""
 MAX_PAGE: Final = 64 << 20
-MAX_WHOLE: Final = 256 << 10
+MAX_BUFFERED: Final = 256 << 10
 """Answers up to this are passed on in one piece."""
-_PASSED_BACK: Final = ("cache-control", "www-authenticate", "retry-after")
-_LEFT_OUT: Final = frozenset(
+_KEPT_HEADERS: Final = ("cache-control", "www-authenticate", "retry-after")
+_HOP_HEADERS: Final = frozenset(
     {
         "host",
         "connection",
@@ -42,31 +40,31 @@ _LEFT_OUT: Final = frozenset(
 _dialect: Final = ChatDialect()
 
 
-def socket_of(folder: Path, shard: int) -> Path:
+def shard_socket_path(folder: Path, shard: int) -> Path:
     return folder / f"shard-{shard}.sock"
 
 
-class Siblings:
+class ShardPeers:
     """Who owns what, and the way there."""
 
-    def __init__(self, folder: Path, me: int, shards: int) -> None:
-        self._me = me
+    def __init__(self, folder: Path, index: int, shards: int) -> None:
+        self._index = index
         self._shards = shards
         self._clients = {
-            shard: Client(path=str(socket_of(folder, shard)), keepalive=60.0)
+            shard: Client(path=str(shard_socket_path(folder, shard)), keepalive=60.0)
             for shard in range(shards)
-            if shard != me
+            if shard != index
         }
 
-    def mine(self, session: str) -> bool:
-        return owner(session, self._shards) == self._me
+    def is_local(self, session: str) -> bool:
+        return owning_shard(session, self._shards) == self._index
 
-    def whose(self, session: str) -> int | None:
+    def remote_shard(self, session: str) -> int | None:
         """The shard that a session belongs to; None where it is ours."""
-        shard = owner(session, self._shards)
-        return None if shard == self._me else shard
+        shard = owning_shard(session, self._shards)
+        return None if shard == self._index else shard
 
-    async def forward(self, shard: int, request: Request, out: Answer) -> None:
+    async def forward(self, shard: int, request: Request, out: ResponseWriter) -> None:
         try:
             response = await self._send(shard, request)
         except HttpFailure as failure:
@@ -75,40 +73,40 @@ class Siblings:
             out.send(status, body, headers=((b"retry-after", b"1"),))
             return
         try:
-            await self._pass(response, out)
+            await self._copy_response(response, out)
         except HttpFailure:
             out.abort()  # cut off here as it was there: the reader sees that something is missing
         finally:
             response.close()
 
     async def _send(self, shard: int, request: Request) -> Response:
-        headers = {name: value for name, value in request.headers.items() if name not in _LEFT_OUT}
-        headers[PASSED_ON] = str(self._me)
+        headers = {name: value for name, value in request.headers.items() if name not in _HOP_HEADERS}
+        headers[FORWARDED_HEADER] = str(self._index)
         headers.setdefault("x-forwarded-host", request.headers.get("host", ""))
         target = quote(request.path, safe="/:@!$&'()*+,;=~-._%") + (f"?{request.query}" if request.query else "")
         return await self._clients[shard].send(request.method, target, header_lines(headers), request.body)
 
-    async def _pass(self, response: Response, out: Answer) -> None:
+    async def _copy_response(self, response: Response, out: ResponseWriter) -> None:
         kind = (response.headers.get("content-type") or "application/json").encode("latin-1")
         more = tuple(
             (name.encode(), value.encode("latin-1"))
-            for name in _PASSED_BACK
+            for name in _KEPT_HEADERS
             if (value := response.headers.get(name)) is not None
         )
         length = response.headers.get("content-length")
-        if length is not None and int(length) <= MAX_WHOLE:
-            out.send(response.status, await response.read(MAX_WHOLE), kind, more)
+        if length is not None and int(length) <= MAX_BUFFERED:
+            out.send(response.status, await response.read(MAX_BUFFERED), kind, more)
             return
         out.begin(response.status, kind, more)
         while chunk := await response.chunk():
             await out.write(chunk)
         out.end()
 
-    async def everywhere(self, request: Request, within: float = ASK_SECONDS) -> list[bytes]:
+    async def collect(self, request: Request, within: float = COLLECT_SECONDS) -> list[bytes]:
         """What all other shards answer; one that does not is left out. Nothing where another shard asks."""
-        if PASSED_ON in request.headers:
+        if FORWARDED_HEADER in request.headers:
             return []
-        answers = await asyncio.gather(*(self._ask(shard, request, within) for shard in self._clients))
+        answers = await asyncio.gather(*(self._fetch(shard, request, within) for shard in self._clients))
         return [answer for answer in answers if answer is not None]
 
     async def _exchange(self, shard: int, request: Request, seconds: float) -> tuple[int, bytes]:
@@ -120,7 +118,7 @@ class Siblings:
             finally:
                 response.close()
 
-    async def _ask(self, shard: int, request: Request, within: float) -> bytes | None:
+    async def _fetch(self, shard: int, request: Request, within: float) -> bytes | None:
         try:
             status, body = await self._exchange(shard, request, within)
         except (TimeoutError, HttpFailure):
@@ -131,13 +129,13 @@ class Siblings:
         """Has every other shard do the same; raises where one that lives does not.
 
         One that is not there reads what it must do when it starts. Nothing where another shard asks."""
-        if PASSED_ON in request.headers:
+        if FORWARDED_HEADER in request.headers:
             return
         async with asyncio.TaskGroup() as group:
             for shard in self._clients:
-                group.create_task(self._tell(shard, request, seconds))
+                group.create_task(self._send_checked(shard, request, seconds))
 
-    async def _tell(self, shard: int, request: Request, seconds: float) -> None:
+    async def _send_checked(self, shard: int, request: Request, seconds: float) -> None:
         try:
             status, body = await self._exchange(shard, request, seconds)
         except HttpFailure:
@@ -145,7 +143,7 @@ class Siblings:
         except TimeoutError:
             raise RookeryError(f"shard {shard} did not do it within {seconds:g} seconds") from None
         if status != 200:
-            raise RookeryError(f"shard {shard}: {wrong_in(body)}")
+            raise RookeryError(f"shard {shard}: {read_error_message(body)}")
 
     async def close(self) -> None:
         for client in self._clients.values():

@@ -15,19 +15,19 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from rookery.core import Extent, Sampling, StageClock, TruncatedReason, Truncation, Turn, UpstreamError
-from rookery.gateway.registration import Opened, RoleWish
+from rookery.gateway.registration import RoleOptions, SessionOpened
 from rookery.gateway.session import Session
 from rookery.upstreams.hang_detector import LONGEST_LOOK, UpstreamEvidence
 
-REPLAYED: Final = 64
+MAX_REPLAYABLE: Final = 64
 """Requests of a session whose retry is known."""
 Ending: TypeAlias = Literal["cancelled", "deleted"]
 
 
-class Seat:
+class SessionEntry:
     """One session of a shard. The session itself is made when it is first used."""
 
-    def __init__(self, opened: Opened, clock: StageClock) -> None:
+    def __init__(self, opened: SessionOpened, clock: StageClock) -> None:
         self.registration = opened.registration
         self.id = opened.registration.id
         self.digest = opened.digest
@@ -40,17 +40,17 @@ class Seat:
         """The cause of the last call's failure at the upstream; empty after a call that was answered."""
         self.extents: list[Extent] = []
         self.session: Session | None = None
-        self.used = time.monotonic()
+        self.last_used = time.monotonic()
         self.clock = clock
-        self.keys: dict[str, dict[int, Turn]] = {}
+        self.replayable: dict[str, dict[int, Turn]] = {}
         """The latest requests that were answered, by choice: a retry gets the same again."""
-        self.asking: dict[str, asyncio.Future[None]] = {}
+        self.pending: dict[str, asyncio.Future[None]] = {}
         """Requests under way, by key: a retry of one waits for it."""
-        self.named: dict[str, tuple[int, int]] = {}
+        self.stored_replies: dict[str, tuple[int, int]] = {}
         """Answers that a client may come back to: the turn, and how much of its first message nobody inherits."""
         self._turn_keys: dict[int, str] = {}
-        self._told: dict[str, int] = {}
-        self._figures: dict[str, Any] | None = None
+        self._reported: dict[str, int] = {}
+        self._summary: dict[str, Any] | None = None
         self._timeouts: set[asyncio.Timeout] = set()
         """Of the calls under way; they expire together, once it is known whether a model server hangs."""
         self._timer: asyncio.TimerHandle | None = None
@@ -58,7 +58,7 @@ class Seat:
         self.evidence: list[UpstreamEvidence] = []
         """What was seen of model servers whose calls stayed silent."""
 
-    # ---- Watch
+    # ---- WaitObserver
 
     def hold(self) -> None:
         self.clock.hold(time.monotonic())
@@ -94,12 +94,12 @@ class Seat:
 
     async def examine(self) -> list[UpstreamEvidence]:
         """Find out whether the servers of the calls under way hang; everything that was seen so far."""
-        if self.session is not None and self.session.under_way:
+        if self.session is not None and self.session.in_flight:
             async with asyncio.timeout(LONGEST_LOOK + 1.0):
                 self.evidence += await self.session.examine()
         return self.evidence
 
-    def late(self) -> Exception:
+    def deadline_error(self) -> Exception:
         """What a call past the deadline raises: the hung server, where one was found, or the spent budget."""
         said = f"its deadline of {self.clock.budget:g} seconds has passed"
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
@@ -120,19 +120,19 @@ class Seat:
         return self.clock.remaining(time.monotonic())
 
     @property
-    def held(self) -> float:
+    def waited(self) -> float:
         """Seconds that were not its own so far."""
         return self.clock.held_by(time.monotonic())
 
     @asynccontextmanager
-    async def within(self) -> AsyncIterator[None]:
+    async def deadline(self) -> AsyncIterator[None]:
         """For as long as the session's deadline allows."""
         budget = self.clock.budget
         if budget == float("inf"):
             yield
             return
         if self.remaining <= 0:
-            raise self.late()
+            raise self.deadline_error()
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -146,22 +146,22 @@ class Seat:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise self.late() from None
+            raise self.deadline_error() from None
 
     @contextmanager
-    def asks(self, key: str) -> Iterator[None]:
+    def track_request(self, key: str) -> Iterator[None]:
         """A request is under way: its retry can wait for it."""
-        if key in self.asking:  # an equal one, not a retry: it is the first that a retry would mean
+        if key in self.pending:  # an equal one, not a retry: it is the first that a retry would mean
             yield
             return
-        over = self.asking[key] = asyncio.get_running_loop().create_future()
+        over = self.pending[key] = asyncio.get_running_loop().create_future()
         try:
             yield
         finally:
-            del self.asking[key]
+            del self.pending[key]
             over.set_result(None)
 
-    def news_of(self, session: Session) -> dict[str, int]:
+    def take_new_counts(self, session: Session) -> dict[str, int]:
         """What was counted about its turns since this was asked last."""
         counts = session.recorder.counts
         now = {
@@ -170,15 +170,17 @@ class Seat:
             "partial": counts.partial,
             "rerendered": session.rerendered,
         }
-        new = {name: n - self._told.get(name, 0) for name, n in now.items() if n != self._told.get(name, 0)}
-        self._told = now
+        new = {
+            name: n - self._reported.get(name, 0) for name, n in now.items() if n != self._reported.get(name, 0)
+        }
+        self._reported = now
         return new
 
-    def figures(self) -> dict[str, Any] | None:
+    def summary(self) -> dict[str, Any] | None:
         """Usage and fidelity; None where it was not used since this shard started."""
         session = self.session
         if session is None:
-            return self._figures
+            return self._summary
         counts = msgspec.structs.asdict(session.recorder.counts)
         return {
             "usage": {
@@ -190,43 +192,43 @@ class Seat:
             "fidelity": {**counts, "rerendered": session.rerendered, "promptless": session.promptless},
         }
 
-    def rest(self) -> None:
+    def unload(self) -> None:
         """Lets go of what can be read from the disk again."""
-        self._figures = self.figures()
+        self._summary = self.summary()
         self.session = None
-        self.keys.clear()
-        self.named.clear()
+        self.replayable.clear()
+        self.stored_replies.clear()
         self._turn_keys.clear()
 
-    def key_of(self, turn: int) -> str:
+    def turn_key(self, turn: int) -> str:
         return self._turn_keys.get(turn, "")
 
     def sampling(self, role: str) -> Sampling:
         """What goes over whatever a client asks for."""
-        wished = self.registration.roles.get(role, RoleWish()).sampling
+        wished = self.registration.roles.get(role, RoleOptions()).sampling
         return wished.over(self.registration.sampling) if role == "policy" else wished
 
-    def answered(self, turn: Turn) -> None:
+    def add_turn(self, turn: Turn) -> None:
         if not turn.key:
             return
         self._turn_keys[turn.index] = turn.key
         if turn.partial:  # no retry gets it as an answer, and no client comes back to it by name
             return
         key, choice, name, head = (*turn.key.split("."), "", "", "")[:4]
-        self.keys.setdefault(key, {})[int(choice or 0)] = turn
+        self.replayable.setdefault(key, {})[int(choice or 0)] = turn
         if name:
-            self.named[name] = (turn.index, int(head))
-        while len(self.keys) > REPLAYED:
-            del self.keys[next(iter(self.keys))]
+            self.stored_replies[name] = (turn.index, int(head))
+        while len(self.replayable) > MAX_REPLAYABLE:
+            del self.replayable[next(iter(self.replayable))]
 
 
-def choice_key(key: str, choice: int, name: str = "", head: int = 0) -> str:
+def make_turn_key(key: str, choice: int, name: str = "", head: int = 0) -> str:
     """The key of one choice of a request that wants several, and of an answer that has a name."""
     if name:
         return f"{key}.{choice}.{name}.{head}"
     return f"{key}.{choice}" if choice else key
 
 
-def name_in(key: str) -> str:
+def reply_id_in_key(key: str) -> str:
     """The name of the answer that has this key."""
     return (*key.split("."), "", "")[2]

@@ -29,7 +29,7 @@ def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def checked_url(text: str) -> str:
+def parse_public_url(text: str) -> str:
     """The address without a slash at its end; `UsageError` says what is wrong with it."""
     shown = f"the public URL {redact(text)!r:.200}"
     if not is_url(text):
@@ -46,7 +46,7 @@ def checked_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def listened(text: str) -> tuple[str, int]:
+def parse_listen_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, where a gateway is to listen."""
     host, mark, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -64,7 +64,7 @@ def is_loopback(url: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-async def proved(client: "GatewayClient", public: str) -> None:
+async def check_public_url(client: "GatewayClient", public: str) -> None:
     """`UsageError` where the address does not lead to this gateway: a session of no use is asked for there."""
     said = await client.register({"id": f"way-{secrets.token_hex(8)}", "budgets": {"max_turns": 1}})
     url = f"{public}/v1/rollouts/{said['id']}/models"

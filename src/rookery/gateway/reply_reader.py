@@ -1,0 +1,343 @@
+"""Read a model's reply while it is sampled: text, tool calls and stop strings.
+
+Runs in gateway shards, and in runners for calls made in Python. Used by the turn pipeline; does no I/O of its own.
+
+- The deltas that reach the client are the beginning of the message that is recorded.
+- A text ends before the stop string that is complete first. No part of that string is sent, and text is held back
+  only while it may be the beginning of a stop string.
+- A tool call is sent when it is complete, so a client never receives half a call.
+- A partial turn has every token that arrived, and records which of them the client can have read.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rookery.core import Finish, Message, Span, ToolCall, UpstreamError, ints
+from rookery.trajectories import CutPoint
+from rookery.upstreams.protocol import CallDelta, Delta, ModelReply, ModelRequest, OnDelta
+
+if TYPE_CHECKING:
+    from rookery.gateway.chat_renderers.protocol import ChatRenderer
+    from rookery.gateway.session import ModelRole
+
+PROMPT_TAIL = 256
+"""Number of prompt tokens that a renderer needs to parse or extend a reply."""
+
+
+class ReplyReader:
+    """Turns one reply into a message, delta by delta if it is streamed."""
+
+    def __init__(
+        self, role: "ModelRole", request: ModelRequest, prompt: bytes, on_delta: OnDelta | None, *, over_http: bool
+    ) -> None:
+        self._rendering = role.rendering if prompt and not request.tokens else None
+        self._prompt_tail = prompt[-4 * PROMPT_TAIL :]
+        self._prompt_length = len(prompt) // 4
+        self._tools = request.tools.schemas
+        self._on_delta = on_delta
+        has_stops = request.sampling.stop and role.rendering is not None
+        self._stops = StopStringFilter(request.sampling.stop) if has_stops else None
+        self._decoder = (
+            _TextDecoder(role.rendering.renderer) if request.tokens and role.rendering is not None else None
+        )
+        self._upstream = role.upstream
+        self._calls = ToolCallBuffer()
+        self._over_http = over_http
+        self._parser = None
+        self.received = PartialReply()
+        self.on_delta: OnDelta | None = None
+        """The callback for the upstream; None if the caller does not stream."""
+        if on_delta is not None:
+            self.on_delta = self._process_delta
+            if self._rendering is not None:
+                self._parser = self._rendering.renderer.new_reply_parser(
+                    self._prompt_tail, self._tools, prompt_length=self._prompt_length
+                )
+
+    async def _process_delta(self, delta: Delta) -> None:
+        assert self._on_delta is not None
+        if self._parser is not None:
+            parsed = self._parser.feed(delta.sampled, delta.logprobs)
+            delta = msgspec.structs.replace(
+                delta,
+                content=self._apply_stops(parsed.content),
+                reasoning=parsed.reasoning,
+                tool_calls=parsed.tool_calls,
+            )
+        elif self._decoder is not None:
+            text = self._apply_stops(self._decoder.feed(delta.sampled))
+            delta = msgspec.structs.replace(delta, content=text, reasoning="", tool_calls=())
+        if delta.tool_calls:
+            delta = msgspec.structs.replace(delta, tool_calls=self._calls.feed(delta.tool_calls))
+        self.received.add(delta, self._upstream.version)
+        await self._on_delta(delta)
+
+    def _apply_stops(self, text: str) -> str:
+        return text if self._stops is None else self._stops.feed(text)
+
+    async def read(self, reply: ModelReply) -> tuple[Message, Finish]:
+        """Return the message and its finish reason, after sending what was held back of a stream."""
+        message, finish = await self._parse(reply)
+        if self._over_http:  # an environment sees the finish reason, and decides for itself
+            message = drop_incomplete_call(message, finish)
+        if self._on_delta is not None and (calls := self._calls.flush(message.tool_calls)):
+            await self._on_delta(Delta(tool_calls=calls))
+        return message, finish
+
+    async def _parse(self, reply: ModelReply) -> tuple[Message, Finish]:
+        rendering, message, finish = self._rendering, reply.message, reply.finish
+        if finish == "abort":
+            raise UpstreamError(f"{reply.replica}: the engine aborted the reply", cause="upstream.error")
+        if self._decoder is not None and reply.sampled:
+            return await self._parse_text(self._decoder, reply), finish
+        if rendering is None:
+            return message, finish
+        if self._parser is not None:
+            last, message = await rendering.finish(self._parser, len(reply.sampled) // 4)
+            if self._stops is not None:
+                last = msgspec.structs.replace(last, content=self._stops.finish(last.content))
+            if last.content or last.reasoning:
+                assert self._on_delta is not None
+                await self._on_delta(msgspec.structs.replace(last, tool_calls=()))
+        else:
+            message = await rendering.parse(
+                self._prompt_tail, reply.sampled, self._tools, prompt_length=self._prompt_length
+            )
+        if self._stops is not None:
+            message = self._stops.cut(message)
+        if message.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        return message, finish
+
+    async def _parse_text(self, decoder: "_TextDecoder", reply: ModelReply) -> Message:
+        """Return the continuation of a token prompt, which is plain text even if it looks like a chat."""
+        if self._on_delta is None:
+            message = Message("assistant", decoder.decode(reply.sampled))
+        else:
+            last = decoder.finish() if self._stops is None else self._stops.finish(decoder.finish())
+            if last:
+                await self._on_delta(Delta(content=last))
+            message = Message("assistant", _TextDecoder(decoder.renderer).decode(reply.sampled))
+        return message if self._stops is None else self._stops.cut(message)
+
+
+class _TextDecoder:
+    """Decodes sampled token IDs to text, without the tokens that end a reply."""
+
+    def __init__(self, renderer: "ChatRenderer") -> None:
+        self.renderer = renderer
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, sampled: bytes) -> str:
+        if not sampled:
+            return ""
+        ids, ends = memoryview(sampled).cast("i").tolist(), self.renderer.stop_token_ids
+        pieces = self.renderer.token_bytes(sampled)
+        return self._decode(b"".join(piece for token, piece in zip(ids, pieces, strict=True) if token not in ends))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+    def decode(self, sampled: bytes) -> str:
+        return self.feed(sampled) + self.finish()
+
+
+class StopStringFilter:
+    """Ends the text of one reply before its first stop string."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._buffer = ""
+        self._stopped = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that can be sent now."""
+        if self._stopped:
+            return ""
+        self._buffer += text
+        if (at := self._find(self._buffer)) >= 0:
+            ready, self._buffer, self._stopped = self._buffer[:at], "", True
+            return ready
+        end = len(self._buffer) - self._count_held_back()
+        ready, self._buffer = self._buffer[:end], self._buffer[end:]
+        return ready
+
+    def finish(self, text: str) -> str:
+        """Return the rest of the text, given its last part."""
+        rest = self.feed(text)
+        return rest if self._stopped else rest + self._buffer
+
+    def cut(self, message: Message) -> Message:
+        """Return the message with its text cut before the first stop string."""
+        if not isinstance(message.content, str) or (at := self._find(message.content)) < 0:
+            return message
+        return msgspec.structs.replace(message, content=message.content[:at])
+
+    def _find(self, text: str) -> int:
+        """Return where the stop string starts that ends first. It does not depend on how the text is split."""
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(matches)[1] if matches else -1
+
+    def _count_held_back(self) -> int:
+        """Return how many characters at the end may be the beginning of a stop string."""
+        longest = min(len(self._buffer), max((len(stop) for stop in self._stops), default=1) - 1)
+        for size in range(longest, 0, -1):
+            end = self._buffer[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class ToolCallBuffer:
+    """Holds back the deltas of a tool call until the call is complete.
+
+    A call is complete when the next one begins or when the reply has ended. A call without arguments, and all
+    after it, wait for the end: only the complete reply shows whether the arguments are missing.
+    """
+
+    def __init__(self) -> None:
+        self._current: list[CallDelta] = []
+        """The deltas of the call that is being sampled."""
+        self._deferred = False
+        self._released = 0
+        """Number of calls that were sent."""
+
+    def feed(self, deltas: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+        """Return the deltas of the calls that these deltas complete."""
+        ready: list[CallDelta] = []
+        for delta in deltas:
+            if self._deferred:
+                continue
+            at = self._current[0].index if self._current else -1
+            if delta.index > at:
+                if delta.index != at + 1 or (self._current and not any(one.arguments for one in self._current)):
+                    self._deferred = True
+                    continue
+                ready += self._current
+                self._released = delta.index
+                self._current = [delta]
+            elif delta.index < at:  # the engine continues a call that was already sent
+                ready.append(delta)
+            else:
+                self._current.append(delta)
+        return tuple(ready)
+
+    def flush(self, calls: Sequence[ToolCall]) -> tuple[CallDelta, ...]:
+        """Return the deltas that are left to send, given all calls of the complete reply."""
+        left: list[CallDelta] = []
+        for at in range(self._released, len(calls)):
+            call = calls[at]
+            own = [delta for delta in self._current if delta.index == at]
+            joined = tuple("".join(getattr(delta, name) for delta in own) for name in ("id", "name", "arguments"))
+            if joined == (call.id, call.name, call.arguments):
+                left += own
+            else:
+                left.append(CallDelta(at, call.id, call.name, call.arguments))
+        return tuple(left)
+
+
+def drop_incomplete_call(message: Message, finish: Finish) -> Message:
+    """Return the message without a last tool call that the end of the reply cut off."""
+    if finish not in ("length", "content_filter") or not message.tool_calls or _is_json(message.tool_calls[-1]):
+        return message
+    calls = message.tool_calls[:-1]
+    content = message.content if calls or message.content is not None else ""
+    return msgspec.structs.replace(message, tool_calls=calls, content=content)
+
+
+def _is_json(call: ToolCall) -> bool:
+    try:
+        json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class PartialReply:
+    """The deltas that a client has received, from which a partial turn is recorded if it closes the stream."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Number of tokens that arrived; a delta with text but without token IDs counts as one."""
+        self.sampled = 0
+        """Number of tokens whose IDs are known."""
+        self.prompt = b""
+        self._ids: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._lengths = (0, 0, 0)
+        """Characters of content and of reasoning, and number of calls."""
+        self._cuts: list[CutPoint] = []
+        self._versions: list[tuple[int, int]] = []
+        """The token from which a policy version applies, and that version."""
+
+    def add(self, delta: Delta, version: int) -> None:
+        """Add a delta that is about to be sent. `version` is the policy version if the delta has none."""
+        count = len(delta.sampled) // 4
+        version = delta.version if delta.version is not None else version
+        if count and (not self._versions or self._versions[-1][1] != version):
+            self._versions.append((self.sampled, version))
+        self.prompt = self.prompt or delta.prompt
+        self._ids.append(delta.sampled)
+        self._logprobs.append(delta.logprobs)
+        self.sampled += count
+        visible = bool(delta.content or delta.reasoning or delta.tool_calls)
+        self.tokens += count or visible
+        if not visible:
+            return
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.index < len(self._calls):
+                known = self._calls[call.index]
+                self._calls[call.index] = ToolCall(
+                    known.id, known.name + call.name, known.arguments + call.arguments
+                )
+            else:
+                self._calls.append(ToolCall(call.id, call.name, call.arguments))
+        content, reasoning, _ = self._lengths
+        self._lengths = content + len(delta.content), reasoning + len(delta.reasoning), len(self._calls)
+        if self._cuts and self._cuts[-1].tokens == self.sampled:
+            self._cuts.pop()
+        if self.sampled:
+            self._cuts.append(CutPoint(*self._lengths, self.sampled))
+
+    def message(self) -> Message:
+        """Return the message as far as the client has received it."""
+        content = "".join(self._content)
+        return Message(
+            "assistant",
+            content if content or not self._calls else None,
+            tuple(self._calls),
+            reasoning="".join(self._reasoning) or None,
+        )
+
+    def turn_fields(self, *, with_tokens: bool) -> dict[str, Any]:
+        """Return the fields of the partial turn, with token data only if `with_tokens`."""
+        versions = self._versions
+        fields: dict[str, Any] = {
+            "response": self.message(),
+            "partial": True,
+            "finish": "abort",
+            "sampled": b"",
+            "sampled_tokens": self.tokens,
+            "version": min((version for _, version in versions), default=0),
+        }
+        if not with_tokens:
+            return fields
+        sampled, logprobs = b"".join(self._ids), b"".join(self._logprobs)
+        fields["sampled"] = sampled
+        fields["logprobs"] = logprobs if len(logprobs) == len(sampled) else b""
+        fields["cuts"] = ints([number for cut in self._cuts for number in cut])
+        if len(versions) > 1:
+            ends = [start for start, _ in versions[1:]] + [self.sampled]
+            fields["spans"] = tuple(
+                Span(start, end, version) for (start, version), end in zip(versions, ends, strict=True)
+            )
+        return fields

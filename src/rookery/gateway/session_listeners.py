@@ -1,0 +1,251 @@
+"""Listeners that are handed to a shard from outside: a sandbox's own address, for one session each.
+
+The socket lives in the sandbox's network namespace wherever it goes; whoever serves it needs no way in there.
+
+Promises:
+- a listener serves its one session, from when it is handed over until it is taken back or its peer goes;
+- who handed it over keeps a duplicate: a restarted shard is handed it again, and clients just connect again;
+- only who may enter the gateway's folder can hand anything over.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from rookery.core import RookeryError
+from rookery.core.lifetimes import detached_context
+from rookery.gateway.server import Server
+
+log = logging.getLogger("rookery.gateway")
+MAX_MESSAGE: Final = 4096
+AGAIN_SECONDS: Final = 0.05
+"""Before a shard that is not there is asked again; doubled up to a second."""
+
+
+class AttachListener(msgspec.Struct, frozen=True, tag="attach"):
+    """Serve the descriptor that comes along for this session."""
+
+    session: str
+
+
+class DetachListener(msgspec.Struct, frozen=True, tag="detach"):
+    """Serve that session's listener no more."""
+
+    session: str
+
+
+class ListenerReply(msgspec.Struct, frozen=True):
+    """The shard's answer to each of them: what is error, or nothing."""
+
+    session: str
+    error: str = ""
+
+
+ListenerMessage: TypeAlias = AttachListener | DetachListener
+_decode_message = msgspec.msgpack.Decoder(ListenerMessage).decode
+_decode_reply = msgspec.msgpack.Decoder(ListenerReply).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def listener_socket_path(folder: Path, shard: int) -> Path:
+    return folder / f"fds-{shard}.sock"
+
+
+class ListenerReceiver:
+    """The shard's end: accepts givers and serves what they give."""
+
+    def __init__(self, folder: Path, index: int, server: Server) -> None:
+        self._path = listener_socket_path(folder, index)
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._peers: dict[socket.socket, dict[str, asyncio.Server]] = {}
+        self._locks: dict[socket.socket, asyncio.Lock] = {}
+        """One message of a peer after the other: a listener that is taken back was served before."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        sock.bind(str(self._path))
+        sock.listen(128)
+        self._socket = sock
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        try:
+            peer, _ = self._socket.accept()
+        except OSError:
+            return
+        peer.setblocking(False)
+        self._peers[peer] = {}
+        self._locks[peer] = asyncio.Lock()
+        self._loop.add_reader(peer, self._receive, peer)
+
+    def _receive(self, peer: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            data, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE, 1)
+            message = _decode_message(data)  # nothing is what a peer says when it goes
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.DecodeError):
+            for fd in fds:
+                os.close(fd)
+            self._drop_peer(peer)
+            return
+        self._spawn(self._process(peer, self._locks[peer], message, fds))
+
+    async def _process(
+        self, peer: socket.socket, lock: asyncio.Lock, message: ListenerMessage, fds: list[int]
+    ) -> None:
+        listeners = [socket.socket(fileno=fd) for fd in fds]
+        async with lock:
+            await self._detach(peer, message.session)
+            if isinstance(message, AttachListener) and listeners and peer in self._peers:
+                await self._serve(peer, message.session, listeners.pop())
+        for listener in listeners:
+            listener.close()
+
+    async def _serve(self, peer: socket.socket, session: str, listener: socket.socket) -> None:
+        problem = ""
+        try:
+            server = await self._server.listen(listener, session=session)
+        except (OSError, ValueError) as error:
+            listener.close()
+            problem = str((error.strerror if isinstance(error, OSError) else None) or error)
+        else:
+            if peer not in self._peers:
+                await self._server.stop_listening(server, session)
+                return
+            self._peers[peer][session] = server
+        self._reply(peer, ListenerReply(session, problem))
+
+    async def _detach(self, peer: socket.socket, session: str) -> None:
+        server = self._peers.get(peer, {}).pop(session, None)
+        if server is not None:
+            await self._server.stop_listening(server, session)
+
+    def _reply(self, peer: socket.socket, reply: ListenerReply) -> None:
+        try:
+            peer.send(_encode(reply))
+        except OSError as error:
+            log.debug("nobody hears that the listener of %s is served: %s", reply.session, error)
+
+    def _drop_peer(self, peer: socket.socket) -> None:
+        self._loop.remove_reader(peer)
+        self._locks.pop(peer, None)
+        for session, server in self._peers.pop(peer, {}).items():
+            self._spawn(self._server.stop_listening(server, session))
+        peer.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._path.unlink(missing_ok=True)
+            self._socket = None
+        for peer in list(self._peers):
+            self._drop_peer(peer)
+
+
+class ListenerSender:
+    """The owner's end, to one shard: hands listeners over, and all of them again when the shard was restarted."""
+
+    def __init__(self, folder: Path, shard: int) -> None:
+        self._path = listener_socket_path(folder, shard)
+        self._listeners: dict[str, socket.socket] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._connection: socket.socket | None = None
+        self._task = asyncio.get_running_loop().create_task(self._reconnect_forever(), context=detached_context())
+        self._closed = False
+
+    async def attach(self, session: str, listener: socket.socket, *, timeout: float = 30.0) -> None:
+        """Returns when the shard serves it. The listener is ours from now on, and stays open until `take`."""
+        if (before := self._listeners.pop(session, None)) is not None:
+            before.close()
+        self._listeners[session] = listener
+        waiting = self._waiting[session] = asyncio.get_running_loop().create_future()
+        try:
+            self._send_listener(session)
+            async with asyncio.timeout(timeout):
+                await waiting
+        except TimeoutError:
+            self.detach(session)
+            raise RookeryError(f"no shard took the listener of {session} within {timeout:g} seconds") from None
+        except BaseException:
+            self.detach(session)
+            raise
+        finally:
+            self._waiting.pop(session, None)
+
+    def detach(self, session: str) -> None:
+        """It is served no more. Without one, nothing happens."""
+        listener = self._listeners.pop(session, None)
+        if listener is None:
+            return
+        listener.close()
+        self._send(DetachListener(session), ())
+
+    def _send_listener(self, session: str) -> None:
+        self._send(AttachListener(session), (self._listeners[session].fileno(),))
+
+    def _send(self, message: ListenerMessage, fds: tuple[int, ...]) -> None:
+        if self._connection is None:
+            return  # all are handed over when it is there
+        try:
+            socket.send_fds(self._connection, [_encode(message)], fds)
+        except OSError as error:  # a full or broken connection is given up; the next one gets all of them
+            log.debug("the connection to a shard is given up: %s", error)
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def _reconnect_forever(self) -> None:
+        delay = AGAIN_SECONDS
+        while True:
+            try:
+                await self._run_connection()
+                delay = AGAIN_SECONDS
+            except OSError as error:
+                log.debug("a shard is not there: %s", error)
+                delay = min(1.0, 2 * delay)
+            await asyncio.sleep(delay)
+
+    async def _run_connection(self) -> None:
+        """One life of the shard."""
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection:
+            await loop.sock_connect(connection, str(self._path))
+            self._connection = connection
+            try:
+                for session in list(self._listeners):
+                    self._send_listener(session)
+                while data := await loop.sock_recv(connection, MAX_MESSAGE):
+                    reply = _decode_reply(data)
+                    waiting = self._waiting.get(reply.session)
+                    if waiting is not None and not waiting.done():
+                        if reply.error:
+                            waiting.set_exception(RookeryError(f"the listener cannot be served: {reply.error}"))
+                        else:
+                            waiting.set_result(None)
+            finally:
+                self._connection = None
+
+    async def close(self) -> None:
+        """Takes everything back."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
