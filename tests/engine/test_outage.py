@@ -10,7 +10,7 @@ from rookery import Context, Engine, Environment
 from rookery.core import Completed, Failed, Group, RookeryError, UsageError
 from rookery.engine.config import EngineConfig
 from tests.engine.conftest import QUICK, events
-from tests.gateway.chat_renderers.support import TOKENIZERS
+from tests.gateway.chat_renderers.kit import TOKENIZERS
 from tests.servers import Answer, ModelServer, closed_port
 
 

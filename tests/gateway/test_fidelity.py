@@ -17,7 +17,7 @@ from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.embedded import EmbeddedUpstream
 from rookery.upstreams.protocol import Delta, ModelRequest
 from tests.engine_standins import small_weights
-from tests.gateway.chat_renderers.support import TOOLS, numbers, rendering
+from tests.gateway.chat_renderers.kit import TOOLS, ids_of, open_family
 from tests.gateway.rooms import Room, Script, as_clients_do, exact, holds, room
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -176,7 +176,7 @@ PIECES = (
 
 def drawn(request: ModelRequest) -> list[int]:
     """Ids as a model of the family samples them, tokenised in odd places, as nobody would encode the text."""
-    family = rendering("qwen3")
+    family = open_family("qwen3")
     chance = random.Random(request.seed)
     ids: list[int] = []
     for text in chance.sample(PIECES, chance.randint(1, 3)):
@@ -192,7 +192,7 @@ def test_with_a_real_vocabulary_no_sampled_token_is_ever_tokenised_again(
     sequence: list[dict[str, Any]], seed: int
 ) -> None:
     async def run() -> None:
-        family = rendering("qwen3")
+        family = open_family("qwen3")
         made = room(Script(drawn, family), family, seed=seed)
         await play(made, sequence)
         exact(made)
@@ -201,7 +201,7 @@ def test_with_a_real_vocabulary_no_sampled_token_is_ever_tokenised_again(
 
 
 def scripted(*texts: str) -> Callable[[ModelRequest], list[int]]:
-    family, left = rendering("qwen3"), list(texts)
+    family, left = open_family("qwen3"), list(texts)
     return lambda _: [*family.tokenizer.encode(left.pop(0)), family.stop_token_ids[0]]
 
 
@@ -221,7 +221,7 @@ async def talked(made: Room, *, reasoning: bool = True) -> None:
 async def test_a_template_that_drops_reasoning_drifts_in_messages_mode_and_not_in_tokens_mode(
     reasoning: bool,
 ) -> None:
-    family = rendering("qwen3")
+    family = open_family("qwen3")
     rendered = room(Script(scripted(*TWO), family), family)
     await talked(rendered, reasoning=reasoning)
     exact(rendered)
@@ -242,7 +242,7 @@ async def test_a_template_that_drops_reasoning_drifts_in_messages_mode_and_not_i
 
 @pytest.mark.needs("tokenizers")
 async def test_an_answer_that_was_cut_off_is_not_continued_as_if_it_had_ended() -> None:
-    family = rendering("qwen3")
+    family = open_family("qwen3")
     made = room(Script(scripted(THOUGHT + "It is very cold today.", "Warm."), family), family, max_tokens=4)
     history = [Message("user", "How is Oslo?")]
     first = await made.policy.chat(history)
@@ -253,7 +253,7 @@ async def test_an_answer_that_was_cut_off_is_not_continued_as_if_it_had_ended() 
     if second.turn.prefix:  # extended: then its end was put there by us, and does not train
         (segment,) = build_segments(made.turns)
         assert segment.mask.count(1) == 4 + len(second.turn.sampled) // 4
-        added = numbers(prompt[len(first.turn.prompt) + 16 :])
+        added = ids_of(prompt[len(first.turn.prompt) + 16 :])
         assert family.stop_token_ids[0] in added[: len(added) // 2]
     else:
         assert len(build_segments(made.turns)) == 2

@@ -1,4 +1,4 @@
-"""Proofs about the tokenizers that `make tokenizers` made are kept beside them, not in somebody's home."""
+"""Cache the encoder proofs of the test tokenizers beside them instead of in the user's home directory."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tests.conftest import TOKENIZERS
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _cache() -> Iterator[None]:
+def _encoder_cache() -> Iterator[None]:
     before = os.environ.get("ROOKERY_CACHE")
     if TOKENIZERS.is_dir() and before is None:
         os.environ["ROOKERY_CACHE"] = str(TOKENIZERS.parent / "cache")

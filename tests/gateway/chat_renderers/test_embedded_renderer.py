@@ -1,4 +1,4 @@
-"""The embedded policy's format as a rendering."""
+"""`EmbeddedRenderer` renders, extends and parses the chat format of the embedded policy."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from rookery.core import Message, ToolCall, ToolSchema, UsageError
 from rookery.gateway.chat_renderers import RenderError, open_renderer
 from rookery.gateway.chat_renderers.embedded_renderer import EmbeddedRenderer
 from rookery.upstreams.embedded import chat
-from tests.gateway.chat_renderers.support import ints, numbers, told
+from tests.gateway.chat_renderers.kit import ids_of, ints, parse_in_chunks
 
 TOOLS = (ToolSchema("python", "Runs.", {"type": "object", "properties": {"code": {}}}),)
 ASK = (Message("system", "Be."), Message("user", "1+1?"))
@@ -40,7 +40,7 @@ def test_streamed_deltas_join_to_the_message_for_any_chunking(
 ) -> None:
     embedded = EmbeddedRenderer()
     tail = embedded.render(ASK, TOOLS, choice)[-1024:]
-    deltas, message = told(embedded.new_reply_parser(tail, TOOLS, prompt_length=9), sampled, cuts)
+    deltas, message = parse_in_chunks(embedded.new_reply_parser(tail, TOOLS, prompt_length=9), sampled, cuts)
     assert message == embedded.parse(tail, ints(sampled), TOOLS, prompt_length=9)
     assert "".join(delta.content for delta in deltas) == (message.content or "")
     calls: dict[int, list[str]] = {}
@@ -64,15 +64,15 @@ def test_extending_equals_rendering_for_byte_tokens(
     text: str, arguments: str, new: tuple[Message, ...], choice: str | None, ended: bool
 ) -> None:
     embedded = EmbeddedRenderer()
-    answer = Message("assistant", text, (ToolCall("c", "python", "{" + arguments),))
-    body = chat.message_ids(answer)[1:]
+    reply = Message("assistant", text, (ToolCall("c", "python", "{" + arguments),))
+    body = chat.message_ids(reply)[1:]
     sampled = body if ended else body[:-1]
     prompt = embedded.render(ASK, TOOLS, None)
     more = embedded.extend(prompt[-1024:], ints(sampled), new, TOOLS, choice)
     assert more is not None
-    # A choice of none hides the tools at the very front: that part of a prompt is not ours to change here.
-    expected = chat.prompt((*ASK, answer, *new), TOOLS, None if choice == "none" else choice).ids
-    assert [*numbers(prompt), *sampled, *numbers(more)] == expected
+    # The choice "none" would hide the tools at the start of the prompt, which extending cannot change.
+    expected = chat.prompt((*ASK, reply, *new), TOOLS, None if choice == "none" else choice).ids
+    assert [*ids_of(prompt), *sampled, *ids_of(more)] == expected
 
 
 def test_ambiguous_reply_is_not_extended(embedded: EmbeddedRenderer) -> None:

@@ -1,4 +1,4 @@
-"""The fast_encoder program for the same tokenizer."""
+"""`fast_encoder` is used only for vocabularies where it is proven to encode like the library."""
 
 import json
 from collections.abc import Callable
@@ -18,24 +18,24 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tokenizer]:
-    """A small real tokenizer, changed as a test likes it."""
+def build_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tokenizer]:
+    """Return a function that builds a small real tokenizer, optionally changed by the test."""
     monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fast_encoder, "_MAX_CHARACTER", 0x400)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+    base = tokenizers.Tokenizer(tokenizers.models.BPE())
+    base.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = tokenizers.decoders.ByteLevel()
+    base.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(["the other weather there, whether or not; aaaa aaaaaaaa"] * 50, trainer)
+    base.train_from_iterator(["the other weather there, whether or not; aaaa aaaaaaaa"] * 50, trainer)
 
     def build(change: Callable[[dict[str, Any]], None] = lambda _: None) -> Tokenizer:
-        state = json.loads(made.to_str())
+        state = json.loads(base.to_str())
         change(state)
         (tmp_path / "tokenizer.json").write_text(json.dumps(state))
         return Tokenizer(tmp_path)
@@ -44,56 +44,68 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Toke
 
 
 def test_plain_vocabulary_is_proven_once_per_machine(
-    small: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    build_tokenizer: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert small()._fast_encoder is not None
+    assert build_tokenizer()._fast_encoder is not None
     monkeypatch.setattr(fast_encoder, "_merges_agree", None)
-    assert small()._fast_encoder is not None
+    assert build_tokenizer()._fast_encoder is not None
     (stamp,) = (tmp_path / "cache" / "quick").iterdir()
     stamp.write_bytes(b"other\n")
-    assert small()._fast_encoder is None
+    assert build_tokenizer()._fast_encoder is None
 
 
-def _swapped(state: dict[str, Any]) -> None:
+def _swap_merges(state: dict[str, Any]) -> None:
     merges = state["model"]["merges"]
     merges[3], merges[20] = merges[20], merges[3]
 
 
-def _missing(state: dict[str, Any]) -> None:
+def _remove_merge(state: dict[str, Any]) -> None:
     del state["model"]["merges"][5]
 
 
-def _prefixed(state: dict[str, Any]) -> None:
+def _add_overlapping_tokens(state: dict[str, Any]) -> None:
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     state["added_tokens"] += [{**token, "id": 900, "content": "<a>"}, {**token, "id": 901, "content": "<a>b"}]
 
 
-def _stripping(state: dict[str, Any]) -> None:
+def _add_stripping_token(state: dict[str, Any]) -> None:
     token = {"single_word": False, "lstrip": True, "rstrip": False, "normalized": False, "special": True}
     state["added_tokens"] += [{**token, "id": 900, "content": "<a>"}]
 
 
-def _lowered(state: dict[str, Any]) -> None:
+def _add_lowercase_normalizer(state: dict[str, Any]) -> None:
     state["normalizer"] = {"type": "Lowercase"}
 
 
-def _other_words(state: dict[str, Any]) -> None:
+def _change_word_splitting(state: dict[str, Any]) -> None:
     state["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed"
 
 
-@pytest.mark.parametrize("change", [_swapped, _missing, _prefixed, _stripping, _lowered, _other_words])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _swap_merges,
+        _remove_merge,
+        _add_overlapping_tokens,
+        _add_stripping_token,
+        _add_lowercase_normalizer,
+        _change_word_splitting,
+    ],
+)
 def test_unproven_vocabulary_uses_the_library(
-    small: Callable[..., Tokenizer], change: Callable[[dict[str, Any]], None]
+    build_tokenizer: Callable[..., Tokenizer], change: Callable[[dict[str, Any]], None]
 ) -> None:
-    found = small(change)
-    assert found._fast_encoder is None
+    tokenizer = build_tokenizer(change)
+    assert tokenizer._fast_encoder is None
     text = "The other weather <a>b there 12 aaaaa"
-    assert found.encode(text) == found._tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_proof_is_repeated_if_it_cannot_be_cached(small: Callable[..., Tokenizer], tmp_path: Path) -> None:
+def test_proof_is_repeated_if_it_cannot_be_cached(
+    build_tokenizer: Callable[..., Tokenizer], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("in the way")
-    assert small()._fast_encoder is not None
+    assert build_tokenizer()._fast_encoder is not None
 
 
 @pytest.mark.needs("tokenizers")
@@ -103,23 +115,23 @@ def test_proof_is_repeated_if_it_cannot_be_cached(small: Callable[..., Tokenizer
     text=st.text(min_size=65, max_size=400) | st.text("aeinrst THE\n\t .,'0123é語🙂", min_size=65, max_size=800)
 )
 def test_real_vocabularies_encode_like_the_library(name: str, text: str) -> None:
-    found = open_tokenizer(str(TOKENIZERS / name))
-    assert found._fast_encoder is not None
-    assert found.encode(text) == found._tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer = open_tokenizer(str(TOKENIZERS / name))
+    assert tokenizer._fast_encoder is not None
+    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("name", ["qwen3", "llama-3"])
 def test_real_programs_encode_like_the_library(name: str) -> None:
-    found = open_tokenizer(str(TOKENIZERS / name))
+    tokenizer = open_tokenizer(str(TOKENIZERS / name))
     for path in sorted(Path(fast_encoder.__file__).parent.glob("*.py")):
         text = path.read_text() + "<|im_start|>assistant\n<think>\n<|eot_id|>"
-        assert found.encode(text) == found._tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.needs("tokenizers")
 def test_unnormalised_text_uses_the_library() -> None:
-    found = open_tokenizer(str(TOKENIZERS / "qwen3"))
-    assert found._fast_encoder is not None
-    assert found._fast_encoder("e\u0301" * 50) is None
-    assert found._fast_encoder("a\ud800") is None
+    tokenizer = open_tokenizer(str(TOKENIZERS / "qwen3"))
+    assert tokenizer._fast_encoder is not None
+    assert tokenizer._fast_encoder("e\u0301" * 50) is None
+    assert tokenizer._fast_encoder("a\ud800") is None

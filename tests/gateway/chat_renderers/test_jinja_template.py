@@ -1,8 +1,9 @@
-"""A model's own chat template, beside the program that its authors run it with."""
+"""`ChatTemplate` renders a model's own chat template like transformers does, in a sandbox."""
 
 from functools import cache
 from typing import Any
 
+import jinja2
 import pytest
 import tokenizers
 
@@ -10,7 +11,7 @@ from rookery.core import Message, ToolCall, UsageError
 from rookery.gateway.chat_renderers import RenderError
 from rookery.gateway.chat_renderers.conversion import convert_messages, convert_tools
 from rookery.gateway.chat_renderers.jinja_template import ChatTemplate
-from tests.gateway.chat_renderers.support import TOOLS, rendering
+from tests.gateway.chat_renderers.kit import TOOLS, open_family
 
 CALLS = (ToolCall("call00001", "weather", '{"city": "Åre", "metric": true, "days": 2}'),)
 CONVERSATIONS = (
@@ -25,13 +26,13 @@ CONVERSATIONS = (
 
 
 @cache
-def transformed(name: str) -> Any:
-    """Their tokenizer; templates only need it to know the special tokens, so any vocabulary will do."""
+def transformers_tokenizer(name: str) -> Any:
+    """Return a transformers tokenizer. A template needs only its special tokens, so the vocabulary is tiny."""
     transformers = pytest.importorskip("transformers", reason="[probed] transformers is not installed")
-    own = rendering(name, name).tokenizer
-    small = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = open_family(name, name).tokenizer
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=small, chat_template=own.chat_template, **own.special_tokens
+        tokenizer_object=vocabulary, chat_template=tokenizer.chat_template, **tokenizer.special_tokens
     )
 
 
@@ -40,13 +41,13 @@ def transformed(name: str) -> Any:
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one", "four", "calls"])
 def test_template_renders_like_transformers(name: str, tools: tuple, messages: list[Message]) -> None:
-    own = rendering(name, name).tokenizer
-    theirs = transformed(name)
-    words = convert_messages(messages)
+    tokenizer = open_family(name, name).tokenizer
+    theirs = transformers_tokenizer(name)
+    converted = convert_messages(messages)
     expected = theirs.apply_chat_template(
-        words, tools=convert_tools(tools), tokenize=False, add_generation_prompt=True, enable_thinking=True
+        converted, tools=convert_tools(tools), tokenize=False, add_generation_prompt=True, enable_thinking=True
     )
-    assert own.template(words, convert_tools(tools), enable_thinking=True) == expected
+    assert tokenizer.template(converted, convert_tools(tools), enable_thinking=True) == expected
 
 
 def test_template_rejection_raises_render_error_with_its_message() -> None:
@@ -56,8 +57,9 @@ def test_template_rejection_raises_render_error_with_its_message() -> None:
 
 
 def test_failing_template_raises_render_error() -> None:
-    with pytest.raises(RenderError, match="UndefinedError"):
+    with pytest.raises(RenderError) as caught:
         ChatTemplate("{{ messages[0].content.nothing.more }}")([])
+    assert isinstance(caught.value.__cause__, jinja2.UndefinedError)
 
 
 def test_invalid_template_is_rejected_when_compiled() -> None:

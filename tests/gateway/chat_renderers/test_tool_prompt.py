@@ -1,4 +1,4 @@
-"""Chat templates that have no place for tools: found at the start, refused, or helped by a tool prompt."""
+"""Chat templates that ignore tools are detected at the start, and rejected unless a tool prompt is configured."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from rookery.gateway.config import resolve_rendering
 from rookery.upstreams import UpstreamConfig
 from tests.cli.sandbox_kit import run_cli
 from tests.conftest import TOKENIZERS
-from tests.gateway.chat_renderers.support import TOOLS, rendering
+from tests.gateway.chat_renderers.kit import TOOLS, open_family
 from tests.servers import Answer, ModelServer
 
 pytestmark = pytest.mark.needs("tokenizers")
@@ -27,97 +27,99 @@ WITHOUT_TOOLS = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ANSWER = Answer("ok", ids=[5, 151645], logprobs=[-1.0, -1.0])
-ASKED = (Message("user", "Weather?"),)
+QUESTION = (Message("user", "Weather?"),)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real tokenizer whose template knows no tools."""
-    made = tmp_path_factory.mktemp("tokenizers") / "plain"
-    made.mkdir()
-    shutil.copy(TOKENIZERS / "qwen3" / "tokenizer.json", made)
+    """Create a real tokenizer directory whose chat template ignores tools."""
+    directory = tmp_path_factory.mktemp("tokenizers") / "plain"
+    directory.mkdir()
+    shutil.copy(TOKENIZERS / "qwen3" / "tokenizer.json", directory)
     config = json.loads((TOKENIZERS / "qwen3" / "tokenizer_config.json").read_text())
-    (made / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": WITHOUT_TOOLS}))
-    return made
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": WITHOUT_TOOLS}))
+    return directory
 
 
-def opened(folder: Path, **settings: Any) -> FamilyRenderer:
+def open_default_renderer(folder: Path, **settings: Any) -> FamilyRenderer:
     from rookery.gateway.chat_renderers import RendererConfig, open_renderer_config
 
-    found = open_renderer_config(RendererConfig(name="default", tokenizer=str(folder), **settings))
-    assert isinstance(found, FamilyRenderer)
-    return found
+    renderer = open_renderer_config(RendererConfig(name="default", tokenizer=str(folder), **settings))
+    assert isinstance(renderer, FamilyRenderer)
+    return renderer
 
 
-def text(found: FamilyRenderer, tools: Any = TOOLS, messages: Any = ASKED) -> str:
-    return found.tokenizer.decode(memoryview(found.render(messages, tools, None)).cast("i").tolist())
+def render_text(renderer: FamilyRenderer, tools: Any = TOOLS, messages: Any = QUESTION) -> str:
+    return renderer.tokenizer.decode(memoryview(renderer.render(messages, tools, None)).cast("i").tolist())
 
 
 def test_template_that_ignores_tools_is_detected(folder: Path) -> None:
-    found = opened(folder)
-    assert (found.drops_tools, found.rejects_tools) == (True, True)
+    renderer = open_default_renderer(folder)
+    assert (renderer.drops_tools, renderer.rejects_tools) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-3", "gemma4"])
 def test_templates_and_families_with_tools_are_accepted(name: str) -> None:
-    assert not rendering(name, name).drops_tools
-    own = open_renderer("default", str(TOKENIZERS / name))
-    assert isinstance(own, FamilyRenderer)
-    assert not own.drops_tools
+    assert not open_family(name, name).drops_tools
+    template_renderer = open_renderer("default", str(TOKENIZERS / name))
+    assert isinstance(template_renderer, FamilyRenderer)
+    assert not template_renderer.drops_tools
 
 
 def test_tools_are_dropped_if_allowed(folder: Path) -> None:
-    found = opened(folder, allow_no_tools=True)
-    assert (found.drops_tools, found.rejects_tools) == (True, False)
-    assert found.render(ASKED, TOOLS, None) == found.render(ASKED, (), None)
+    renderer = open_default_renderer(folder, allow_no_tools=True)
+    assert (renderer.drops_tools, renderer.rejects_tools) == (True, False)
+    assert renderer.render(QUESTION, TOOLS, None) == renderer.render(QUESTION, (), None)
 
 
 def test_tool_prompt_describes_the_tools_in_the_system_message(folder: Path) -> None:
-    found = opened(folder, tool_prompt="default")
-    assert not found.drops_tools
-    said = text(found)
-    assert said.startswith("<|im_start|>system\n")
-    assert all(f'"name": "{one.name}"' in said for one in TOOLS)
-    assert text(found, ()) == "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
-    with_system = text(found, TOOLS, (Message("system", "Be brief."), *ASKED))
+    renderer = open_default_renderer(folder, tool_prompt="default")
+    assert not renderer.drops_tools
+    prompt = render_text(renderer)
+    assert prompt.startswith("<|im_start|>system\n")
+    assert all(f'"name": "{one.name}"' in prompt for one in TOOLS)
+    assert render_text(renderer, ()) == "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+    with_system = render_text(renderer, TOOLS, (Message("system", "Be brief."), *QUESTION))
     assert with_system.startswith("<|im_start|>system\nBe brief.\n\n")
     assert with_system.count("<|im_start|>system") == 1
 
 
 def test_tool_prompt_writes_earlier_calls_as_it_asked_for_them(folder: Path) -> None:
     call = ToolCall("c", "weather", '{"city": "Åre"}')
-    said = text(
-        opened(folder, tool_prompt="default"), TOOLS, (*ASKED, Message("assistant", None, (call,)), *ASKED)
+    prompt = render_text(
+        open_default_renderer(folder, tool_prompt="default"),
+        TOOLS,
+        (*QUESTION, Message("assistant", None, (call,)), *QUESTION),
     )
-    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Åre"}}\n</tool_call>' in said
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Åre"}}\n</tool_call>' in prompt
 
 
 def test_tool_prompt_is_read_from_a_file_and_needs_the_placeholder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Call these:\n{tools}\n")
-    assert "Call these:" in text(opened(folder, tool_prompt=str(tmp_path / "prompt.txt")))
+    assert "Call these:" in render_text(open_default_renderer(folder, tool_prompt=str(tmp_path / "prompt.txt")))
     (tmp_path / "wrong.txt").write_text("Call these:\n")
     for wrong in ("wrong.txt", "nowhere.txt"):
         with pytest.raises(UsageError):
-            opened(folder, tool_prompt=str(tmp_path / wrong))
+            open_default_renderer(folder, tool_prompt=str(tmp_path / wrong))
 
 
 def test_resolved_config_reports_dropped_tools(folder: Path) -> None:
     policy = UpstreamConfig(kind="vllm", urls=("http://127.0.0.1:1",))
-    given: dict[str, Any] = {"name": "default", "tokenizer": str(folder)}
-    assert resolve_rendering("tokens", given, policy)[1]
-    assert not resolve_rendering("tokens", {**given, "tool_prompt": "default"}, policy)[1]
+    settings: dict[str, Any] = {"name": "default", "tokenizer": str(folder)}
+    assert resolve_rendering("tokens", settings, policy)[1]
+    assert not resolve_rendering("tokens", {**settings, "tool_prompt": "default"}, policy)[1]
     assert not resolve_rendering("tokens", {"name": "default", "tokenizer": str(TOKENIZERS / "qwen3")}, policy)[1]
 
 
-class WithTool(ToolEnvironment):
+class DeclaringEnvironment(ToolEnvironment):
     @tool
     async def add(self, a: int, b: int) -> int:
         """Adds."""
         return a + b
 
 
-class Calling(Environment):
-    """Offers a tool that it does not declare."""
+class UndeclaringEnvironment(Environment):
+    """Environment that passes tools to the model without declaring them."""
 
     async def run(self, ctx: Context) -> None:
         await ctx.policy.chat(ctx.task.prompt, tools=TOOLS)
@@ -126,18 +128,20 @@ class Calling(Environment):
         return 1.0
 
 
-def engine(env: Environment, folder: Path, out: Path, url: str = "http://127.0.0.1:1", **options: Any) -> Engine:
+def build_engine(
+    env: Environment, folder: Path, out: Path, url: str = "http://127.0.0.1:1", **options: Any
+) -> Engine:
     policy = UpstreamConfig(urls=(url,))
-    shown = {"name": "default", "tokenizer": str(folder), **options.pop("rendering", {})}
-    return Engine(env, policy=policy, record="tokens", rendering=shown, runners=0, out=out / "runs", **options)
+    rendering = {"name": "default", "tokenizer": str(folder), **options.pop("rendering", {})}
+    return Engine(env, policy=policy, record="tokens", rendering=rendering, runners=0, out=out / "runs", **options)
 
 
 def test_engine_with_declared_tools_is_refused_at_construction(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        engine(WithTool(), folder, tmp_path)
-    engine(WithTool(), folder, tmp_path, allow_no_tools=True)
-    engine(WithTool(), folder, tmp_path, rendering={"tool_prompt": "default"})
-    engine(WithTool(), TOKENIZERS / "qwen3", tmp_path)
+        build_engine(DeclaringEnvironment(), folder, tmp_path)
+    build_engine(DeclaringEnvironment(), folder, tmp_path, allow_no_tools=True)
+    build_engine(DeclaringEnvironment(), folder, tmp_path, rendering={"tool_prompt": "default"})
+    build_engine(DeclaringEnvironment(), TOKENIZERS / "qwen3", tmp_path)
 
 
 async def test_undeclared_tools_are_warned_of_at_the_start_and_refused_in_calls(
@@ -146,11 +150,13 @@ async def test_undeclared_tools_are_warned_of_at_the_start_and_refused_in_calls(
     for allowed in (False, True):
         events: list[str] = []
         async with ModelServer(ANSWER) as server:
-            made = engine(Calling(), folder, tmp_path, server.url, allow_no_tools=allowed)
-            made.on_event = lambda kind, _: events.append(kind)  # noqa: B023  (called before the next one is made)
-            async with made:
+            directory = build_engine(
+                UndeclaringEnvironment(), folder, tmp_path, server.url, allow_no_tools=allowed
+            )
+            directory.on_event = lambda kind, _: events.append(kind)  # noqa: B023  (called before the next iteration)
+            async with directory:
                 assert events == ["template.no_tools"]
-                (group,) = [group async for group in made.groups([{"prompt": "x"}], k=1)]
+                (group,) = [group async for group in directory.groups([{"prompt": "x"}], k=1)]
         outcome = group.rollouts[0].outcome
         if allowed:
             assert label(outcome) == "completed", outcome

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rookery.upstreams.protocol import ModelRequest
-from tests.gateway.chat_renderers.support import rendering
+from tests.gateway.chat_renderers.kit import open_family
 from tests.gateway.dialects.agents import (
     CODEX_HEADERS,
     HEADERS,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.needs("tokenizers")
 @asynccontextmanager
 async def scripted(folder: Path, *texts: str) -> AsyncIterator[tuple[Gateway, Noting, Registered]]:
     """A gateway whose model samples these, cut into tokens in odd places."""
-    family, left = rendering("qwen3"), list(texts)
+    family, left = open_family("qwen3"), list(texts)
 
     def answer(_: ModelRequest) -> list[int]:
         text = left.pop(0)

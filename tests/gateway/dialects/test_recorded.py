@@ -26,7 +26,7 @@ from rookery.gateway.chat_renderers.protocol import ChatRenderer
 from rookery.gateway.gateway_session import SANDBOX_KEY
 from rookery.upstreams.embedded import chat
 from rookery.upstreams.protocol import ModelRequest
-from tests.gateway.chat_renderers.support import rendering
+from tests.gateway.chat_renderers.kit import open_family
 from tests.gateway.dialects.agents import blocks, output
 from tests.gateway.dialects.kit import events_of, exact, rendered
 from tests.gateway.dialects.recordings import Exchange, clients, conversations
@@ -59,7 +59,7 @@ ITEMS: dict[str, TypeAdapter[Any]] = {
 
 def qwen(answer: dict[str, Any]) -> list[int]:
     """Cut into tokens in an odd place, but for the format's marks: those are tokens."""
-    family = rendering("qwen3")
+    family = open_family("qwen3")
     calls = [f'{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}' for call in answer["calls"]]
     thought = f"<think>\n{answer['reasoning']}\n</think>\n\n" if answer["reasoning"] else ""
     text = thought + answer["text"]
@@ -79,12 +79,12 @@ class Format:
     """A chat format, and an answer in its ids."""
 
     ids: Callable[[dict[str, Any]], list[int]]
-    rendering: Callable[[], ChatRenderer]
+    renderer: Callable[[], ChatRenderer]
     thinks: bool
 
 
 FORMATS = {
-    "qwen3": Format(qwen, lambda: rendering("qwen3"), thinks=True),
+    "qwen3": Format(qwen, lambda: open_family("qwen3"), thinks=True),
     "embedded": Format(embedded, EmbeddedRenderer, thinks=False),
 }
 
@@ -216,8 +216,8 @@ async def test_every_recorded_conversation_is_answered_and_recorded_token_by_tok
     def answer(_: ModelRequest) -> list[int]:
         return left.pop(0)
 
-    given = form.rendering()
-    async with rendered(tmp_path, Script(answer, given), given) as (gateway, noting):
+    renderer = form.renderer()
+    async with rendered(tmp_path, Script(answer, renderer), renderer) as (gateway, noting):
         session = await gateway.register(id="agent")
         async with door(gateway, session) as port:
             agent = Client(port, form.thinks)

@@ -1,4 +1,4 @@
-"""What the tests of chat formats share: real tokenizers, one that fits every family, and drawn answers."""
+"""Helpers for tests of chat renderers: real tokenizers, one for all model families, generated replies."""
 
 import importlib
 import json
@@ -56,37 +56,37 @@ def ints(ids: list[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def numbers(ids: bytes) -> list[int]:
+def ids_of(ids: bytes) -> list[int]:
     return memoryview(ids).cast("i").tolist()
 
 
 @cache
-def rendering(name: str, tokenizer: str = "qwen3", **options: object) -> FamilyRenderer:
-    found = open_renderer(name, str(TOKENIZERS / tokenizer), options=dict(options))
-    assert isinstance(found, FamilyRenderer)
-    return found
+def open_family(name: str, tokenizer: str = "qwen3", **options: object) -> FamilyRenderer:
+    renderer = open_renderer(name, str(TOKENIZERS / tokenizer), options=dict(options))
+    assert isinstance(renderer, FamilyRenderer)
+    return renderer
 
 
 @cache
-def templated(tokenizer: str = "qwen3", tool_parser: str | None = "qwen3") -> TemplateRenderer:
-    found = open_renderer("default", str(TOKENIZERS / tokenizer), tool_parser=tool_parser)
-    assert isinstance(found, TemplateRenderer)
-    return found
+def open_template(tokenizer: str = "qwen3", tool_parser: str | None = "qwen3") -> TemplateRenderer:
+    renderer = open_renderer("default", str(TOKENIZERS / tokenizer), tool_parser=tool_parser)
+    assert isinstance(renderer, TemplateRenderer)
+    return renderer
 
 
 def family_tokens() -> list[str]:
-    """Every mark that a family of the package asks its tokenizer for."""
+    """List every special token that a family of the `renderers` package looks up in its tokenizer."""
     source = "".join(path.read_text() for path in sorted(Path(import_renderers().__file__).parent.glob("*.py")))
-    found = re.findall(r'_(?:single_)?(?:token_id|special)\(\s*(?:tokenizer,\s*)?"([^"\\]+)"', source)
+    tokens = re.findall(r'_(?:single_)?(?:token_id|special)\(\s*(?:tokenizer,\s*)?"([^"\\]+)"', source)
     hy3 = importlib.import_module("renderers.hy3")
-    found += [value for name, value in vars(hy3).items() if name.isupper() and isinstance(value, str)]
-    found += ["\u3008|EOS|\u3009", "\uff5cDSML\uff5c"]
-    found += [f"<\uff5c{name}\uff5c>" for name in _DEEPSEEK]
-    return sorted({text for text in found if text.startswith(("<", "[", "]", "\u3008", "\uff5c"))})
+    tokens += [value for name, value in vars(hy3).items() if name.isupper() and isinstance(value, str)]
+    tokens += ["\u3008|EOS|\u3009", "\uff5cDSML\uff5c"]
+    tokens += [f"<\uff5c{name}\uff5c>" for name in _DEEPSEEK]
+    return sorted({text for text in tokens if text.startswith(("<", "[", "]", "\u3008", "\uff5c"))})
 
 
-def one_for_all(folder: Path) -> Path:
-    """The real Qwen3 vocabulary with every family's marks behind it."""
+def build_shared_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with the Qwen3 vocabulary and the special tokens of every family."""
     tokenizer = json.loads((TOKENIZERS / "qwen3" / "tokenizer.json").read_text())
     known = {token["content"] for token in tokenizer["added_tokens"]}
     first = max(token["id"] for token in tokenizer["added_tokens"]) + 1
@@ -99,16 +99,16 @@ def one_for_all(folder: Path) -> Path:
     return folder
 
 
-def told(reader: ReplyParser, sampled: list[int], cuts: list[int]) -> tuple[list[Delta], object]:
-    """All that a reader tells of an answer that comes in pieces, cut at these places."""
+def parse_in_chunks(parser: ReplyParser, sampled: list[int], cuts: list[int]) -> tuple[list[Delta], object]:
+    """Feed a reply to the parser in chunks split at `cuts`; return all deltas and the message."""
     edges = [0, *sorted({cut % (len(sampled) + 1) for cut in cuts}), len(sampled)]
-    deltas = [reader.feed(ints(sampled[first:last])) for first, last in pairwise(edges)]
-    last, message = reader.finish()
+    deltas = [parser.feed(ints(sampled[first:last])) for first, last in pairwise(edges)]
+    last, message = parser.finish()
     return [*deltas, last], message
 
 
-def answers(family: FamilyRenderer) -> st.SearchStrategy[list[int]]:
-    """Ids that a model may sample: words, whole formats, halves of characters, marks in any order."""
+def sampled_replies(family: FamilyRenderer) -> st.SearchStrategy[list[int]]:
+    """Generate token IDs of replies: words, tool calls, parts of characters, and special tokens in any order."""
     tokenizer = family.tokenizer
     texts = st.sampled_from(
         (
@@ -140,9 +140,9 @@ def answers(family: FamilyRenderer) -> st.SearchStrategy[list[int]]:
             *("a b c d e f g h i j k l m n o p q r s t u v w x y z. " * 3, "\u2028 \u00a0", "\ue000\uf8ff"),
         )
     ).map(tokenizer.encode)
-    marks = st.sampled_from([*family._marker_ids] or [0]).map(lambda mark: [mark])
-    strays = st.sampled_from(sorted(family.added_ids)).map(lambda mark: [mark])
+    markers = st.sampled_from([*family._marker_ids] or [0]).map(lambda marker: [marker])
+    strays = st.sampled_from(sorted(family.added_ids)).map(lambda marker: [marker])
     single = st.integers(0, 200).map(lambda at: [at])
-    strange = st.sampled_from([len(tokenizer.token_bytes), 2**31 - 1, -1]).map(lambda at: [at])
-    part = st.one_of(texts, texts, marks, marks, single, strays, strange)
+    out_of_range = st.sampled_from([len(tokenizer.token_bytes), 2**31 - 1, -1]).map(lambda at: [at])
+    part = st.one_of(texts, texts, markers, markers, single, strays, out_of_range)
     return st.lists(part, max_size=14).map(lambda parts: [at for part in parts for at in part])
