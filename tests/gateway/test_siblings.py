@@ -245,7 +245,7 @@ async def test_what_all_are_told_is_waited_for_and_an_error_where_one_that_lives
             go.clear()
             with pytest.raises(BaseExceptionGroup) as raised:
                 await me.broadcast(request, 0.05)
-            assert "shard 1 did not do it within 0.05 seconds" in str(unwrap_group(raised.value))
+            assert "shard 1 did not respond within 0.05 seconds" in str(unwrap_group(raised.value))
         finally:
             go.set()
             await runner.cleanup()

@@ -135,7 +135,7 @@ def gateway(
     rendering_options = {name: value for name, value in rendering.items() if value is not None}
     if rendering_options and record != "tokens":
         option = next(iter(rendering_options)).replace("_", "-").replace("name", "renderer")
-        raise UsageError(f"--{option} is for --record tokens")
+        raise UsageError(f"--{option} requires --record tokens")
     policy = UpstreamConfig(kind=kind, urls=tuple(map(settled, upstreams)), model=model)
     if concurrency is not None:
         policy = msgspec.structs.replace(policy, concurrency=concurrency)

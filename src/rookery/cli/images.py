@@ -112,7 +112,7 @@ def pull(names: tuple[str, ...], platform: str, json: bool) -> int:
 @images.command(name="import", short_help="Store files as an image.")
 @click.argument("source", metavar="SOURCE")
 @click.argument("name", metavar="[NAME]", required=False)
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def import_(source: str, name: str | None, json: bool) -> int:
     """Store an image under NAME.
 
@@ -124,7 +124,9 @@ def import_(source: str, name: str | None, json: bool) -> int:
 
     reference = parse_reference(source)
     if reference.registry:
-        raise UsageError(f"no directory or archive {source}; to pull an image: `rookery images pull {source}`")
+        raise UsageError(
+            f"{source} is neither a directory nor an archive; to pull an image: `rookery images pull {source}`"
+        )
     called = ""
     if name is not None:
         wanted = parse_reference(name)
@@ -146,7 +148,7 @@ def import_(source: str, name: str | None, json: bool) -> int:
 )
 @click.option("--all", "everything", is_flag=True, help="Remove every image that is not in use.")
 @click.option("--unused", metavar="DAYS", type=float, help="Remove images not used for this many days.")
-@click.option("--json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 def prune(to: int | None, everything: bool, unused: float | None, json: bool) -> int:
     """Remove leftovers of interrupted pulls, images without a name and unreferenced layers.
 

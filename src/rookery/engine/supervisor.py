@@ -423,7 +423,7 @@ class Supervisor:
         self.stop(
             Stopped(
                 f"stopped: the model server did not come back within {self.config.wait_for_upstream:g} seconds: "
-                f"{problem} Then continue with `rookery resume`."
+                f"{problem.rstrip('.')}; then continue with `rookery resume`"
             )
         )
 

@@ -41,7 +41,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.public:
             parse_public_url(self.public)
         if not 1 <= self.shards <= 256:
-            raise UsageError(f"a gateway has 1 to 256 shards, not {self.shards}")
+            raise UsageError(f"shards must be from 1 to 256, not {self.shards}")
 
 
 def choose_rendering(
@@ -53,21 +53,18 @@ def choose_rendering(
     """
     if record != "tokens":
         if rendering:
-            raise UsageError(
-                f"a tokenizer or chat format is for recording tokens: leave it out to record {record}, or record "
-                "tokens (--record tokens)"
-            )
+            raise UsageError(f"a tokenizer or chat format requires --record tokens: remove it to record {record}")
         return {}
     own = kind_of(policy) == EMBEDDED
     if not rendering:
         if own:
             return {"name": EMBEDDED}
         raise UsageError(
-            "recording tokens needs the policy's chat format, since we render its prompts: give its tokenizer, a "
-            "folder or a hub name (--tokenizer), or record messages (--record messages), where the server renders"
+            "--record tokens needs the policy's tokenizer to render prompts: pass a directory or a hub name with "
+            "--tokenizer, or use --record messages, with which the server renders them"
         )
     if own and rendering != {"name": EMBEDDED}:
-        raise UsageError("the embedded policy has its own tokenizer and chat format: name no other")
+        raise UsageError("the embedded policy has its own tokenizer and chat format: configure no other")
     return rendering
 
 

@@ -113,7 +113,7 @@ class GatewaySession:
         """Raises `UpstreamError` (`upstream.hung`) where a model server of a call hangs, or hung before."""
         for one in await self.examine():
             if one.verdict == "hung":
-                raise UpstreamError(f"{one.replica} gives no answer: {one.text}", cause=one.cause)
+                raise UpstreamError(f"{one.replica} does not respond: {one.text}", cause=one.cause)
 
     async def truncation(self) -> TruncatedReason | None:
         """The budget that is spent by now, if one is."""
@@ -174,7 +174,7 @@ async def open_gateway_session(
             try:
                 await client.attach_listener(name, listener)
             except RookeryError as error:
-                raise SandboxError(f"the sandbox's way to the gateway cannot be served: {error}") from error
+                raise SandboxError(f"the gateway cannot listen in the sandbox: {error}") from error
         yield door
     finally:
         if listener is not None:

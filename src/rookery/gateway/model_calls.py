@@ -151,7 +151,7 @@ class ModelCallHandler:
         known = entry.stored_replies.get(client_request.previous_id)
         if known is None or not isinstance(dialect, StatefulDialect):
             raise BadRequestError(
-                f"there is no answer {client_request.previous_id[:200]!r} to go on from: send the whole history",
+                f"this session has no response {client_request.previous_id[:200]!r}: send the whole history",
                 "previous_response_id",
             )
         index, head = known
@@ -436,20 +436,18 @@ _ADDRESS: Final = re.compile(
 async def _tokenise(client_request: ClientRequest, role: ModelRole) -> ClientRequest:
     """The client_request with ids in the place of texts."""
     if not role.upstream.accepts_tokens:
-        raise BadRequestError(
-            "the model's engine takes no token ids: client_request for a chat completion", "prompt"
-        )
+        raise BadRequestError("the model server does not accept token IDs: request a chat completion", "prompt")
     found: list[bytes | str] = []
     for prompt in client_request.prompts:
         if isinstance(prompt, str):
             if role.rendering is None:
                 raise BadRequestError(
-                    "no tokenizer is here that could make tokens of a text: send token ids, or record tokens",
+                    "the gateway has no tokenizer for text: send token IDs, or start it with --record tokens",
                     "prompt",
                 )
             prompt = await role.rendering.encode(prompt)  # noqa: PLW2901  (the same, as engines read it)
         if not prompt:
-            raise BadRequestError("a prompt has at least one token", "prompt")
+            raise BadRequestError("the prompt must have at least one token", "prompt")
         found.append(prompt)
     return msgspec.structs.replace(client_request, prompts=tuple(found))
 
@@ -461,7 +459,7 @@ def _check_recordable(messages: Iterable[Message]) -> None:
             if isinstance(message.content, tuple):
                 _encode(message)
     except OverflowError:
-        raise MessageError("a number in a message's content is larger than 64 bits hold") from None
+        raise MessageError("a number in the content of a message does not fit into 64 bits") from None
 
 
 def _find_role(session: Session, model: str) -> ModelRole:

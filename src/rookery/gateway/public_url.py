@@ -51,7 +51,9 @@ def parse_listen_address(text: str) -> tuple[str, int]:
     host, mark, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not mark or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"a gateway listens at HOST:PORT, like 0.0.0.0:9000, not at {text!r:.100}")
+        raise UsageError(
+            f"the listen address of a gateway must be HOST:PORT, for example 0.0.0.0:9000, not {text!r:.100}"
+        )
     return host, int(port)
 
 
@@ -75,11 +77,11 @@ async def check_public_url(client: "GatewayClient", public: str) -> None:
         await client.delete(said["id"], timeout=SECONDS)
     wrong = f"the public URL {redact(public)} does not lead to this run's gateway"
     if status in (401, 403):
-        raise UsageError(f"{wrong}: it is answered with {status}, so that something there takes the keys of calls")
+        raise UsageError(f"{wrong}: a request got status {status}, as if another service there checks API keys")
     if (status, other) != (200, 401):
         raise UsageError(
-            f"{wrong}: it is answered with {status} with a session's key and {other} without, by something else "
-            "or at another path"
+            f"{wrong}: a request got status {status} with a session's key and {other} without: check the host, "
+            "the port and the path"
         )
 
 

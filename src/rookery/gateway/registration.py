@@ -66,13 +66,13 @@ class SessionOpened(msgspec.Struct, frozen=True, tag="opened"):
 def validate_registration(registration: Registration, roles: Iterable[str]) -> None:
     """Raises `UsageError` in words for what cannot be."""
     if not SESSION_ID.fullmatch(registration.id):
-        raise UsageError(f"{registration.id[:80]!r} cannot be a session's id: it is part of an address")
+        raise UsageError(f"{registration.id[:80]!r} is not a valid session ID: it must fit into a URL path")
     known = sorted(roles)
     for name in registration.roles:
         if name not in known:
-            raise UsageError(f"no model serves the role {name!r} here; there is: {', '.join(known)}")
+            raise UsageError(f"no model is configured for the role {name!r}; the roles are {', '.join(known)}")
     if registration.allow and registration.network != "allow":
-        raise UsageError(f"hosts are allowed in the network 'allow', and the network is {registration.network!r}")
+        raise UsageError(f"`allow` requires the network 'allow', but the network is {registration.network!r}")
     try:
         EgressRules.parse(registration.allow)
     except ValueError as error:

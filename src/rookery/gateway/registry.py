@@ -168,11 +168,9 @@ class Registry:
         if not registration.id:
             registration = msgspec.structs.replace(registration, id=secrets.token_hex(12))
         if registration.id in self.entries or registration.id in self.deleted:
-            raise SessionConflictError(
-                f"there is a session {registration.id!r} already; an attempt has an id of its own"
-            )
+            raise SessionConflictError(f"the session {registration.id!r} already exists: use another ID")
         if len(self.entries) >= MAX_SESSIONS:
-            raise UsageError(f"{MAX_SESSIONS} sessions are open here: delete those that are over")
+            raise UsageError(f"the limit of {MAX_SESSIONS} open sessions is reached: delete those that have ended")
         validate_registration(registration, self.roles)
         secret = f"rk-{secrets.token_urlsafe(24)}"
         paused_seconds = self._paused_seconds()
@@ -180,7 +178,7 @@ class Registry:
         try:
             self._write_event(opened)
         except OverflowError:
-            raise UsageError("a number in the registration is larger than 64 bits hold") from None
+            raise UsageError("a number in the registration does not fit into 64 bits") from None
         return self._add_entry(opened, paused_seconds), secret
 
     def load_session(self, entry: SessionEntry) -> Session:
@@ -291,7 +289,7 @@ class Registry:
     def _make_sink(self, entry: SessionEntry) -> Callable[[Turn], None]:
         def sink(turn: Turn) -> None:
             if entry.ended is not None:
-                raise RookeryError(f"session {entry.id} is past: nothing is recorded any more")
+                raise RookeryError(f"session {entry.id} has ended: no more turns are recorded")
             extent = _write(self._turns, encode_turn(turn))
             self._live_turns[extent.file] += 1
             entry.extents.append(extent)

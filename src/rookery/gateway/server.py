@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             refusal = error.__context__
             if not isinstance(refusal, HttpError):
-                log.error("the head of a request could not be dealt with", exc_info=refusal)
+                log.error("the header of a request could not be processed", exc_info=refusal)
                 refusal = HttpError(500, self.server.internal_error)
             self.refuse(refusal)
         except httptools.HttpParserError as error:
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(WRITE_SECONDS):
                 await asyncio.shield(write_blocked)
         except TimeoutError:
-            log.info("a client took nothing for %g seconds and is left behind", WRITE_SECONDS)
+            log.info("closing a connection whose client has read nothing for %g seconds", WRITE_SECONDS)
             self.stalled = True
             self.abort()
             await asyncio.shield(write_blocked)
@@ -274,14 +274,14 @@ class Connection(asyncio.Protocol):
             else:
                 answer.send(refusal.status, refusal.body, headers=refusal.headers)
         except Exception:
-            log.exception("%s %s could not be answered", request.method, request.path)
+            log.exception("%s %s failed", request.method, request.path)
             if answer.begun:
                 answer.abort()
             else:
                 answer.send(500, self.server.internal_error)
         else:
             if not answer.done:
-                log.error("%s %s got no complete answer", request.method, request.path)
+                log.error("the response to %s %s is incomplete", request.method, request.path)
                 answer.abort()
         finally:
             self._task = None
@@ -467,7 +467,7 @@ class Server:
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
             for task in late:
-                log.error("an answer does not end: %r", task)
+                log.error("a request handler did not end: %r", task)
         if self.connections:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_SECONDS):

@@ -105,7 +105,7 @@ class SessionEntry:
         hung = next((seen for seen in self.evidence if seen.verdict == "hung"), None)
         if hung is None:
             return Truncation("time", said)
-        error = UpstreamError(f"{hung.replica} gives no answer: {hung.text}; {said}", cause=hung.cause)
+        error = UpstreamError(f"{hung.replica} does not respond: {hung.text}; {said}", cause=hung.cause)
         error.evidence = hung
         return error
 

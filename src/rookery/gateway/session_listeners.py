@@ -137,7 +137,7 @@ class ListenerReceiver:
         try:
             peer.send(_encode(reply))
         except OSError as error:
-            log.debug("nobody hears that the listener of %s is served: %s", reply.session, error)
+            log.debug("cannot confirm that the listener of session %s is served: %s", reply.session, error)
 
     def _drop_peer(self, peer: socket.socket) -> None:
         self._loop.remove_reader(peer)
@@ -208,7 +208,7 @@ class ListenerSender:
         try:
             socket.send_fds(self._connection, [_encode(message)], fds)
         except OSError as error:  # a full or broken connection is given up; the next one gets all of them
-            log.debug("the connection to a shard is given up: %s", error)
+            log.debug("closing the connection to a shard: %s", error)
             self._connection.shutdown(socket.SHUT_RDWR)
 
     async def _reconnect_forever(self) -> None:
@@ -218,7 +218,7 @@ class ListenerSender:
                 await self._run_connection()
                 delay = AGAIN_SECONDS
             except OSError as error:
-                log.debug("a shard is not there: %s", error)
+                log.debug("a shard is not reachable: %s", error)
                 delay = min(1.0, 2 * delay)
             await asyncio.sleep(delay)
 

@@ -141,7 +141,7 @@ class ShardPeers:
         except HttpFailure:
             return  # it ended: the next reads what was written down
         except TimeoutError:
-            raise RookeryError(f"shard {shard} did not do it within {seconds:g} seconds") from None
+            raise RookeryError(f"shard {shard} did not respond within {seconds:g} seconds") from None
         if status != 200:
             raise RookeryError(f"shard {shard}: {read_error_message(body)}")
 

@@ -99,7 +99,7 @@ class Gateway:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"nothing can be kept in {folder}: {error.strerror or error}") from error
+            raise UsageError(f"cannot write to the directory {folder}: {error.strerror or error}") from error
         self._listener = bound(self._host, self._port, backlog=4096)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -259,7 +259,7 @@ class _Process:
                 return
             wait = MIN_WAIT if loop.time() - began > STABLE_SECONDS else min(MAX_WAIT, 2 * wait)
             log.error(
-                "shard %d of the gateway died (%s); it starts again", self._settings.index, _describe_exit(code)
+                "shard %d of the gateway died (%s) and is restarted", self._settings.index, _describe_exit(code)
             )
             while not self._stopping:
                 await asyncio.sleep(wait)

@@ -124,7 +124,7 @@ class SshTunnel:
                 continue
             if not line:
                 await process.wait()
-                raise RookeryError(f"the tunnel to {self.destination} cannot be made{self._stderr_suffix()}")
+                raise RookeryError(f"the tunnel to {self.destination} cannot be opened{self._stderr_suffix()}")
             if not line.startswith(b"debug1:"):
                 self._stderr.append(line.strip())
             if found := _ALLOCATED.search(line):
@@ -150,7 +150,7 @@ class SshTunnel:
             await process.wait()
             self._up.clear()
             self.restarts += 1
-            log.warning("the tunnel to %s ended (%s); it is made again", self.destination, process.returncode)
+            log.warning("the tunnel to %s ended (%s) and is opened again", self.destination, process.returncode)
             while not self._up.is_set():
                 await asyncio.sleep(wait)
                 self._stderr.clear()

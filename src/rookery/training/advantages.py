@@ -69,7 +69,7 @@ def compute_advantages(
             most = np.abs(centred).max()  # squares of very large or small rewards would overflow or underflow
             values = values / (most * np.sqrt(np.square(centred / most).sum() / (count - 1)))
     if not np.isfinite(values).all():
-        raise BatchError(f"rewards from {valid.min()} to {valid.max()} are too far apart to be compared")
+        raise BatchError(f"rewards from {valid.min()} to {valid.max()} differ too much to be compared")
     found[there] = values
     return found
 

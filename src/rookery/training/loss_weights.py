@@ -50,7 +50,7 @@ def compute_token_weights(
     """
     check_choice("normalise", normalise, Normalise)
     if (normalise == "seq-mean-token-sum-norm") != (length is not None):
-        raise UsageError("'seq-mean-token-sum-norm' needs a constant length, and nothing else takes one")
+        raise UsageError("set length with, and only with, normalise='seq-mean-token-sum-norm'")
     if length is not None and length < 1:
         raise UsageError(f"the constant length must be at least 1, not {length}")
     some = trained > 0

@@ -93,7 +93,7 @@ def read_logprobs(given: msgspec.Raw) -> tuple[list[float] | None, msgspec.Raw |
     try:
         return seen_logprobs(_decode_logprobs(given))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyFormatError(f"the answer's logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
 
 
 def seen_logprobs(
@@ -109,7 +109,7 @@ def seen_logprobs(
             return [entry.logprob for entry in entries], said.content, tops
         return said.token_logprobs, None, _listed(said.top_logprobs or [])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyFormatError(f"the answer's logprobs cannot be read: {error}") from None
+        raise ReplyFormatError(f"the logprobs of the reply cannot be read: {error}") from None
 
 
 def _tops(content: msgspec.Raw) -> tuple[Tops, ...]:

@@ -103,7 +103,7 @@ def _read(data: bytes) -> tuple[_Answer, _Meta]:
     if answer.error is not None:
         raise ErrorReply(parse_error(data), data)
     if answer.meta_info is None:
-        raise ReplyFormatError(f"no meta_info in the answer; it begins {preview(data)}")
+        raise ReplyFormatError(f"the reply has no meta_info; it begins {preview(data)}")
     finish = answer.meta_info.finish_reason
     if isinstance(finish, _Finish) and finish.type == "abort" and (finish.status_code or 0) >= 400:
         said = ServerError(error_text(finish.message or "aborted"), str(finish.status_code))
@@ -140,7 +140,7 @@ def _alternatives(text: bytes | msgspec.Raw) -> list[Tops]:
 def _same(ids: list[int], entries: list[_Entry]) -> list[float]:
     """Return the logprobs, after checking that they belong to these tokens."""
     if len(ids) != len(entries):
-        raise ReplyFormatError(f"the answer has {len(ids)} token ids but {len(entries)} logprobs")
+        raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(entries)} logprobs")
     if any(entry.id != token for entry, token in zip(entries, ids, strict=True)):
         raise ReplyFormatError("the logprobs in the reply belong to other tokens than its token IDs")
     return [entry.logprob for entry in entries]
@@ -184,12 +184,12 @@ class Generate:
     def decode(self, data: bytes, request: ModelRequest, about: About) -> ModelReply:
         answer, meta = _read(data)
         if meta.finish_reason is None:
-            raise ReplyFormatError("the answer has no finish_reason: it is not complete")
+            raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
         entries = _entries(meta.output_token_logprobs)
         ids = _ids(answer.output_ids)
         if ids is None:
             if entries is None:
-                raise ReplyFormatError("the answer has no token ids")
+                raise ReplyFormatError("the reply has no token IDs")
             ids = [entry.id for entry in entries]
         version = parse_version(meta.weight_version)
         return ModelReply(

@@ -54,7 +54,7 @@ def pack_ids(ids: list[int]) -> bytes:
                 return struct.pack(f"<{len(ids)}i", *ids)
         except struct.error:
             pass
-    raise ValueError("an id that no token has")
+    raise ValueError("a number that is not a token ID")
 
 
 def parse_ids(text: bytes) -> bytes:
@@ -79,7 +79,7 @@ def parse_ids(text: bytes) -> bytes:
     try:
         return pack_ids(_decode_few(text))
     except msgspec.DecodeError as error:
-        raise ValueError(f"not a list of ids: {error}") from None
+        raise ValueError(f"not a list of token IDs: {error}") from None
 
 
 class PromptCache:

@@ -115,16 +115,16 @@ class Generate:
         answer = _read(data, request)
         if not answer.choices:
             said = f": {error_text(answer.error)}" if answer.error else f"; it begins {preview(data)}"
-            raise ReplyFormatError(f"no choices in the answer{said}")
+            raise ReplyFormatError(f"the reply has no choices{said}")
         choice = answer.choices[0]
         if choice.finish_reason is None:
-            raise ReplyFormatError("the answer has no finish_reason: it is not complete")
+            raise ReplyFormatError("the reply has no finish_reason: it is incomplete")
         ids = choice.token_ids
         if ids is None:
             raise ReplyFormatError("the reply has no token IDs")
         values, written, tops = _logprobs(choice, request)
         if values is not None and len(values) != len(ids):
-            raise ReplyFormatError(f"the answer has {len(ids)} token ids but {len(values)} logprobs")
+            raise ReplyFormatError(f"the reply has {len(ids)} token IDs but {len(values)} logprobs")
         return ModelReply(
             message=Message("assistant", ""),
             finish=parse_finish(choice.finish_reason),

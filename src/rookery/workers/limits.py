@@ -80,7 +80,7 @@ def _check_limits(limits: Any) -> None:
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or not bound <= value < 1 << 60
         ):
-            raise UsageError(f"limits.{name}: {value!r} is not a whole number of at minimums {bound}")
+            raise UsageError(f"limits.{name}: {value!r} is not a whole number of at least {bound}")
     for name, most in (("display", MB), ("processes", 1 << 20), ("calls", 1 << 30), ("output", 1 << 30)):
         value = getattr(limits, name, None)
         if value is not None and value > most:

@@ -174,7 +174,7 @@ class SweEnvironment(ToolEnvironment):
             if number + 1 < len(task.steps):
                 grade = await self._grade(ctx)
                 if not may_continue(step, grade):
-                    ctx.log.info("the next steps are not begun: the reward of this one is too low", step=step.name)
+                    ctx.log.info("the next steps are skipped: the reward of this one is too low", step=step.name)
                     return
 
     async def _begin(self, ctx: Context, number: int, step: SweStep, messages: list[Message]) -> None:

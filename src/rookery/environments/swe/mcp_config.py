@@ -81,7 +81,7 @@ def parse_task_servers(
                 else "One that this machine may ask is named in the run's own `mcp`"
             )
             raise TaskError(
-                f"task {task}: its MCP server {server.name!r} is named by a URL; a task's servers run in its own "
+                f"task {task}: its MCP server {server.name!r} has a URL; a task's servers run in its own "
                 f"sandbox and need a command. {other}"
             )
     _single(found, TaskError)

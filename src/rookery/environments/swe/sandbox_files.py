@@ -197,7 +197,7 @@ class SandboxFiles:
         result = await self._sandbox.exec(command)
         if result.status == "lost":
             raise SandboxError(
-                f"sandbox {self._sandbox.id} was lost under an edit: {result.detail or 'no detail'}"
+                f"sandbox {self._sandbox.id} was lost during an edit: {result.detail or 'no detail'}"
             )
         return result
 

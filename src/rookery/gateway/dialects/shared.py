@@ -233,7 +233,7 @@ class CallSequencer:
         self.started = True
         if piece.index < self._index:
             raise UpstreamError(
-                f"the engine came back to tool call {piece.index} after it began another: a stream cannot say so",
+                f"the model server continued tool call {piece.index} after it started another one",
                 cause="upstream.protocol",
             )
         if self._deferred:
@@ -255,7 +255,9 @@ class CallSequencer:
             assert now is not None
             self._current = ToolCall(now.id, now.name + piece.name, now.arguments + piece.arguments)
             if piece.name:
-                raise UpstreamError("the engine named a tool call twice", cause="upstream.protocol")
+                raise UpstreamError(
+                    "the model server sent the name of a tool call twice", cause="upstream.protocol"
+                )
         if piece.arguments:
             yield CallEvent("more", self._index, self._current.id, self._current.name, piece.arguments)
 

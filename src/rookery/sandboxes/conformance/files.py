@@ -28,7 +28,7 @@ async def assert_refused(call: Awaitable[object]) -> None:
         raise AssertionError("the call did not return") from error
     except (OSError, SandboxError):
         return
-    raise AssertionError(f"the call was not assert_refused and returned {got!r}")
+    raise AssertionError(f"the call was not refused and returned {got!r}")
 
 
 async def files_are_transferred(provider: Provider) -> None:

@@ -105,7 +105,7 @@ def parse_reference(text: str) -> ImageReference:
     if path.exists():
         return ImageReference(kind=detect_kind(path), text=text, path=str(path.resolve()))
     if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
-        raise UsageError(f"The image {text!r} does not exist on this machine.")
+        raise UsageError(f"the image {text!r} does not exist on this machine")
     return _parse_name(text, "name", text)
 
 
@@ -120,15 +120,15 @@ def _parse_file(kind: Kind, rest: str, text: str) -> ImageReference:
             path, tag = rest[:at], rest[at + 1 :]
     found = Path(path)
     if not path or not found.exists():
-        raise UsageError(f"The image {text!r} does not exist: there is no {path!r} on this machine.")
+        raise UsageError(f"the image {text!r} does not exist: there is no {path!r} on this machine")
     if kind == "dockerfile":
         wanted = found / "Dockerfile" if found.is_dir() else found
         if not wanted.is_file():
-            raise UsageError(f"The image {text!r} cannot be built: there is no file {str(wanted)!r}.")
+            raise UsageError(f"the image {text!r} cannot be built: there is no file {str(wanted)!r}")
         # A Dockerfile that is a symbolic link is not resolved: the build context is the directory of the link.
         return ImageReference(kind=kind, text=text, path=str(wanted.parent.resolve() / wanted.name), tag=tag)
     if (kind == "oci") != found.is_dir():
-        raise UsageError(f"The image {text!r} is not {'a directory' if kind == 'oci' else 'an archive'}.")
+        raise UsageError(f"the image {text!r} is not {'a directory' if kind == 'oci' else 'an archive'}")
     return ImageReference(kind=kind, text=text, path=str(found.resolve()), tag=tag)
 
 

@@ -132,7 +132,7 @@ class ProgramLauncher:
                 text = f"run: cannot run the program: {describe(error)}\n".encode()
                 result = ExecResult(status="exited", exit_code=CANNOT_RUN, stderr=text)
             if result.status == "lost":
-                raise SandboxError(f"sandbox {self._sandbox.id} was lost under a program")
+                raise SandboxError(f"sandbox {self._sandbox.id} was lost while it ran a program")
             said = result.stderr
             if result.stdout_dropped or result.stderr_dropped:
                 said += f"run: {result.stdout_dropped + result.stderr_dropped} bytes of output dropped\n".encode()

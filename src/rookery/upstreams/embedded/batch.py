@@ -168,7 +168,7 @@ class Batch:
         if not 0 < len(job.prompt) < self.llama.context:
             raise ValueError(f"a prompt of {len(job.prompt)} tokens in a context of {self.llama.context}")
         if not all(0 <= token < self.llama.shape.vocab_size for token in job.prompt):
-            raise ValueError(f"a prompt with ids outside of 0 to {self.llama.shape.vocab_size - 1}")
+            raise ValueError(f"a prompt with token IDs outside 0 to {self.llama.shape.vocab_size - 1}")
         job.most = max(1, min(job.most, self.llama.context - len(job.prompt)))
         self.waiting.append(job)
 

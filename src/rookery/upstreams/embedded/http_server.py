@@ -37,7 +37,7 @@ async def read_body(request: web.Request) -> bytes:
         async with asyncio.timeout(READ_SECONDS):
             return await request.read()
     except TimeoutError:
-        raise RequestError(f"the body did not come within {READ_SECONDS:g} s", status=408) from None
+        raise RequestError(f"the request body did not arrive within {READ_SECONDS:g} s", status=408) from None
     except web.RequestPayloadError as error:
         raise RequestError(f"the body cannot be read: {error}") from None
 
@@ -53,7 +53,7 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError("the reader does not read") from None
+        raise ConnectionResetError("the client stopped reading") from None
 
 
 async def unversioned(_: web.Request, response: web.StreamResponse) -> None:

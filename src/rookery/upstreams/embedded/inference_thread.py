@@ -110,7 +110,7 @@ class InferenceThread:
             await ticket.future
         finally:
             if not job.finish:
-                self._inbox.put((ticket, UpstreamError("given up by its caller")))
+                self._inbox.put((ticket, UpstreamError("cancelled by its caller")))
         return ticket.version
 
     async def between(self, action: Callable[[Batch], T]) -> T:

@@ -159,7 +159,7 @@ def chat_order(body: bytes, context: int) -> ParsedRequest:
     said = decoded(body, _Chat)
     if said.top_logprobs:
         raise RequestError(
-            "the embedded policy keeps no alternatives: top_logprobs can only be 0", param="top_logprobs"
+            "the embedded policy does not return alternatives: top_logprobs must be 0", param="top_logprobs"
         )
     tools = read_tools(said.tools or [])
     messages = tuple(read_message(message, number) for number, message in enumerate(said.messages))
@@ -183,16 +183,14 @@ def completion_order(body: bytes, context: int) -> ParsedRequest:
     said = decoded(body, _Completion)
     if said.logprobs is not None and said.logprobs > 1:
         raise RequestError(
-            "the embedded policy keeps no alternatives: logprobs can only be 0 or 1", param="logprobs"
+            "the embedded policy does not return alternatives: logprobs must be 0 or 1", param="logprobs"
         )
     if said.logprobs is not None and said.logprobs < 0:
         raise RequestError("logprobs: expected int >= 0", param="logprobs")
     if said.echo:
         raise RequestError("the embedded policy does not echo prompts", param="echo")
     if said.best_of is not None and said.best_of != (said.n or 1):
-        raise RequestError(
-            "the embedded policy gives every answer it draws: best_of can only be n", param="best_of"
-        )
+        raise RequestError("the embedded policy returns every completion: best_of must equal n", param="best_of")
     sampling = _sampling(said, said.max_tokens)
     prompts = _prompts(said.prompt, context)
     if len(prompts) * (said.n or 1) > CHOICES:
@@ -227,9 +225,9 @@ def _order(said: _Common, asks: tuple[ModelRequest, ...], *, is_chat: bool, logp
 def _sampling(said: _Common, most: int | None) -> Sampling:
     stop = (said.stop,) if isinstance(said.stop, str) else tuple(said.stop or ())
     if len(stop) > STOPS:
-        raise RequestError(f"stop: at most {STOPS} texts", param="stop")
+        raise RequestError(f"stop must have at most {STOPS} strings", param="stop")
     if not all(0 < len(text) <= STOP_CHARACTERS for text in stop):
-        raise RequestError(f"stop: a text has 1 to {STOP_CHARACTERS} characters", param="stop")
+        raise RequestError(f"a stop string must have 1 to {STOP_CHARACTERS} characters", param="stop")
     return Sampling(
         temperature=said.temperature,
         top_p=said.top_p,
@@ -256,7 +254,7 @@ def _part(part: dict[str, Any], place: str) -> str:
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise RequestError(
-            f"{place}: the embedded policy reads text, and this is a part of type {_short(kind)}", param=place
+            f"{place}: the embedded policy supports only text, not a part of type {_short(kind)}", param=place
         )
     if not isinstance(text, str):
         raise RequestError(f"{place}: the part has no text", param=place)
@@ -283,7 +281,9 @@ def _tool_choice(said: str | _Choice | None, tools: tuple[ToolSchema, ...]) -> s
         return said
     if said == "required":
         if not tools:
-            raise RequestError("tool_choice: a call is required, and there are no tools", param="tool_choice")
+            raise RequestError(
+                "tool_choice requires a tool call, but the request has no tools", param="tool_choice"
+            )
         return said
     if isinstance(said, str):
         words = f"tool_choice: {_short(said)} is not auto, none, required or a function"
@@ -311,7 +311,7 @@ def _prompts(said: str | list[int | str | list[int]], context: int) -> list[byte
     if isinstance(said, str):
         return [_ids(said, "prompt", context)]
     if not said:
-        raise RequestError("prompt: it is empty", param="prompt")
+        raise RequestError("the prompt is empty", param="prompt")
     if isinstance(said[0], int):
         return [_ids(said, "prompt", context)]
     return [_ids(prompt, f"prompt[{number}]", context) for number, prompt in enumerate(said)]
@@ -322,12 +322,12 @@ def _ids(prompt: object, place: str, context: int) -> bytes:
         _check_length(len(prompt), context)
         return ints([chat.BEGIN, *chat.text_ids(prompt)])
     if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
-        raise RequestError(f"{place}: a prompt is a text or a list of ids; prompts are not mixed", param=place)
+        raise RequestError(f"{place}: all prompts must be strings, or all must be lists of token IDs", param=place)
     if not prompt:
         raise RequestError(f"{place}: it is empty", param=place)
     _check_length(len(prompt), context)
     if not all(0 <= token < 1 << 31 for token in prompt):
-        raise RequestError(f"{place}: it has numbers that are no token ids", param=place)
+        raise RequestError(f"{place}: it contains numbers that are not token IDs", param=place)
     return ints(prompt)
 
 

@@ -217,9 +217,7 @@ class EmbeddedServer:
             elif weights.version <= self.upstream.version:
                 weights.version = self.upstream.version + 1
             await self.upstream.swap(weights)
-        return json_answer(
-            {"success": True, "message": "the weights are swapped", "weight_version": weights.version}
-        )
+        return json_answer({"success": True, "message": "loaded new weights", "weight_version": weights.version})
 
     # ----------------------------------------------------------------------------------------------- about
 

@@ -66,11 +66,13 @@ class EmbeddedUpstream:
         if len(config.urls) > 1:
             raise UsageError("the embedded policy has no replicas: name it once, as --policy embedded[:PATH]")
         if config.concurrency is not None and config.concurrency < 1:
-            raise UsageError("an upstream needs a concurrency of at least 1")
+            raise UsageError("the concurrency of an upstream must be at least 1")
         where = config.urls[0] if config.urls else KIND
         kind, _, path = where.partition(":")
         if kind != KIND:
-            raise UsageError(f"{where!r} is no embedded policy: write embedded, or embedded:PATH with weights")
+            raise UsageError(
+                f"{where!r} is not the embedded policy: use embedded, or embedded:PATH for other weights"
+            )
         self.config = config
         self.name = KIND
         self.accepts_tokens = True
@@ -225,7 +227,9 @@ class EmbeddedUpstream:
             prompt = memoryview(request.tokens).cast("i").tolist()
             words = llama.shape.vocab_size
             if not all(0 <= token < words for token in prompt):
-                raise UpstreamError(f"the prompt has ids outside of 0 to {words - 1}", cause="upstream.rejected")
+                raise UpstreamError(
+                    f"the prompt has token IDs outside 0 to {words - 1}", cause="upstream.rejected"
+                )
         if sampling.extra.get(ONE_CALL) is False and choice.never != chat.CALL:
             marks = (token for token in reversed(prompt) if token >= chat.BEGIN)
             begun_call = next(marks, None) == chat.CALL  # a choice of a tool has begun it in the prompt
@@ -257,14 +261,14 @@ class EmbeddedUpstream:
             raise UsageError(f"the embedded policy has no sampling option {', '.join(strange)}")
         parallel = sampling.extra.get(ONE_CALL)
         if parallel is not None and not isinstance(parallel, bool):
-            raise UsageError(f"{ONE_CALL} is true or false")
+            raise UsageError(f"{ONE_CALL} must be true or false")
         temperature = 1.0 if sampling.temperature is None else sampling.temperature
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         top_k = 0 if sampling.top_k is None else max(0, sampling.top_k)
         if not 0.0 <= temperature <= 100.0 or not 0.0 < top_p <= 1.0:
-            raise UsageError("a temperature is between 0 and 100, a top-p above 0 and at most 1")
+            raise UsageError("temperature must be from 0 to 100, and top_p above 0 and at most 1")
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
-            raise UsageError("an answer needs at least one token: max_tokens is below 1")
+            raise UsageError("max_tokens must be at least 1")
         return PLAIN if (temperature, top_p, top_k) == (1.0, 1.0, 0) else TokenChoice(temperature, top_p, top_k)
 
     def _mark(self) -> tuple[int, int, int] | None:
@@ -383,7 +387,6 @@ def _fit(weights: Weights) -> Weights:
     known = weights.shape.vocab_size
     if known < chat.VOCAB:
         raise UsageError(
-            f"these weights know {known} ids, and the embedded chat format has {chat.VOCAB}: "
-            "256 bytes and those that give a conversation its shape"
+            f"the vocabulary of these weights has {known} tokens, but the embedded chat format needs {chat.VOCAB}"
         )
     return weights

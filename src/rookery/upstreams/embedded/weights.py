@@ -271,10 +271,10 @@ def _parse_safetensors(data: bytes) -> tuple[dict[str, Floats], dict[str, str]]:
             first, last = map(int, entry["data_offsets"])
             kind, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
             if not 0 <= first <= last <= len(body):
-                raise ValueError("it is cut off")
+                raise ValueError("it is truncated")
             array = np.frombuffer(body[first:last], dtype=kind).reshape(shape)
         except KeyError as error:
-            raise UsageError(f"its tensor {name[:80]!r} is of a kind that is not read here: {error}") from None
+            raise UsageError(f"its tensor {name[:80]!r} has an unsupported type: {error}") from None
         except (TypeError, ValueError) as error:
             raise UsageError(f"its tensor {name[:80]!r} is broken: {error}") from None
         tensors[name] = _to_float32(array, entry["dtype"])

@@ -51,7 +51,7 @@ class Client(AsyncClosesOnExit):
         again: bool = True,
     ) -> None:
         if not (connect > 0 and keepalive > 0 and idle >= 0 and buffer > 0):
-            raise UsageError("connect, keepalive and buffer are above 0, idle is not below it")
+            raise UsageError("connect, keepalive and buffer must be above 0, and idle at least 0")
         context = default_context() if ssl is True else ssl or None
         self._dialer = Dialer(host, port, path=path, context=context, seconds=connect)
         self._common = b"Host: " + self._dialer.authority + b"\r\n" + header_lines(headers or {})

@@ -171,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         elif not added and response.status:
             self._quiet += len(data)
             if self._quiet > MAX_HEAD:
-                self._refuse(response, _Refusal(f"more than {MAX_HEAD} bytes of it hold no body"))
+                self._refuse(response, _Refusal(f"more than {MAX_HEAD} bytes contained no body data"))
                 return
         else:
             self._quiet = 0
@@ -199,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
     def on_message_begin(self) -> None:
         response = self._response
         if response is None or response.done:
-            raise _Refusal("there is more than the answer")
+            raise _Refusal("data follows the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
@@ -223,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
             self._interim += 1
             self._headers = {}
             if status == 101:
-                raise _Refusal("it changes the protocol, which nobody asked for")
+                raise _Refusal("it switches the protocol without a request")
             if self._interim > MAX_INTERIM:
                 raise _Refusal(f"there are more than {MAX_INTERIM} interim answers")
             return
@@ -278,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
         if not response.begun:
             response.begun = True
             if data[0] != _H:  # the parser knows other protocols too, and skips blank lines
-                raise _Refusal("it does not begin as HTTP does")
+                raise _Refusal("it does not start like an HTTP response")
         room = self._room
         if len(data) <= room:
             self._room = room - len(data)
@@ -296,7 +296,7 @@ class Connection(asyncio.BufferedProtocol):
         elif inner is not None:
             raise inner  # a fault of this package: the event loop shows it and ends the connection
         elif isinstance(error, HttpParserUpgrade):
-            reason = "it changes the protocol, which nobody asked for"
+            reason = "it switches the protocol without a request"
         else:
             reason = str(error)  # llhttp's own words, which quote nothing
         response.fail(BadAnswer(f"the answer is not valid HTTP: {reason}"))

@@ -45,15 +45,15 @@ class Dialer:
     ) -> None:
         if path is not None:
             if not 0 < len(os.fsencode(path)) <= _LONGEST_PATH or "\0" in path:
-                raise UsageError(f"a socket's path has 1 to {_LONGEST_PATH} bytes, {path[:120]!r} has not")
+                raise UsageError(f"the path of a Unix socket must have 1 to {_LONGEST_PATH} bytes: {path[:120]!r}")
         elif not host or not 0 < port < 65536:
-            raise UsageError(f"a server has a host and a port from 1 to 65535, not {host[:100]!r} and {port}")
+            raise UsageError(f"a server needs a host and a port from 1 to 65535, not {host[:100]!r} and {port}")
         try:
             self._name = host if host.isascii() else host.encode("idna").decode()
         except UnicodeError:
-            raise UsageError(f"{host[:100]!r} is no name of a host") from None
+            raise UsageError(f"{host[:100]!r} is not a host name") from None
         if not _HOST.fullmatch(self._name):  # not shown: people paste whole URLs, with a password in them
-            raise UsageError("the host holds a character that is in no name and no address; give it alone")
+            raise UsageError("the host contains an invalid character: pass only a name or an address")
         self._port = port
         self._path = path
         self._context = context

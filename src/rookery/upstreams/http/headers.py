@@ -34,12 +34,12 @@ def header_lines(headers: Mapping[str, str]) -> HeaderLines:
     lines = []
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
-            raise UsageError(f"{name[:60]!r} is no name of an HTTP header")
+            raise UsageError(f"{name[:60]!r} is not a valid name of an HTTP header")
         if name.lower() in _OURS:
-            raise UsageError(f"the header {name} frames the message and cannot be given")
+            raise UsageError(f"the header {name} is set by the client and cannot be passed")
         if not _VALUE.fullmatch(value):
             raise UsageError(
-                f"the value of the header {name} holds a line break or another character HTTP forbids"
+                f"the value of the header {name} contains a line break or another character that HTTP forbids"
             )
         lines.append(f"{name}: {value.strip()}\r\n".encode("latin-1"))
     return HeaderLines(b"".join(lines))
@@ -49,11 +49,9 @@ def header_lines(headers: Mapping[str, str]) -> HeaderLines:
 def request_line(method: str, target: str) -> bytes:
     """The first line of a request; a program uses few different ones."""
     if not _METHOD.fullmatch(method) or method == "CONNECT":
-        raise UsageError(f"{method[:20]!r} is no method that can be sent")
+        raise UsageError(f"{method[:20]!r} is not a supported HTTP method")
     if not _TARGET.fullmatch(target):  # not shown: its query may hold a key
-        raise UsageError(
-            "the target of a request is a path that begins with / and holds no blank; escape the rest"
-        )
+        raise UsageError("the target of a request must start with / and contain no spaces: percent-encode it")
     return f"{method} {target} HTTP/1.1\r\n".encode("ascii")
 
 

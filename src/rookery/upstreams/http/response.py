@@ -117,10 +117,10 @@ class Response:
     async def wait(self, need: int) -> None:
         """Returns when more than `need` bytes are unread after a complete head, or nothing more will come."""
         if self.waiter is not None:
-            raise RuntimeError("two tasks read one answer")
+            raise RuntimeError("two tasks read the same response")
         connection = self.connection
         if connection is None:  # it ended or failed, and the callers look at that first
-            raise RuntimeError("nothing more can come")
+            raise RuntimeError("the response has ended")
         self.need = need
         waiter = self.waiter = connection.loop.create_future()
         connection.resume()

@@ -152,7 +152,7 @@ def write(kind: RepairsFormat, target: Path) -> None:
 
 def _check_format(kind: str) -> None:
     if kind not in FORMATS:
-        raise UsageError(f"{NAME} is not written as {kind!r}: known are {', '.join(FORMATS)}")
+        raise UsageError(f"{NAME} cannot be written as {kind!r}: known are {', '.join(FORMATS)}")
 
 
 @cache
