@@ -194,7 +194,7 @@ def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
 
 
 async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("no directory nowhere")
+    (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("nowhere does not exist")
     (await rookery("reap", "a", "b", cwd=tmp_path)).assert_refused("unexpected extra argument")
     (tmp_path / "file").write_text("")
     (await rookery("reap", "file", cwd=tmp_path)).assert_refused("no directory file")

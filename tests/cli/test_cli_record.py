@@ -126,7 +126,7 @@ async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_
         (("--policy", "http://127.0.0.1:9", "--record", "plain", "--renderer", "qwen3"), "to record plain"),
         (("--policy", "embedded", "--renderer", "qwen3"), "the embedded policy has its own tokenizer"),
         (("--policy", "embedded", "--policy", "embedded"), "no replicas"),
-        (("--policy", "http://127.0.0.1:9", "--upstream-kind", "embedded"), "is no embedded policy"),
+        (("--policy", "http://127.0.0.1:9", "--upstream-kind", "embedded"), "is not the embedded policy"),
         (("--policy", "embedded", "--upstream-kind", "vllm"), "'embedded'"),
     ],
 )

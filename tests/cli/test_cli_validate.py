@@ -70,7 +70,7 @@ async def test_one_task_can_be_chosen_and_one_that_is_not_there_is_said(tmp_path
     assert "has no task 'gone'" in ended.err
     ended = await rookery("validate", cwd=tmp_path)
     assert ended.code == 2
-    assert "name the tasks" in ended.err
+    assert "name either the tasks" in ended.err
 
 
 @pytest.mark.long

@@ -209,7 +209,7 @@ asyncio.run(main())
 @needs_server
 async def test_what_cannot_be_logged_in_to_is_said(server: Server, tmp_path: Path) -> None:
     (server.folder / "keys").write_text("")
-    with pytest.raises(RookeryError, match=r"127\.0\.0\.1 cannot be made: .*Permission denied"):
+    with pytest.raises(RookeryError, match=r"127\.0\.0\.1 cannot be opened: .*Permission denied"):
         await server.tunnel("ssh:here", 1).open()
     assert ssh_pids() == set()
 

@@ -151,7 +151,7 @@ def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(t
     with holding(rows):
         code, out, _ = run(capsys, "cached")
         assert code == 0
-        assert "the files of 2 rows" in out
+        assert "files of 2 rows" in out
         tasks = load_tasks(rows)  # the same folders
     cache_users._registrations.pop(own_cache)  # as if this process had never loaded them
     for path in (own_cache / "locks").glob("use-*"):
@@ -196,7 +196,7 @@ def test_a_run_is_not_resumed_while_its_tasks_are_missing(tmp_path, capsys, own_
     tasks = load_tasks(rows)
     lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})
     processes.remove_tree(str(own_cache))
-    with pytest.raises(UsageError, match=r"removed from the task cache.*rookery tasks list .*r\.jsonl"):
+    with pytest.raises(UsageError, match=r"missing from the task cache.*rookery tasks list .*r\.jsonl"):
         lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})
     assert run(capsys, "list", rows)[0] == 0
     lock_cached_tasks(tasks, {"tasks": str(rows), "task_data": ""})

@@ -308,7 +308,7 @@ async def test_a_request_that_waits_and_does_not_fit_the_new_weights_gets_the_ol
 async def test_a_sequence_that_its_model_cannot_take_fails_alone(weights: Path) -> None:
     async with serving(weights) as served:
         job = SamplingJob([999], most=1, seed=0)
-        with pytest.raises(UpstreamError, match="ids outside of 0 to 271"):
+        with pytest.raises(UpstreamError, match="token IDs outside 0 to 271"):
             await served.upstream.service.run(job)
         assert (await served.ask(max_tokens=1))["choices"]
 

@@ -125,7 +125,7 @@ def test_an_address_of_the_sandboxs_own_loopback_is_passed_on(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1/mcp", "http://127.0.0.1.example/mcp", "http://sidecar:8000/mcp"])
 def test_an_address_elsewhere_is_the_tasks_fault(url: str) -> None:
-    with pytest.raises(TaskError, match="its MCP server 'a' is named by a URL"):
+    with pytest.raises(TaskError, match="its MCP server 'a' has a URL"):
         told("claude-code", served({"name": "a", "url": url}))
 
 

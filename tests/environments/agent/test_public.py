@@ -278,7 +278,7 @@ def somebody(port: int) -> str:
     ("public", "said"),
     [
         (nobody, "is not reached from this machine: .*--gateway-listen"),
-        (somebody, "does not lead to this run's gateway: it is answered with 200 with a session's key and 200"),
+        (somebody, "does not lead to this run's gateway: a request got status 200 with a session's key and 200"),
     ],
 )
 async def test_a_public_url_that_leads_elsewhere_is_reported_before_the_run_begins(
@@ -315,7 +315,7 @@ async def test_a_tunnel_that_cannot_be_made_is_reported_before_the_run_begins(
     env = AgentEnvironment("program", script=program(tmp_path, TURNS))
     before = set(list_children(os.getpid()))
     async with ModelServer("ok") as model:
-        with pytest.raises(RookeryError, match=r"cannot be made: .*Permission denied"):
+        with pytest.raises(RookeryError, match=r"cannot be opened: .*Permission denied"):
             async with scripted_engine(model, env, tmp_path, public="ssh:here", sandbox=ALL):
                 raise AssertionError
     await eventually(lambda: set(list_children(os.getpid())) <= before)

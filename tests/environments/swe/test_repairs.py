@@ -260,7 +260,7 @@ def test_the_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_names_of_the_set_are_checked() -> None:
     with pytest.raises(UsageError, match="has no task 'nothing'"):
         repairs.about("nothing")
-    with pytest.raises(UsageError, match="not written as 'rows'"):
+    with pytest.raises(UsageError, match="cannot be written as 'rows'"):
         repairs.folder("rows")  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_a_command_line_is_split_and_a_task_names_no_url() -> None:
     (server,) = parse_servers([{"name": "s", "command": "py thon", "args": ["x"], "transport": "stdio"}])
     assert server.command == ("py thon", "x")
     assert parse_servers([McpServer(name="s", url="http://127.0.0.1:1/mcp")])[0].url
-    with pytest.raises(TaskError, match="named by a URL"):
+    with pytest.raises(TaskError, match="has a URL"):
         parse_task_servers("t", ({"name": "s", "url": "http://10.0.0.1/"},))
 
 

@@ -167,7 +167,7 @@ def test_a_call_that_the_engine_comes_back_to_is_an_error_and_never_told_wrong()
     calls = CallSequencer()
     _ = list(calls.feed(CallDelta(0, "a", "look", "{}")))
     _ = list(calls.feed(CallDelta(1, "b", "look", "{")))
-    with pytest.raises(UpstreamError, match="came back to tool call 0"):
+    with pytest.raises(UpstreamError, match="continued tool call 0"):
         _ = list(calls.feed(CallDelta(0, arguments="x")))
 
 
