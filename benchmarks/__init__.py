@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -58,19 +58,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for figure in (self.ours, self.theirs):
             if figure is not None and not math.isfinite(figure):
-                raise ValueError(f"{self.name}: {figure} is not a measurement")
+                raise ValueError(f"{self.name}: {figure} is not a finite figure")
         if self.theirs is not None and self.peer is None:
             raise ValueError(f"{self.name}: a peer's figure needs the peer's name")
         if self.target is not None:
             parsed = _TARGET.fullmatch(self.target)
             if parsed is None:
-                raise ValueError(f"{self.name}: the target {self.target!r} is not like '<= 0.45' or '>= 20x'")
+                raise ValueError(f"{self.name}: the target {self.target!r} must look like '<= 0.45' or '>= 20x'")
             if parsed[3] and self.peer is None:
                 raise ValueError(f"{self.name}: the target {self.target!r} needs a peer")
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the peer; None without two positive figures to compare."""
+        """How many times better than the peer we are; None without two positive figures."""
         if self.ours is None or self.theirs is None or self.ours <= 0 or self.theirs <= 0:
             return None
         ratio = self.theirs / self.ours if self.lower_is_better else self.ours / self.theirs
@@ -78,7 +78,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none, or where it asks for a ratio that is missing."""
+        """Whether the target is met; None without a target or if the ratio it needs is missing."""
         parsed = _TARGET.fullmatch(self.target) if self.target is not None else None
         if parsed is None:
             return None
@@ -86,7 +86,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return None if value is None else _COMPARE[parsed[1]](value, float(parsed[2]))
 
     def row(self) -> dict[str, Any]:
-        """The row as it stands in the JSON; `note` is there only when there is something to say."""
+        """Return the row for the JSON report. `note` is present only if it is not empty."""
         row = {
             "name": self.name,
             "unit": self.unit,
@@ -101,7 +101,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows of one benchmark, and the machine it ran on."""
+    """All rows of a benchmark, and the machine on which it ran."""
 
     bench: str
     machine: dict[str, Any]
@@ -116,7 +116,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
             seen.add(key)
 
     def to_json(self) -> bytes:
-        """One object on one line, without a newline."""
+        """Return the report as one JSON object on one line, without a newline."""
         return msgspec.json.encode(
             {
                 "bench": self.bench,
@@ -148,11 +148,11 @@ def run_bench(name: str, *, quick: bool, progress: Progress) -> BenchReport:
     run = import_module(_modules()[name]).run
     about = describe_machine()  # before the benchmark starts, so that the reported load is not its own
     outcome = run(quick, progress)
-    results = _complete(outcome) if inspect.isawaitable(outcome) else outcome
+    results = _run_async(outcome) if inspect.isawaitable(outcome) else outcome
     return BenchReport(bench=name, machine=about, results=tuple(cast("list[Result]", results)))
 
 
-def _complete(outcome: Awaitable[list[Result]]) -> list[Result]:
+def _run_async(outcome: Awaitable[list[Result]]) -> list[Result]:
     import asyncio
 
     import uvloop
@@ -165,7 +165,7 @@ def _complete(outcome: Awaitable[list[Result]]) -> list[Result]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores we may use, memory, kernel, Python, and how busy it was."""
+    """Return processor, usable cores, memory, kernel, Python version and load of this machine."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -185,6 +185,13 @@ def _cpu_model() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def percentiles(times: Sequence[float]) -> str:
+    """Return the number of measurements and their 10th and 90th percentiles, for a note."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return f"{len(ordered)} times, p10 {ordered[tenth]:.2f}, p90 {ordered[-1 - tenth]:.2f}"
 
 
 def render(report: BenchReport) -> None:

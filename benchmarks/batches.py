@@ -1,15 +1,15 @@
-"""The `batches` bench: how fast groups in memory become a batch, and what it takes beyond the batch itself.
+"""Benchmark `batches`: how fast groups in memory become a batch, and how much memory it takes, beside plain lists.
 
-The groups are those of an agent: eight rollouts each, several turns in a segment, a few rollouts of two segments,
-versions that change in the middle of an answer. The reference is what one writes first: lists of Python numbers,
-made into arrays at the end, on the same groups in the same run; it does less, and checks nothing.
+The groups are those of agents: eight rollouts each, several turns in a segment, some rollouts with two segments,
+and versions that change within an answer. The peer is the obvious implementation: lists of Python numbers,
+converted to arrays at the end, on the same groups in the same run. It does less and checks nothing.
 
 Promises:
-- the time is from groups in memory to a batch that can train, everything checked that the maker checks;
-- every figure is a median of rounds that take turns; the first of each is a warm-up;
-- both come to the same arrays, or the bench fails;
-- memory is the peak of what was allocated while the batch was made, by tracemalloc, which NumPy tells its arrays:
-  the groups themselves are not in it, the batch is.
+- the time is from groups in memory to a batch ready for training, including all checks of `make_batch`;
+- figures are medians of alternating rounds; the first round is a warm-up;
+- both produce the same arrays, or the benchmark fails;
+- memory is the peak of allocations while the batch is made, by tracemalloc, which includes NumPy arrays: it
+  contains the batch but not the groups.
 """
 
 import struct
@@ -31,7 +31,7 @@ ROW = 32_768
 
 
 class Size(NamedTuple):
-    """How much is measured, and how often."""
+    """How much to measure, and how often."""
 
     tokens: int
     rounds: int
@@ -43,17 +43,17 @@ QUICK = Size(tokens=1_000_000, rounds=3)
 
 def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    progress(f"making groups of {size.tokens:,} tokens")
-    long, short = groups_of(size.tokens, 2_000), groups_of(size.tokens, 150)
-    progress("batches and lists, by turns")
-    ours, theirs = _by_turns([lambda: make_batch(long), lambda: naive(long)], size.rounds)
-    batch, lists = make_batch(long), naive(long)
-    _same(batch, lists)
-    many, checked, packed = _by_turns(
+    progress(f"creating groups of {size.tokens:,} tokens")
+    long, short = make_groups(size.tokens, 2_000), make_groups(size.tokens, 150)
+    progress("batches and lists, alternately")
+    ours, theirs = _measure_alternately([lambda: make_batch(long), lambda: list_columns(long)], size.rounds)
+    batch, lists = make_batch(long), list_columns(long)
+    _require_equal(batch, lists)
+    many, checked, packed = _measure_alternately(
         [lambda: make_batch(short), lambda: check_batch(batch), lambda: list(pack(batch, ROW))], size.rounds
     )
     progress("memory")
-    peak, list_peak = _peak(lambda: make_batch(long)), _peak(lambda: naive(long))
+    peak, list_peak = _peak_bytes(lambda: make_batch(long)), _peak_bytes(lambda: list_columns(long))
     tokens = len(batch)
     about = f"{tokens:,} tokens in {len(batch.segments):,} segments of {len(batch.rollouts):,} rollouts"
     return [
@@ -65,7 +65,7 @@ def run(quick: bool, progress: Progress) -> list[Result]:
             theirs=tokens / theirs,
             target=">= 1000000",
             lower_is_better=False,
-            note=f"{about}; the reference computes the columns alone",
+            note=f"{about}; the peer computes only the columns",
         ),
         Result(name="seconds_1m", unit="s", ours=ours * 1e6 / tokens, target="<= 1", note="for 1 M tokens"),
         Result(
@@ -75,7 +75,7 @@ def run(quick: bool, progress: Progress) -> list[Result]:
             peer="lists of numbers",
             theirs=list_peak / batch.nbytes,
             target="<= 3",
-            note=f"peak allocated while it is made, the batch's {batch.nbytes / 1e6:.1f} MB of arrays included",
+            note=f"peak of allocations, including the {batch.nbytes / 1e6:.1f} MB of the batch",
         ),
         Result(
             name="tokens_per_s_short",
@@ -89,7 +89,7 @@ def run(quick: bool, progress: Progress) -> list[Result]:
             unit="tokens/s",
             ours=tokens / checked,
             lower_is_better=False,
-            note="check(batch), every rule and every digest",
+            note="check_batch: every rule and every digest",
         ),
         Result(
             name="pack_tokens_per_s",
@@ -103,13 +103,13 @@ def run(quick: bool, progress: Progress) -> list[Result]:
             unit="share",
             ours=pack(batch, ROW).efficiency,
             lower_is_better=False,
-            note=f"of rows of {ROW:,} tokens that hold tokens",
+            note=f"share of rows of {ROW:,} tokens that hold tokens",
         ),
     ]
 
 
-def groups_of(tokens: int, length: int, seed: int = 0) -> list[Group]:
-    """Groups with about so many tokens in all, in segments of about `length`; one rollout in twenty failed."""
+def make_groups(tokens: int, length: int, seed: int = 0) -> list[Group]:
+    """Create groups with about `tokens` tokens in segments of about `length`; one rollout in twenty failed."""
     rng = np.random.default_rng(seed)
     groups: list[Group] = []
     made = 0
@@ -141,7 +141,7 @@ def groups_of(tokens: int, length: int, seed: int = 0) -> list[Group]:
 
 
 def _segment(rng: np.random.Generator, n: int, turn: int) -> Segment:
-    """A prompt, then turns: a third of the tokens are sampled."""
+    """Create a segment of a prompt and turns, with a third of the tokens sampled."""
     mask = np.zeros(n, dtype=np.uint8)
     spans: list[Span] = []
     turns = max(1, min(8, n // 64))
@@ -160,8 +160,8 @@ def _segment(rng: np.random.Generator, n: int, turn: int) -> Segment:
     )
 
 
-def naive(groups: list[Group]) -> dict[str, Any]:
-    """The columns of a batch as one writes it first. Part of the bench, never for use."""
+def list_columns(groups: list[Group]) -> dict[str, Any]:
+    """Compute the columns of a batch with plain lists. Only for comparison."""
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -174,10 +174,10 @@ def naive(groups: list[Group]) -> dict[str, Any]:
                 tokens += struct.unpack(f"<{n}i", segment.tokens)
                 mask += segment.mask
                 logprobs += struct.unpack(f"<{n}f", segment.logprobs)
-                own = [-1] * n
+                times = [-1] * n
                 for span in segment.versions:
-                    own[span.start : span.end] = [span.version] * (span.end - span.start)
-                versions += own
+                    times[span.start : span.end] = [span.version] * (span.end - span.start)
+                versions += times
                 scores += [score if on else 0.0 for on in segment.mask]
     total = sum(mask)
     return {
@@ -190,33 +190,33 @@ def naive(groups: list[Group]) -> dict[str, Any]:
     }
 
 
-def _same(batch: Batch, lists: dict[str, Any]) -> None:
+def _require_equal(batch: Batch, lists: dict[str, Any]) -> None:
     for name, column in lists.items():
         if not np.array_equal(getattr(batch, name), column):
-            raise UsageError(f"the batch and the lists differ in {name}: no figure from a broken run")
+            raise UsageError(f"the batch and the lists differ in {name}: the comparison is invalid")
 
 
-def _by_turns(contenders: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The median seconds of each."""
-    seconds: list[list[float]] = [[] for _ in contenders]
+def _measure_alternately(functions: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Return the median seconds of each function."""
+    seconds: list[list[float]] = [[] for _ in functions]
     for number in range(rounds + 1):
-        for contender, own in zip(contenders, seconds, strict=True):
+        for function, times in zip(functions, seconds, strict=True):
             began = time.perf_counter()
-            contender()
+            function()
             if number:
-                own.append(time.perf_counter() - began)
-    return [median(own) for own in seconds]
+                times.append(time.perf_counter() - began)
+    return [median(times) for times in seconds]
 
 
-def _peak(make: Callable[[], object]) -> int:
-    """Bytes at the worst moment, of what was allocated meanwhile."""
+def _peak_bytes(make: Callable[[], object]) -> int:
+    """Return the peak of bytes allocated by a function."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        kept = make()
+        result = make()
         _, peak = tracemalloc.get_traced_memory()
-        del kept
+        del result
     finally:
         tracemalloc.stop()
     return peak - before

@@ -1,12 +1,12 @@
-"""The `embedded` bench: how fast the policy that comes along samples, and how light the core is.
+"""Benchmark `embedded`: sampling speed of the embedded policy beside its matrix products, and size of the core.
 
-Everything is measured on one core, in processes of their own that are bound to it before numpy is loaded: the
-BLAS then has one thread, and one request and 64 of them are measured on the same machine.
+Everything runs on one core, in processes that are bound to it before NumPy is loaded, so that BLAS uses one
+thread.
 
 Promises:
-- sampled tokens only: the prompt's are computed in the same time and not counted;
-- every figure is a median of runs that take turns, so that a machine which slows down slows all of them;
-- a request that did not bring all of its tokens fails the bench: no figure from a broken run.
+- only sampled tokens count, although the prompt's are computed in the same time;
+- figures are medians of alternating runs, so that a slower machine affects all of them;
+- a request that lacks tokens fails the benchmark.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ PROMPT = "What is 12 + 34?"
 
 
 class Size(NamedTuple):
-    """How often each thing is measured."""
+    """How often to run each measurement."""
 
     rounds: int
     imports: int
@@ -41,13 +41,13 @@ QUICK = Size(rounds=3, imports=7)
 
 def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    progress("one request, and 64 of them, by turns")
-    rates = _measured(size.rounds)
+    progress("one request and 64 requests, alternately")
+    rates = _measure_rates(size.rounds)
     one, many = median(rates["one"]), median(rates["many"])
-    progress("the floor: the products of the weights alone")
+    progress("the floor: the matrix products alone")
     floor = rates["floor"]
     progress("import rookery")
-    bare, ours = _imports(size.imports)
+    bare, ours = _import_times(size.imports)
     installed = install_mb()
     return [
         Result(
@@ -73,21 +73,21 @@ def run(quick: bool, progress: Progress) -> list[Result]:
             unit="tokens/s",
             ours=floor[0],
             lower_is_better=False,
-            note="what the products of the weights alone would allow: no attention, no sampling, no Python",
+            note="matrix products of the weights alone: no attention, no sampling, no Python",
         ),
         Result(
             name="install_mb",
             unit="MB",
             ours=installed,
             target="<= 130",
-            note="rookery and what it depends on, as files on disk, without pip",
+            note="files of rookery and its dependencies, without pip",
         ),
         Result(
             name="import_ms",
             unit="ms",
             ours=ours,
             target="<= 100",
-            note=f"a Python that imports rookery and ends; {bare:.1f} ms of them are a Python that does nothing",
+            note=f"start Python and import rookery; `python3 -I -S` alone takes {bare:.1f} ms",
         ),
     ]
 
@@ -96,25 +96,25 @@ def _spread(rates: list[float]) -> str:
     return f"from {min(rates):,.0f} to {max(rates):,.0f}"
 
 
-# ------------------------------------------------------------------------------------------ in processes
+# --------------------------------------------------------------------------------------- child processes
 
 
-def _child(code: str, *args: str) -> bytes:
+def _run_on_one_core(code: str, *args: str) -> bytes:
     # One core from the first instruction on: BLAS libraries count cores when they are loaded.
     cpu = str(min(os.sched_getaffinity(0)))
-    begin = f"import os; os.sched_setaffinity(0, {{{cpu}}});"
-    done = subprocess.run([sys.executable, "-c", begin + code, *args], stdout=subprocess.PIPE, check=True)
-    return done.stdout
+    pin = f"import os; os.sched_setaffinity(0, {{{cpu}}});"
+    process = subprocess.run([sys.executable, "-c", pin + code, *args], stdout=subprocess.PIPE, check=True)
+    return process.stdout
 
 
-def _measured(rounds: int) -> dict[str, list[float]]:
-    code = "from benchmarks.embedded import child; child()"
-    found: dict[str, list[float]] = json.loads(_child(code, str(rounds)))
-    return found
+def _measure_rates(rounds: int) -> dict[str, list[float]]:
+    code = "from benchmarks.embedded import child_main; child_main()"
+    rates: dict[str, list[float]] = json.loads(_run_on_one_core(code, str(rounds)))
+    return rates
 
 
-def child() -> None:
-    """In a process of its own: the rates, as JSON on stdout."""
+def child_main() -> None:
+    """Entry point of the child process: print the rates as JSON."""
     print(json.dumps(asyncio.run(_rates(int(sys.argv[1])))))
 
 
@@ -123,23 +123,23 @@ async def _rates(rounds: int) -> dict[str, list[float]]:
 
     upstream: Any = open_upstream(UpstreamConfig(urls=("embedded",)))
     try:
-        await _together(upstream, MANY)
+        await _sample_rate(upstream, MANY)
         one: list[float] = []
         many: list[float] = []
         for _ in range(rounds):
-            one.append(await _together(upstream, 1))
-            many.append(await _together(upstream, MANY))
+            one.append(await _sample_rate(upstream, 1))
+            many.append(await _sample_rate(upstream, MANY))
         return {"one": one, "many": many, "floor": [_floor(upstream.service.llama)]}
     finally:
         await upstream.close()
 
 
-async def _together(upstream: Any, count: int) -> float:
-    """Tokens a second of `count` requests at once, from asking to the last answer."""
+async def _sample_rate(upstream: Any, count: int) -> float:
+    """Return tokens per second of `count` concurrent requests."""
     from rookery.upstreams.embedded import chat
     from rookery.upstreams.embedded.batch import SamplingJob
 
-    # No end ids: every request samples all of its tokens.
+    # Without stop tokens every request samples all of its tokens.
     prompt = [chat.BEGIN, chat.USER, *PROMPT.encode(), chat.END, chat.ASSISTANT]
     jobs = [SamplingJob(prompt, most=TOKENS, seed=seed) for seed in range(count)]
     began = time.perf_counter()
@@ -148,12 +148,12 @@ async def _together(upstream: Any, count: int) -> float:
             group.create_task(upstream.service.run(job))
     seconds = time.perf_counter() - began
     if any(len(job.tokens) != TOKENS for job in jobs):
-        raise RuntimeError("a request did not bring all of its tokens")
+        raise RuntimeError("a request returned fewer tokens than asked for")
     return count * TOKENS / seconds
 
 
 def _floor(llama: Any, steps: int = 50) -> float:
-    """Tokens a second that the products of the weights would allow by themselves, 64 rows at a time."""
+    """Measure the floor: tokens per second of the matrix products alone, 64 rows at a time."""
     import numpy as np
 
     matrices = [*(matrix for layer in llama._layers for matrix in layer), llama._head]
@@ -167,43 +167,43 @@ def _floor(llama: Any, steps: int = 50) -> float:
     return MANY / best
 
 
-def _imports(times: int) -> tuple[float, float]:
-    """Milliseconds that a Python takes that does nothing, and one that imports us; medians of turns."""
+def _import_times(times: int) -> tuple[float, float]:
+    """Return the median milliseconds of a bare `python3 -I -S` and of one that imports rookery, alternately."""
     bare: list[float] = []
     ours: list[float] = []
     for _ in range(times):
-        for code, found in (("pass", bare), ("import rookery", ours)):
+        for arguments, durations in ((["-I", "-S", "-c", "pass"], bare), (["-c", "import rookery"], ours)):
             began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True)
-            found.append(1e3 * (time.perf_counter() - began))
+            subprocess.run([sys.executable, *arguments], check=True)
+            durations.append(1e3 * (time.perf_counter() - began))
     return median(bare), median(ours)
 
 
-# ---------------------------------------------------------------------------------------------- the size
+# ---------------------------------------------------------------------------------------------- size on disk
 
 
 def install_mb() -> float:
-    """Megabytes on disk of rookery and of everything its core depends on, compiled files included."""
+    """Return the megabytes on disk of rookery and its required dependencies, including compiled files."""
     import rookery
 
     seen: set[str] = set()
     paths: set[Path] = {path for path in Path(rookery.__file__).parent.rglob("*") if path.is_file()}
-    todo = ["rookery-rl"]
-    while todo:
-        name = todo.pop()
+    queue = ["rookery-rl"]
+    while queue:
+        name = queue.pop()
         if name in seen:
             continue
         seen.add(name)
-        if name != "rookery-rl":  # from a checkout it is not where its records say
+        if name != "rookery-rl":  # in a checkout its files are not where its metadata says
             try:
                 paths |= {Path(str(entry.locate())) for entry in distribution(name).files or ()}
             except PackageNotFoundError:
                 continue
-        todo += [_bare(line) for line in requires(name) or () if "extra ==" not in line]
+        queue += [_package_name(line) for line in requires(name) or () if "extra ==" not in line]
     return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
 
 
-def _bare(requirement: str) -> str:
+def _package_name(requirement: str) -> str:
     import re
 
     return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")

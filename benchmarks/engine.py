@@ -1,15 +1,15 @@
-"""The `engine` bench: what a rollout costs when the model costs nothing.
+"""Benchmark `engine`: CPU time of a rollout, beside verifiers and the bare HTTP call, with an instant model.
 
-One-turn rollouts against the instant model, 256 tokens each with ids and logprobs, two runners with 64
-rollouts under way in each, journal on. Counted is CPU time, user and system, of the supervisor, the runners
-and everything they start; the model server is the instrument and does not count.
+Rollouts have one turn of 256 tokens with IDs and log probabilities. Two runners hold 64 rollouts each, and the
+journal is written. The figure is user and system time of the supervisor, the runners and their descendants. The
+model server is part of the instrument and does not count.
 
 Promises:
-- a rollout that did not complete, or did not bring its 256 tokens, fails the bench: no figure from a broken run;
-- warm-up is left out on both sides, and windows begin and end with all places taken: none is flattered by
-  work that was begun before it or is finished after it, nor cuts through groups that arrive together;
-- the peer answers the same question at the same concurrency, from the same server, without the token data it
-  does not ask for.
+- a rollout that did not complete or lacks tokens fails the benchmark;
+- the warm-up is excluded on both sides; windows start and end with all runners fully loaded, and do not split a
+  burst of groups;
+- the peer sends the same question at the same concurrency to the same server, without token data, for which it
+  does not ask.
 """
 
 import asyncio
@@ -25,46 +25,46 @@ import aiohttp
 import orjson
 
 from benchmarks import Progress, Result
-from benchmarks.instant_model import MODEL, TOKENS, Instant, instant_model
+from benchmarks.instant_model import MODEL, TOKENS, InstantModel, instant_model
 from benchmarks.peers import VERIFIERS, PeerFigure, verifiers_cpu_ms
-from benchmarks.process_usage import CpuMeter, family, memory_mb
+from benchmarks.process_usage import CpuMeter, memory_mb, process_tree
 from rookery.core import Completed, Group, Message, Task, Taskset
 from rookery.environments import Context, environment
 
 NAME = "engine"
 RUNNERS = 2
-PER_RUNNER = 64
-IN_FLIGHT = RUNNERS * PER_RUNNER
+CONCURRENCY_PER_RUNNER = 64
+IN_FLIGHT = RUNNERS * CONCURRENCY_PER_RUNNER
 WARM_UP = 4 * IN_FLIGHT
 TAIL = 4 * IN_FLIGHT
 DECILES = 10
-QUICK_SECONDS = 50.0  # of the minute that a quick bench has
+QUICK_SECONDS = 50.0  # a quick run has one minute
 
 
 class Size(NamedTuple):
-    """How much is measured. `peer_seconds` counts from the start of the bench."""
+    """How much to measure. `peer_seconds` counts from the start of the benchmark."""
 
     rollouts: int
     repeats: int
     peer_rollouts: int
     peer_seconds: float
-    helps: int
+    help_runs: int
     stream_seconds: float
 
 
-FULL = Size(rollouts=50_000, repeats=5, peer_rollouts=600, peer_seconds=2_400, helps=15, stream_seconds=600)
-QUICK = Size(rollouts=15_000, repeats=3, peer_rollouts=120, peer_seconds=50, helps=5, stream_seconds=25)
+FULL = Size(rollouts=50_000, repeats=5, peer_rollouts=600, peer_seconds=2_400, help_runs=15, stream_seconds=600)
+QUICK = Size(rollouts=15_000, repeats=3, peer_rollouts=120, peer_seconds=50, help_runs=5, stream_seconds=25)
 
 
 class Stream(NamedTuple):
-    """One run: CPU-ms for each rollout in every decile, and memory after the first and the last of them."""
+    """One engine run: CPU-ms per rollout in every decile, and memory after the first and last decile."""
 
     deciles: tuple[float, ...]
     memory: tuple[float, float]
 
     @property
     def growth(self) -> float:
-        """Last decile over first, both on the line through all ten: single ones differ by more than the margin."""
+        """Cost of the last decile over the first, on a line fitted to all ten to reduce noise."""
         middle, mean = (DECILES - 1) / 2, sum(self.deciles) / DECILES
         slope = sum((at - middle) * cost for at, cost in enumerate(self.deciles)) / sum(
             (at - middle) ** 2 for at in range(DECILES)
@@ -76,27 +76,27 @@ class Stream(NamedTuple):
         return self.memory[1] - self.memory[0]
 
 
-class Burst:
-    """Whether the loop has turned since the last group: groups that are there already come without a turn.
+class BurstDetector:
+    """Tells whether the event loop has run since the last group, so that a burst of groups has ended.
 
-    Groups are handed over as the journal commits them, 70 together on average and up to 129. Counted by the
-    group, a window would be off by as many: a quarter of a quick decile.
+    Groups arrive as the journal commits them, 70 together on average and up to 129. A window that ended within a
+    burst would be off by as many rollouts: a quarter of a decile in a quick run.
     """
 
     def __init__(self) -> None:
         self.ended = False
 
-    def goes_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def restart(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ended = False
-        loop.call_soon(self._end)
+        loop.call_soon(self._on_next_iteration)
 
-    def _end(self) -> None:
+    def _on_next_iteration(self) -> None:
         self.ended = True
 
 
 @environment
 async def bench_env(ctx: Context) -> float:
-    """One turn."""
+    """Make one model call."""
     await ctx.policy.chat(ctx.task.prompt)
     return 1.0
 
@@ -105,15 +105,15 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
     began = time.perf_counter()
     progress("rookery --help")
-    shown = median(await help_ms(size.helps))
+    help_time = median(await help_ms(size.help_runs))
     async with instant_model() as model:
         progress("floor: the bare HTTP call")
         floor = median(
             await floor_cpu_ms(
-                model.tokens_url, n=size.rollouts // 5, repeats=size.repeats, concurrency=PER_RUNNER
+                model.tokens_url, n=size.rollouts // 5, repeats=size.repeats, concurrency=CONCURRENCY_PER_RUNNER
             )
         )
-        streams, peer = await _side_by_side(model, size, quick, progress, began)
+        streams, peer = await _measure_with_peer(model, size, quick, progress, began)
     costs = [cost for stream in streams for cost in stream.deciles]
     growths = [stream.growth for stream in streams]
     ours, spread = median(costs), f"deciles from {min(costs):.3f} to {max(costs):.3f}"
@@ -129,8 +129,8 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             note=peer.note,
         ),
         Result(name="floor_cpu_ms", unit="CPU-ms", ours=floor),
-        # On a busy two-core VM a stand-in that keeps nothing gave 0.83 to 1.39 in single quick streams and
-        # 0.89 to 1.30 in full ones: a verdict means little where the streams differ by more than the margin.
+        # On a busy two-core VM an engine that stores nothing gave 0.83 to 1.39 in single quick streams and
+        # 0.89 to 1.30 in full ones: a verdict means little if the streams differ by more than the margin.
         Result(
             name="growth",
             unit="ratio",
@@ -138,16 +138,16 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             target="<= 1.05",
             note=f"streams {', '.join(f'{growth:.3f}' for growth in growths)}",
         ),
-        # The largest, not the median: memory that one stream of ours took is there for the next to use.
+        # The largest, not the median: memory that one stream allocated is reused by the next.
         Result(name="memory_growth_mb", unit="MiB", ours=max(s.memory_growth for s in streams), target="<= 8"),
-        Result(name="help_ms", unit="ms", ours=shown, target="<= 150"),
+        Result(name="help_ms", unit="ms", ours=help_time, target="<= 150"),
     ]
 
 
-async def _side_by_side(
-    model: Instant, size: Size, quick: bool, progress: Progress, began: float
+async def _measure_with_peer(
+    model: InstantModel, size: Size, quick: bool, progress: Progress, began: float
 ) -> tuple[list[Stream], PeerFigure]:
-    """Ours and the peer's by turns: the machine gets slower and faster by a third within minutes."""
+    """Alternate between our runs and the peer's, because a machine's speed varies within minutes."""
     streams: list[Stream] = []
     runs: list[float] = []
     missing = ""
@@ -169,7 +169,7 @@ async def _side_by_side(
             model.plain_url,
             n=size.peer_rollouts,
             repeat=1,
-            concurrency=PER_RUNNER,
+            concurrency=CONCURRENCY_PER_RUNNER,
             timeout=max(1.0, size.peer_seconds - (time.perf_counter() - began)),
         )
         runs += peer.runs
@@ -179,13 +179,13 @@ async def _side_by_side(
     return streams, PeerFigure(median(runs) if runs else None, "" if runs else missing, tuple(runs))
 
 
-async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> Stream:
-    """One run of the engine over `rollouts` tasks and those around them that are not counted."""
+async def measure_stream(model: InstantModel, rollouts: int, *, timeout: float) -> Stream:
+    """Run the engine over `rollouts` tasks, plus a warm-up and a tail that do not count."""
     from rookery.engine import Engine
 
     decile = rollouts // DECILES
     if decile < 2 * IN_FLIGHT:
-        raise ValueError(f"a decile of {decile} rollouts is not measurable with {IN_FLIGHT} under way")
+        raise ValueError(f"a decile of {decile} rollouts cannot be measured with {IN_FLIGHT} in flight")
     tasks = Taskset(
         [
             Task(id=str(i), prompt=(Message("user", f"Question {i}: what is six times seven?"),))
@@ -208,31 +208,33 @@ async def measure_stream(model: Instant, rollouts: int, *, timeout: float) -> St
             ) as engine,
         ):
             loop = asyncio.get_running_loop()
-            burst = Burst()
+            burst = BurstDetector()
             meter: CpuMeter | None = None
             seen, counted, mark = 0, 0, WARM_UP
             async for group in engine.groups(tasks, k=1, load_tokens=False):
                 if seen >= mark and burst.ended and len(costs) < DECILES:
                     if meter is None:
-                        meter = CpuMeter(engine.pids(), without=[model.pid])
+                        meter = CpuMeter(engine.pids(), exclude=[model.pid])
                     else:
                         costs.append(1e3 * meter.used() / (seen - counted))
                         if len(costs) in {1, DECILES}:
-                            memory.append(memory_mb(family(engine.pids(), without=[model.pid])))
+                            memory.append(memory_mb(process_tree(engine.pids(), exclude=[model.pid])))
                     counted, mark = seen, mark + decile
-                    meter.start()  # after the reading of memory, which is not the rollouts' work
-                _check(group)
+                    meter.start()  # after reading the memory, which is not part of a rollout
+                _check_group(group)
                 seen += 1
                 if seen >= mark:
-                    burst.goes_on(loop)
+                    burst.restart(loop)
     if seen != len(tasks):
-        raise RuntimeError(f"{len(tasks)} groups were asked for and {seen} came")
+        raise RuntimeError(f"the engine returned {seen} of {len(tasks)} groups")
     if len(costs) != DECILES:
-        raise RuntimeError(f"{len(costs)} of {DECILES} deciles could be measured: the groups came all at once")
+        raise RuntimeError(
+            f"{len(costs)} of {DECILES} deciles could be measured: the groups arrived in too few bursts"
+        )
     return Stream(tuple(costs), (memory[0], memory[1]))
 
 
-def _check(group: Group) -> None:
+def _check_group(group: Group) -> None:
     rollout = group.rollouts[0]
     if not isinstance(rollout.outcome, Completed) or rollout.usage.sampled_tokens != TOKENS:
         raise RuntimeError(
@@ -241,7 +243,7 @@ def _check(group: Group) -> None:
 
 
 async def help_ms(times: int) -> list[float]:
-    """Milliseconds until `rookery --help` has ended; a first time, which may compile, is left out."""
+    """Measure milliseconds of `rookery --help`. The first run may compile bytecode and is dropped."""
     script = Path(sys.executable).with_name("rookery")
     command = [str(script)] if script.exists() else [sys.executable, "-c", "from rookery.cli import main; main()"]
     return [await _wall_ms([*command, "--help"]) for _ in range(times + 1)][1:]
@@ -259,14 +261,14 @@ async def _wall_ms(command: list[str]) -> float:
             process.kill()
     took = 1e3 * (time.perf_counter() - began)
     if status:
-        raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+        raise RuntimeError(f"{' '.join(command)} exited with status {status}")
     return took
 
 
 async def floor_cpu_ms(url: str, *, n: int, repeats: int, concurrency: int) -> list[float]:
-    """The same HTTP call and nothing else: aiohttp and orjson, one process, `concurrency` at once."""
+    """Measure the floor: the same HTTP call with aiohttp and orjson in one process, `concurrency` at once."""
 
-    async def calls(session: aiohttp.ClientSession, numbers: list[int]) -> None:
+    async def worker(session: aiohttp.ClientSession, numbers: list[int]) -> None:
         while numbers:
             text = f"Question {numbers.pop()}: what is six times seven?"
             messages = [{"role": "user", "content": text}]
@@ -275,22 +277,22 @@ async def floor_cpu_ms(url: str, *, n: int, repeats: int, concurrency: int) -> l
             async with session.post(f"{url}/chat/completions", data=body, headers=headers) as reply:
                 answer = orjson.loads(await reply.read())
             if len(answer["choices"][0]["token_ids"]) != TOKENS:
-                raise RuntimeError(f"the instant model did not answer {TOKENS} tokens")
-            # Held over the next call, 64 of these make it 0.45 instead of 0.27 CPU-ms (medians of nine,
+                raise RuntimeError(f"the instant model did not return {TOKENS} tokens")
+            # If kept during the next call, 64 of these make it 0.45 instead of 0.27 CPU-ms (medians of nine,
             # interleaved; 0.33 with the collector off, so it is most of the difference and not all).
             del answer
 
-    async def together(session: aiohttp.ClientSession, count: int) -> None:
+    async def run_calls(session: aiohttp.ClientSession, count: int) -> None:
         numbers = list(range(count))
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(calls(session, numbers))
+                group.create_task(worker(session, numbers))
 
     costs: list[float] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await together(session, 8 * concurrency)
+        await run_calls(session, 8 * concurrency)
         for _ in range(repeats):
             began = time.process_time()
-            await together(session, n)
+            await run_calls(session, n)
             costs.append(1e3 * (time.process_time() - began) / n)
     return costs

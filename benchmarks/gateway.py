@@ -1,16 +1,17 @@
-"""The `gateway` bench: what a recorded model call costs, beside the call itself and beside others' forwarders.
+"""Benchmark `gateway`: the cost of a recorded model call, beside the bare call and other forwarding proxies.
 
-Requests of 4 KB, and of 32k tokens, are answered at once with 500 tokens, their ids and logprobs, in vLLM's
-shape. By turns in one run: the upstream itself, the least that forwarding can cost (ours, `floor`), a bare proxy
-(uvicorn, Starlette, aiohttp), LiteLLM's proxy, and our gateway with one shard and recording on. On few cores
-those who ask and answer share them with who is measured, so CPU µs of the measured one stand beside every rate.
+Requests of 4 KB and of 32k tokens get an immediate answer of 500 tokens with IDs and log probabilities, in the
+format of vLLM. One run alternates between the upstream itself, the minimal forwarding proxy (`floor`), a bare
+proxy (uvicorn, Starlette, aiohttp), LiteLLM's proxy, and our gateway with one shard and recording enabled. On few
+cores the load generator and the upstream compete with the measured server, so every rate comes with the server's
+CPU time.
 
 Promises:
-- everybody forwards the same requests to the same upstream and is asked by the same program, one after the other
-  in small windows, round by round: a figure is the median of its rounds, a difference that of the same rounds;
-- the first round is a warm-up and not counted;
-- an answer that is wrong or missing fails the bench; of a peer, it makes the peer missing from that figure;
-- registering and deleting sessions is not in a figure.
+- every server forwards the same requests to the same upstream and is loaded by the same generator, in short
+  windows that alternate: a figure is the median of its rounds, and a difference is taken within a round;
+- the first round is a warm-up and does not count;
+- a wrong or missing answer fails the benchmark; a peer with such an answer is reported as missing;
+- registering and deleting sessions is not measured.
 """
 
 import time
@@ -20,23 +21,31 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks.gateway_load import PER_SESSION, WARM_UP, Window, window
-from benchmarks.gateway_payloads import LONG_PROMPT, SHORT_PROMPT, Ask, WrongAnswer
-from benchmarks.gateway_servers import Contender, bare, direct, floor, gateway_words, litellm, ours
-from benchmarks.gateway_tokens import tokenise_us
-from benchmarks.gateway_turns import Turns, measure_turns
-from benchmarks.instant_model import Instant, instant_model
+from benchmarks.gateway_conversations import ConversationCosts, measure_conversations
+from benchmarks.gateway_load_generator import REQUESTS_PER_SESSION, WARM_UP, Window, measure_window
+from benchmarks.gateway_payloads import LONG_PROMPT, SHORT_PROMPT, RequestFactory, WrongAnswerError
+from benchmarks.gateway_servers import (
+    ServerUnderTest,
+    direct,
+    gateway_command,
+    run_bare_proxy,
+    run_floor,
+    run_gateway,
+    run_litellm,
+)
+from benchmarks.gateway_tokenization import tokenize_us
+from benchmarks.instant_model import InstantModel, instant_model
 
 NAME = "gateway"
 UPSTREAM = "benchmarks.gateway_upstream"
-QUICK_SECONDS = 48.0  # of the minute that a quick bench has; what is begun is finished
+QUICK_SECONDS = 48.0  # a quick run has one minute; a round that has started is finished
 SHORT, LONG, STREAM = "4 KB", "32k tokens", "stream"
-MANY, SOME = 64, 16
+MANY, SEVERAL = 64, 16
 DIRECT, FLOOR, BARE, LITELLM, OURS = "direct", "floor", "bare proxy", "LiteLLM", "ours"
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """How much to measure."""
 
     rounds: int
     seconds_1: float
@@ -45,7 +54,7 @@ class Size(NamedTuple):
     litellm_cases: frozenset[str]
     conversations: int
     turn_rounds: int
-    tokenise: int
+    tokenizations: int
 
 
 FULL = Size(
@@ -56,7 +65,7 @@ FULL = Size(
     litellm_cases=frozenset({SHORT, LONG, STREAM}),
     conversations=24,
     turn_rounds=5,
-    tokenise=200,
+    tokenizations=200,
 )
 QUICK = Size(
     rounds=3,
@@ -66,71 +75,79 @@ QUICK = Size(
     litellm_cases=frozenset({SHORT}),
     conversations=8,
     turn_rounds=2,
-    tokenise=40,
+    tokenizations=40,
 )
 
 
 class Case(NamedTuple):
-    """One thing that is asked of everybody in a round."""
+    """A kind of request and the number of connections, measured for every server in a round."""
 
-    what: str
+    kind: str
     width: int
-    without: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
 
 
 CASES = (
     Case(SHORT, 1),
     Case(SHORT, MANY),
     Case(LONG, 1),
-    # A streamed answer is almost a second of LiteLLM's CPU, a long one a quarter: it is asked one at a time.
-    Case(LONG, SOME, frozenset({LITELLM})),
+    # A streamed answer costs LiteLLM almost a CPU second and a long one a quarter, so it gets one at a time.
+    Case(LONG, SEVERAL, frozenset({LITELLM})),
     Case(STREAM, 1, frozenset({FLOOR})),
-    Case(STREAM, SOME, frozenset({FLOOR, LITELLM})),
+    Case(STREAM, SEVERAL, frozenset({FLOOR, LITELLM})),
 )
 
 
-class Field(NamedTuple):
-    """Who takes part; and why others do not."""
+class Servers(NamedTuple):
+    """The running servers, and why others are missing."""
 
-    contenders: dict[str, Contender]
+    running: dict[str, ServerUnderTest]
     missing: dict[str, str]
 
-    def named(self, who: str) -> str:
-        return self.contenders[who].name if who in self.contenders else who
+    def display_name(self, server_name: str) -> str:
+        return self.running[server_name].name if server_name in self.running else server_name
 
 
-class Found:
-    """The windows of all rounds."""
+class Measurements:
+    """The windows of all rounds, and why windows are missing."""
 
-    def __init__(self, field: Field) -> None:
-        self.field = field
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
         self.windows: dict[tuple[str, int, str], dict[int, Window]] = {}
-        self.notes = dict(field.missing)
+        self.notes = dict(servers.missing)
 
-    def put(self, case: Case, who: str, at: int, measured: Window) -> None:
-        self.windows.setdefault((case.what, case.width, who), {})[at] = measured
+    def add(self, case: Case, server_name: str, at: int, measured: Window) -> None:
+        self.windows.setdefault((case.kind, case.width, server_name), {})[at] = measured
 
-    def failed(self, case: Case, who: str, why: str) -> None:
-        self.windows.pop((case.what, case.width, who), None)
-        self.notes[f"{who} {case.what} {case.width}"] = why
+    def drop(self, case: Case, server_name: str, reason: str) -> None:
+        self.windows.pop((case.kind, case.width, server_name), None)
+        self.notes[f"{server_name} {case.kind} {case.width}"] = reason
 
-    def each(self, what: str, width: int, who: str, figure: Callable[[Window], float | None]) -> dict[int, float]:
-        rounds = self.windows.get((what, width, who), {})
-        return {at: value for at, one in rounds.items() if (value := figure(one)) is not None}
+    def per_round(
+        self, kind: str, width: int, server_name: str, figure: Callable[[Window], float | None]
+    ) -> dict[int, float]:
+        rounds = self.windows.get((kind, width, server_name), {})
+        return {at: value for at, window in rounds.items() if (value := figure(window)) is not None}
 
     def figure(
-        self, what: str, width: int, who: str, figure: Callable[[Window], float | None], *, added: bool = False
+        self,
+        kind: str,
+        width: int,
+        server_name: str,
+        figure: Callable[[Window], float | None],
+        *,
+        added: bool = False,
     ) -> float | None:
-        """The median of the rounds; `added`: of what it is more than direct in the same round."""
-        values = self.each(what, width, who, figure)
+        """Return the median of the rounds. With `added`, of the difference to direct calls in the same round."""
+        values = self.per_round(kind, width, server_name, figure)
         if added:
-            base = self.each(what, width, DIRECT, figure)
+            base = self.per_round(kind, width, DIRECT, figure)
             values = {at: value - base[at] for at, value in values.items() if at in base}
         return median(values.values()) if values else None
 
-    def why(self, what: str, width: int, who: str) -> str:
-        """Why there is no figure, where something went wrong."""
-        return self.notes.get(f"{who} {what} {width}", "") or self.notes.get(who, "")
+    def reason(self, kind: str, width: int, server_name: str) -> str:
+        """Return why there is no figure, or an empty string."""
+        return self.notes.get(f"{server_name} {kind} {width}", "") or self.notes.get(server_name, "")
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
@@ -142,111 +159,121 @@ async def measure(
     *,
     quick: bool,
     progress: Progress,
-    words: Callable[[Instant], Sequence[str]] = gateway_words,
+    command: Callable[[InstantModel], Sequence[str]] = gateway_command,
 ) -> list[Result]:
-    """The whole bench, with the gateway that `words` start."""
+    """Run the benchmark with the gateway that `command` starts."""
     began = time.perf_counter()
-    async with _field(words, progress) as field:
-        turns = await measure_turns(
-            field.contenders[OURS],
-            field.contenders[FLOOR],
+    async with _start_servers(command, progress) as servers:
+        turns = await measure_conversations(
+            servers.running[OURS],
+            servers.running[FLOOR],
             conversations=size.conversations,
             rounds=size.turn_rounds,
             progress=progress,
         )
-        found = await _rounds(field, size, progress, until=began + QUICK_SECONDS if quick else None)
-    progress("tokenise: a message after an answer")
-    return [*_rows(found, turns), tokenise_us(size.tokenise)]
+        measurements = await _measure_rounds(
+            servers, size, progress, until=began + QUICK_SECONDS if quick else None
+        )
+    progress("tokenization: a message after an answer")
+    return [*_rows(measurements, turns), tokenize_us(size.tokenizations)]
 
 
 @asynccontextmanager
-async def _field(words: Callable[[Instant], Sequence[str]], progress: Progress) -> AsyncIterator[Field]:
+async def _start_servers(
+    command: Callable[[InstantModel], Sequence[str]], progress: Progress
+) -> AsyncIterator[Servers]:
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(instant_model(UPSTREAM))
-        contenders, missing = {DIRECT: direct(upstream)}, dict[str, str]()
-        contenders[OURS] = await stack.enter_async_context(ours(words(upstream)))
-        contenders[FLOOR] = await stack.enter_async_context(floor(upstream))
-        for who, serving in ((BARE, bare(upstream)), (LITELLM, litellm(upstream))):
-            progress(f"starting {who}")
-            made = await stack.enter_async_context(serving)
-            if isinstance(made, str):
-                progress(made)
-                missing[who] = made
+        running, missing = {DIRECT: direct(upstream)}, dict[str, str]()
+        running[OURS] = await stack.enter_async_context(run_gateway(command(upstream)))
+        running[FLOOR] = await stack.enter_async_context(run_floor(upstream))
+        for server_name, starting in ((BARE, run_bare_proxy(upstream)), (LITELLM, run_litellm(upstream))):
+            progress(f"starting {server_name}")
+            started = await stack.enter_async_context(starting)
+            if isinstance(started, str):
+                progress(started)
+                missing[server_name] = started
             else:
-                contenders[who] = made
-        yield Field(contenders, missing)
+                running[server_name] = started
+        yield Servers(running, missing)
 
 
-async def _rounds(field: Field, size: Size, progress: Progress, *, until: float | None) -> Found:
-    """Round by round, everybody with everything; the machine gets slower and faster by a third within minutes."""
-    asks = {
-        SHORT: Ask(size=4_096, prompt_tokens=SHORT_PROMPT),
-        LONG: Ask(size=4 * LONG_PROMPT, prompt_tokens=LONG_PROMPT),
-        STREAM: Ask(size=4_096, prompt_tokens=SHORT_PROMPT, stream=True),
+async def _measure_rounds(
+    servers: Servers, size: Size, progress: Progress, *, until: float | None
+) -> Measurements:
+    """Measure all servers with all cases in every round, because the speed of a machine varies within minutes."""
+    requests = {
+        SHORT: RequestFactory(size=4_096, prompt_tokens=SHORT_PROMPT),
+        LONG: RequestFactory(size=4 * LONG_PROMPT, prompt_tokens=LONG_PROMPT),
+        STREAM: RequestFactory(size=4_096, prompt_tokens=SHORT_PROMPT, stream=True),
     }
-    found = Found(field)
+    measurements = Measurements(servers)
     for at in range(size.rounds + 1):
         if at > 1 and until is not None and time.perf_counter() > until:
             progress("no time for another round")
             break
         progress(f"round {at} of {size.rounds}" if at else "warm-up")
         for case in CASES:
-            for who, contender in field.contenders.items():
-                if who in case.without or (who == LITELLM and not _litellm_asked(case, at, size)):
+            for server_name, server in servers.running.items():
+                if server_name in case.excluded or (
+                    server_name == LITELLM and not _includes_litellm(case, at, size)
+                ):
                     continue
-                if at and found.why(case.what, case.width, who):
+                if at and measurements.reason(case.kind, case.width, server_name):
                     continue
                 seconds = (size.seconds_1 if case.width == 1 else size.seconds_many) if at else 0.1
-                warm_up = 1 if who == LITELLM or until is not None else WARM_UP
+                warm_up = 1 if server_name == LITELLM or until is not None else WARM_UP
                 try:
-                    async with contender.target(sessions_for(case, seconds)) as target:
-                        measured = await window(target, asks[case.what], case.width, seconds, warm_up=warm_up)
-                except (WrongAnswer, OSError, TimeoutError) as error:
-                    if who not in (BARE, LITELLM):
+                    async with server.target(sessions_for(case, seconds)) as target:
+                        measured = await measure_window(
+                            target, requests[case.kind], case.width, seconds, warm_up=warm_up
+                        )
+                except (WrongAnswerError, OSError, TimeoutError) as error:
+                    if server_name not in (BARE, LITELLM):
                         raise
-                    why = f"{contender.name} failed: {error!r}"[:500]
-                    progress(f"{case.what}, {case.width} at once: {why}")
-                    found.failed(case, who, why)
+                    reason = f"{server.name} failed: {error!r}"[:500]
+                    progress(f"{case.kind}, {case.width} at once: {reason}")
+                    measurements.drop(case, server_name, reason)
                     continue
                 if at:
-                    found.put(case, who, at, measured)
-    return found
+                    measurements.add(case, server_name, at, measured)
+    return measurements
 
 
-def _litellm_asked(case: Case, at: int, size: Size) -> bool:
-    """Its answers take longer than a window of the others: it warms up with the shortest and sits rounds out."""
+def _includes_litellm(case: Case, at: int, size: Size) -> bool:
+    """Return whether LiteLLM takes part. Its answers take longer than a window, so it skips most rounds."""
     if not at:
         return case == CASES[0]
-    return case.what in size.litellm_cases and (at - 1) % max(1, size.rounds // size.litellm_rounds) == 0
+    return case.kind in size.litellm_cases and (at - 1) % max(1, size.rounds // size.litellm_rounds) == 0
 
 
 def sessions_for(case: Case, seconds: float) -> int:
-    """Enough that a session gets `PER_SESSION` requests, at the rates that we have seen; then they begin anew."""
-    per_second = {SHORT: 4_000, LONG: 800, STREAM: 800}[case.what]
-    wanted = int(seconds * per_second / PER_SESSION) // (1 if case.width > 1 else 4)
-    return max(case.width, min(wanted, 2_048))
+    """Return the number of sessions at which none gets more than `REQUESTS_PER_SESSION`, at rates seen so far."""
+    per_second = {SHORT: 4_000, LONG: 800, STREAM: 800}[case.kind]
+    sessions = int(seconds * per_second / REQUESTS_PER_SESSION) // (1 if case.width > 1 else 4)
+    return max(case.width, min(sessions, 2_048))
 
 
 # -------------------------------------------------------------------------------------------------------- rows
 
 
-def _rows(found: Found, turns: Turns) -> list[Result]:
-    def latency(one: Window) -> float:
-        return one.latency
+def _rows(measurements: Measurements, turns: ConversationCosts) -> list[Result]:
+    def latency(window: Window) -> float:
+        return window.latency
 
-    def first(one: Window) -> float:
-        return one.first
+    def first_byte(window: Window) -> float:
+        return window.first_byte
 
-    def rps(one: Window) -> float:
-        return one.rps
+    def rps(window: Window) -> float:
+        return window.rps
 
-    def cpu(one: Window) -> float | None:
-        return one.cpu_us
+    def cpu(window: Window) -> float | None:
+        return window.cpu_us
 
-    def beside(
+    def compare(
         name: str,
         unit: str,
-        what: str,
+        kind: str,
         width: int,
         figure: Callable[[Window], float | None],
         peers: dict[str | None, str | None],
@@ -254,35 +281,38 @@ def _rows(found: Found, turns: Turns) -> list[Result]:
         note: str = "",
     ) -> list[Result]:
         added, more = unit == "ms", unit == "1/s"
-        mine = found.figure(what, width, OURS, figure, added=added)
-        spread = _spread(list(found.each(what, width, OURS, figure).values()))
+        mine = measurements.figure(kind, width, OURS, figure, added=added)
+        spread = _spread(list(measurements.per_round(kind, width, OURS, figure).values()))
         rows = []
         for at, (peer, target) in enumerate(peers.items()):
-            theirs = None if peer is None else found.figure(what, width, peer, figure, added=added)
-            why = ""
+            theirs = None if peer is None else measurements.figure(kind, width, peer, figure, added=added)
+            reason = ""
             if peer is not None and theirs is None:
-                why = found.why(what, width, peer) or f"{found.field.named(peer)} is not asked this in a quick run"
+                reason = (
+                    measurements.reason(kind, width, peer)
+                    or f"{measurements.servers.display_name(peer)} is not measured in a quick run"
+                )
             first_note = "; ".join(filter(None, (note, f"rounds {spread}"))) if at == 0 else ""
             rows.append(
                 Result(
                     name=name,
                     unit=unit,
                     ours=mine,
-                    peer=None if peer is None else found.field.named(peer),
+                    peer=None if peer is None else measurements.servers.display_name(peer),
                     theirs=theirs,
                     target=target,
                     lower_is_better=not more,
-                    note="; ".join(filter(None, (why, first_note))),
+                    note="; ".join(filter(None, (reason, first_note))),
                 )
             )
         return rows
 
-    def base(figure: Callable[[Window], float], what: str) -> str:
-        value = found.figure(what, 1, DIRECT, figure)
+    def base(figure: Callable[[Window], float], kind: str) -> str:
+        value = measurements.figure(kind, 1, DIRECT, figure)
         return "" if value is None else f"beyond direct, which takes {value:.3f}"
 
     return [
-        *beside(
+        *compare(
             "added_ms_c1",
             "ms",
             SHORT,
@@ -291,22 +321,22 @@ def _rows(found: Found, turns: Turns) -> list[Result]:
             {None: "<= 0.7", FLOOR: None, BARE: None, LITELLM: None},
             note=base(latency, SHORT),
         ),
-        *beside("rps_c64", "1/s", SHORT, MANY, rps, {BARE: ">= 0.7x", DIRECT: None, FLOOR: None}),
-        *beside("vs_litellm", "1/s", SHORT, MANY, rps, {LITELLM: ">= 8x"}),
-        *beside("cpu_us_c1", "CPU-us", SHORT, 1, cpu, {BARE: None, FLOOR: None, LITELLM: None}),
-        *beside("cpu_us_c64", "CPU-us", SHORT, MANY, cpu, {BARE: None, FLOOR: None, LITELLM: None}),
-        *beside(
+        *compare("rps_c64", "1/s", SHORT, MANY, rps, {BARE: ">= 0.7x", DIRECT: None, FLOOR: None}),
+        *compare("vs_litellm", "1/s", SHORT, MANY, rps, {LITELLM: ">= 8x"}),
+        *compare("cpu_us_c1", "CPU-us", SHORT, 1, cpu, {BARE: None, FLOOR: None, LITELLM: None}),
+        *compare("cpu_us_c64", "CPU-us", SHORT, MANY, cpu, {BARE: None, FLOOR: None, LITELLM: None}),
+        *compare(
             "first_byte_ms",
             "ms",
             STREAM,
             1,
-            first,
+            first_byte,
             {None: "<= 1", BARE: None, LITELLM: None},
-            note=base(first, STREAM),
+            note=base(first_byte, STREAM),
         ),
-        *beside("stream_rps_c16", "1/s", STREAM, SOME, rps, {BARE: None}),
-        *beside("stream_cpu_us_c16", "CPU-us", STREAM, SOME, cpu, {BARE: None}),
-        *beside(
+        *compare("stream_rps_c16", "1/s", STREAM, SEVERAL, rps, {BARE: None}),
+        *compare("stream_cpu_us_c16", "CPU-us", STREAM, SEVERAL, cpu, {BARE: None}),
+        *compare(
             "added_ms_c1_32k",
             "ms",
             LONG,
@@ -315,8 +345,8 @@ def _rows(found: Found, turns: Turns) -> list[Result]:
             {BARE: None, FLOOR: None, LITELLM: None},
             note=base(latency, LONG),
         ),
-        *beside("rps_c16_32k", "1/s", LONG, SOME, rps, {BARE: None, FLOOR: None}),
-        *beside("cpu_us_c16_32k", "CPU-us", LONG, SOME, cpu, {BARE: None, FLOOR: None}),
+        *compare("rps_c16_32k", "1/s", LONG, SEVERAL, rps, {BARE: None, FLOOR: None}),
+        *compare("cpu_us_c16_32k", "CPU-us", LONG, SEVERAL, cpu, {BARE: None, FLOOR: None}),
         *turns.rows(),
     ]
 

@@ -1,9 +1,8 @@
-"""The floor of the `gateway` bench: the least that forwarding and reading an answer can cost in this language.
+"""Floor of the benchmark `gateway`: the minimum that a forwarding proxy in Python costs. Runs in its own process.
 
-A connection's request is read to its JSON and sent on as it came, the answer's sampled ids and logprobs are
-decoded and its bytes are sent back. The prompt's ids are looked through and not decoded: who has seen the last
-turn needs to compare no more than their text. No sessions, no records, no streams, no errors that anybody could
-understand: never for use.
+It parses the request's JSON, forwards its bytes, decodes the sampled IDs and log probabilities of the answer and
+returns its bytes. It does not decode the prompt's IDs, because a gateway that has seen the previous turn only
+needs to compare their text. It has no sessions, records, streams or error handling: it is not for use.
 """
 
 import asyncio
@@ -40,8 +39,8 @@ class _Answer(msgspec.Struct):
     prompt_token_ids: msgspec.Raw
 
 
-class _Half(asyncio.Protocol):
-    """Collects messages, head and body."""
+class _MessageProtocol(asyncio.Protocol):
+    """Collects HTTP messages with a Content-Length."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -57,17 +56,17 @@ class _Half(asyncio.Protocol):
             end = self.buffer.find(_HEAD_END)
             if end < 0:
                 return
-            self.begin = end + 4
-            self.stop = self.begin + (body_length(bytes(self.buffer[:end])) or 0)
+            self.body_start = end + len(_HEAD_END)
+            self.stop = self.body_start + (body_length(bytes(self.buffer[:end])) or 0)
         if len(self.buffer) >= self.stop:
             message, self.buffer, self.stop = bytes(self.buffer), bytearray(), -1
-            self.message(message, message[self.begin :])
+            self.message(message, message[self.body_start :])
 
     def message(self, whole: bytes, body: bytes) -> None:
         raise NotImplementedError
 
 
-class _Upstream(_Half):
+class _Upstream(_MessageProtocol):
     def __init__(self, idle: list["_Upstream"]) -> None:
         super().__init__()
         self.idle = idle
@@ -89,14 +88,14 @@ class _Upstream(_Half):
 _DECODER = msgspec.json.Decoder(_Answer)
 
 
-class _Client(_Half):
+class _Client(_MessageProtocol):
     def __init__(self, port: int, idle: list[_Upstream], tasks: set[asyncio.Task[None]]) -> None:
         super().__init__()
         self.port, self.idle, self.tasks = port, idle, tasks
 
     def message(self, whole: bytes, body: bytes) -> None:  # noqa: ARG002
         orjson.loads(body)
-        # A task for each request, as everything that awaits needs one.
+        # A task per request, because any real proxy has to await something.
         task = asyncio.get_running_loop().create_task(self._forward(body))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -109,8 +108,10 @@ class _Client(_Half):
             _, upstream = await loop.create_connection(partial(_Upstream, self.idle), "127.0.0.1", self.port)
         upstream.client = self.transport
         assert upstream.transport is not None
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
-        upstream.transport.write(head + body)
+        request_head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        upstream.transport.write(request_head + body)
 
 
 async def serve(port: int) -> None:

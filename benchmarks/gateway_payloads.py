@@ -1,14 +1,14 @@
-"""What is asked and answered in the `gateway` bench: requests as an agent sends them, answers in vLLM's shape.
+"""Requests and answers of the benchmark `gateway`: requests like an agent's, answers in the format of vLLM.
 
-Every request names a number and how many prompt tokens the answer is to report; the answer begins with that
-number. So an answer that belongs to another request, or to nobody, is seen.
+Every request contains a number and the prompt length to report; the answer starts with that number. An answer to
+another request is therefore detected.
 
 Promises:
-- an answer holds 500 sampled tokens with ids and logprobs, the prompt's ids, and a text that begins with the
-  number of the question it answers, streamed or whole;
-- the ids of one conversation are one sequence: a turn's prompt ids are the last turn's prompt and sampled ids,
-  and then those of the new message;
-- `check` takes an answer for right only when its text, its logprobs and its end are all there.
+- an answer holds 500 sampled tokens with IDs and log probabilities, the prompt's IDs, and a text that starts with
+  the number of its question, streamed or not;
+- the IDs of a conversation are one sequence: the prompt IDs of a turn are the prompt and sampled IDs of the turn
+  before, followed by the IDs of the new message;
+- `check_answer` accepts an answer only if its text, log probabilities and end are complete.
 """
 
 import itertools
@@ -24,37 +24,37 @@ from benchmarks.instant_model import MODEL
 
 TOKENS = 500
 NEW_TOKENS = 20
-"""Of the message after an answer."""
+"""Prompt tokens that the message after an answer adds."""
 SHORT_PROMPT = 900
 LONG_PROMPT = 32_768
 TURNS = 100
 _LONGEST = max(LONG_PROMPT, SHORT_PROMPT + TURNS * (TOKENS + NEW_TOKENS)) + TOKENS
 _WORDS = (" the", " answer", " is", " 42", ",", " since", " six", " times", " seven", " makes", " so", ".")
-_ASKED = b"Question %08d after %05d tokens."
-_MARK = b"Question "
-_PLACE = re.compile(rb'(@N@|"@[BCPST]@")')
+_QUESTION = b"Question %08d after %05d tokens."
+_QUESTION_START = b"Question "
+_PLACEHOLDER = re.compile(rb'(@N@|"@[BCPST]@")')
 
-REST = "".join(_WORDS[i % len(_WORDS)] for i in range(1, TOKENS))
-"""The text of an answer after the number."""
+ANSWER_REST = "".join(_WORDS[i % len(_WORDS)] for i in range(1, TOKENS))
+"""Text of an answer after its number."""
 
 
-class WrongAnswer(RuntimeError):  # noqa: N818  (says what happened)
-    """An answer that is not the one that was asked for."""
+class WrongAnswerError(RuntimeError):
+    """An answer is incomplete or belongs to another request."""
 
 
 # ---------------------------------------------------------------------------------------------------- requests
 
 
 def question(number: int, prompt_tokens: int) -> bytes:
-    """The text of the last message: the upstream reads what to answer from it."""
-    return _ASKED % (number, prompt_tokens)
+    """Return the text of the last message, which tells the upstream what to answer."""
+    return _QUESTION % (number, prompt_tokens)
 
 
-class Ask:
-    """Requests of one kind, which differ by their number alone."""
+class RequestFactory:
+    """Builds requests of one kind, which differ only in their number."""
 
     def __init__(self, *, size: int, prompt_tokens: int, stream: bool = False) -> None:
-        chance = random.Random(size)  # noqa: S311  (the same text at every start)
+        rng = random.Random(size)  # noqa: S311  (same text in every process)
         self.prompt_tokens = prompt_tokens
         self.stream = stream
         self._numbers = itertools.count(1)
@@ -62,40 +62,43 @@ class Ask:
         if stream:
             options |= {"stream": True, "stream_options": {"include_usage": True}}
         messages = [{"role": "system", "content": "You are a careful agent."}, {"role": "user", "content": "@Q@"}]
-        whole = orjson.dumps(options | {"messages": messages})
-        before, _, self._after = whole.partition(b"@Q@")
-        room = size - len(whole) - len(question(0, 0))
-        filler = "".join(chance.choices(_WORDS, k=max(0, room)))[: max(0, room)]
+        template = orjson.dumps(options | {"messages": messages})
+        before, _, self._after = template.partition(b"@Q@")
+        filler_size = max(0, size - len(template) - len(question(0, 0)))
+        filler = "".join(rng.choices(_WORDS, k=filler_size))[:filler_size]
         self._before = before + filler.encode() + b" "
 
     def next(self) -> tuple[int, bytes]:
-        """A number that was not used before, and the body that asks for it."""
+        """Return an unused number and the request body with it."""
         number = next(self._numbers)
         return number, self._before + question(number, self.prompt_tokens) + self._after
 
-    def opened(self) -> tuple[int, bytes]:
-        """Like `next`, without the end: `turn` goes on from it."""
+    def open_conversation(self) -> tuple[int, bytes]:
+        """Return an unused number and a body without its end, to which `next_turn` appends."""
         number = next(self._numbers)
         return number, self._before + question(number, self.prompt_tokens)
 
-    def turn(self, history: bytes, number: int, turn: int) -> tuple[int, bytes]:
-        """The history with the answer to `number` and the next question; how many turns came before is `turn`."""
+    def next_turn(self, history: bytes, number: int, turn: int) -> tuple[int, bytes]:
+        """Append the answer to question `number` and the next question. `turn` turns came before it."""
         following = next(self._numbers)
-        asked = question(following, self.prompt_tokens + turn * (TOKENS + NEW_TOKENS))
-        answer = b'"},{"role":"assistant","content":"%08d%s"},{"role":"user","content":"' % (number, REST.encode())
-        return following, history + answer + asked
+        text = question(following, self.prompt_tokens + turn * (TOKENS + NEW_TOKENS))
+        answer = b'"},{"role":"assistant","content":"%08d%s"},{"role":"user","content":"' % (
+            number,
+            ANSWER_REST.encode(),
+        )
+        return following, history + answer + text
 
-    def closed(self, history: bytes) -> bytes:
-        """A body from a history."""
+    def close_body(self, history: bytes) -> bytes:
+        """Return the complete request body of a history."""
         return history + self._after
 
 
 # ----------------------------------------------------------------------------------------------------- answers
 
 
-def asked(body: bytes) -> tuple[int, int] | None:
-    """The number and the prompt tokens of a request's last question."""
-    at = body.rfind(_MARK)
+def parse_question(body: bytes) -> tuple[int, int] | None:
+    """Return the number and the prompt length in the last question of a request."""
+    at = body.rfind(_QUESTION_START)
     try:
         return int(body[at + 9 : at + 17]), int(body[at + 24 : at + 29])
     except ValueError:
@@ -104,29 +107,29 @@ def asked(body: bytes) -> tuple[int, int] | None:
 
 @cache
 def _sequence() -> tuple[bytes, list[int]]:
-    """Ids as JSON without brackets, and where each of them begins."""
-    chance = random.Random(0)  # noqa: S311  (the same ids at every start)
-    texts = [b"%d" % chance.randrange(150_000) for _ in range(_LONGEST)]
+    """Return token IDs as JSON without brackets, and the offset of each."""
+    rng = random.Random(0)  # noqa: S311  (same IDs in every process)
+    texts = [b"%d" % rng.randrange(150_000) for _ in range(_LONGEST)]
     starts = list(itertools.accumulate((len(text) + 1 for text in texts), initial=0))
     return b",".join(texts), starts
 
 
 def ids(first: int, last: int) -> bytes:
-    """Ids of the one sequence, as a JSON array."""
+    """Return a slice of the ID sequence as a JSON array."""
     text, starts = _sequence()
     return b"[" + text[starts[first] : starts[last] - 1] + b"]"
 
 
 def _logprob(at: int, logprob: float) -> dict[str, Any]:
     piece = _WORDS[at % len(_WORDS)] if at else "@N@"
-    spelled: object = list(piece.encode()) if at else "@B@"
-    return {"token": piece, "logprob": logprob, "bytes": spelled, "top_logprobs": []}
+    raw: object = list(piece.encode()) if at else "@B@"
+    return {"token": piece, "logprob": logprob, "bytes": raw, "top_logprobs": []}
 
 
 @cache
 def _logprobs() -> tuple[dict[str, Any], ...]:
-    chance = random.Random(TOKENS)  # noqa: S311  (full-length floats, the same at every start)
-    return tuple(_logprob(at, -chance.expovariate(3.0)) for at in range(TOKENS))
+    rng = random.Random(TOKENS)  # noqa: S311  (full-length floats, the same in every process)
+    return tuple(_logprob(at, -rng.expovariate(3.0)) for at in range(TOKENS))
 
 
 _USAGE = {
@@ -138,11 +141,11 @@ _USAGE = {
 
 
 @cache
-def _whole() -> list[bytes]:
-    """A chat completion, cut where a request's own parts stand: literal and name by turns."""
+def _full_template() -> list[bytes]:
+    """Return a chat completion split at its placeholders: literals and placeholder names alternate."""
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": f"@N@{REST}",
+        "content": f"@N@{ANSWER_REST}",
         "refusal": None,
         "annotations": None,
         "audio": None,
@@ -158,7 +161,7 @@ def _whole() -> list[bytes]:
         "stop_reason": None,
         "token_ids": "@S@",
     }
-    return _PLACE.split(
+    return _PLACEHOLDER.split(
         orjson.dumps(
             {
                 "id": "chatcmpl-instant",
@@ -177,11 +180,11 @@ def _whole() -> list[bytes]:
     )
 
 
-def _filled(pieces: list[bytes], values: Mapping[bytes, bytes]) -> bytes:
+def _fill_template(pieces: list[bytes], values: Mapping[bytes, bytes]) -> bytes:
     return b"".join(values[piece.strip(b'"@')] if at % 2 else piece for at, piece in enumerate(pieces))
 
 
-def _values(number: int, prompt_tokens: int) -> dict[bytes, bytes]:
+def _template_values(number: int, prompt_tokens: int) -> dict[bytes, bytes]:
     name = b"%08d" % number
     return {
         b"N": name,
@@ -191,12 +194,12 @@ def _values(number: int, prompt_tokens: int) -> dict[bytes, bytes]:
     }
 
 
-def whole_answer(number: int, prompt_tokens: int) -> bytes:
-    """The body of an answer that is not streamed."""
-    values = _values(number, prompt_tokens)
+def full_answer(number: int, prompt_tokens: int) -> bytes:
+    """Return the body of a non-streamed answer."""
+    values = _template_values(number, prompt_tokens)
     values[b"P"] = ids(0, prompt_tokens)
     values[b"S"] = ids(prompt_tokens, prompt_tokens + TOKENS)
-    return _filled(_whole(), values)
+    return _fill_template(_full_template(), values)
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -208,8 +211,8 @@ def _chunk(event: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4)
-def _streamed(prompt_tokens: int) -> tuple[bytes, bytes, bytes]:
-    """The event that begins a stream, the first token's with its places, and all others as HTTP chunks."""
+def _stream_template(prompt_tokens: int) -> tuple[bytes, bytes, bytes]:
+    """Return the first event, the first token's event with placeholders, and all others as HTTP chunks."""
     frame = {"id": "chatcmpl-instant", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
 
     def choice(delta: dict[str, Any], finish: str | None = None, **more: object) -> list[dict[str, Any]]:
@@ -234,35 +237,37 @@ def _streamed(prompt_tokens: int) -> tuple[bytes, bytes, bytes]:
     return begins, events[0], b"".join(map(_chunk, events[1:])) + b"0\r\n\r\n"
 
 
-def streamed_answer(number: int, prompt_tokens: int) -> tuple[bytes, bytes]:
-    """The chunks that an engine sends with its first token, and all others."""
-    begins, first, others = _streamed(prompt_tokens)
-    filled = _filled(_PLACE.split(first), _values(number, prompt_tokens))
+def stream_answer(number: int, prompt_tokens: int) -> tuple[bytes, bytes]:
+    """Return the chunks that an engine sends with its first token, and all later chunks."""
+    begins, first, others = _stream_template(prompt_tokens)
+    filled = _fill_template(_PLACEHOLDER.split(first), _template_values(number, prompt_tokens))
     return _chunk(begins) + _chunk(filled), others
 
 
 # ------------------------------------------------------------------------------------------------------ checks
 
 
-def check(number: int, body: bytes, *, stream: bool) -> None:
-    """Raises WrongAnswer, in words, unless `body` answers question `number` to its end."""
+def check_answer(number: int, body: bytes, *, stream: bool) -> None:
+    """Raise WrongAnswerError unless `body` is the complete answer to question `number`."""
     try:
-        text, logprobs, finish, usage = (_read_stream if stream else _read_whole)(body)
+        text, logprobs, finish, usage = (_read_stream if stream else _read_full)(body)
         tokens, sampled = [entry["token"] for entry in logprobs], usage["completion_tokens"]
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise WrongAnswer(f"an answer that cannot be read ({error!r}): {body[:200]!r}") from error
-    if text != f"{number:08d}{REST}":
-        raise WrongAnswer(f"the answer to {number} has another text: {text[:80]!r}, {len(text)} characters")
+        raise WrongAnswerError(f"the answer to {number} cannot be parsed ({error!r}): {body[:200]!r}") from error
+    if text != f"{number:08d}{ANSWER_REST}":
+        raise WrongAnswerError(f"the answer to {number} has another text: {text[:80]!r}, {len(text)} characters")
     if "".join(tokens) != text or len(tokens) != TOKENS:
-        raise WrongAnswer(f"the answer to {number} has {len(tokens)} logprobs, or not its {TOKENS}")
+        raise WrongAnswerError(
+            f"the answer to {number} has {len(tokens)} log probabilities, or not those of its text"
+        )
     if finish != "stop" or sampled != TOKENS:
-        raise WrongAnswer(f"the answer to {number} ended with {finish!r} and reports {usage}")
+        raise WrongAnswerError(f"the answer to {number} ended with {finish!r} and reports {usage}")
 
 
 _Read = tuple[str, list[dict[str, Any]], str | None, dict[str, Any]]
 
 
-def _read_whole(body: bytes) -> _Read:
+def _read_full(body: bytes) -> _Read:
     answer = orjson.loads(body)
     choice = answer["choices"][0]
     return choice["message"]["content"], choice["logprobs"]["content"], choice["finish_reason"], answer["usage"]
@@ -271,7 +276,7 @@ def _read_whole(body: bytes) -> _Read:
 def _read_stream(body: bytes) -> _Read:
     events = [event.partition(b"data: ")[2] for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event]
     if events[-1] != b"[DONE]":
-        raise ValueError("the stream has no end")
+        raise ValueError("the stream does not end with [DONE]")
     text, logprobs, finish, usage = "", list[dict[str, Any]](), None, dict[str, Any]()
     for event in map(orjson.loads, events[:-1]):
         usage = event.get("usage") or usage

@@ -1,12 +1,12 @@
-"""Who is asked in the `gateway` bench: the upstream itself, forwarders before it, and our gateway.
+"""Servers that the benchmark `gateway` measures: the upstream itself, forwarding proxies, and our gateway.
 
 Promises:
-- every one serves in a process of its own and is gone after its block on every path: also when we are killed,
-  since each hangs on a leash that only we hold;
-- peers serve in an empty folder and see nothing of our environment; one that is missing or does not start gives
-  a note, never a figure;
-- our own gateway that does not start fails the bench, in its own words;
-- our gateway's sessions are registered before a window and deleted after it: neither is in a figure.
+- every server runs in its own process and is killed at the end of its block, also if the benchmark is killed,
+  because it runs under `benchmarks.stdin_lifetime`;
+- peers run in an empty directory without our environment variables; a peer that is missing or does not start
+  yields a note instead of a figure;
+- if our gateway does not start, the benchmark fails with the gateway's own error message;
+- sessions of our gateway are registered before a window and deleted after it, outside the measured time.
 """
 
 import asyncio
@@ -23,32 +23,32 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from benchmarks import CHECKOUT
-from benchmarks.gateway_load import Target, head
-from benchmarks.instant_model import MODEL, Instant
-from benchmarks.peers import ROOT, peers_folder
-from benchmarks.process_usage import family
+from benchmarks.gateway_load_generator import Target, request_head
+from benchmarks.instant_model import MODEL, InstantModel
+from benchmarks.peers import peer_command, peer_environment
+from benchmarks.process_usage import process_tree
 
 KEY = "ROOKERY_GATEWAY_KEY"
 CHAT = "/v1/chat/completions"
 START_SECONDS = 150.0
 END_SECONDS = 10.0
-_WHERE = re.compile(r"(?:(?P<name>.*) at )?(?P<origin>http://127\.0\.0\.1:(?P<port>\d+))")
+_ADDRESS = re.compile(r"(?:(?P<name>.*) at )?(?P<origin>http://127\.0\.0\.1:(?P<port>\d+))")
 _TAIL = 2_000
 
 
-class NotServing(RuntimeError):  # noqa: N818  (says what happened)
-    """A server that did not start."""
+class ServerStartError(RuntimeError):
+    """A server did not start."""
 
 
-class Contender(NamedTuple):
-    """One that is asked. `target(n)` gives it with `n` sessions, for as long as its block lasts."""
+class ServerUnderTest(NamedTuple):
+    """A server to measure. `target(n)` opens `n` sessions for the length of its block."""
 
     name: str
     target: Callable[[int], AbstractAsyncContextManager[Target]]
 
 
-class Served(NamedTuple):
-    """A server that serves."""
+class RunningServer(NamedTuple):
+    """Address and PID of a running server."""
 
     name: str
     origin: str
@@ -57,33 +57,33 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def leashed(words: Sequence[str], env: Mapping[str, str] | None = None) -> AsyncIterator[Served]:
-    """Runs a server; its first line with `http://127.0.0.1:PORT` says that it serves."""
+async def run_server(command: Sequence[str], env: Mapping[str, str] | None = None) -> AsyncIterator[RunningServer]:
+    """Run a server until the block ends. It is ready when it prints a line with `http://127.0.0.1:PORT`."""
     pipe = asyncio.subprocess.PIPE
     with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder, tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "benchmarks.stdin_lifetime",
-            *words,
+            *command,
             cwd=CHECKOUT,
             env={**os.environ, **(env or {}), "TMPDIR": folder},
             stdin=pipe,
             stdout=pipe,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C is for the bench, which ends its servers in order
+            start_new_session=True,  # Ctrl-C goes to the benchmark only, which stops its servers itself
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        draining: asyncio.Task[None] | None = None
+        drain_task: asyncio.Task[None] | None = None
         try:
-            served = await _serving(process.stdout, process.pid)
-            if served is None:
+            running = await _wait_until_listening(process.stdout, process.pid)
+            if running is None:
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip()[-_TAIL:]
-                raise NotServing(f"{' '.join(words[-8:])} did not serve: {said or 'it said nothing'}")
-            draining = asyncio.create_task(_drain(process.stdout))
-            yield served
+                stderr = errors.read().decode(errors="replace").strip()[-_TAIL:]
+                raise ServerStartError(f"{' '.join(command[-8:])} did not start: {stderr or 'no error output'}")
+            drain_task = asyncio.create_task(_drain(process.stdout))
+            yield running
         finally:
             process.stdin.close()
             try:
@@ -92,99 +92,94 @@ async def leashed(words: Sequence[str], env: Mapping[str, str] | None = None) ->
             except TimeoutError:
                 pass  # killed below
             finally:
-                for pid in family([process.pid]) if process.returncode is None else ():
+                for pid in process_tree([process.pid]) if process.returncode is None else ():
                     with suppress(ProcessLookupError):
                         os.kill(pid, 9)
                 await process.wait()
-                if draining is not None:
-                    draining.cancel()
+                if drain_task is not None:
+                    drain_task.cancel()
                     with suppress(asyncio.CancelledError):
-                        await draining
+                        await drain_task
 
 
-async def _serving(stdout: asyncio.StreamReader, pid: int) -> Served | None:
+async def _wait_until_listening(stdout: asyncio.StreamReader, pid: int) -> RunningServer | None:
     with suppress(TimeoutError):
         async with asyncio.timeout(START_SECONDS):
             while line := (await stdout.readline()).decode(errors="replace"):
-                if found := _WHERE.search(line):
-                    return Served(found["name"] or "", found["origin"], int(found["port"]), pid)
+                if match := _ADDRESS.search(line):
+                    return RunningServer(match["name"] or "", match["origin"], int(match["port"]), pid)
     return None
 
 
 async def _drain(stdout: asyncio.StreamReader) -> None:
-    """A server that may write goes on; what it writes is nobody's."""
+    """Discard the output of a server, so that a full pipe does not block it."""
     while await stdout.read(65536):
         pass
 
 
-def _plain(name: str, port: int, pids: tuple[int, ...]) -> Contender:
-    """One without sessions."""
-    target = Target(port, (head(CHAT),), pids)
+def _without_sessions(name: str, port: int, pids: tuple[int, ...]) -> ServerUnderTest:
+    """Return a server that has no sessions."""
+    target = Target(port, (request_head(CHAT),), pids)
 
     @asynccontextmanager
     async def same(_: int) -> AsyncIterator[Target]:
         yield target
 
-    return Contender(name, same)
+    return ServerUnderTest(name, same)
 
 
-def direct(upstream: Instant) -> Contender:
-    return _plain("direct", int(upstream.origin.rsplit(":", 1)[1]), (upstream.pid,))
+def direct(upstream: InstantModel) -> ServerUnderTest:
+    return _without_sessions("direct", int(upstream.origin.rsplit(":", 1)[1]), (upstream.pid,))
 
 
 @asynccontextmanager
-async def floor(upstream: Instant) -> AsyncIterator[Contender]:
-    """The least that forwarding costs."""
+async def run_floor(upstream: InstantModel) -> AsyncIterator[ServerUnderTest]:
+    """Run the floor: the minimal forwarding proxy of `benchmarks.gateway_floor`."""
     port = upstream.origin.rsplit(":", 1)[1]
-    async with leashed([sys.executable, "-m", "benchmarks.gateway_floor", port]) as served:
-        yield _plain("floor", served.port, (served.pid,))
+    async with run_server([sys.executable, "-m", "benchmarks.gateway_floor", port]) as running:
+        yield _without_sessions("floor", running.port, (running.pid,))
 
 
 @asynccontextmanager
-async def peer(name: str, script: str, *args: str) -> AsyncIterator[Contender | str]:
-    """Run a server of `peer_scripts/` in the peer's environment, or yield the reason why it cannot run."""
-    python = peers_folder() / f"venv-{name}" / "bin" / "python"
-    program = ROOT / "benchmarks" / "peer_scripts" / script
-    if not python.exists():
-        yield f"the peer {name} is missing: `make peers` in a checkout makes it"
-        return
-    if not program.exists():
-        yield f"the peer {name} needs a checkout: {script} is not part of an installation"
+async def run_peer_server(name: str, script: str, *args: str) -> AsyncIterator[ServerUnderTest | str]:
+    """Run a server of `peer_scripts/` in the environment of the peer, or yield the reason why it cannot run."""
+    command = peer_command(name, script)
+    if isinstance(command, str):
+        yield command
         return
     with tempfile.TemporaryDirectory(prefix="rookery-peer-") as home:
-        env = {"HOME": home, "PATH": f"{python.parent}:{os.defpath}", "TMPDIR": home, "LC_ALL": "C.UTF-8"}
-        clear = ["env", "-i", "-C", home, *(f"{key}={value}" for key, value in env.items())]
-        serving = leashed([*clear, str(python), str(program), *args])
+        variables = [f"{key}={value}" for key, value in peer_environment(command[0], home).items()]
+        serving = run_server(["env", "-i", "-C", home, *variables, *command, *args])
         try:
-            served = await serving.__aenter__()
-        except NotServing as error:
+            running = await serving.__aenter__()
+        except ServerStartError as error:
             yield str(error)
             return
         try:
-            yield _plain(served.name or name, served.port, (served.pid,))
+            yield _without_sessions(running.name or name, running.port, (running.pid,))
         finally:
             await serving.__aexit__(*sys.exc_info())
 
 
-def bare(upstream: Instant) -> AbstractAsyncContextManager[Contender | str]:
-    return peer("bare-proxy", "bare_proxy.py", f"{upstream.origin}{CHAT}")
+def run_bare_proxy(upstream: InstantModel) -> AbstractAsyncContextManager[ServerUnderTest | str]:
+    return run_peer_server("bare-proxy", "bare_proxy.py", f"{upstream.origin}{CHAT}")
 
 
-def litellm(upstream: Instant) -> AbstractAsyncContextManager[Contender | str]:
-    return peer("litellm", "litellm_proxy.py", f"{upstream.origin}/v1", MODEL)
+def run_litellm(upstream: InstantModel) -> AbstractAsyncContextManager[ServerUnderTest | str]:
+    return run_peer_server("litellm", "litellm_proxy.py", f"{upstream.origin}/v1", MODEL)
 
 
-def gateway_words(upstream: Instant) -> list[str]:
-    """Our gateway, one shard, as people start it."""
-    words = [sys.executable, "-m", "rookery.cli", "gateway", "--upstream", f"{upstream.origin}/v1"]
-    return [*words, "--kind", "vllm", "--host", "127.0.0.1", "--port", "0", "--record", "messages"]
+def gateway_command(upstream: InstantModel) -> list[str]:
+    """Return the command that starts our gateway with one shard, as users start it."""
+    command = [sys.executable, "-m", "rookery.cli", "gateway", "--upstream", f"{upstream.origin}/v1"]
+    return [*command, "--kind", "vllm", "--host", "127.0.0.1", "--port", "0", "--record", "messages"]
 
 
 @asynccontextmanager
-async def ours(words: Sequence[str]) -> AsyncIterator[Contender]:
-    """Our gateway, with a key of its own."""
+async def run_gateway(command: Sequence[str]) -> AsyncIterator[ServerUnderTest]:
+    """Run our gateway with a new key."""
     key = secrets.token_urlsafe(32)
-    async with leashed(words, {KEY: key}) as served:
+    async with run_server(command, {KEY: key}) as running:
 
         @asynccontextmanager
         async def sessions(count: int) -> AsyncIterator[Target]:
@@ -193,23 +188,23 @@ async def ours(words: Sequence[str]) -> AsyncIterator[Contender]:
             ) as admin:
                 ids: list[str] = []
                 try:
-                    heads = [await _registered(admin, served.origin, ids) for _ in range(count)]
-                    yield Target(served.port, tuple(heads), (served.pid,))
+                    heads = [await _register_session(admin, running.origin, ids) for _ in range(count)]
+                    yield Target(running.port, tuple(heads), (running.pid,))
                 finally:
-                    for one in ids:
-                        async with admin.delete(f"{served.origin}/rollouts/{one}") as answer:
-                            await answer.read()
+                    for session_id in ids:
+                        async with admin.delete(f"{running.origin}/rollouts/{session_id}") as response:
+                            await response.read()
 
-        yield Contender("ours", sessions)
+        yield ServerUnderTest("ours", sessions)
 
 
-async def _registered(admin: aiohttp.ClientSession, origin: str, ids: list[str]) -> bytes:
-    wanted = {"id": f"bench-{secrets.token_hex(8)}", "model": MODEL, "sampling": {}, "budgets": {}}
-    async with admin.post(f"{origin}/rollouts", json=wanted) as answer:
-        if answer.status not in (200, 201):
-            raise NotServing(
-                f"our gateway did not register a session: {answer.status} {await answer.text()}"[:500]
+async def _register_session(admin: aiohttp.ClientSession, origin: str, ids: list[str]) -> bytes:
+    registration = {"id": f"bench-{secrets.token_hex(8)}", "model": MODEL, "sampling": {}, "budgets": {}}
+    async with admin.post(f"{origin}/rollouts", json=registration) as response:
+        if response.status not in (200, 201):
+            raise ServerStartError(
+                f"our gateway did not register a session: {response.status} {await response.text()}"[:500]
             )
-        made = await answer.json()
-    ids.append(made["id"])
-    return head(f"{urlsplit(made['base_url']).path}/chat/completions", made["secret"])
+        session = await response.json()
+    ids.append(session["id"])
+    return request_head(f"{urlsplit(session['base_url']).path}/chat/completions", session["secret"])

@@ -1,73 +1,77 @@
-"""The upstream of the `gateway` bench: vLLM's chat completions, at once, with what a recorder needs.
+"""Upstream of the benchmark `gateway`: vLLM's chat completions without delay. Runs in its own process.
 
 Promises:
-- an answer is whole, under a Content-Length, or a stream of one event for each token, each a chunk of its own;
-- a stream's first token comes at once and the others 5 ms later, together: the first byte is seen alone;
-- asked for its state, it is healthy and takes 4,096 requests at once;
-- otherwise it is the instant model: connections are kept, memory is bounded, it ends with its standard input.
+- an answer is either complete with a Content-Length, or a stream with one event and one HTTP chunk per token;
+- a stream's first token is sent at once and the others together 5 ms later, so the first byte can be timed;
+- it reports that it is healthy and accepts 4,096 concurrent requests;
+- everything else is as in `instant_model`: persistent connections, bounded memory, exit with standard input.
 """
 
 import asyncio
 from functools import partial
 
-from benchmarks.gateway_payloads import asked, streamed_answer, whole_answer
-from benchmarks.instant_model import InstantProtocol, Replies, http_answer, main
+from benchmarks.gateway_payloads import full_answer, parse_question, stream_answer
+from benchmarks.instant_model import InstantProtocol, Replies, http_response, main
 
-OTHERS_AFTER = 0.005
+REST_DELAY = 0.005
 _CHAT = b"POST /v1/chat/completions "
-_STREAMS = (b'"stream":true', b'"stream": true')
-_WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-_STREAM = (
+_STREAM_FLAGS = (b'"stream":true', b'"stream": true')
+_FULL_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+_STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 
 
-class AskedReplies(Replies):
-    """Answers what the last question of a request asks for."""
+class NumberedReplies(Replies):
+    """Answers the question in the last message of a request."""
 
     def __init__(self) -> None:
         super().__init__()
         info = {"scheduler_config": {"max_num_seqs": 4096}, "parallel_config": {"data_parallel_size": 1}}
-        self.told = {
-            b"/health": http_answer("200 OK", {}),
-            b"/server_info": http_answer("200 OK", {"vllm_config": info}),
+        self.status_replies = {
+            b"/health": http_response("200 OK", {}),
+            b"/server_info": http_response("200 OK", {"vllm_config": info}),
         }
 
-    def to(self, start: bytes, body: bytes) -> bytes:
+    def reply_to(self, start: bytes, body: bytes) -> bytes:
         if not start.startswith(_CHAT):
             path = start.split(b" ", 2)[1].partition(b"?")[0] if start.startswith(b"GET ") else b""
-            return self.told.get(path) or super().to(start, body)
-        found = asked(body)
-        if found is None:
-            return self.refused
-        answer = whole_answer(*found)
-        return _WHOLE % len(answer) + answer
+            return self.status_replies.get(path) or super().reply_to(start, body)
+        question = parse_question(body)
+        if question is None:
+            return self.bad_request
+        answer = full_answer(*question)
+        return _FULL_HEAD % len(answer) + answer
 
 
 class UpstreamProtocol(InstantProtocol):
-    """One connection."""
+    """Serves one connection, with streams."""
 
     __slots__ = ()
 
-    def answer(self, transport: asyncio.Transport, head: bytes, body: bytes) -> bool:
-        found = asked(body) if head.startswith(_CHAT) and any(mark in body for mark in _STREAMS) else None
-        if found is None:
-            return super().answer(transport, head, body)
-        first, others = streamed_answer(*found)
-        transport.write(_STREAM + first)
-        # Nothing is read meanwhile, so that answers keep the order of their requests.
+    def answer(self, transport: asyncio.Transport, request_head: bytes, body: bytes) -> bool:
+        question = (
+            parse_question(body)
+            if request_head.startswith(_CHAT) and any(mark in body for mark in _STREAM_FLAGS)
+            else None
+        )
+        if question is None:
+            return super().answer(transport, request_head, body)
+        first, rest = stream_answer(*question)
+        transport.write(_STREAM_HEAD + first)
+        # Reading is paused so that answers keep the order of their requests.
         transport.pause_reading()
-        asyncio.get_running_loop().call_later(OTHERS_AFTER, self._go_on, transport, others)
+        asyncio.get_running_loop().call_later(REST_DELAY, self._send_rest, transport, rest)
         return False
 
-    def _go_on(self, transport: asyncio.Transport, others: bytes) -> None:
+    def _send_rest(self, transport: asyncio.Transport, rest: bytes) -> None:
         if transport.is_closing():
             return
-        transport.write(others)
+        transport.write(rest)
         transport.resume_reading()
         self.data_received(b"")
 
 
 if __name__ == "__main__":
-    main(partial(UpstreamProtocol, AskedReplies()))
+    main(partial(UpstreamProtocol, NumberedReplies()))

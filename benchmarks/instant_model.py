@@ -1,14 +1,14 @@
-"""The instant model: an HTTP server that answers at once, so that only the caller is measured.
+"""The instant model: an HTTP server with canned chat completions, so that a benchmark measures only the caller.
 
-Canned bytes are right here: what is measured is the other side. Three doors, one for each kind of caller:
-`/v1` answers 256 tokens with ids and logprobs, `/plain/v1` the same text without them (as a server does
-when nobody asked), `/tools/v1` asks for a tool call twice and then answers as `/plain/v1` does.
+It runs in its own process and has three endpoints. `/v1` returns 256 tokens with token IDs and log probabilities,
+`/plain/v1` returns the same text without them, and `/tools/v1` requests a tool call twice and then replies like
+`/plain/v1`.
 
 Promises:
-- every answer is a valid chat completion, in the shape of vLLM's, whole and under a Content-Length;
-- a connection is kept alive; requests may come in pieces or several at once;
-- a request that is too big, or is not understood, is refused and its connection closed: memory is bounded;
-- it ends when its standard input does: it never outlives who started it.
+- every reply is a complete, valid chat completion in the format of vLLM, with a Content-Length;
+- connections are kept alive; requests may arrive in pieces or pipelined;
+- a request that is too large or malformed is answered with 400 and its connection is closed, so memory is bounded;
+- the server exits when its standard input is closed, so it never outlives the process that started it.
 """
 
 import argparse
@@ -37,8 +37,8 @@ _END = b"\r\n\r\n"
 _WORDS = (" the", " answer", " is", " 42", ",", " since", " six", " times", " seven", " makes", " so", ".")
 
 
-class Instant(NamedTuple):
-    """A running instant model."""
+class InstantModel(NamedTuple):
+    """Origin and PID of a running instant model."""
 
     origin: str
     pid: int
@@ -57,7 +57,7 @@ class Instant(NamedTuple):
 
 
 @asynccontextmanager
-async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterator[Instant]:
+async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterator[InstantModel]:
     """Run this server, or another module with the same interface, in its own process until the block ends."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -66,7 +66,7 @@ async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterat
         cwd=CHECKOUT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the bench, which ends the server in order
+        start_new_session=True,  # Ctrl-C goes to the benchmark only, which stops the server itself
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -74,15 +74,15 @@ async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterat
         async with asyncio.timeout(30):
             line = await process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise RuntimeError("the instant model did not start; its error is above")
-        yield Instant(f"http://127.0.0.1:{int(line)}", process.pid)
+            raise RuntimeError("the instant model did not start; its error message is on stderr")
+        yield InstantModel(f"http://127.0.0.1:{int(line)}", process.pid)
     finally:
         process.stdin.close()
         try:
             async with asyncio.timeout(5):
                 await process.wait()
         except TimeoutError:
-            pass  # it does not listen: killed below
+            pass  # killed below
         finally:
             if process.returncode is None:
                 process.kill()
@@ -90,13 +90,13 @@ async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterat
 
 
 def token_reply(tokens: int = TOKENS) -> dict[str, Any]:
-    """A chat completion as vLLM gives it when asked for token ids and logprobs."""
-    chance = random.Random(tokens)  # noqa: S311  (the same bytes at every start, with full-length floats)
+    """Return a chat completion in the format of vLLM, with token IDs and log probabilities."""
+    rng = random.Random(tokens)  # noqa: S311  (the same bytes at every start, with full-length floats)
     pieces = [_WORDS[i % len(_WORDS)] for i in range(tokens)]
     content = [
         {
             "token": piece,
-            "logprob": -chance.expovariate(3.0),
+            "logprob": -rng.expovariate(3.0),
             "bytes": list(piece.encode()),
             "top_logprobs": [],
         }
@@ -105,22 +105,22 @@ def token_reply(tokens: int = TOKENS) -> dict[str, Any]:
     reply = plain_reply(tokens)
     choice = reply["choices"][0]
     choice["logprobs"] = {"content": content}
-    choice["token_ids"] = [chance.randrange(150_000) for _ in pieces]
-    reply["prompt_token_ids"] = [chance.randrange(150_000) for _ in range(PROMPT_TOKENS)]
+    choice["token_ids"] = [rng.randrange(150_000) for _ in pieces]
+    reply["prompt_token_ids"] = [rng.randrange(150_000) for _ in range(PROMPT_TOKENS)]
     return reply
 
 
 def plain_reply(tokens: int = TOKENS) -> dict[str, Any]:
-    """The same answer for a caller that did not ask for tokens."""
+    """Return the same chat completion without token IDs and log probabilities."""
     text = "".join(_WORDS[i % len(_WORDS)] for i in range(tokens))
     return _completion({"role": "assistant", "content": text}, "stop", tokens)
 
 
 def tool_reply(call: int) -> dict[str, Any]:
-    """An answer that asks for one call of the tool `echo`."""
+    """Return a chat completion that calls the tool `echo`."""
     function = {"name": "echo", "arguments": '{"text": "hi"}'}
-    asked = {"id": f"call_{call}", "type": "function", "function": function}
-    return _completion({"role": "assistant", "content": None, "tool_calls": [asked]}, "tool_calls", 16)
+    tool_call = {"id": f"call_{call}", "type": "function", "function": function}
+    return _completion({"role": "assistant", "content": None, "tool_calls": [tool_call]}, "tool_calls", 16)
 
 
 def _completion(message: dict[str, Any], finish: str, tokens: int) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def _completion(message: dict[str, Any], finish: str, tokens: int) -> dict[str, 
     }
 
 
-def http_answer(status: str, body: object, *, close: bool = False) -> bytes:
-    """A whole answer, as bytes."""
+def http_response(status: str, body: object, *, close: bool = False) -> bytes:
+    """Return a complete HTTP response as bytes."""
     payload = orjson.dumps(body)
     connection = "close" if close else "keep-alive"
     head = (
@@ -152,21 +152,21 @@ def http_answer(status: str, body: object, *, close: bool = False) -> bytes:
 
 
 class Replies:
-    """Every answer the server can give, as bytes made once."""
+    """All responses of the server, serialized once."""
 
     def __init__(self) -> None:
-        self.tokens = http_answer("200 OK", token_reply())
-        self.plain = http_answer("200 OK", plain_reply())
-        self.tools = tuple(http_answer("200 OK", tool_reply(call)) for call in range(2))
+        self.tokens = http_response("200 OK", token_reply())
+        self.plain = http_response("200 OK", plain_reply())
+        self.tools = tuple(http_response("200 OK", tool_reply(call)) for call in range(2))
         models = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 32768}]}
-        self.models = http_answer("200 OK", models)
-        self.unknown = http_answer("404 Not Found", {"error": {"message": "no such path", "code": 404}})
-        self.refused = http_answer(
+        self.models = http_response("200 OK", models)
+        self.unknown = http_response("404 Not Found", {"error": {"message": "no such path", "code": 404}})
+        self.bad_request = http_response(
             "400 Bad Request", {"error": {"message": "not understood", "code": 400}}, close=True
         )
 
-    def to(self, start: bytes, body: bytes) -> bytes:
-        """The answer to a request line and its body."""
+    def reply_to(self, start: bytes, body: bytes) -> bytes:
+        """Return the response to a request line and body."""
         if start.startswith(b"POST /v1/chat/completions "):
             return self.tokens
         if start.startswith(b"POST /plain/v1/chat/completions "):
@@ -180,7 +180,7 @@ class Replies:
 
 
 class InstantProtocol(asyncio.Protocol):
-    """One connection. Reads no more of a request than where it ends."""
+    """Serves one connection. It parses no more of a request than its length."""
 
     __slots__ = ("buffer", "replies", "transport")
 
@@ -214,18 +214,18 @@ class InstantProtocol(asyncio.Protocol):
                 return
 
     def answer(self, transport: asyncio.Transport, head: bytes, body: bytes) -> bool:
-        """Answers one request; False: the next ones wait until `data_received` is called again."""
-        transport.write(self.replies.to(head, body))
+        """Answer one request. Return False to make later requests wait until `data_received` is called again."""
+        transport.write(self.replies.reply_to(head, body))
         return True
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self.buffer = b""
-        transport.write(self.replies.refused)
+        transport.write(self.replies.bad_request)
         transport.close()
 
 
 def body_length(head: bytes) -> int | None:
-    """The length of the body a request's head announces; None where it cannot be known."""
+    """Return the body length that the headers announce, or None if it is chunked or invalid."""
     lowered = head.lower()
     if b"\r\ntransfer-encoding:" in lowered:
         return None
@@ -236,8 +236,8 @@ def body_length(head: bytes) -> int | None:
     return int(value) if value.isdigit() and len(value) < 12 else None
 
 
-class _UntilEnd(asyncio.Protocol):
-    """Sets an event when standard input ends."""
+class _StdinWatcher(asyncio.Protocol):
+    """Sets an event when standard input is closed."""
 
     def __init__(self, ended: asyncio.Event) -> None:
         self.ended = ended
@@ -247,26 +247,26 @@ class _UntilEnd(asyncio.Protocol):
 
 
 async def serve(port: int, port_file: Path | None, connection: Callable[[], asyncio.Protocol]) -> None:
-    """Serves until standard input ends; says its port on a line of standard output."""
+    """Serve until standard input is closed. The port is printed to standard output."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    await loop.connect_read_pipe(partial(_UntilEnd, ended), sys.stdin.buffer)
+    await loop.connect_read_pipe(partial(_StdinWatcher, ended), sys.stdin.buffer)
     listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
     server = await loop.create_server(connection, sock=listener, backlog=BACKLOG)
     bound = listener.getsockname()[1]
     print(bound, flush=True)
     if port_file is not None:
-        partly = port_file.with_name(f"{port_file.name}.part")
-        partly.write_text(f"{bound}\n")
-        partly.replace(port_file)
+        staging = port_file.with_name(f"{port_file.name}.part")
+        staging.write_text(f"{bound}\n")
+        staging.replace(port_file)
     await ended.wait()
-    # Connections are not waited for: the process ends here, and with it every one of them.
+    # Open connections are not awaited: they end with the process.
     server.close()
 
 
 def main(connection: Callable[[], asyncio.Protocol] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="An instant model, to measure its callers with.")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--port-file", type=Path, help="also write the port into this file")
+    parser = argparse.ArgumentParser(description="Serve canned chat completions, to measure the caller.")
+    parser.add_argument("--port", type=int, default=0, help="0 selects a free port")
+    parser.add_argument("--port-file", type=Path, help="also write the port to this file")
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(args.port, args.port_file, connection or partial(InstantProtocol, Replies())))

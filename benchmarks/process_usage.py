@@ -1,10 +1,10 @@
-"""CPU time and memory of processes, ours and those they started.
+"""Measure CPU time and memory of process trees through `/proc` and the per-process CPU clocks.
 
 Promises:
-- CPU time is user and system time of all threads, living and ended, to the nanosecond;
-- a process that appears while we measure counts from its birth, one that is lost fails the measurement:
-  a figure never leaves out what a process of ours has used;
-- memory is PSS, so that pages shared by a fork count once; RSS, for all alike, where PSS cannot be read.
+- CPU time is user and system time of all threads, including ended ones, in nanoseconds;
+- a process that starts during a measurement counts from its start; a process that ends makes the measurement fail,
+  because its CPU time is no longer known;
+- memory is PSS, so that pages shared after a fork count once; RSS for all processes if PSS cannot be read.
 """
 
 import errno
@@ -16,68 +16,68 @@ _PROC = Path("/proc")
 _SCHED = 2  # CPUCLOCK_SCHED: the precise clock, where utime and stime of /proc are sampled by ticks
 
 
-class ProcessLost(RuntimeError):  # noqa: N818  (says what happened)
-    """A process ended while it was measured; what it used is not known any more."""
+class ProcessLostError(RuntimeError):
+    """A measured process ended, so its CPU time and memory are unknown."""
 
 
 def cpu_ns(pid: int) -> int:
-    """CPU nanoseconds a process has used, through its own clock id (see clock_getcpuclockid)."""
+    """Return the CPU nanoseconds that a process has used, from its own clock (see clock_getcpuclockid)."""
     try:
         return time.clock_gettime_ns((~pid << 3) | _SCHED)
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.ESRCH}:
-            raise ProcessLost(f"process {pid} ended while it was measured") from error
+            raise ProcessLostError(f"process {pid} ended while it was measured") from error
         raise
 
 
-def family(pids: Iterable[int], *, without: Iterable[int] = ()) -> set[int]:
-    """These processes and everything under them, except what is under `without`."""
+def process_tree(pids: Iterable[int], *, exclude: Iterable[int] = ()) -> set[int]:
+    """Return these processes and their descendants, except the subtrees of `exclude`."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdecimal() and (parent := _parent(entry)) is not None:
             children.setdefault(parent, []).append(int(entry.name))
-    left_out, found, queue = set(without), set[int](), list(pids)
+    excluded, tree, queue = set(exclude), set[int](), list(pids)
     while queue:
         pid = queue.pop()
-        if pid not in found and pid not in left_out:
-            found.add(pid)
+        if pid not in tree and pid not in excluded:
+            tree.add(pid)
             queue.extend(children.get(pid, ()))
-    return found
+    return tree
 
 
 def _parent(entry: Path) -> int | None:
-    """The parent's pid; None when the process ended meanwhile or is a zombie, which uses nothing more."""
+    """Return the parent's PID, or None if the process has ended or is a zombie."""
     try:
         stat = (entry / "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name, in parentheses, may hold spaces and parentheses of its own.
+    # The name, in parentheses, may itself contain spaces and parentheses.
     state, parent = stat[stat.rindex(b")") + 1 :].split()[:2]
     return None if state in {b"Z", b"X"} else int(parent)
 
 
 class CpuMeter:
-    """CPU time of a set of processes and their descendants since `start`."""
+    """Measures the CPU time of processes and their descendants since `start`."""
 
-    def __init__(self, pids: Iterable[int], *, without: Iterable[int] = ()) -> None:
+    def __init__(self, pids: Iterable[int], *, exclude: Iterable[int] = ()) -> None:
         self.roots = tuple(pids)
-        self.without = tuple(without)
+        self.exclude = tuple(exclude)
         self._started: dict[int, int] = {}
         self.start()
 
     def start(self) -> None:
-        self._started = {pid: cpu_ns(pid) for pid in family(self.roots, without=self.without)}
+        self._started = {pid: cpu_ns(pid) for pid in process_tree(self.roots, exclude=self.exclude)}
 
     def used(self) -> float:
-        """CPU seconds of all of them together since `start`."""
-        now = family(self.roots, without=self.without)
+        """Return the CPU seconds that all of them used since `start`."""
+        now = process_tree(self.roots, exclude=self.exclude)
         if lost := self._started.keys() - now:
-            raise ProcessLost(f"processes {sorted(lost)} ended while they were measured")
+            raise ProcessLostError(f"processes {sorted(lost)} ended while they were measured")
         return sum(cpu_ns(pid) - self._started.get(pid, 0) for pid in now) / 1e9
 
 
 def memory_mb(pids: Iterable[int]) -> float:
-    """Memory of these processes together, in MiB."""
+    """Return the total memory of these processes in MiB."""
     pids = tuple(pids)
     try:
         return sum(_pss_kb(pid) for pid in pids) / 1024
@@ -94,9 +94,9 @@ def _field_kb(path: Path, field: bytes) -> int:
         lines = path.read_bytes().splitlines()
     except (FileNotFoundError, ProcessLookupError) as error:
         if isinstance(error, FileNotFoundError) and path.parent.exists():
-            raise  # the process lives, the kernel does not have this file
-        raise ProcessLost(f"process {path.parent.name} ended while it was measured") from error
+            raise  # the process is alive, so this kernel has no such file
+        raise ProcessLostError(f"process {path.parent.name} ended while it was measured") from error
     for line in lines:
         if line.startswith(field):
             return int(line.split()[1])
-    raise ProcessLost(f"process {path.parent.name} ended while it was measured")
+    raise ProcessLostError(f"process {path.parent.name} ended while it was measured")

@@ -1,9 +1,10 @@
-"""The `programs` bench: what `run_code` costs for each program, beside a bare `python3` for each.
+"""Benchmark `programs`: programs per second through `run_code`, beside a bare `python3 -I -S` for each program.
 
 Promises:
-- every program is another text, reads its input and is checked by what it printed: a wrong answer fails the bench;
-- ours and the peer's take turns in one run, as many at a time;
-- the floor, a sandbox made, one warm Python in it and its end, without anything of `run_code`, is measured beside.
+- every program has a different source, reads its input and is checked by its output; a wrong output fails the
+  benchmark;
+- ours and the peer's alternate in one run at the same concurrency;
+- the floor is measured beside them: create a sandbox, run a warm Python, close it, without `run_code`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks import Progress, Result
-from benchmarks.sandbox_peers import ENV, python_path
+from benchmarks.sandbox_peers import BARE, ENV, NO_PYTHON, python_path
 from rookery.core import SandboxSpec, UsageError
 from rookery.sandboxes import Command
 from rookery.scoring.code_execution import run_code
@@ -26,16 +27,16 @@ SOURCE = "import sys\nnumbers = [int(word) for word in sys.stdin.read().split()]
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """How much to measure."""
 
     programs: int
-    peers: int
+    bare_programs: int
     rounds: int
-    at_once: int
+    concurrency: int
 
 
-FULL = Size(programs=2000, peers=300, rounds=3, at_once=8)
-QUICK = Size(programs=400, peers=60, rounds=2, at_once=8)
+FULL = Size(programs=2000, bare_programs=300, rounds=3, concurrency=8)
+QUICK = Size(programs=400, bare_programs=60, rounds=2, concurrency=8)
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
@@ -43,39 +44,37 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
 
 
 async def program_rates(quick: bool, progress: Progress) -> list[Result]:
-    """Rows of programs a second; for other benches too."""
+    """Return the rows of this benchmark, which `workers` includes as well."""
     size = QUICK if quick else FULL
     ours: list[float] = []
-    cased: list[float] = []
+    cases: list[float] = []
     floor: list[float] = []
     bare: list[float] = []
     python = python_path()
-    await _ours(32, size.at_once)
+    await _run_code_rate(32, size.concurrency)
     for at in range(size.rounds):
         progress(f"programs, round {at + 1} of {size.rounds}")
-        ours.append(await _ours(size.programs, size.at_once))
+        ours.append(await _run_code_rate(size.programs, size.concurrency))
         if python is not None:
-            bare.append(await _bare(python, size.peers, size.at_once))
-        floor.append(await _floor(size.programs // 2, size.at_once))
-        cased.append(await _cased(size.programs // 4, size.at_once))
+            bare.append(await _bare_rate(python, size.bare_programs, size.concurrency))
+        floor.append(await _floor_rate(size.programs // 2, size.concurrency))
+        cases.append(await _case_rate(size.programs // 4, size.concurrency))
     note = (
-        f"median of {size.rounds} rounds of {size.programs}, {size.at_once} at a time: "
+        f"median of {size.rounds} rounds of {size.programs}, {size.concurrency} at a time: "
         f"{', '.join(f'{rate:.0f}' for rate in ours)}"
     )
     theirs = median(bare) if bare else None
     return [
         _row("programs_per_s", median(ours), None, None, ">= 400", note),
-        _row(
-            "programs_per_s", median(ours), "bare python3", theirs, ">= 3x", "" if bare else "there is no python3"
-        ),
-        _row("cases_per_s", median(cased), None, None, None, "runs of programs with four cases each"),
+        _row("programs_per_s", median(ours), BARE, theirs, ">= 3x", "" if bare else NO_PYTHON),
+        _row("cases_per_s", median(cases), None, None, None, "runs of programs with four cases each"),
         _row(
             "programs_floor_per_s",
             median(floor),
             None,
             None,
             None,
-            "create, one warm Python, close, on the caller's own loop: what a program can cost at least",
+            "create, one warm Python, close, on the caller's event loop: the minimal cost of a program",
         ),
     ]
 
@@ -86,10 +85,10 @@ def _row(name: str, ours: float, peer: str | None, theirs: float | None, target:
     )
 
 
-async def _ours(count: int, at_once: int) -> float:
+async def _run_code_rate(count: int, concurrency: int) -> float:
     programs = (Program(source=SOURCE.format(at), stdin=f"{at} 1 2") for at in range(count))
     began = time.perf_counter()
-    results = await run_code(programs, concurrency=at_once)
+    results = await run_code(programs, concurrency=concurrency)
     took = time.perf_counter() - began
     for at, result in enumerate(results):
         if result.stdout != f"{2 * at + 3}\n":
@@ -97,50 +96,50 @@ async def _ours(count: int, at_once: int) -> float:
     return count / took
 
 
-async def _cased(count: int, at_once: int) -> float:
+async def _case_rate(count: int, concurrency: int) -> float:
     cases = tuple(Case(stdin=f"{n} 1", stdout=f"{n + 1 + 5}") for n in range(4))
     programs = (Program(source=SOURCE.format(5), cases=cases) for _ in range(count // 4))
     began = time.perf_counter()
-    results = await run_code(programs, concurrency=at_once)
+    results = await run_code(programs, concurrency=concurrency)
     took = time.perf_counter() - began
     if not all(result.passed for result in results):
-        raise UsageError("a case that is right did not pass")
+        raise UsageError("a correct case did not pass")
     return 4 * len(results) / took
 
 
-async def _floor(count: int, at_once: int) -> float:
-    async with ProgramRunner(concurrency=at_once) as programs:
+async def _floor_rate(count: int, concurrency: int) -> float:
+    async with ProgramRunner(concurrency=concurrency) as programs:
         spec: SandboxSpec = apply_limits(programs.spec, DEFAULT_PROGRAM_LIMITS)
 
         async def once(_: int) -> None:
-            box = await programs.create(spec)
+            sandbox = await programs.create(spec)
             try:
-                result = await box.exec(Command(argv=("python3", "-c", "pass"), warm=True))
+                result = await sandbox.exec(Command(argv=("python3", "-c", "pass"), warm=True))
             finally:
-                await box.close()
+                await sandbox.close()
             if not result.ok:
                 raise UsageError(f"a program ended as {result.status} {result.detail}")
 
         for at in range(16):
             await once(at)
-        return await _rate(once, count, at_once)
+        return await _rate(once, count, concurrency)
 
 
-async def _bare(python: str, count: int, at_once: int) -> float:
+async def _bare_rate(python: str, count: int, concurrency: int) -> float:
     pipe = asyncio.subprocess.PIPE
 
     async def once(at: int) -> None:
         program = await asyncio.create_subprocess_exec(
-            python, "-c", SOURCE.format(at), stdin=pipe, stdout=pipe, stderr=pipe, env=ENV
+            python, "-I", "-S", "-c", SOURCE.format(at), stdin=pipe, stdout=pipe, stderr=pipe, env=ENV
         )
-        said, _ = await program.communicate(f"{at} 1 2".encode())
-        if said != f"{2 * at + 3}\n".encode():
-            raise UsageError(f"a bare python3 ended with {program.returncode}")
+        output, _ = await program.communicate(f"{at} 1 2".encode())
+        if output != f"{2 * at + 3}\n".encode():
+            raise UsageError(f"a bare python3 exited with {program.returncode}")
 
-    return await _rate(once, count, at_once)
+    return await _rate(once, count, concurrency)
 
 
-async def _rate(once: Callable[[int], Awaitable[None]], count: int, at_once: int) -> float:
+async def _rate(once: Callable[[int], Awaitable[None]], count: int, concurrency: int) -> float:
     numbers = iter(range(count))
 
     async def worker() -> None:
@@ -149,6 +148,6 @@ async def _rate(once: Callable[[int], Awaitable[None]], count: int, at_once: int
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
+        for _ in range(concurrency):
             group.create_task(worker())
     return count / (time.perf_counter() - began)

@@ -1,10 +1,10 @@
-"""Benchmark `rlm`: the cost of a sub-call from the REPL to the upstream and back, and the gain of a batch.
+"""Benchmark `rlm`: the cost of a sub-call from the REPL to the upstream and back, and the speed-up of batches.
 
 Promises:
-- figures are taken by the code in the REPL, in a rollout of a real engine, with a real sandbox and a server of its
-  own process; every call is recorded with its ids, and trains;
-- a rollout that does not end as it should fails the bench: no figure from a broken run;
-- a batch's figure is its time beside that of as many waves of calls as its concurrency makes.
+- the code in the REPL takes the times, in a rollout of a real engine with a real sandbox and a server in its own
+  process; every call is recorded with token IDs;
+- a rollout with an unexpected end fails the benchmark;
+- a batch is compared with the time of as many waves of calls as its concurrency makes.
 """
 
 import math
@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks import Progress, Result
+from benchmarks import Progress, Result, percentiles
 from benchmarks.instant_model import instant_model
-from benchmarks.rlm_upstream import CELL, SECONDS, WAIT
+from benchmarks.rlm_upstream import CELL, WAIT, WAIT_SECONDS
 from rookery.core import Completed
 from rookery.engine import Engine
 from rookery.environments import Context
@@ -31,8 +31,8 @@ for at in range({count}):
     llm(f"question {{at}}")
     times.append(1e3 * (time.perf_counter() - began))
 answer(times)"""
-HOST = LLM.replace('llm(f"question {{at}}")', "budget()")
-MANY = """import time
+HOST_CALL = LLM.replace('llm(f"question {{at}}")', "budget()")
+BATCHES = """import time
 llm_batch(["{wait}, warm"] * {c}); times = []
 for at in range({rounds}):
     began = time.perf_counter()
@@ -50,7 +50,7 @@ answer "[${{times%,}}]"
 
 
 class Size(NamedTuple):
-    """How often each thing is done."""
+    """How often to run each measurement."""
 
     calls: int
     rounds: int
@@ -61,8 +61,8 @@ FULL = Size(calls=300, rounds=3, attempts=3)
 QUICK = Size(calls=100, rounds=1, attempts=1)
 
 
-class _Measured(RlmEnvironment):
-    """Keeps the answer, which is the figures."""
+class _AnswerRecorder(RlmEnvironment):
+    """Stores the answer, which contains the times."""
 
     async def score(self, ctx: Context) -> float:
         ctx.info["answer"] = self.answer(ctx)
@@ -73,34 +73,34 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
     async with instant_model("benchmarks.rlm_upstream") as model:
         progress("sub-calls one by one")
-        calls, _ = await _played(model.tokens_url, LLM.format(count=size.calls), size.attempts)
-        host, _ = await _played(model.tokens_url, HOST.format(count=size.calls), 1)
+        calls, _ = await _run_cell(model.tokens_url, LLM.format(count=size.calls), size.attempts)
+        host, _ = await _run_cell(model.tokens_url, HOST_CALL.format(count=size.calls), 1)
         results = [
             Result(
                 name="subcall_overhead_ms",
                 unit="ms",
                 ours=median(calls),
                 target="<= 3",
-                note=f"llm() with a server that answers at once, its HTTP included; {_spread(calls)}; "
-                f"{median(host):.2f} of it to call out of the worker and back",
+                note=f"llm() with an instant server, including HTTP; {percentiles(calls)}; "
+                f"{median(host):.2f} of it from the worker to the host and back",
             )
         ]
-        for c in (4, 16, 64):
-            progress(f"a batch of {BATCH}, {c} at once")
-            cell = MANY.format(c=c, rounds=size.rounds, wait=WAIT, batch=BATCH)
-            times, _ = await _played(model.tokens_url, cell, size.attempts, concurrency=c)
-            waves = math.ceil(BATCH / c)
+        for width in (4, 16, 64):
+            progress(f"a batch of {BATCH}, {width} at once")
+            cell = BATCHES.format(c=width, rounds=size.rounds, wait=WAIT, batch=BATCH)
+            times, _ = await _run_cell(model.tokens_url, cell, size.attempts, concurrency=width)
+            waves = math.ceil(BATCH / width)
             results.append(
                 Result(
-                    name=f"batch_speedup_c{c}",
+                    name=f"batch_speedup_c{width}",
                     unit="x of waves",
-                    ours=median(times) / (1e3 * SECONDS * waves),
+                    ours=median(times) / (1e3 * WAIT_SECONDS * waves),
                     target="<= 1.3",
-                    note=f"{BATCH} sub-calls of 100 ms, {c} at once: {median(times):.0f} ms for {waves} waves",
+                    note=f"{BATCH} sub-calls of 100 ms, {width} at once: {median(times):.0f} ms for {waves} waves",
                 )
             )
         progress("sub-calls from bash")
-        shell, _ = await _played(
+        shell, _ = await _run_cell(
             model.tokens_url, BASH.format(count=size.calls // 4), 1, repl="bash", cell_seconds=600.0
         )
         results.append(
@@ -108,11 +108,11 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 name="subcall_bash_ms",
                 unit="ms",
                 ours=median(shell) / 1e3,
-                note=f"the command `llm`, a bash of its own each time; {_spread([one / 1e3 for one in shell])}",
+                note=f"the command `llm`, one process per call; {percentiles([one / 1e3 for one in shell])}",
             )
         )
         progress("a context of 50 MB")
-        _, setups = await _played(
+        _, setups = await _run_cell(
             model.tokens_url,
             "answer([len(context)])",
             size.attempts,
@@ -123,34 +123,28 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 name="context_50mb_ms",
                 unit="ms",
                 ours=median(setups),
-                note="made, put into a new sandbox and loaded into a new Python, before the first turn",
+                note="created, written to a new sandbox and loaded into a new Python before the first turn",
             )
         )
     return results
 
 
-async def _played(
+async def _run_cell(
     url: str, cell: str, attempts: int, *, recipe: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[float], list[float]]:
-    """What the cell answered, and how long the set-up took, in milliseconds."""
-    found: list[float] = []
+    """Run a cell and return the times in its answer and the set-up times, in milliseconds."""
+    times: list[float] = []
     setups: list[float] = []
     task = {"prompt": f"{CELL}{cell}", "answer": "any", **({"recipe": recipe} if recipe else {})}
-    env = _Measured(max_calls=1_000_000, sub_max_tokens=64, **options)
+    env = _AnswerRecorder(max_calls=1_000_000, sub_max_tokens=64, **options)
     with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
         async with Engine(env, policy=url, out=Path(folder), runners=0) as engine:
-            for at in range(attempts):  # one after the other: they would measure each other
+            for at in range(attempts):  # one after another, so that they do not disturb each other
                 (group,) = [one async for one in engine.groups([{**task, "id": str(at)}], name=str(at))]
                 (rollout,) = group.rollouts
-                said = str(rollout.info.get("answer"))
-                if rollout.outcome != Completed() or not said.startswith("["):
-                    raise RuntimeError(f"a rollout ended as {rollout.outcome}: {said[:500]}")
-                found += [float(one) for one in said.strip("[]").split(",")]
+                answer = str(rollout.info.get("answer"))
+                if rollout.outcome != Completed() or not answer.startswith("["):
+                    raise RuntimeError(f"a rollout ended as {rollout.outcome}: {answer[:500]}")
+                times += [float(one) for one in answer.strip("[]").split(",")]
                 setups.append(1e3 * rollout.timing.setup)
-    return found, setups
-
-
-def _spread(times: list[float]) -> str:
-    ordered = sorted(times)
-    tenth = len(ordered) // 10
-    return f"{len(ordered)} times, tenth {ordered[tenth]:.2f}, ninetieth {ordered[-1 - tenth]:.2f}"
+    return times, setups

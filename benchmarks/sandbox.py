@@ -1,14 +1,14 @@
-"""The `sandbox` bench: what an isolated program costs, beside the same program without walls or behind others'.
+"""Benchmark `sandbox`: the cost of an isolated program, beside a bare interpreter, bwrap and Docker.
 
-Peers run in the same bench, by turns with our boxes: bare `python3`, bwrap, and where there is an engine, `docker
-run` and an exec through Docker's API.
+All run alternately in one run: our sandboxes, `python3 -I -S` without isolation, bwrap, and, if there is an
+engine, `docker run` and an exec through Docker's API.
 
 Promises:
-- the same interpreter and the same words everywhere; where latency counts, a peer's program is started in the
-  cheapest way there is, our boxes as users of the library start them;
-- latencies are medians of turns in small blocks, with the keeper running and its next boxes ready, as in a run;
-- what a box costs after its result (its end, the making of the next) is in the throughput, not in the latency;
-- a command that did not end well fails the bench: no figure from a broken run.
+- all use the same interpreter with the same arguments; for latencies the programs of peers are started in the
+  cheapest way, and our sandboxes as users of the library start them;
+- latencies are medians of alternating small blocks, with a running keeper and prepared sandboxes, as in a run;
+- work after a result (closing the sandbox, preparing the next) counts for throughput, not for latency;
+- a command with an unexpected result fails the benchmark.
 """
 
 import asyncio
@@ -18,24 +18,26 @@ from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import Progress, Result
+from benchmarks import Progress, Result, percentiles
 from benchmarks import docker_engine as docker
 from benchmarks.sandbox_peers import (
+    BARE,
     COMMAND,
+    NO_PYTHON,
     PYTHON,
-    Contender,
-    Found,
+    TimedOperation,
+    Timings,
     bare_python,
+    bwrap_command,
     bwrap_python,
-    bwrap_words,
-    by_turns,
-    forked_ms,
+    fork_floor_ms,
+    measure_alternately,
     per_second,
     python_path,
-    spawned,
-    subprocessed,
+    spawn_ms,
+    subprocess_ms,
 )
-from benchmarks.sandbox_workloads import HAS_WARM_COMMANDS, Boxes, Thousand, boxes_of_our_own, python_command
+from benchmarks.sandbox_workloads import ConcurrentSandboxes, SandboxWorkloads, open_workloads, python_command
 
 NAME = "sandbox"
 AT_ONCE = 8
@@ -46,7 +48,7 @@ FLOOR = "posix_spawn"
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """How much to measure."""
 
     rounds: int
     idle: int
@@ -66,23 +68,23 @@ QUICK = Size(rounds=10, idle=3, docker_every=5, seconds=1.5, widths=(8,), alive=
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
-    _more_descriptors()
-    async with docker.engine() as engine, boxes_of_our_own() as boxes:
+    _raise_descriptor_limit()
+    async with docker.open_engine() as engine, open_workloads() as workloads:
         if isinstance(engine, str):
             progress(engine)
-        docker_run, docker_exec = docker.contenders(engine, every=size.docker_every)
-        results = await _cold(boxes, size, docker_run, progress)
-        results += await _live(boxes, size, docker_exec, progress)
-        results += await _rates(boxes, size, progress)
-        results += await _snapshots(boxes, size, progress)
-        results += await _bombs(boxes, size, progress)
-        progress(f"{size.alive:,} boxes alive at once")
-        results += _thousand(await boxes.alive(size.alive), size)
+        docker_run, docker_exec = docker.timed_operations(engine, every=size.docker_every)
+        results = await _cold(workloads, size, docker_run, progress)
+        results += await _live(workloads, size, docker_exec, progress)
+        results += await _rates(workloads, size, progress)
+        results += await _snapshots(workloads, size, progress)
+        results += await _bombs(workloads, size, progress)
+        progress(f"{size.alive:,} live sandboxes")
+        results += _many_rows(await workloads.open_many(size.alive), size)
     return results
 
 
-def _more_descriptors() -> None:
-    """A thousand boxes are some thousand descriptors of ours."""
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of open files: a thousand sandboxes need some thousand descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft < hard:
         with contextlib.suppress(ValueError, OSError):
@@ -92,136 +94,136 @@ def _more_descriptors() -> None:
 # ------------------------------------------------------------------------------------------------- latencies
 
 
-async def _cold(boxes: Boxes, size: Size, docker_run: Contender, progress: Progress) -> list[Result]:
-    progress("cold: a new box, Python in it, to its end")
+async def _cold(
+    workloads: SandboxWorkloads, size: Size, docker_run: TimedOperation, progress: Progress
+) -> list[Result]:
+    progress("cold start: create a sandbox and run Python")
     warm, plain = python_command(warm=True), python_command(warm=False)
-    exec_start = Contender(EXEC_START, lambda: boxes.cold(plain), BLOCK)
-    ours = (
-        Contender(OURS, lambda: boxes.cold(warm), BLOCK) if HAS_WARM_COMMANDS else exec_start._replace(name=OURS)
-    )
     for _ in range(5):
-        await boxes.cold(warm)
-    turns = [ours, exec_start, bare_python(), bare_python("-I", "-S"), bwrap_python(), docker_run]
-    found = await by_turns(turns, size.rounds, boxes.rest, progress)
+        await workloads.cold_start_ms(warm)
+    operations = [
+        TimedOperation(OURS, lambda: workloads.cold_start_ms(warm), BLOCK),
+        TimedOperation(EXEC_START, lambda: workloads.cold_start_ms(plain), BLOCK),
+        bare_python(),
+        bwrap_python(),
+        docker_run,
+    ]
+    timings = await measure_alternately(operations, size.rounds, workloads.wait_idle, progress)
     idle = []
     for _ in range(size.idle):
         await asyncio.sleep(1.0)
-        idle.append(await boxes.cold(warm))
-    note = f"{_spread(found[OURS])}; after an idle second {median(idle):.2f}; 4 ms is the stretch"
-    if not HAS_WARM_COMMANDS:
-        note += "; there is no warm interpreter yet: this is the ordinary start"
+        idle.append(await workloads.cold_start_ms(warm))
+    note = f"{percentiles(timings[OURS].times)}; after an idle second {median(idle):.2f}"
     return [
-        *_beside(
+        *_compare(
             "cold_python_ms",
-            found,
+            timings,
             OURS,
-            {"bare python3": ">= 2x", "bare python3 -I -S": None, "bwrap": None, docker.RUN: ">= 50x"},
+            {BARE: ">= 2x", "bwrap": None, docker.RUN: ">= 50x"},
             note,
         ),
-        *_beside(
+        *_compare(
             "cold_python_exec_ms",
-            found,
+            timings,
             EXEC_START,
-            {"bare python3": None, "bwrap": None},
-            f"{_spread(found[EXEC_START])}; Python started anew in a new box, as any other program is",
+            {BARE: None, "bwrap": None},
+            f"{percentiles(timings[EXEC_START].times)}; Python started by exec in a new sandbox",
         ),
         Result(
             name="floor_fork_ms",
             unit="ms",
-            ours=await forked_ms(100),
-            note="a fork of a small Python that is there already, without any wall, to its end",
+            ours=await fork_floor_ms(100),
+            note="fork of a running Python and its exit, without isolation",
         ),
     ]
 
 
-async def _live(boxes: Boxes, size: Size, docker_exec: Contender, progress: Progress) -> list[Result]:
-    progress("live: a command in a box that is there")
-    box = await boxes.create()
+async def _live(
+    workloads: SandboxWorkloads, size: Size, docker_exec: TimedOperation, progress: Progress
+) -> list[Result]:
+    progress("a command in a live sandbox")
+    sandbox = await workloads.create()
     try:
-        turns = [
-            Contender(OURS, lambda: boxes.live(box), 2 * BLOCK),
-            Contender(HOST, lambda: subprocessed(COMMAND), 2 * BLOCK),
-            Contender(FLOOR, lambda: spawned(COMMAND), 2 * BLOCK),
+        operations = [
+            TimedOperation(OURS, lambda: workloads.exec_ms(sandbox), 2 * BLOCK),
+            TimedOperation(HOST, lambda: subprocess_ms(COMMAND), 2 * BLOCK),
+            TimedOperation(FLOOR, lambda: spawn_ms(COMMAND), 2 * BLOCK),
             docker_exec,
         ]
-        found = await by_turns(turns, size.rounds, boxes.rest, progress)
+        timings = await measure_alternately(operations, size.rounds, workloads.wait_idle, progress)
         idle = []
         for _ in range(size.idle):
             await asyncio.sleep(1.0)
-            idle.append(await boxes.live(box))
+            idle.append(await workloads.exec_ms(sandbox))
     finally:
-        await box.close()
-    note = f"`{' '.join(COMMAND)}`, {_spread(found[OURS])}; after an idle second {median(idle):.2f}"
-    return _beside("live_exec_ms", found, OURS, {HOST: ">= 1x", FLOOR: None, docker.EXEC: ">= 30x"}, note)
+        await sandbox.close()
+    note = f"`{' '.join(COMMAND)}`, {percentiles(timings[OURS].times)}; after an idle second {median(idle):.2f}"
+    return _compare("live_exec_ms", timings, OURS, {HOST: ">= 1x", FLOOR: None, docker.EXEC: ">= 30x"}, note)
 
 
-def _beside(
-    name: str, found: dict[str, Found], ours: str, peers: dict[str, str | None], note: str
+def _compare(
+    name: str, timings: dict[str, Timings], ours: str, peers: dict[str, str | None], note: str
 ) -> list[Result]:
-    figure = median(found[ours].times)
+    figure = median(timings[ours].times)
     return [
         Result(
             name=name,
             unit="ms",
             ours=figure,
             peer=peer,
-            theirs=median(found[peer].times) if found[peer].times else None,
+            theirs=median(timings[peer].times) if timings[peer].times else None,
             target=target,
-            note=found[peer].note or (note if at == 0 else ""),
+            note=timings[peer].note or (note if at == 0 else ""),
         )
         for at, (peer, target) in enumerate(peers.items())
     ]
 
 
-def _spread(found: Found) -> str:
-    times = sorted(found.times)
-    return f"{len(times)} times, tenth {times[len(times) // 10]:.2f}, ninetieth {times[-1 - len(times) // 10]:.2f}"
-
-
 # -------------------------------------------------------------------------------------------------- throughput
 
 
-async def _rates(boxes: Boxes, size: Size, progress: Progress) -> list[Result]:
+async def _rates(workloads: SandboxWorkloads, size: Size, progress: Progress) -> list[Result]:
     progress("throughput: whole runs, create to close")
     warm, plain = python_command(warm=True), python_command(warm=False)
-    rates = {width: await per_second(lambda: boxes.cold(warm), width, size.seconds) for width in size.widths}
-    started = (
-        await per_second(lambda: boxes.cold(plain), AT_ONCE, size.seconds) if HAS_WARM_COMMANDS else rates[AT_ONCE]
-    )
-    await boxes.rest()
-    python, bwrap = python_path(), bwrap_words()
-    bare = await _peer_rate((python, *PYTHON[1:]) if python else None, size)
-    walled = await _peer_rate(
+    rates = {
+        width: await per_second(lambda: workloads.cold_start_ms(warm), width, size.seconds)
+        for width in size.widths
+    }
+    exec_rate = await per_second(lambda: workloads.cold_start_ms(plain), AT_ONCE, size.seconds)
+    await workloads.wait_idle()
+    python, bwrap = python_path(), bwrap_command()
+    bare_rate = await _peer_rate((python, *PYTHON[1:]) if python else None, size)
+    bwrap_rate = await _peer_rate(
         (*bwrap, python, *PYTHON[1:]) if python and not isinstance(bwrap, str) else None, size
     )
-    progress("throughput: commands in live boxes")
-    held = [await boxes.create() for _ in range(AT_ONCE)]
+    progress("throughput: commands in live sandboxes")
+    sandboxes = [await workloads.create() for _ in range(AT_ONCE)]
     try:
-        free = list(held)
+        free = list(sandboxes)
 
         async def one() -> None:
-            box = free.pop()
+            sandbox = free.pop()
             try:
-                await boxes.live(box)
+                await workloads.exec_ms(sandbox)
             finally:
-                free.append(box)
+                free.append(sandbox)
 
         execs = await per_second(one, AT_ONCE, size.seconds)
     finally:
-        await asyncio.gather(*(box.close() for box in held))
-    await boxes.rest()
-    host = await per_second(lambda: subprocessed(COMMAND), AT_ONCE, size.seconds)
-    best = max(rates, key=lambda width: rates[width])
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+    await workloads.wait_idle()
+    host = await per_second(lambda: subprocess_ms(COMMAND), AT_ONCE, size.seconds)
+    best_width = max(rates, key=lambda width: rates[width])
     note = ", ".join(f"{width} at a time {rate:.0f}" for width, rate in rates.items())
     rates_of = (
         (None, None, f"{note}; create, Python, close"),
-        ("bare python3", bare, "" if python else "there is no python3"),
-        ("bwrap", walled, bwrap if isinstance(bwrap, str) else ""),
+        (BARE, bare_rate, "" if python else NO_PYTHON),
+        ("bwrap", bwrap_rate, bwrap if isinstance(bwrap, str) else ""),
     )
     return [
-        *(_rate("runs_per_s", rates[best], peer, rate, why) for peer, rate, why in rates_of),
-        _rate("runs_exec_per_s", started, None, None, f"Python started anew, {AT_ONCE} at a time"),
-        _rate("execs_per_s", execs, HOST, host, f"{AT_ONCE} at a time, in as many boxes"),
+        *(_rate("runs_per_s", rates[best_width], peer, rate, why) for peer, rate, why in rates_of),
+        _rate("runs_exec_per_s", exec_rate, None, None, f"Python started by exec, {AT_ONCE} at a time"),
+        _rate("execs_per_s", execs, HOST, host, f"{AT_ONCE} at a time, in as many sandboxes"),
     ]
 
 
@@ -243,17 +245,17 @@ async def _peer_rate(words: Sequence[str] | None, size: Size) -> float | None:
     if words is None:
         return None
     rate = None
-    with contextlib.suppress(ExceptionGroup):  # a peer that cannot be had is missing, not an end
-        rate = await per_second(lambda: subprocessed(words), AT_ONCE, size.seconds)
+    with contextlib.suppress(ExceptionGroup):  # a peer that fails is reported as missing
+        rate = await per_second(lambda: subprocess_ms(words), AT_ONCE, size.seconds)
     return rate
 
 
 # ------------------------------------------------------------------------------------- snapshots, bombs, many
 
 
-async def _snapshots(boxes: Boxes, size: Size, progress: Progress) -> list[Result]:
-    progress("snapshots, and boxes from them")
-    taken, forked, missing = await boxes.snapshots(size.snapshots)
+async def _snapshots(workloads: SandboxWorkloads, size: Size, progress: Progress) -> list[Result]:
+    progress("snapshots and forks")
+    taken, forked, missing = await workloads.snapshots(size.snapshots)
     note = missing or "a layer of 200 files"
     return [
         Result(name="snapshot_ms", unit="ms", ours=median(taken) if taken else None, note=note),
@@ -261,12 +263,12 @@ async def _snapshots(boxes: Boxes, size: Size, progress: Progress) -> list[Resul
     ]
 
 
-async def _bombs(boxes: Boxes, size: Size, progress: Progress) -> list[Result]:
+async def _bombs(workloads: SandboxWorkloads, size: Size, progress: Progress) -> list[Result]:
     progress("fork bombs")
     results = []
     ways: tuple[tuple[str, Callable[[], Awaitable[float]], str], ...] = (
-        ("kill_bomb_ms", boxes.bomb_closed, "from close() to everything gone"),
-        ("kill_bomb_wall_ms", boxes.bomb_limited, "from the time limit to everything gone, the box stays"),
+        ("kill_bomb_ms", workloads.close_bomb_ms, "from close() to everything gone"),
+        ("kill_bomb_wall_ms", workloads.stop_bomb_ms, "from the time limit to everything gone, the sandbox stays"),
     )
     for name, once, what in ways:
         times = [await once() for _ in range(size.bombs)]
@@ -276,30 +278,30 @@ async def _bombs(boxes: Boxes, size: Size, progress: Progress) -> list[Result]:
                 unit="ms",
                 ours=median(times),
                 target="<= 50",
-                note=f"{what}; the worst of {len(times)} took {max(times):.1f}",
+                note=f"{what}; worst of {len(times)}: {max(times):.1f}",
             )
         )
     return results
 
 
-def _thousand(found: Thousand, size: Size) -> list[Result]:
-    kernel = f"{found.kernel_mb:.2f} MB more each of the kernel's own" if found.kernel_mb is not None else ""
-    owner = f"{1024 * found.owner_mb:.0f} kB each in the owner"
+def _many_rows(many: ConcurrentSandboxes, size: Size) -> list[Result]:
+    kernel = f"{many.kernel_mb:.2f} MB of kernel memory each" if many.kernel_mb is not None else ""
+    owner = f"{1024 * many.owner_mb:.0f} kB each in the owner"
     return [
         Result(
             name="thousand_s",
             unit="s",
-            ours=found.seconds,
-            note=f"{size.alive:,} boxes, each has answered a command; "
-            f"{found.created:.2f} s until all were made, {found.closed:.2f} s until all were gone",
+            ours=many.seconds,
+            note=f"{size.alive:,} sandboxes, each has run a command; "
+            f"{many.created:.2f} s to create them, {many.closed:.2f} s to close them",
         ),
         Result(
             name="idle_pss_mb",
             unit="MB",
-            ours=found.pss_mb,
+            ours=many.pss_mb,
             target="<= 1.5",
-            note="; ".join(filter(None, ("each of them, with the keeper's growth", kernel, owner)))
-            if found.pss_mb is not None
-            else "we may not read what a box's processes use",
+            note="; ".join(filter(None, ("per sandbox, with the growth of the keeper", kernel, owner)))
+            if many.pss_mb is not None
+            else "the memory of the sandbox's processes cannot be read",
         ),
     ]

@@ -1,10 +1,10 @@
-"""Contenders of the `sandbox` bench: what takes turns with our boxes, and why one of them is missing.
+"""Peers of the benchmark `sandbox`, and a loop that measures them alternately with our sandboxes.
 
 Promises:
-- every contender does the same work: the same interpreter with the same words, or the same command;
-- contenders take turns in small blocks, so that they share the machine's mood; a block of one does not begin
-  while another's work is under way;
-- one that is not there, or fails, gives a note and no figure.
+- all operations do the same work: the same interpreter with the same arguments, or the same command;
+- operations alternate in small blocks, so that changes of the machine's speed affect all of them; a block does not
+  start while work of another is in progress;
+- an operation that is missing or fails yields a note instead of a figure.
 """
 
 import asyncio
@@ -20,99 +20,106 @@ from benchmarks.peers import peers_folder
 from rookery.sandboxes.guarded_sandbox import DEFAULT_PATH
 from rookery.sandboxes.local.provider import INTERPRETER
 
-PYTHON = ("python3", "-c", "pass")
+PYTHON = ("python3", "-I", "-S", "-c", "pass")
+"""The Python command of all peers. Without `-S` its time would depend on the installed site packages."""
+BARE = "bare python3 -I -S"
+NO_PYTHON = "no python3 is installed in the usual places"
 COMMAND = ("true",)
-ENV = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "HOME": "/tmp"}  # noqa: S108  (as a program's home, never written to)
+ENV = {"PATH": DEFAULT_PATH, "LANG": "C.UTF-8", "HOME": "/tmp"}  # noqa: S108  (home of the programs; not written to)
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
-class Contender(NamedTuple):
-    """One of those who take turns. `block` times in a row, in one of `every` rounds."""
+class TimedOperation(NamedTuple):
+    """An operation that is measured alternately with others: `block` times in a row, in one of `every` rounds."""
 
     name: str
     once: Callable[[], Awaitable[float]] | None
-    """Does it once; milliseconds. None: it is missing, and `note` says why."""
+    """Runs the operation once and returns milliseconds. None if it is missing; `note` says why."""
     block: int = 5
     every: int = 1
     note: str = ""
 
 
-class Found(NamedTuple):
-    """What one of them took, or why there is nothing."""
+class Timings(NamedTuple):
+    """Milliseconds of an operation, or a note that says why there are none."""
 
     times: tuple[float, ...]
     note: str = ""
 
 
-async def by_turns(
-    contenders: Sequence[Contender], rounds: int, rest: Callable[[], Awaitable[None]], progress: Progress
-) -> dict[str, Found]:
-    """Milliseconds of each. `rest` waits until nothing of the last one is under way."""
-    times: dict[str, list[float]] = {one.name: [] for one in contenders}
-    notes = {one.name: one.note for one in contenders}
-    for at in range(rounds):
-        for one in contenders:
-            if one.once is None or at % one.every or (notes[one.name] and not times[one.name]):
+async def measure_alternately(
+    operations: Sequence[TimedOperation], rounds: int, wait_idle: Callable[[], Awaitable[None]], progress: Progress
+) -> dict[str, Timings]:
+    """Measure milliseconds of each operation. `wait_idle` waits until the previous one has finished its work."""
+    times: dict[str, list[float]] = {operation.name: [] for operation in operations}
+    notes = {operation.name: operation.note for operation in operations}
+    for round_number in range(rounds):
+        for operation in operations:
+            if (
+                operation.once is None
+                or round_number % operation.every
+                or (notes[operation.name] and not times[operation.name])
+            ):
                 continue
-            await rest()
+            await wait_idle()
             try:
-                for _ in range(one.block):
-                    times[one.name].append(await one.once())
+                for _ in range(operation.block):
+                    times[operation.name].append(await operation.once())
             except (OSError, RuntimeError) as error:
-                notes[one.name] = f"{one.name} failed: {error}"[:500]
-                times[one.name].clear()
-                progress(notes[one.name])
-    return {name: Found(tuple(times[name]), notes[name]) for name in times}
+                notes[operation.name] = f"{operation.name} failed: {error}"[:500]
+                times[operation.name].clear()
+                progress(notes[operation.name])
+    return {name: Timings(tuple(times[name]), notes[name]) for name in times}
 
 
 def python_path() -> str | None:
-    """The interpreter that a box's `python3` is: on the host the name may be a script that looks for another."""
+    """Return the interpreter that a sandbox finds as `python3`. On the host the name may be a wrapper script."""
     return shutil.which("python3", path=f"{INTERPRETER}:{DEFAULT_PATH}")
 
 
-async def spawned(words: Sequence[str], env: dict[str, str] | None = None) -> float:
-    """The cheapest way there is to run a program and see its end: posix_spawn, and a wait. Milliseconds."""
-    return _spawned(words, ENV if env is None else env)  # nothing else is under way: the loop may stand still
+async def spawn_ms(argv: Sequence[str], env: dict[str, str] | None = None) -> float:
+    """Run a program in the cheapest way, posix_spawn and waitpid, and return milliseconds."""
+    return _spawn_ms(argv, ENV if env is None else env)  # nothing else runs, so blocking the event loop is fine
 
 
-def _spawned(words: Sequence[str], env: dict[str, str]) -> float:
+def _spawn_ms(argv: Sequence[str], env: dict[str, str]) -> float:
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
-        actions = [(os.POSIX_SPAWN_DUP2, null, at) for at in range(3)]
+        actions = [(os.POSIX_SPAWN_DUP2, null, fd) for fd in range(3)]
         began = time.perf_counter()
-        pid = os.posix_spawnp(words[0], list(words), env, file_actions=actions)
+        pid = os.posix_spawnp(argv[0], list(argv), env, file_actions=actions)
         status = os.waitpid(pid, 0)[1]
         took = 1e3 * (time.perf_counter() - began)
     finally:
         os.close(null)
     if status:
-        raise RuntimeError(f"{words[0]} ended with {os.waitstatus_to_exitcode(status)}")
+        raise RuntimeError(f"{argv[0]} exited with {os.waitstatus_to_exitcode(status)}")
     return took
 
 
-async def subprocessed(words: Sequence[str]) -> float:
-    """As a caller on the bare host would do it: from the event loop, with what it writes. Milliseconds."""
+async def subprocess_ms(argv: Sequence[str]) -> float:
+    """Run a program from the event loop with captured output, as a caller on the host would, and return ms."""
     pipe = asyncio.subprocess.PIPE
     began = time.perf_counter()
     program = await asyncio.create_subprocess_exec(
-        *words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=ENV
+        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=ENV
     )
     await program.communicate()
     if program.returncode:
-        raise RuntimeError(f"{words[0]} ended with {program.returncode}")
+        raise RuntimeError(f"{argv[0]} exited with {program.returncode}")
     return 1e3 * (time.perf_counter() - began)
 
 
-def bare_python(*options: str) -> Contender:
-    """With options, such as those for a start without a site: a site can be anything."""
-    python, name = python_path(), " ".join(("bare python3", *options))
+def bare_python() -> TimedOperation:
+    """Return the operation that runs the interpreter without isolation."""
+    python = python_path()
     if python is None:
-        return Contender(name, None, note="no python3 is in the usual places")
+        return TimedOperation(BARE, None, note=NO_PYTHON)
 
     async def once() -> float:
-        return await spawned((python, *options, *PYTHON[1:]))
+        return await spawn_ms((python, *PYTHON[1:]))
 
-    return Contender(name, once)
+    return TimedOperation(BARE, once)
 
 
 _FORKS = """
@@ -130,8 +137,8 @@ print(sorted(times)[len(times) // 2])
 """
 
 
-async def forked_ms(times: int) -> float | None:
-    """The floor: a fork of a small Python that is there already, without any wall, to its end; the median."""
+async def fork_floor_ms(times: int) -> float | None:
+    """Measure the floor: the median of forking a running Python and waiting for the child, without isolation."""
     python = python_path()
     if python is None:
         return None
@@ -141,41 +148,41 @@ async def forked_ms(times: int) -> float | None:
     return float((await program.communicate())[0])
 
 
-def bwrap_words() -> list[str] | str:
-    """bwrap with what comes nearest to a box (no limits, no filter, no user of its own); or why not."""
-    found = shutil.which("bwrap") or _made("usr/bin/bwrap")
+def bwrap_command() -> list[str] | str:
+    """Return a bwrap command line close to our sandboxes (no limits, no seccomp filter), or why it is missing."""
+    found = shutil.which("bwrap") or _installed_program("usr/bin/bwrap")
     if found is None:
-        return "bwrap is missing: `make peers` in a checkout makes it"
-    words = [found, "--unshare-all", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
+        return "bwrap is not installed: run `make peers` in a checkout"
+    argv = [found, "--unshare-all", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in map(Path, _SYSTEM):
         if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), str(path)]
+            argv += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
+            argv += ["--ro-bind", str(path), str(path)]
     if not str(INTERPRETER).startswith("/usr/"):
-        words += ["--ro-bind", str(INTERPRETER.parent), str(INTERPRETER.parent)]
-    return [*words, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/work", "--chdir", "/work"]  # noqa: S108
+        argv += ["--ro-bind", str(INTERPRETER.parent), str(INTERPRETER.parent)]
+    return [*argv, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/work", "--chdir", "/work"]  # noqa: S108
 
 
-def bwrap_python() -> Contender:
-    words, python = bwrap_words(), python_path()
-    if isinstance(words, str) or python is None:
-        return Contender("bwrap", None, note=words if isinstance(words, str) else "there is no python3")
+def bwrap_python() -> TimedOperation:
+    argv, python = bwrap_command(), python_path()
+    if isinstance(argv, str) or python is None:
+        return TimedOperation("bwrap", None, note=argv if isinstance(argv, str) else NO_PYTHON)
 
     async def once() -> float:
-        return await spawned((*words, python, *PYTHON[1:]))
+        return await spawn_ms((*argv, python, *PYTHON[1:]))
 
-    return Contender("bwrap", once)
+    return TimedOperation("bwrap", once)
 
 
-def _made(path: str) -> str | None:
-    """A program that `make peers` unpacked."""
+def _installed_program(path: str) -> str | None:
+    """Return the path of a program that `make peers` unpacked."""
     found = peers_folder() / "sandboxes" / "root" / path
     return str(found) if os.access(found, os.X_OK) else None
 
 
-async def per_second(once: Callable[[], Awaitable[object]], at_a_time: int, seconds: float) -> float:
-    """How often a second it is done, this many at a time; what is under way at the end is not counted."""
+async def per_second(once: Callable[[], Awaitable[object]], concurrency: int, seconds: float) -> float:
+    """Return completions per second at this concurrency; operations in progress at the end do not count."""
     done = 0
     end = time.perf_counter() + seconds
 
@@ -187,6 +194,6 @@ async def per_second(once: Callable[[], Awaitable[object]], at_a_time: int, seco
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(at_a_time):
+        for _ in range(concurrency):
             group.create_task(worker())
     return done / (min(end, time.perf_counter()) - began)

@@ -1,8 +1,8 @@
-"""What the `sandbox` bench does with boxes: one after another, many at a time, a thousand at once, bombs.
+"""Workloads of the benchmark `sandbox`: single commands, snapshots, fork bombs and a thousand live sandboxes.
 
 Promises:
-- a command that did not end as it should fails the bench: no figure from a broken run;
-- a box counts as gone when the kernel says so: its first process is gone, which is after all the others are.
+- a command with an unexpected result fails the benchmark;
+- a sandbox counts as closed when its init process is gone, which the kernel reports after all others have ended.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,31 +25,29 @@ from rookery.sandboxes.local.keeper_client import WARM_SANDBOXES
 from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 SPEC = SandboxSpec(provider="local", memory=256 << 20, pids=128, disk=64 << 20, wall=60.0)
-ROOMY = msgspec.structs.replace(SPEC, memory=4 << 30)
-"""For bombs: they are to end for want of time, not of memory."""
-HAS_WARM_COMMANDS = "warm" in Command.__struct_fields__
-"""Whether a command can be forked from a box's warm interpreter."""
+LARGE_SPEC = msgspec.structs.replace(SPEC, memory=4 << 30)
+"""Sandbox for fork bombs, which must reach the time limit before the memory limit."""
 FILES = 200
 BOMB_SECONDS = 0.5
-_MOUNTAIN = "import os\nfor n in range(%d):\n open(f'f{n}', 'w').write('x' * 512)" % FILES  # noqa: UP031
+_WRITE_FILES = "import os\nfor n in range(%d):\n open(f'f{n}', 'w').write('x' * 512)" % FILES  # noqa: UP031
 BOMB = """
 import os, sys
 if os.getpid() > 1000 or not open("/proc/1/cmdline").read().startswith("sandbox"):
-    sys.exit("only in a box")
-told = False
+    sys.exit("only in a sandbox")
+reported = False
 while True:
     try:
         os.fork()
     except OSError:
-        if not told:
+        if not reported:
             os.write(1, b"full\\n")
-        told = True
+        reported = True
 """
-"""Every process of it forks for ever; each says when it was refused the first time."""
+"""Every process forks forever and reports its first failed fork."""
 
 
-class Thousand(NamedTuple):
-    """What it took to have that many alive, and what they take."""
+class ConcurrentSandboxes(NamedTuple):
+    """Seconds to open, use and close many sandboxes, and memory for each of them."""
 
     seconds: float
     created: float
@@ -60,19 +58,19 @@ class Thousand(NamedTuple):
 
 
 def python_command(*, warm: bool) -> Command:
-    fields: dict[str, Any] = {"warm": True} if warm and HAS_WARM_COMMANDS else {}
-    return Command(argv=PYTHON, **fields)
+    """Return the Python command, forked from the sandbox's warm interpreter or started by exec."""
+    return Command(argv=("python3", "-c", "pass") if warm else PYTHON, warm=warm)
 
 
-def good(result: ExecResult) -> None:
+def require_success(result: ExecResult) -> None:
     if not result.ok:
         raise RuntimeError(
-            f"a command in a box ended as {result.status}: {result.stderr[-300:]!r} {result.detail}"
+            f"a command in a sandbox ended as {result.status}: {result.stderr[-300:]!r} {result.detail}"
         )
 
 
-class Boxes:
-    """A provider with a keeper of its own, and the things that are measured on it."""
+class SandboxWorkloads:
+    """A local provider with its own keeper, and the operations to measure on it."""
 
     def __init__(self, provider: LocalProvider, keeper: int) -> None:
         self.provider = provider
@@ -81,165 +79,167 @@ class Boxes:
     async def create(self, spec: SandboxSpec = SPEC) -> LocalSandbox:
         return await self.provider.create(spec, attempt="bench")
 
-    async def cold(self, command: Command) -> float:
-        """From asking for a box to the end of a command in it; milliseconds. Its close is off the clock."""
+    async def cold_start_ms(self, command: Command) -> float:
+        """Measure milliseconds from `create` to the end of a command. `close` is not included."""
         began = time.perf_counter()
-        box = await self.create()
+        sandbox = await self.create()
         try:
-            result = await box.exec(command)
+            result = await sandbox.exec(command)
             took = time.perf_counter() - began
         finally:
-            await box.close()
-        good(result)
+            await sandbox.close()
+        require_success(result)
         return 1e3 * took
 
-    async def rest(self, seconds: float = 5.0) -> None:
-        """Until the keeper has those that it keeps ready and those that are open, and had a moment for them."""
+    async def wait_idle(self, seconds: float = 5.0) -> None:
+        """Wait until the keeper has no other children than its prepared and open sandboxes."""
         ready = WARM_SANDBOXES + FORKED_SPARES
-        await _until(
+        await _wait_until(
             lambda: len(processes.list_children(self.keeper)) <= ready + len(self.provider._open), seconds
         )
         await asyncio.sleep(0.01)
 
-    async def live(self, box: LocalSandbox) -> float:
+    async def exec_ms(self, sandbox: LocalSandbox) -> float:
         began = time.perf_counter()
-        result = await box.exec(Command(argv=COMMAND))
+        result = await sandbox.exec(Command(argv=COMMAND))
         took = time.perf_counter() - began
-        good(result)
+        require_success(result)
         return 1e3 * took
 
     # ----------------------------------------------------------------------------------------- snapshots
 
     async def snapshots(self, times: int) -> tuple[list[float], list[float], str]:
-        """Milliseconds of each snapshot and of each fork from one, with a layer of 200 files; or why none."""
+        """Measure milliseconds of snapshots with 200 files, and of forks from them, or say why there are none."""
         taken: list[float] = []
         forked: list[float] = []
-        box = await self.create()
+        sandbox = await self.create()
         try:
-            good(await box.exec(Command(argv=("python3", "-c", _MOUNTAIN))))
+            require_success(await sandbox.exec(Command(argv=("python3", "-c", _WRITE_FILES))))
             for _ in range(times):
                 began = time.perf_counter()
-                name = await box.snapshot()
+                name = await sandbox.snapshot()
                 taken.append(1e3 * (time.perf_counter() - began))
                 began = time.perf_counter()
-                twin = await box.fork(name)
+                fork = await sandbox.fork(name)
                 forked.append(1e3 * (time.perf_counter() - began))
                 try:
-                    good(await twin.exec(Command(argv=("test", "-s", f"f{FILES - 1}"))))
+                    require_success(await fork.exec(Command(argv=("test", "-s", f"f{FILES - 1}"))))
                 finally:
-                    await twin.close()
-                await self.rest()
+                    await fork.close()
+                await self.wait_idle()
         except SandboxError as error:
             if error.code != "sandbox.refused":
                 raise
             return [], [], str(error)
         finally:
-            await box.close()
+            await sandbox.close()
         return taken, forked, ""
 
     # --------------------------------------------------------------------------------------- many at once
 
-    async def alive(self, count: int) -> Thousand:
-        """That many at once, each of which has answered a command."""
+    async def open_many(self, count: int) -> ConcurrentSandboxes:
+        """Open `count` sandboxes and run a command in each."""
         before, own = pss_mb(self.keeper), memory_mb(os.getpid())
         began = time.perf_counter()
-        boxes: list[LocalSandbox] = []
+        sandboxes: list[LocalSandbox] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.create()) for _ in range(count)]
-            boxes = [task.result() for task in tasks]
+            sandboxes = [task.result() for task in tasks]
             created = time.perf_counter() - began
-            for result in await asyncio.gather(*(box.exec(Command(argv=COMMAND)) for box in boxes)):
-                good(result)
+            for result in await asyncio.gather(*(sandbox.exec(Command(argv=COMMAND)) for sandbox in sandboxes)):
+                require_success(result)
             seconds = time.perf_counter() - began
             after = pss_mb(self.keeper)
             grown = None if before is None or after is None else (after - before) / count
-            kernel = [kernel_mb(box) for box in boxes[:: max(1, count // 100)]]
-            known = [one for one in kernel if one is not None]
+            kernel = [kernel_mb(sandbox) for sandbox in sandboxes[:: max(1, count // 100)]]
+            known_sizes = [one for one in kernel if one is not None]
             owner = (memory_mb(os.getpid()) - own) / count
         finally:
             began = time.perf_counter()
-            await asyncio.gather(*(box.close() for box in boxes))
+            await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
             closed = time.perf_counter() - began
-        return Thousand(seconds, created, closed, grown, sum(known) / len(known) if known else None, owner)
+        return ConcurrentSandboxes(
+            seconds, created, closed, grown, sum(known_sizes) / len(known_sizes) if known_sizes else None, owner
+        )
 
     # --------------------------------------------------------------------------------------------- bombs
 
-    async def bomb_closed(self) -> float:
-        """Milliseconds from closing a box with a fork bomb at its limit to everything gone."""
-        box = await self.create(ROOMY)
+    async def close_bomb_ms(self) -> float:
+        """Measure milliseconds from closing a sandbox with a fork bomb until all its processes are gone."""
+        sandbox = await self.create(LARGE_SPEC)
         try:
-            process = await box.start(Command(argv=("python3", "-c", BOMB)))
+            process = await sandbox.start(Command(argv=("python3", "-c", BOMB)))
             async with asyncio.timeout(30):
                 async for _, chunk in process.output():
                     if b"full" in chunk:
                         break
         except BaseException:
-            await box.close()
+            await sandbox.close()
             raise
         began = time.perf_counter()
-        await box.close()
+        await sandbox.close()
         return 1e3 * (time.perf_counter() - began)
 
-    async def bomb_limited(self) -> float:
-        """Milliseconds from a fork bomb's time limit to its result, when its whole tree is dead."""
-        box = await self.create(ROOMY)
+    async def stop_bomb_ms(self) -> float:
+        """Measure milliseconds from the time limit of a fork bomb until its process tree is dead."""
+        sandbox = await self.create(LARGE_SPEC)
         try:
             began = time.perf_counter()
-            result = await box.exec(Command(argv=("python3", "-c", BOMB), wall=BOMB_SECONDS))
+            result = await sandbox.exec(Command(argv=("python3", "-c", BOMB), wall=BOMB_SECONDS))
             took = time.perf_counter() - began
-            left = processes.list_children(pid_of(box))
+            survivors = processes.list_children(sandbox_pid(sandbox))
         finally:
-            await box.close()
-        if result.status != "time_limit" or left:
+            await sandbox.close()
+        if result.status != "time_limit" or survivors:
             raise RuntimeError(
-                f"a fork bomb ended as {result.status} with {len(left)} left: {result.stderr[-300:]!r}"
+                f"a fork bomb ended as {result.status} with {len(survivors)} survivors: {result.stderr[-300:]!r}"
             )
         return 1e3 * (took - BOMB_SECONDS)
 
 
 @contextlib.asynccontextmanager
-async def boxes_of_our_own() -> AsyncIterator[Boxes]:
-    """A keeper for this bench alone, with its warm boxes ready."""
+async def open_workloads() -> AsyncIterator[SandboxWorkloads]:
+    """Start a keeper for this benchmark and wait until its warm sandboxes are ready."""
     with tempfile.TemporaryDirectory(prefix="rookery-bench-") as folder:
         provider = LocalProvider(ProviderHome(folder=Path(folder), run=f"bench-{os.getpid()}"))
         if problems := provider.check(SPEC):
-            raise UsageError(f"there is nothing to measure: {' '.join(problems)}")
+            raise UsageError(f"local sandboxes cannot run here: {' '.join(problems)}")
         try:
             keeper = int((await (await provider.keeper()).status())["pid"])
-            await _until(lambda: len(processes.list_children(keeper)) >= WARM_SANDBOXES, 20)
-            yield Boxes(provider, keeper)
+            await _wait_until(lambda: len(processes.list_children(keeper)) >= WARM_SANDBOXES, 20)
+            yield SandboxWorkloads(provider, keeper)
         finally:
             await provider.close()
 
 
-async def _until(done: Callable[[], bool], seconds: float) -> None:
-    """Nothing tells us of another process's children: we look."""
+async def _wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Wait for a condition by polling: the kernel does not notify about children of other processes."""
     end = time.monotonic() + seconds
     for _ in iter(lambda: not done() and time.monotonic() < end, False):
         await asyncio.sleep(0.001)
 
 
-def pid_of(box: LocalSandbox) -> int:
-    """Of its first process, as the host counts."""
-    assert box._handle is not None
-    return box._handle.pid
+def sandbox_pid(sandbox: LocalSandbox) -> int:
+    """Return the host PID of the sandbox's init process."""
+    assert sandbox._handle is not None
+    return sandbox._handle.pid
 
 
 def pss_mb(top: int) -> float | None:
-    """Megabytes of a process and of all that descend from it, shared pages divided; None where we may not know."""
-    total, todo = 0, [top]
-    while todo:
-        pid = todo.pop()
-        todo += processes.list_children(pid)
+    """Return the PSS of a process tree in megabytes, or None if it cannot be read."""
+    total, queue = 0, [top]
+    while queue:
+        pid = queue.pop()
+        queue += processes.list_children(pid)
         try:
             text = Path(f"/proc/{pid}/smaps_rollup").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has ended
         except OSError:
             return None
-        found = text.partition(b"\nPss:")[2].split(None, 1)
-        total += int(found[0]) if found else 0
+        fields = text.partition(b"\nPss:")[2].split(None, 1)
+        total += int(fields[0]) if fields else 0
     return total / 1024
 
 
@@ -247,9 +247,9 @@ def memory_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def kernel_mb(box: LocalSandbox) -> float | None:
-    """What the kernel itself holds for a box, where its group tells."""
-    folder = box._handle.memory_cgroup if box._handle is not None else ""
+def kernel_mb(sandbox: LocalSandbox) -> float | None:
+    """Return the kernel memory of a sandbox in megabytes, if its cgroup reports it."""
+    folder = sandbox._handle.memory_cgroup if sandbox._handle is not None else ""
     with contextlib.suppress(OSError, ValueError):
         if (v1 := Path(folder, "memory.kmem.usage_in_bytes")).exists():
             return int(v1.read_text()) / 2**20

@@ -1,9 +1,11 @@
-"""A leash: runs a program for as long as its own standard input is open.
+"""Run a command for as long as standard input is open: `python -m benchmarks.stdin_lifetime COMMAND…`.
+
+A benchmark starts its servers this way and holds the other end of the pipe, so that no server survives it.
 
 Promises:
-- when standard input ends, because who started it closed it or died, the program is asked to end, and after five
-  seconds made to, with everything below it, also what left its process group or lost its parent;
-- it ends when the program does, with its status; nothing that the program started is left then either.
+- when standard input is closed, because the parent closed it or died, the command gets SIGTERM, and after five
+  seconds it and all its descendants are killed, including those that left the process group or lost their parent;
+- when the command exits, this program exits with the same status, and kills all descendants that are left.
 """
 
 import ctypes
@@ -14,17 +16,17 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from benchmarks.process_usage import family
+from benchmarks.process_usage import process_tree
 
-PATIENCE = 5.0
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: what lost its parent below us becomes our child
+TERM_SECONDS = 5.0
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become our children
 
 
-def leash(words: list[str]) -> int:
-    """Runs the words; their status, or 1 when they were made to end."""
+def run_while_stdin_open(command: list[str]) -> int:
+    """Run the command and return its exit status, or 1 if it had to be stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True) as child:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as child:
         try:
             descriptor = os.pidfd_open(child.pid)
             try:
@@ -32,19 +34,19 @@ def leash(words: list[str]) -> int:
                 if descriptor not in ready:
                     with suppress(ProcessLookupError):
                         os.killpg(child.pid, signal.SIGTERM)
-                    select.select([descriptor], [], [], PATIENCE)
+                    select.select([descriptor], [], [], TERM_SECONDS)
             finally:
                 os.close(descriptor)
         finally:
             status = child.poll()
-            _end_all()
+            _kill_descendants()
     return 1 if status is None else status
 
 
-def _end_all() -> None:
-    """Kills what is below us until nothing is; who dies leaves children that become ours."""
-    while below := family([os.getpid()]) - {os.getpid()}:
-        for pid in below:
+def _kill_descendants() -> None:
+    """Kill all descendants. Repeat, because the children of a killed process become ours."""
+    while descendants := process_tree([os.getpid()]) - {os.getpid()}:
+        for pid in descendants:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -52,4 +54,4 @@ def _end_all() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(leash(sys.argv[1:]))
+    sys.exit(run_while_stdin_open(sys.argv[1:]))

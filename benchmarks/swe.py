@@ -1,12 +1,12 @@
-"""The `swe` bench: what a whole rollout in a box costs besides the model and the commands themselves.
+"""Benchmark `swe`: the overhead of a whole rollout in a sandbox, beside the same sequence through Docker's API.
 
 Promises:
-- a rollout is a whole one, by a real engine: box, files, 10 bash calls, 2 edits, submit, grading in a fresh box,
-  and everything gone again; it must end with full reward, or the bench fails;
-- its overhead is its wall time, less the model's (what its server took from a request's arrival to its answer) and
-  less the commands' own (the same lines, run by one plain bash on this machine);
-- the peer does the same things in the same order through the engine's API, with containers made and removed, files
-  sent as archives, and one exec for each command, edit and test; both take turns;
+- the rollout runs in a real engine: sandbox, files, 10 bash calls, 2 edits, submission, grading in a fresh sandbox
+  and removal; it must end with full reward, or the benchmark fails;
+- the overhead is the wall time, less the model's time (from the arrival of a request to its answer) and less the
+  commands' own time (the same commands in one bash on this machine);
+- the peer does the same in the same order: containers are created and removed, files sent as archives, and every
+  command, edit and test is an exec; both alternate;
 - figures are medians.
 """
 
@@ -17,11 +17,11 @@ from statistics import median
 
 from benchmarks import Progress, Result
 from benchmarks import docker_engine as docker
-from benchmarks.swe_docker import DockerSequence
+from benchmarks.swe_docker_peer import DockerSequence
 from benchmarks.swe_rollout import BASH, EDITS, Rollouts, commands_ms, upload_rows
 
 NAME = "swe"
-WARM = 2
+WARM_UP = 2
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
@@ -32,10 +32,10 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
     note = ""
     with tempfile.TemporaryDirectory(prefix="rookery-bench-") as name:
         folder = Path(name)
-        own = await asyncio.to_thread(commands_ms, folder, 5)
+        command_time = await asyncio.to_thread(commands_ms, folder, 5)
         progress(f"rollouts: {BASH} bash calls, {EDITS} edits, submit, fresh grading")
-        async with Rollouts(folder) as rollouts, docker.engine() as engine:
-            for _ in range(WARM):
+        async with Rollouts(folder) as rollouts, docker.open_engine() as engine:
+            for _ in range(WARM_UP):
                 await rollouts.one()
             if isinstance(engine, str):
                 note = engine
@@ -45,7 +45,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
                 for turn in range(rounds):
                     wall, model = await rollouts.one()
                     walls.append(wall)
-                    overheads.append(wall - model - own)
+                    overheads.append(wall - model - command_time)
                     if sequence is not None and turn % 5 == 0:
                         theirs.append(await sequence.one())
             finally:
@@ -54,14 +54,14 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
         progress("uploads of 500 files")
         uploads = await upload_rows(folder, 3 if quick else 10)
     ordered = sorted(overheads)
-    spread = f"tenth {ordered[len(ordered) // 10]:.0f}, ninetieth {ordered[-1 - len(ordered) // 10]:.0f}"
+    spread = f"p10 {ordered[len(ordered) // 10]:.0f}, p90 {ordered[-1 - len(ordered) // 10]:.0f}"
     return [
         Result(
             name="rollout_overhead_ms",
             unit="ms",
             ours=median(overheads),
             target="<= 120",
-            note=f"{rounds} rollouts, {spread}; the commands themselves take {own:.0f} ms and are not in it",
+            note=f"{rounds} rollouts, {spread}; without {command_time:.0f} ms of the commands themselves",
         ),
         Result(
             name="rollout_wall_ms",
@@ -70,7 +70,7 @@ async def run(quick: bool, progress: Progress) -> list[Result]:
             peer=docker.EXEC,
             theirs=median(theirs) if theirs else None,
             target=">= 10x",
-            note=note or "the whole rollout, model and commands included; the peer has no model to wait for",
+            note=note or "whole rollout including model and commands; the peer does not call a model",
         ),
         *uploads,
     ]

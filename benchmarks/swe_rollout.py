@@ -1,4 +1,4 @@
-"""Our side of the `swe` bench: a trivial task, a model that plays its part, an engine."""
+"""Our side of the benchmark `swe`: a trivial task, a scripted model and an engine in this process."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ COMMANDS = (
     "wc -l add.sh",
     "cd /workspace && ls -l",
 )
-EDITED = (
+EDIT_CALLS = (
     {"command": "replace", "path": "add.sh", "old_str": "-", "new_str": "+"},
     {"command": "insert", "path": "add.sh", "insert_line": 0, "new_str": "# Adds."},
 )
@@ -42,16 +42,16 @@ SEED = "echo $(($1 - $2))\n"
 TEST = 'cd /workspace && [ "$(bash add.sh 2 3)" = 5 ]\n'
 
 
-def calls() -> list[tuple[str, dict[str, Any]]]:
-    """What the model does, turn by turn: the edits stand between the commands."""
-    made: list[tuple[str, dict[str, Any]]] = [("bash", {"command": line}) for line in COMMANDS]
-    made.insert(5, ("edit", EDITED[0]))
-    made.insert(9, ("edit", EDITED[1]))
-    return [*made, ("submit", {})]
+def tool_calls() -> list[tuple[str, dict[str, Any]]]:
+    """Return the tool calls of the model, turn by turn, with the edits between the commands."""
+    sequence: list[tuple[str, dict[str, Any]]] = [("bash", {"command": line}) for line in COMMANDS]
+    sequence.insert(5, ("edit", EDIT_CALLS[0]))
+    sequence.insert(9, ("edit", EDIT_CALLS[1]))
+    return [*sequence, ("submit", {})]
 
 
-def written(folder: Path) -> SweTask:
-    """The task, on disk."""
+def write_task(folder: Path) -> SweTask:
+    """Write the task to disk and return it."""
     top = folder / "task"
     for name, path, text in (("seeds", "add.sh", SEED), ("tests", "test.sh", TEST)):
         (top / name).mkdir(parents=True, exist_ok=True)
@@ -65,37 +65,38 @@ def written(folder: Path) -> SweTask:
     return SweTask(id="trivial", format="rows", folder=str(top), steps=(step,), files=files)
 
 
-def commands_ms(folder: Path, times: int) -> float:
-    """What the commands and the test take by themselves, in one plain bash; milliseconds."""
-    place = folder / "plain"
-    place.mkdir(exist_ok=True)
-    (place / "add.sh").write_text(SEED.replace("-", "+"))
-    lines = [line.replace("/workspace", str(place)) for line in (*COMMANDS, TEST)]
-    script = "\n".join(["cd " + str(place), *lines])
-    took = []
-    for _ in range(times):
+def commands_ms(folder: Path, repeats: int) -> float:
+    """Measure milliseconds of the commands and the test alone, in one bash."""
+    path = folder / "plain"
+    path.mkdir(exist_ok=True)
+    (path / "add.sh").write_text(SEED.replace("-", "+"))
+    lines = [line.replace("/workspace", str(path)) for line in (*COMMANDS, TEST)]
+    script = "\n".join(["cd " + str(path), *lines])
+    times = []
+    for _ in range(repeats):
         began = time.perf_counter()
         subprocess.run(["bash", "-c", script], check=True, stdout=subprocess.DEVNULL)
-        took.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (time.perf_counter() - began))
     empty = []
-    for _ in range(times):
+    for _ in range(repeats):
         began = time.perf_counter()
         subprocess.run(["bash", "-c", ":"], check=True)
         empty.append(1e3 * (time.perf_counter() - began))
-    return max(0.0, median(took) - median(empty))
+    return max(0.0, median(times) - median(empty))
 
 
 class Rollouts:
-    """An engine with a model beside it; `one` plays a rollout."""
+    """An engine and its model server; `one` runs a rollout."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._task = make_task(written(folder))
+        self._task = make_task(write_task(folder))
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
         self._model = 0.0
         self._bodies = [
-            json.dumps(_answer(name, arguments, turn)).encode() for turn, (name, arguments) in enumerate(calls())
+            json.dumps(_completion(name, arguments, turn)).encode()
+            for turn, (name, arguments) in enumerate(tool_calls())
         ]
 
     async def __aenter__(self) -> Self:
@@ -122,21 +123,21 @@ class Rollouts:
         await self._stack.aclose()
 
     async def one(self) -> tuple[float, float]:
-        """The wall time of a rollout and the model's part of it; milliseconds."""
+        """Run a rollout and return its wall time and the model's share in milliseconds."""
         assert self._engine is not None
         self._model = 0.0
         began = time.perf_counter()
         rollouts = [group.rollouts[0] async for group in self._engine.groups([self._task], restart=True)]
-        took = 1e3 * (time.perf_counter() - began)
+        wall = 1e3 * (time.perf_counter() - began)
         (rollout,) = rollouts
         if rollout.outcome != Completed() or rollout.reward != 1.0:
             raise RuntimeError(f"a rollout ended as {rollout.outcome!r} with reward {rollout.reward}")
-        return took, 1e3 * self._model
+        return wall, 1e3 * self._model
 
     async def _complete(self, request: web.Request) -> web.Response:
         began = time.perf_counter()
-        asked = json.loads(await request.read())
-        turn = sum(message["role"] == "assistant" for message in asked["messages"])
+        request_body = json.loads(await request.read())
+        turn = sum(message["role"] == "assistant" for message in request_body["messages"])
         answer = web.Response(body=self._bodies[turn], content_type="application/json")
         self._model += time.perf_counter() - began
         return answer
@@ -145,7 +146,7 @@ class Rollouts:
         return web.json_response({"object": "list", "data": [{"id": "script", "object": "model"}]})
 
 
-def _answer(name: str, arguments: dict[str, Any], turn: int) -> dict[str, Any]:
+def _completion(name: str, arguments: dict[str, Any], turn: int) -> dict[str, Any]:
     call = {
         "id": f"c{turn}",
         "type": "function",
@@ -166,8 +167,8 @@ def _files(source: Path) -> list[Path]:
     return [path for path in source.rglob("*") if path.is_file()]
 
 
-class _Counted:
-    """A sandbox that counts what brings files into it."""
+class _TransferCounter:
+    """Wraps a sandbox and counts the calls that transfer files into it."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -180,33 +181,33 @@ class _Counted:
 
 
 async def upload_rows(folder: Path, times: int) -> list[Result]:
-    """500 files of a task, as `prepare` brings them, beside a write for each."""
+    """Measure how `prepare` uploads 500 files of a task, beside one write per file."""
     source = folder / "many"
     for number in range(FILES):
-        place = source / f"d{number % 20}" / f"f{number}.txt"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"file {number}\n" * 20)
-    task = written(folder)
-    part = (FileMapping(source=str(source), target="/workspace"),)
-    many = SweTask(id="many", format="rows", folder=str(folder), steps=task.steps, files=part)
-    provider = open_provider("local", ProviderHome(folder=folder / "boxes", run="bench"))
+        path = source / f"d{number % 20}" / f"f{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"file {number}\n" * 20)
+    task = write_task(folder)
+    mapping = (FileMapping(source=str(source), target="/workspace"),)
+    many = SweTask(id="many", format="rows", folder=str(folder), steps=task.steps, files=mapping)
+    provider = open_provider("local", ProviderHome(folder=folder / "sandboxes", run="bench"))
     uploads: list[float] = []
     writes: list[float] = []
     transfers = 0
     try:
         for _ in range(times):
-            box = await provider.create(SandboxSpec(provider="local"), attempt="bench")
-            counted: Any = _Counted(box)
+            sandbox = await provider.create(SandboxSpec(provider="local"), attempt="bench")
+            counted: Any = _TransferCounter(sandbox)
             await prepare(counted, many, timeout=60.0)
             transfers = max(transfers, counted.transfers)
             began = time.perf_counter()
-            await box.upload(source, "/work/many")
+            await sandbox.upload(source, "/work/many")
             uploads.append(1e3 * (time.perf_counter() - began))
             began = time.perf_counter()
             for path in await asyncio.to_thread(_files, source):
-                await box.write(f"/work/one/{path.relative_to(source)}", path.read_bytes())
+                await sandbox.write(f"/work/one/{path.relative_to(source)}", path.read_bytes())
             writes.append(1e3 * (time.perf_counter() - began))
-            await box.close()
+            await sandbox.close()
     finally:
         await provider.close()
     return [
@@ -215,7 +216,7 @@ async def upload_rows(folder: Path, times: int) -> list[Result]:
             unit="transfers",
             ours=float(transfers),
             target="<= 1",
-            note=f"calls that bring the {FILES} files of a task into its box",
+            note=f"calls that transfer the {FILES} files of a task into its sandbox",
         ),
         Result(
             name="upload_500_ms", unit="ms", ours=median(uploads), peer="a write for each", theirs=median(writes)

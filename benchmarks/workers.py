@@ -1,52 +1,52 @@
-"""Benchmark `workers`: the cost of a cell with a savepoint, of returning to a savepoint, and of whole programs.
+"""Benchmark `workers`: the cost of cells with savepoints beside ipykernel, of recovery, and of whole programs.
 
 Promises:
-- every timed cell has a savepoint behind it, made before its clock starts; what that took is a row of its own;
-- the peer runs the same cells, with the same heap, by turns with ours;
-- going back counts from the moment of the limit to the result, and a next cell on top, which finds the state.
+- every timed cell has a savepoint, made before its clock starts; the time of savepoints is a separate row;
+- the peer runs the same cells with the same heap, alternately with ours;
+- recovery counts from the time limit to the result, plus the next cell, which must find the restored state.
 """
 
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import Progress, Result
+from benchmarks import Progress, Result, percentiles
 from benchmarks.programs import program_rates
-from benchmarks.workers_cells import cells_of_our_own, ipykernel_ms
+from benchmarks.worker_cells import ipykernel_ms, open_cell_timer
 
 NAME = "workers"
 PEER = "ipykernel"
-TREE = 8
+CHILDREN = 8
 
 
 class Size(NamedTuple):
-    """How often each thing is done."""
+    """How often to run each measurement."""
 
     rounds: int
     cells: int
-    ends: int
+    recoveries: int
 
 
-FULL = Size(rounds=5, cells=100, ends=60)
-QUICK = Size(rounds=2, cells=40, ends=15)
+FULL = Size(rounds=5, cells=100, recoveries=60)
+QUICK = Size(rounds=2, cells=40, recoveries=15)
 
 
 async def run(quick: bool, progress: Progress) -> list[Result]:
     size = QUICK if quick else FULL
     return [
-        *await _cells(size, progress),
-        *await _ends(size, progress),
+        *await _cell_rows(size, progress),
+        *await _recovery_rows(size, progress),
         *await program_rates(quick, progress),
     ]
 
 
-async def _cells(size: Size, progress: Progress) -> list[Result]:
+async def _cell_rows(size: Size, progress: Progress) -> list[Result]:
     results = []
     for heap in (10, 400):
         ours: list[float] = []
         saved: list[float] = []
         theirs: list[float] = []
         note = ""
-        async with cells_of_our_own(heap) as worker:
+        async with open_cell_timer(heap) as worker:
             for turn in range(size.rounds):
                 progress(f"cells with {heap} MB of heap, turn {turn + 1} of {size.rounds}")
                 times, saves = await worker.cells(size.cells)
@@ -57,52 +57,46 @@ async def _cells(size: Size, progress: Progress) -> list[Result]:
                     note = answer
                 else:
                     theirs += answer
-        word = "" if heap == 10 else f"_{heap}mb"
+        suffix = "" if heap == 10 else f"_{heap}mb"
         results += [
             Result(
-                name=f"cell{word}_ms",
+                name=f"cell{suffix}_ms",
                 unit="ms",
                 ours=median(ours),
                 peer=PEER,
                 theirs=median(theirs) if theirs else None,
                 target="<= 1.2",
-                note=note or _spread(ours),
+                note=note or percentiles(ours),
             ),
             Result(
-                name=f"savepoint{word}_ms",
+                name=f"savepoint{suffix}_ms",
                 unit="ms",
                 ours=median(saved),
-                note=f"{_spread(saved)}; made while nobody waits",
+                note=f"{percentiles(saved)}; made between the timed cells",
             ),
         ]
     return results
 
 
-async def _ends(size: Size, progress: Progress) -> list[Result]:
-    async with cells_of_our_own(10) as worker:
-        progress(f"going back from a spinning cell with {TREE} children")
-        recovered = [await worker.recover_ms(TREE) for _ in range(size.ends)]
-        progress("noticing a crash")
-        noticed = [await worker.notice_ms() for _ in range(size.ends)]
+async def _recovery_rows(size: Size, progress: Progress) -> list[Result]:
+    async with open_cell_timer(10) as worker:
+        progress(f"recovery from a spinning cell with {CHILDREN} children")
+        recovered = [await worker.recover_ms(CHILDREN) for _ in range(size.recoveries)]
+        progress("detection of a crash")
+        noticed = [await worker.crash_ms() for _ in range(size.recoveries)]
     return [
         Result(
             name="recover_ms",
             unit="ms",
             ours=median(recovered),
             target="<= 15",
-            note=f"from the limit to the result, and the next cell, {TREE} children; {_spread(recovered)}",
+            note=f"time limit to result, and the next cell, {CHILDREN} children; {percentiles(recovered)}",
         ),
         Result(
             name="notice_crash_ms",
             unit="ms",
             ours=median(noticed),
             target="<= 5",
-            note=f"from os._exit to the cell's result, back at its savepoint; {_spread(noticed)}",
+            note=f"from os._exit to the cell's result, restored to its savepoint; {percentiles(noticed)}",
         ),
     ]
-
-
-def _spread(times: list[float]) -> str:
-    ordered = sorted(times)
-    tenth = len(ordered) // 10
-    return f"{len(ordered)} times, tenth {ordered[tenth]:.2f}, ninetieth {ordered[-1 - tenth]:.2f}"

@@ -23,15 +23,15 @@ from starlette.routing import Route
 HEADERS = {"Content-Type": "application/json"}
 
 
-async def streamed(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    rest = b""
-    async with answer:
-        async for piece in answer.content.iter_any():
-            *events, rest = (rest + piece).split(b"\n\n")
+async def forward_stream(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    buffer = b""
+    async with response:
+        async for chunk in response.content.iter_any():
+            *events, buffer = (buffer + chunk).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: {"):
                     orjson.loads(event[6:])
-            yield piece
+            yield chunk
 
 
 async def main() -> None:
@@ -41,24 +41,24 @@ async def main() -> None:
         async def chat(request: Request) -> Response:
             body = await request.body()
             parsed = orjson.loads(body)
-            answer = await session.post(url, data=body, headers=HEADERS)
+            response = await session.post(url, data=body, headers=HEADERS)
             if parsed.get("stream"):
                 return StreamingResponse(
-                    streamed(answer), status_code=answer.status, media_type="text/event-stream"
+                    forward_stream(response), status_code=response.status, media_type="text/event-stream"
                 )
-            async with answer:
-                whole = await answer.read()
-            orjson.loads(whole)
-            return Response(whole, status_code=answer.status, media_type="application/json")
+            async with response:
+                payload = await response.read()
+            orjson.loads(payload)
+            return Response(payload, status_code=response.status, media_type="application/json")
 
         app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", http="httptools")
-            serving = asyncio.create_task(uvicorn.Server(config).serve([listener]))
+            server_task = asyncio.create_task(uvicorn.Server(config).serve([listener]))
             versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("uvicorn", "aiohttp"))
-            # The kernel takes connections from the moment it listens.
+            # The kernel accepts connections as soon as the socket listens.
             print(f"bare proxy ({versions}) at http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-            await serving
+            await server_task
 
 
 if __name__ == "__main__":

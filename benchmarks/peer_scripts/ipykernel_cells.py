@@ -15,13 +15,13 @@ import time
 from jupyter_client.manager import KernelManager
 
 
-def ran(client, source: str) -> list[str]:  # type: ignore[no-untyped-def]
-    """The texts of its output and value; raises where it failed."""
+def run_cell(client, source: str) -> list[str]:  # type: ignore[no-untyped-def]
+    """Run a cell and return the texts of its output and value. Raise if it failed."""
     texts = []
-    sent = client.execute(source)
+    message_id = client.execute(source)
     while True:
         message = client.get_iopub_msg(timeout=60)
-        if message["parent_header"].get("msg_id") != sent:
+        if message["parent_header"].get("msg_id") != message_id:
             continue
         kind, content = message["msg_type"], message["content"]
         if kind == "stream":
@@ -32,7 +32,7 @@ def ran(client, source: str) -> list[str]:  # type: ignore[no-untyped-def]
             raise RuntimeError(content["evalue"])
         elif kind == "status" and content["execution_state"] == "idle":
             break
-    while client.get_shell_msg(timeout=60)["parent_header"].get("msg_id") != sent:
+    while client.get_shell_msg(timeout=60)["parent_header"].get("msg_id") != message_id:
         pass
     return texts
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cells", type=int, required=True)
     parser.add_argument("--setup", required=True)
-    parser.add_argument("--cell", required=True, help="with {n} in it; it prints n and its value is twice that")
+    parser.add_argument("--cell", required=True, help="source with {n}; prints n and has the value 2 * n")
     parser.add_argument("--pause", type=float, required=True)
     args = parser.parse_args()
     manager = KernelManager(kernel_name="python3")
@@ -50,17 +50,17 @@ def main() -> None:
     client.start_channels()
     try:
         client.wait_for_ready(timeout=60)
-        ran(client, args.setup)
+        run_cell(client, args.setup)
         times = []
         for n in range(args.cells + 5):
             time.sleep(args.pause)
             source = args.cell.replace("{n}", str(n))
             began = time.perf_counter()
-            texts = ran(client, source)
+            texts = run_cell(client, source)
             took = 1e3 * (time.perf_counter() - began)
             if "".join(texts) != f"{n}\n{2 * n}":
-                raise RuntimeError(f"a cell said {texts}")
-            if n >= 5:  # the first ones are slower
+                raise RuntimeError(f"a cell returned {texts}")
+            if n >= 5:  # the first cells are slower
                 times.append(took)
     finally:
         client.stop_channels()

@@ -1,12 +1,12 @@
-"""CPU time of one rollout in verifiers 0.4, driven in-process: the way that is fairest to it.
+"""Measures the CPU time of one rollout in verifiers 0.4, driven in-process, which is its cheapest mode.
 
-Run by `python -m benchmarks engine` in the peer's own environment (`make peers`), against our instant model.
-The harness loops in the framework's process; its shipped ones start a program for every rollout and cost
-hundreds of times more. What is counted is user and system time of this process and its children, after a
-warm-up; the model server is another process and does not count. A rollout that fails fails the measurement.
+The benchmark `engine` runs it in the peer's own environment (`make peers`) against our instant model. The harness
+runs in the framework's process; the harnesses that verifiers ships start a program for every rollout and cost
+hundreds of times more. User and system time of this process and its children count, after a warm-up; the model
+server is another process and does not count. A failed rollout fails the measurement.
 
 The last line of the output is one JSON object: {"peer", "case", "runs": [{"n", "cpu_ms", "wall_s"}]}.
-This file is also the plug-in that verifiers loads by name, for its taskset and its harness.
+This file is also the plug-in that verifiers loads by name for its taskset and its harness.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 PLUGIN = "verifiers_overhead"
-WARM_UP = 256  # its first hundreds of rollouts cost a fifth more
+WARM_UP = 256  # the first hundreds of rollouts cost a fifth more
 TURNS = {"single": 1, "tool3": 3}
 ECHO = {
     "type": "function",
@@ -49,13 +49,13 @@ class BenchTask(vf.Task[vf.TaskData]):
 
 
 class BenchConfig(vf.TasksetConfig):
-    """How many questions."""
+    """Configuration of the taskset: the number of questions."""
 
     n: int = 1
 
 
 class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
-    """The same question, numbered."""
+    """A taskset that repeats one question with different numbers."""
 
     def load(self) -> list[BenchTask]:
         return [
@@ -65,13 +65,13 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
 
 
 class InProcessConfig(HarnessConfig):
-    """Whether the model is offered a tool."""
+    """Configuration of the harness: whether the model gets a tool."""
 
     tools: bool = False
 
 
 class InProcessHarness(Harness[InProcessConfig]):
-    """The agent's loop in the framework's own process; model calls still pass its interception server."""
+    """Runs the agent loop in the framework's process; model calls still go through its interception server."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
@@ -80,7 +80,7 @@ class InProcessHarness(Harness[InProcessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # noqa: ARG002
         if InProcessHarness.client is None:
-            # Not httpx: the loop's own client should cost the peer as little as possible.
+            # Not httpx: the client in the loop should cost the peer as little as possible.
             InProcessHarness.client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         messages = [{"role": "user", "content": data.prompt}]
         headers = {"Authorization": f"Bearer {secret}"}
@@ -101,22 +101,22 @@ class InProcessHarness(Harness[InProcessConfig]):
 
 
 def cpu_s() -> float:
-    """User and system seconds of this process and of children that ended."""
+    """Return user and system seconds of this process and of its ended children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 async def measure(case: str, url: str, n: int, repeat: int, concurrency: int) -> list[dict[str, float]]:
-    """`repeat` times `n` rollouts, in one environment that has been warmed up."""
+    """Run `n` rollouts `repeat` times in a warmed-up environment and return the CPU time of each run."""
     harness = {"id": PLUGIN, "tools": case == "tool3"}
     agent = {"harness": harness, "runtime": {"type": "subprocess"}}
     taskset = {"id": PLUGIN, "n": WARM_UP + n * repeat}
     env = load_environment(resolve_env_config({"taskset": taskset, "agent": agent}))
     ctx = ModelContext(model="instant", client=EvalClientConfig(base_url=url, api_key_var="BENCH_KEY"))
-    tasks, places = list(env.taskset), asyncio.Semaphore(concurrency)
+    tasks, semaphore = list(env.taskset), asyncio.Semaphore(concurrency)
 
     async def rollouts(some: list) -> None:
-        episodes = await asyncio.gather(*(env.run_slot(env.slots(task)[0], ctx, places) for task in some))
+        episodes = await asyncio.gather(*(env.run_slot(env.slots(task)[0], ctx, semaphore) for task in some))
         for episode in episodes:
             if not episode.ok or episode.traces[0].num_turns != TURNS[case]:
                 raise SystemExit(f"a rollout failed: {episode.errors or episode.traces[0].errors}")

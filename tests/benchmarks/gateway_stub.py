@@ -1,4 +1,4 @@
-"""As much of a gateway as its bench needs: sessions with secrets, and forwarding. Argument: the upstream's URL."""
+"""Minimal gateway for the tests of the benchmark `gateway`: sessions with keys; forwards to the URL in argv."""
 
 import asyncio
 import os
@@ -26,29 +26,29 @@ async def main(upstream: str) -> None:
                 sessions[name] = secrets.token_hex(8)
                 url = f"http://{request.host}/v1/rollouts/{name}"
                 return web.json_response({"id": name, "base_url": url, "secret": sessions[name]})
-            found = SESSION.fullmatch(request.path)
-            if found is None or found[1] not in sessions:
+            match = SESSION.fullmatch(request.path)
+            if match is None or match[1] not in sessions:
                 return web.Response(status=410)
             if request.method == "DELETE":
-                del sessions[found[1]]
+                del sessions[match[1]]
                 return web.Response()
-            if bearer != f"Bearer {sessions[found[1]]}":
+            if bearer != f"Bearer {sessions[match[1]]}":
                 return web.Response(status=401)
-            async with client.post(f"{upstream}/chat/completions", data=await request.read()) as answer:
-                if answer.content_type != "text/event-stream":
-                    body = await answer.read()
-                    return web.Response(body=body, status=answer.status, content_type="application/json")
-                streamed = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await streamed.prepare(request)
-                async for piece in answer.content.iter_any():
-                    await streamed.write(piece)
-                await streamed.write_eof()
-                return streamed
+            async with client.post(f"{upstream}/chat/completions", data=await request.read()) as response:
+                if response.content_type != "text/event-stream":
+                    body = await response.read()
+                    return web.Response(body=body, status=response.status, content_type="application/json")
+                stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await stream.prepare(request)
+                async for chunk in response.content.iter_any():
+                    await stream.write(chunk)
+                await stream.write_eof()
+                return stream
 
         server = web.Server(handle, access_log=None)
-        serving = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-        print(f"the gateway serves at http://127.0.0.1:{serving.sockets[0].getsockname()[1]}", flush=True)
-        await serving.serve_forever()
+        listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        print(f"the gateway listens at http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", flush=True)
+        await listener.serve_forever()
 
 
 if __name__ == "__main__":

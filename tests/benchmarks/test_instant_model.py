@@ -1,4 +1,4 @@
-"""The instant model, over real sockets."""
+"""Tests of the instant model over real sockets."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from benchmarks.engine import floor_cpu_ms
-from benchmarks.instant_model import MAX_BODY, MAX_HEAD, TOKENS, Instant, body_length, instant_model
+from benchmarks.instant_model import MAX_BODY, MAX_HEAD, TOKENS, InstantModel, body_length, instant_model
 
 
 async def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -24,11 +24,11 @@ async def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def address(model: Instant) -> tuple[str, int]:
+def address(model: InstantModel) -> tuple[str, int]:
     return "127.0.0.1", int(model.origin.rsplit(":", 1)[1])
 
 
-async def test_every_answer_is_a_valid_chat_completion_with_tokens() -> None:
+async def test_reply_is_a_valid_chat_completion_with_tokens() -> None:
     async with instant_model() as model:
         answer = await ask(model.tokens_url, {"model": "m", "messages": [{"role": "user", "content": "é" * 9000}]})
     (choice,) = answer["choices"]
@@ -42,7 +42,7 @@ async def test_every_answer_is_a_valid_chat_completion_with_tokens() -> None:
     assert "".join(bytes(entry["bytes"]).decode() for entry in entries) == choice["message"]["content"]
 
 
-async def test_who_does_not_ask_for_tokens_gets_the_same_text_without_them() -> None:
+async def test_plain_endpoint_returns_the_same_text_without_tokens() -> None:
     async with instant_model() as model:
         full = await ask(model.tokens_url, {})
         plain = await ask(model.plain_url, {})
@@ -51,7 +51,7 @@ async def test_who_does_not_ask_for_tokens_gets_the_same_text_without_them() -> 
     assert "token_ids" not in plain["choices"][0]
 
 
-async def test_the_tools_door_asks_twice_and_then_answers() -> None:
+async def test_tools_endpoint_calls_a_tool_twice_and_then_answers() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     finishes = []
     async with instant_model() as model:
@@ -72,7 +72,7 @@ async def test_models_are_listed_and_other_paths_are_not_found() -> None:
             assert reply.status == 404
 
 
-async def test_requests_may_come_in_pieces_or_several_at_once() -> None:
+async def test_requests_may_arrive_in_pieces_or_pipelined() -> None:
     request = b"POST /plain/v1/chat/completions HTTP/1.1\r\nHost: x\r\ncontent-LENGTH: 2\r\n\r\n{}"
     async with instant_model() as model, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(*address(model))
@@ -97,7 +97,7 @@ async def test_requests_may_come_in_pieces_or_several_at_once() -> None:
         b"x" * (MAX_HEAD + 1),
     ],
 )
-async def test_what_is_too_big_or_not_understood_is_refused_and_closed(sent: bytes) -> None:
+async def test_oversized_or_malformed_request_is_refused_and_closed(sent: bytes) -> None:
     async with instant_model() as model, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(*address(model))
         writer.write(sent)
@@ -107,14 +107,14 @@ async def test_what_is_too_big_or_not_understood_is_refused_and_closed(sent: byt
         await writer.wait_closed()
 
 
-async def test_the_server_is_gone_after_its_block() -> None:
+async def test_server_is_stopped_after_its_block() -> None:
     async with instant_model() as model:
-        place = address(model)
+        server = address(model)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(place)
+        socket.create_connection(server)
 
 
-def test_it_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
+def test_server_exits_when_its_parent_is_killed(tmp_path: Path) -> None:
     ports = tmp_path / "port"
     parent = (
         "import subprocess, sys\n"
@@ -134,7 +134,7 @@ def test_it_ends_when_who_started_it_is_killed(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-async def test_the_floor_is_a_cost_for_each_repeat() -> None:
+async def test_floor_has_a_cost_for_each_repeat() -> None:
     async with instant_model() as model:
         costs = await floor_cpu_ms(model.tokens_url, n=64, repeats=2, concurrency=8)
     assert len(costs) == 2

@@ -1,4 +1,4 @@
-"""CPU and memory accounting, on real processes."""
+"""Tests of CPU and memory accounting with real processes."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.process_usage import CpuMeter, ProcessLost, cpu_ns, family, memory_mb
+from benchmarks.process_usage import CpuMeter, ProcessLostError, cpu_ns, memory_mb, process_tree
 
 WORKER = """
 import sys, time
@@ -38,14 +38,14 @@ def burn(process: subprocess.Popen[str], seconds: float) -> None:
     process.stdout.readline()
 
 
-def test_cpu_time_is_monotone_and_between_two_readings_of_the_own_clock() -> None:
+def test_cpu_time_agrees_with_the_process_clock() -> None:
     for _ in range(100):
         before = time.process_time_ns()
         read = cpu_ns(os.getpid())
         assert before <= read <= time.process_time_ns()
 
 
-def test_the_cpu_of_another_process_is_seen(worker: subprocess.Popen[str]) -> None:
+def test_cpu_time_of_another_process_is_measured(worker: subprocess.Popen[str]) -> None:
     meter = CpuMeter([worker.pid])
     burn(worker, 0.05)
     first = meter.used()
@@ -55,36 +55,36 @@ def test_the_cpu_of_another_process_is_seen(worker: subprocess.Popen[str]) -> No
     assert meter.used() < 0.05
 
 
-def test_a_process_that_appears_counts_from_its_birth() -> None:
+def test_new_process_counts_from_its_start() -> None:
     meter = CpuMeter([os.getpid()])
     own = time.process_time()
     with subprocess.Popen(
         [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         burn(process, 0.05)
-        assert process.pid in family([os.getpid()])
+        assert process.pid in process_tree([os.getpid()])
         assert meter.used() >= 0.05 + (time.process_time() - own) * 0.5
         process.kill()
 
 
-def test_a_process_left_out_is_not_counted(worker: subprocess.Popen[str]) -> None:
-    assert worker.pid in family([os.getpid()])
-    assert worker.pid not in family([os.getpid()], without=[worker.pid])
+def test_excluded_process_is_not_counted(worker: subprocess.Popen[str]) -> None:
+    assert worker.pid in process_tree([os.getpid()])
+    assert worker.pid not in process_tree([os.getpid()], exclude=[worker.pid])
 
 
-def test_a_lost_process_fails_the_measurement(worker: subprocess.Popen[str]) -> None:
+def test_ended_process_fails_the_measurement(worker: subprocess.Popen[str]) -> None:
     meter = CpuMeter([os.getpid()])
     worker.kill()
     worker.wait()
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessLostError):
         meter.used()
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessLostError):
         cpu_ns(worker.pid)
-    with pytest.raises(ProcessLost):
+    with pytest.raises(ProcessLostError):
         memory_mb([worker.pid])
 
 
-def test_memory_of_processes_adds_up(worker: subprocess.Popen[str]) -> None:
+def test_memory_of_processes_is_added_up(worker: subprocess.Popen[str]) -> None:
     one = memory_mb([worker.pid])
     assert one > 0
     assert memory_mb([worker.pid, os.getpid()]) > one

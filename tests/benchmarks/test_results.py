@@ -1,4 +1,4 @@
-"""Rows, verdicts, rendering and the JSON contract of the benchmarks."""
+"""Tests of rows, verdicts, the table and the JSON report of the benchmarks."""
 
 import json
 import math
@@ -47,16 +47,16 @@ def test_a_plain_target_is_about_our_figure(ours: float, bound: object) -> None:
 
 
 @given(ours=figures, theirs=figures, times=st.integers(min_value=1, max_value=1000))
-def test_a_target_in_times_is_about_the_ratio(ours: float, theirs: float, times: int) -> None:
+def test_target_with_x_applies_to_the_ratio(ours: float, theirs: float, times: int) -> None:
     result = row(ours=ours, peer="p", theirs=theirs, target=f">= {times}x")
     assert result.met is (theirs / ours >= times)
 
 
-def test_a_verdict_is_decided_by_the_figures_as_measured() -> None:
+def test_verdict_uses_the_unrounded_figures() -> None:
     assert row(ours=0.4500001, target="<= 0.45").met is False
 
 
-def test_a_missing_peer_is_reported_as_missing() -> None:
+def test_missing_peer_is_reported_as_missing() -> None:
     written = row(peer="p 1.0", target=">= 20x", note="make it").row()
     assert written["peer"] == "p 1.0"
     assert written["theirs"] is written["ratio"] is written["met"] is None
@@ -64,7 +64,7 @@ def test_a_missing_peer_is_reported_as_missing() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 2.0)])
-def test_there_is_no_ratio_without_two_positive_figures(ours: float, theirs: float) -> None:
+def test_ratio_needs_two_positive_figures(ours: float, theirs: float) -> None:
     result = row(ours=ours, peer="p", theirs=theirs, target=">= 2x")
     assert result.ratio is None
     assert result.met is None
@@ -81,19 +81,19 @@ def test_there_is_no_ratio_without_two_positive_figures(ours: float, theirs: flo
         {"target": ">= 20x"},
     ],
 )
-def test_a_row_that_cannot_be_right_is_not_built(fields: dict[str, object]) -> None:
+def test_invalid_row_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises((ValueError, msgspec.ValidationError)):
         row(**fields)
 
 
-def test_one_row_per_name_peer_and_target() -> None:
+def test_duplicate_row_is_refused() -> None:
     twice = (row(target="<= 1"), row(target="<= 1"))
-    with pytest.raises(ValueError, match="two rows"):
+    with pytest.raises(ValueError):
         BenchReport(bench="b", machine={}, results=twice)
     BenchReport(bench="b", machine={}, results=(row(target="<= 1"), row(target="<= 2")))
 
 
-def test_the_json_is_one_object_on_one_line_with_the_agreed_keys() -> None:
+def test_json_is_one_line_with_documented_keys() -> None:
     rows = (row(target="<= 2"), row(peer="p", theirs=3.0, target=">= 2x"))
     written = BenchReport(bench="b", machine=describe_machine(), results=rows).to_json()
     assert b"\n" not in written
@@ -108,7 +108,7 @@ def test_the_json_is_one_object_on_one_line_with_the_agreed_keys() -> None:
     assert read["results"][1]["met"] is True
 
 
-def test_the_table_shows_every_row_and_says_what_is_missing(
+def test_table_shows_every_row_and_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -119,9 +119,7 @@ def test_the_table_shows_every_row_and_says_what_is_missing(
         assert text in shown
 
 
-def test_the_table_is_whole_on_a_terminal_of_80(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     widest = row(
         name="memory_growth_mb", unit="CPU-ms", ours=0.343, peer="verifiers 0.4.0", theirs=8.61, target=">= 20x"
@@ -132,18 +130,18 @@ def test_the_table_is_whole_on_a_terminal_of_80(
         assert text in shown
 
 
-def test_listing_the_benches_finds_the_engine_and_no_helper() -> None:
+def test_listing_finds_benchmarks_and_no_helpers() -> None:
     assert "engine" in bench_names()
-    assert not {"server", "cpu", "machine", "peers", "floor"} & set(bench_names())
+    assert not {"instant-model", "peers", "gateway-floor"} & set(bench_names())
 
 
-def test_an_unknown_bench_is_a_usage_error_that_names_the_known() -> None:
+def test_unknown_benchmark_is_a_usage_error_that_lists_the_names() -> None:
     with pytest.raises(UsageError, match="engine"):
         run_bench("nothing", quick=True, progress=print)
 
 
 @pytest.mark.parametrize("form", ["def", "async def"])
-def test_a_bench_is_a_module_with_a_name_and_a_run(
+def test_benchmark_is_a_module_with_name_and_run(
     form: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = (
@@ -155,7 +153,7 @@ def test_a_bench_is_a_module_with_a_name_and_a_run(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "made_bench", raising=False)
     monkeypatch.setattr("benchmarks._modules", lambda: {"made": "made_bench"})
-    said: list[str] = []
-    report = run_bench("made", quick=True, progress=said.append)
-    assert said == ["here"]
+    messages: list[str] = []
+    report = run_bench("made", quick=True, progress=messages.append)
+    assert messages == ["here"]
     assert [result.name for result in report.results] == ["a"]

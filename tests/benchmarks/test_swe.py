@@ -1,20 +1,20 @@
-"""The swe bench, on real boxes; figures are not judged here."""
+"""Tests of the benchmark `swe` with real sandboxes. Figures are not judged."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.swe_rollout import BASH, EDITS, Rollouts, calls, commands_ms, upload_rows
+from benchmarks.swe_rollout import BASH, EDITS, Rollouts, commands_ms, tool_calls, upload_rows
 
 pytestmark = pytest.mark.needs("mount")
 
 
-def test_the_sequence_is_what_is_promised() -> None:
-    names = [name for name, _ in calls()]
+def test_sequence_has_the_documented_calls() -> None:
+    names = [name for name, _ in tool_calls()]
     assert (names.count("bash"), names.count("edit"), names[-1]) == (BASH, EDITS, "submit")
 
 
-async def test_everything_that_is_timed_is_right(tmp_path: Path) -> None:
+async def test_rollout_commands_and_uploads_are_measured(tmp_path: Path) -> None:
     async with Rollouts(tmp_path) as rollouts:
         wall, model = await rollouts.one()
     assert wall > model > 0
@@ -25,7 +25,7 @@ async def test_everything_that_is_timed_is_right(tmp_path: Path) -> None:
     assert took.ours > 0
 
 
-async def test_a_rollout_that_is_not_paid_fails_the_bench(tmp_path: Path) -> None:
+async def test_rollout_without_full_reward_fails_the_benchmark(tmp_path: Path) -> None:
     async with Rollouts(tmp_path) as rollouts:
         (tmp_path / "task" / "tests" / "test.sh").write_text("exit 1\n")
         with pytest.raises(RuntimeError, match="with reward 0"):

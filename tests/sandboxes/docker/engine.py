@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.docker_engine import engine_words
+from benchmarks.docker_engine import engine_command
 from rookery.sandbox_runtime import processes
 from rookery.sandboxes.docker.client import BlockingEngineClient, EngineUnreachable
 from tests.sandboxes.images import libraries_of
@@ -77,7 +77,7 @@ class PrivateEngine:
         for name in ("docker.sock", "pid"):
             (self._folder / name).unlink(missing_ok=True)
         shutil.rmtree(self._folder / "exec", ignore_errors=True)
-        return engine_words(ROOT, self._folder, self._folder / "data", self._group)
+        return engine_command(ROOT, self._folder, self._folder / "data", self._group)
 
     def start(self) -> None:
         """By the thread that the tests run on: the engine ends with the thread that started it."""

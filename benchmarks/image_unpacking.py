@@ -1,13 +1,13 @@
-"""What it costs to unpack an image for `local`, beside `tar -x` of the same layers. Rows for the bench `docker`.
+"""Rows of the benchmark `docker`: unpacking an image for the provider `local`, beside `tar -x` of the same layers.
 
-An image of several layers and many small files is made out of this machine's own system and Python. Ours: from
-its files to an image of the store, found, verified by two digests, unpacked as layers of an overlay, published.
-Theirs: `tar` with the options that keep what a system needs, layer by layer, into one folder of the same disk.
+The image has several layers of many small files, taken from this machine's system and Python. Ours reads the
+image, verifies two digests per layer, unpacks the layers for an overlay and publishes them in the store. The peer
+runs `tar` for each layer, with options that keep permissions, into one directory on the same disk.
 
 Promises:
-- both unpack the same bytes, on the same disk, in turn; what they made is removed before the next turn;
-- layers are measured as registries have them, compressed, and as `docker save` writes them, plain;
-- nothing is left.
+- both unpack the same bytes on the same disk, alternately; the result is removed before the next round;
+- layers are measured compressed, as in registries, and uncompressed, as `docker save` writes them;
+- no files are left.
 """
 
 import gzip
@@ -28,7 +28,7 @@ from benchmarks import Progress, Result
 from rookery.sandbox_runtime import processes
 
 TARGET = ">= 0.667x"
-"""Of a ratio that says how many times better we are: at most one and a half times as long."""
+"""At most one and a half times as long as the peer."""
 PEER = "tar -x"
 LAYERS = (40 << 20, 30 << 20, 50 << 20, 30 << 20)
 QUICK_LAYERS = (15 << 20, 15 << 20, 15 << 20)
@@ -38,50 +38,50 @@ _SKIPPED = {"__pycache__", "site-packages", "dist-packages", ".git"}
 
 
 def unpack_rows(quick: bool, progress: Progress) -> list[Result]:
-    """The rows `unpack` and `unpack_plain`."""
-    name = shutil.which("tar")
-    with tempfile.TemporaryDirectory(prefix="rookery-unpack-", dir=_disk()) as spot:
-        where = Path(spot)
-        progress("making an image out of this machine's files")
-        plain = _layers(where, QUICK_LAYERS if quick else LAYERS)
+    """Return the rows `unpack` and `unpack_plain`."""
+    tar = shutil.which("tar")
+    with tempfile.TemporaryDirectory(prefix="rookery-unpack-", dir=_store_disk()) as folder_name:
+        folder = Path(folder_name)
+        progress("creating an image from this machine's files")
+        plain = _make_layers(folder, QUICK_LAYERS if quick else LAYERS)
         rows = []
-        for row, squeezed in (("unpack", True), ("unpack_plain", False)):
-            layers = _squeezed(plain) if squeezed else plain
-            image = _layout(where / row, layers, plain)
+        for row_name, compressed in (("unpack", True), ("unpack_plain", False)):
+            layers = _compress(plain) if compressed else plain
+            image = _write_layout(folder / row_name, layers, plain)
             size = sum(path.stat().st_size for path in layers) >> 20
             ours, theirs = [], []
             for at in range(QUICK_ROUNDS if quick else ROUNDS):
-                progress(f"{row}: round {at + 1}")
-                ours.append(_ours(image, where / "store"))
-                if name is not None:
-                    theirs.append(_theirs(name, layers, where / "tar"))
-            form = "compressed" if squeezed else "plain"
-            note = f"{len(layers)} layers, {size} MB {form}, {sum(map(_count, plain)):,} entries"
+                progress(f"{row_name}: round {at + 1}")
+                ours.append(_install_seconds(image, folder / "store"))
+                if tar is not None:
+                    theirs.append(_tar_seconds(tar, layers, folder / "tar"))
+            kind = "compressed" if compressed else "plain"
+            note = f"{len(layers)} layers, {size} MB {kind}, {sum(map(_count, plain)):,} entries"
             rows.append(
                 Result(
-                    name=row,
+                    name=row_name,
                     unit="s",
                     ours=median(ours),
                     peer=PEER,
                     theirs=median(theirs) if theirs else None,
                     target=TARGET,
-                    note=note if name else f"{note}; no program `tar` is installed here",
+                    note=note if tar else f"{note}; the program `tar` is not installed",
                 )
             )
         return rows
 
 
-def _disk() -> str | None:
-    """Where a store would lie: a folder for temporary files may be memory."""
+def _store_disk() -> str | None:
+    """Return the disk of the image store: the directory for temporary files may be in memory."""
     from rookery.sandboxes.images.store import default_directory
 
-    place = default_directory()
-    while not place.exists():
-        place = place.parent
-    return str(place) if os.access(place, os.W_OK) else None
+    path = default_directory()
+    while not path.exists():
+        path = path.parent
+    return str(path) if os.access(path, os.W_OK) else None
 
 
-def _ours(image: Path, store: Path) -> float:
+def _install_seconds(image: Path, store: Path) -> float:
     from rookery.sandboxes.images.installer import ImageInstaller
     from rookery.sandboxes.images.references import parse_reference
     from rookery.sandboxes.images.store import ImageStore
@@ -93,7 +93,7 @@ def _ours(image: Path, store: Path) -> float:
     return took
 
 
-def _theirs(tar: str, layers: list[Path], target: Path) -> float:
+def _tar_seconds(tar: str, layers: list[Path], target: Path) -> float:
     target.mkdir()
     began = time.perf_counter()
     for layer in layers:
@@ -103,11 +103,11 @@ def _theirs(tar: str, layers: list[Path], target: Path) -> float:
     return took
 
 
-def _layers(where: Path, sizes: tuple[int, ...]) -> list[Path]:
+def _make_layers(folder: Path, sizes: tuple[int, ...]) -> list[Path]:
     files = _files()
     made = []
     for at, size in enumerate(sizes):
-        path = where / f"{at}.tar"
+        path = folder / f"{at}.tar"
         with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
             folders: set[Path] = set()
             left = size
@@ -115,8 +115,8 @@ def _layers(where: Path, sizes: tuple[int, ...]) -> list[Path]:
                 for above in reversed(file.parents[:-1]):
                     if above not in folders:
                         folders.add(above)
-                        tar.add(above, arcname=str(above)[1:], recursive=False, filter=_whole)
-                tar.add(file, arcname=str(file)[1:], recursive=False, filter=_whole)
+                        tar.add(above, arcname=str(above)[1:], recursive=False, filter=_whole_seconds)
+                tar.add(file, arcname=str(file)[1:], recursive=False, filter=_whole_seconds)
                 left -= file.lstat().st_size + 512
                 if left < 0:
                     break
@@ -124,14 +124,14 @@ def _layers(where: Path, sizes: tuple[int, ...]) -> list[Path]:
     return made
 
 
-def _whole(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Times as builders write them: to the second."""
+def _whole_seconds(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Round the modification time to seconds, as image builders do."""
     info.mtime = int(info.mtime)
     return info
 
 
 def _files() -> Iterator[Path]:
-    """Of Python's library, programs, and what is shared: small and large ones."""
+    """Yield small and large files of the standard library and of the system."""
     for top in (sysconfig.get_path("stdlib"), "/usr/share", "/usr/bin", "/usr/lib", "/usr/include"):
         for here, folders, names in os.walk(os.path.realpath(top)):
             folders[:] = sorted(set(folders) - _SKIPPED)
@@ -143,7 +143,7 @@ def _files() -> Iterator[Path]:
                     yield path
 
 
-def _squeezed(layers: list[Path]) -> list[Path]:
+def _compress(layers: list[Path]) -> list[Path]:
     made = []
     for layer in layers:
         target = layer.with_suffix(".tar.gz")
@@ -153,14 +153,14 @@ def _squeezed(layers: list[Path]) -> list[Path]:
     return made
 
 
-def _layout(where: Path, layers: list[Path], plain: list[Path]) -> Path:
+def _write_layout(folder: Path, layers: list[Path], plain: list[Path]) -> Path:
     from rookery.sandboxes.images.sources import MANIFESTS, host_platform
 
-    blobs = where / "blobs" / "sha256"
+    blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
-    (where / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
-    def keep(data: bytes) -> dict[str, object]:
+    def write_blob(data: bytes) -> dict[str, object]:
         digest = hashlib.sha256(data).hexdigest()
         (blobs / digest).write_bytes(data)
         return {"digest": f"sha256:{digest}", "size": len(data)}
@@ -178,10 +178,10 @@ def _layout(where: Path, layers: list[Path], plain: list[Path]) -> Path:
         os.link(layer, blobs / digest[7:])
         kind = "application/vnd.oci.image.layer.v1.tar"
         described.append({"mediaType": kind, "digest": digest, "size": layer.stat().st_size})
-    manifest = {"schemaVersion": 2, "config": keep(json.dumps(config).encode()), "layers": described}
-    entry = {"mediaType": MANIFESTS[0], **keep(json.dumps(manifest).encode())}
-    (where / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
-    return where
+    manifest = {"schemaVersion": 2, "config": write_blob(json.dumps(config).encode()), "layers": described}
+    entry = {"mediaType": MANIFESTS[0], **write_blob(json.dumps(manifest).encode())}
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    return folder
 
 
 def _digest(path: Path) -> str:

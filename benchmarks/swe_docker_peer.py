@@ -1,4 +1,4 @@
-"""The peer of the `swe` bench: the same rollout through a Docker engine's API, as its users write it."""
+"""Peer of the benchmark `swe`: the same rollout through the API of a Docker engine, as its users write it."""
 
 import io
 import json
@@ -17,7 +17,7 @@ EDIT = (
 
 
 class DockerSequence:
-    """An engine behind a socket, and an image with bash and Python."""
+    """Runs the sequence in containers of an image with bash and Python."""
 
     def __init__(self, socket: str, image: str) -> None:
         connector = aiohttp.UnixConnector(path=socket, limit=0)
@@ -28,46 +28,46 @@ class DockerSequence:
         await self._session.close()
 
     async def one(self) -> float:
-        """Box, files, commands, edits, a fresh box, tests, and both gone; milliseconds."""
+        """Run the sequence once, including creation and removal of both containers, and return milliseconds."""
         began = time.perf_counter()
-        agent = await self._container()
+        agent = await self._start_container()
         try:
             await self._put(agent, {"workspace/add.sh": SEED})
-            lines = [*COMMANDS]
-            lines.insert(5, EDIT[0])
-            lines.insert(9, EDIT[1])
-            for line in lines:
-                await self._exec(agent, line)
+            commands = [*COMMANDS]
+            commands.insert(5, EDIT[0])
+            commands.insert(9, EDIT[1])
+            for command in commands:
+                await self._exec(agent, command)
             changed = await self._get(agent, "/workspace/add.sh")
-            grader = await self._container()
+            grader = await self._start_container()
             try:
                 await self._put(grader, {"workspace/add.sh": changed, "tests/test.sh": TEST})
-                await self._exec(grader, "bash /tests/test.sh", must=True)
+                await self._exec(grader, "bash /tests/test.sh", check=True)
             finally:
                 await self._call("DELETE", f"/containers/{grader}?force=1")
         finally:
             await self._call("DELETE", f"/containers/{agent}?force=1")
         return 1e3 * (time.perf_counter() - began)
 
-    async def _container(self) -> str:
+    async def _start_container(self) -> str:
         host = {"NetworkMode": "none", "Memory": 1 << 30, "PidsLimit": 256}
-        wanted = {"Image": self._image, "Cmd": ["sleep", "infinity"], "HostConfig": host}
-        made = json.loads(await self._call("POST", "/containers/create", wanted))
-        await self._call("POST", f"/containers/{made['Id']}/start")
-        return str(made["Id"])
+        config = {"Image": self._image, "Cmd": ["sleep", "infinity"], "HostConfig": host}
+        created = json.loads(await self._call("POST", "/containers/create", config))
+        await self._call("POST", f"/containers/{created['Id']}/start")
+        return str(created["Id"])
 
-    async def _exec(self, container: str, line: str, *, must: bool = False) -> None:
-        asked = {
-            "Cmd": ["bash", "-c", line],
+    async def _exec(self, container: str, command: str, *, check: bool = False) -> None:
+        request = {
+            "Cmd": ["bash", "-c", command],
             "AttachStdout": True,
             "AttachStderr": True,
             "WorkingDir": "/workspace",
         }
-        made = json.loads(await self._call("POST", f"/containers/{container}/exec", asked))
-        said = await self._call("POST", f"/exec/{made['Id']}/start", {"Detach": False, "Tty": False})
-        ended = json.loads(await self._call("GET", f"/exec/{made['Id']}/json"))
-        if must and ended["ExitCode"]:
-            raise RuntimeError(f"the test in a container ended with {ended['ExitCode']}: {said!r:.300}")
+        created = json.loads(await self._call("POST", f"/containers/{container}/exec", request))
+        output = await self._call("POST", f"/exec/{created['Id']}/start", {"Detach": False, "Tty": False})
+        ended = json.loads(await self._call("GET", f"/exec/{created['Id']}/json"))
+        if check and ended["ExitCode"]:
+            raise RuntimeError(f"the test in a container exited with {ended['ExitCode']}: {output!r:.300}")
 
     async def _put(self, container: str, files: dict[str, str]) -> None:
         packed = io.BytesIO()
@@ -81,13 +81,13 @@ class DockerSequence:
     async def _get(self, container: str, path: str) -> str:
         data = await self._call("GET", f"/containers/{container}/archive?path={path}")
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            found = tar.extractfile(tar.getmembers()[0])
-            assert found is not None
-            return found.read().decode()
+            member = tar.extractfile(tar.getmembers()[0])
+            assert member is not None
+            return member.read().decode()
 
     async def _call(self, method: str, path: str, body: Any = None, data: bytes | None = None) -> bytes:
         async with self._session.request(method, path, json=body, data=data) as reply:
-            said = await reply.read()
+            output = await reply.read()
             if reply.status >= 400:
-                raise RuntimeError(f"the Docker engine answers {reply.status}: {said!r:.300}")
-            return said
+                raise RuntimeError(f"the Docker engine answered {reply.status}: {output!r:.300}")
+            return output
