@@ -11,6 +11,7 @@ from aiohttp import test_utils, web
 
 from rookery.core import Sampling, Truncation, ints
 from rookery.upstreams import ModelRequest, UpstreamConfig, open_upstream
+from rookery.upstreams.detection import detect_kind
 from tests.engines.conftest import RunningEngine
 from tests.upstreams.helpers import DeltaLog
 
@@ -80,6 +81,11 @@ async def forbidding_proxy(url: str, path: str) -> AsyncIterator[str]:
     application.router.add_route("*", "/{path:.*}", forward)
     async with aiohttp.ClientSession(url) as session, test_utils.TestServer(application) as server:
         yield f"http://127.0.0.1:{server.port}"
+
+
+async def test_the_kind_of_the_server_is_detected(engine: tuple[str, RunningEngine]) -> None:
+    kind, server = engine
+    assert (await detect_kind(UpstreamConfig(urls=(f"{server.url}/v1",)))).kind == kind
 
 
 async def test_logprobs_of_sampled_tokens_equal_the_engines_own_rescoring(upstream: Any, engine: Any) -> None:

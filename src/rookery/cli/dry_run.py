@@ -178,7 +178,7 @@ def _collect_settings(
 
 def _kind_setting(ctx: click.Context, kind: str) -> Setting:
     origin = describe_origin(ctx, "upstream_kind")
-    if ctx.params["upstream_kind"] != kind and ctx.params["policy"] and kind != "openai":
+    if ctx.params["upstream_kind"] != kind and ctx.params["policy"] and kind != "auto":
         origin = describe_origin(ctx, "policy")
     return Setting("upstream-kind", kind, origin)
 

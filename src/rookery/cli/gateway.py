@@ -41,9 +41,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 @click.option(
     "--kind",
     type=PluginName("upstreams"),
-    default="openai",
-    show_default=True,
-    help="Kind of the model servers.",
+    help="Kind of the model servers.  [default: detected]",
 )
 @click.option("--model", metavar="M", default="", help="Model name.  [default: the session's]")
 @click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -97,7 +95,7 @@ upstreams are read from ROOKERY_API_KEY or OPENAI_API_KEY.
 )
 def gateway(
     upstreams: tuple[str, ...],
-    kind: str,
+    kind: str | None,
     model: str,
     host: str,
     port: int,
@@ -122,7 +120,7 @@ def gateway(
     from rookery.core import UsageError
     from rookery.engine.processes import new_event_loop
     from rookery.gateway.config import GatewayConfig
-    from rookery.upstreams import UpstreamConfig, settled
+    from rookery.upstreams import AUTO, UpstreamConfig, settled
 
     rendering = {
         "name": renderer,
@@ -136,7 +134,7 @@ def gateway(
     if rendering_options and record != "tokens":
         option = next(iter(rendering_options)).replace("_", "-").replace("name", "renderer")
         raise UsageError(f"--{option} requires --record tokens")
-    policy = UpstreamConfig(kind=kind, urls=tuple(map(settled, upstreams)), model=model)
+    policy = UpstreamConfig(kind=kind or AUTO, urls=tuple(map(settled, upstreams)), model=model)
     if concurrency is not None:
         policy = msgspec.structs.replace(policy, concurrency=concurrency)
     configs = {"policy": policy}
@@ -191,7 +189,7 @@ async def _serve(config: "GatewayConfig", folder: "Path | None", host: str, port
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Gateway(config, folder, host=host, port=port, key=key or None) as gateway:
-        for role, upstream in config.upstreams.items():
+        for role, upstream in gateway.config.upstreams.items():
             await _check(role, open_upstream(upstream))
         plural = "" if config.shards == 1 else f" with {config.shards} shards"
         write_line(f"serving at {gateway.url}{plural}, recording {config.record}", err=False)

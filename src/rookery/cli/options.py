@@ -185,7 +185,7 @@ _OPTIONS = (
         "--upstream-kind",
         type=PluginName("upstreams"),
         env="UPSTREAM_KIND",
-        help="Kind of the model servers.  [default: openai, or the prefix of the URL]",
+        help="Kind of the model servers.  [default: the prefix of the URL, or detected]",
     ),
     _option("--model", metavar="M", env="MODEL", help="Model name.  [default: the server's only model]"),
     _option(

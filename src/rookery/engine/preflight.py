@@ -12,6 +12,7 @@ from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome
 from rookery.upstreams import open_upstream, settled
+from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.protocol import UpstreamConfig
 
 
@@ -77,7 +78,8 @@ async def check_upstreams(
         await asyncio.sleep(min(delay, max(0.0, until - loop.time())))
         delay = min(MAX_DELAY, 2 * delay)
     checked: dict[str, UpstreamConfig] = {}
-    for role, config in upstreams.items():
+    for role, unresolved in upstreams.items():
+        config = await detect_kind(unresolved)
         upstream = open_upstream(config)
         try:
             if tokens and role == "policy" and not upstream.accepts_tokens:

@@ -32,6 +32,7 @@ from rookery.core.errors import unwrap_group
 from rookery.gateway.client import GatewayAddress, GatewayClient
 from rookery.gateway.config import SHUTDOWN, START_FAILED, GatewayConfig, ShardSettings, resolve_rendering
 from rookery.gateway.public_url import check_public_url, parse_public_url
+from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.listeners import bound
 
 log = logging.getLogger("rookery.gateway")
@@ -92,6 +93,11 @@ class Gateway:
         await self.close()
 
     async def _start(self) -> None:
+        upstreams = {
+            role: await detect_kind(upstream, self._keys.get(role))
+            for role, upstream in self.config.upstreams.items()
+        }
+        self.config = msgspec.structs.replace(self.config, upstreams=upstreams)
         self._sockets = Path(
             tempfile.mkdtemp(prefix="rookery-gw-", dir=_socket_directory_parent())
         )  # sockets have short names only

@@ -9,6 +9,8 @@ Promises:
 
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from rookery.core import UsageError
 from rookery.core.errors import describe
 from rookery.upstreams.protocol import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "AUTO",
     "CallDelta",
     "DecodeTokens",
     "Delta",
@@ -49,6 +52,8 @@ __all__ = [
 ]
 
 _GROUP = "rookery.upstreams"
+AUTO = "auto"
+"""The kind of a configuration that names none: it is detected when a run or a gateway starts."""
 _OF_FILES = frozenset({"embedded"})
 """Kinds whose addresses are paths."""
 
@@ -61,26 +66,32 @@ def kinds() -> tuple[str, ...]:
 
 
 def open_upstream(config: UpstreamConfig, key: str | None = None) -> Upstream:
-    """The upstream that `config` describes; connects to nothing. A key given here goes over `key_env`."""
+    """Return the upstream that `config` describes. It connects to nothing. `key` replaces the key of `key_env`."""
+    kind = kind_of(config)
+    if kind == AUTO:
+        kind = "openai"
+    return load_kind(kind)(msgspec.structs.replace(config, kind=kind), key=key)
+
+
+def load_kind(kind: str) -> "Callable[..., Upstream]":
+    """Return the class or function that makes upstreams of a kind; raise `UsageError` if it cannot be loaded."""
     from importlib.metadata import entry_points
 
-    kind = kind_of(config)
-    found = tuple(entry_points(group=_GROUP, name=kind))
-    if not found:
+    points = tuple(entry_points(group=_GROUP, name=kind))
+    if not points:
         known = ", ".join(kinds()) or "none: is rookery-rl installed?"
         raise UsageError(f"there is no upstream kind {kind!r}; known: {known}")
     try:
-        build = cast("Callable[..., Upstream]", found[0].load())
+        return cast("Callable[..., Upstream]", points[0].load())
     except (ImportError, AttributeError) as error:
         raise UsageError(f"the upstream kind {kind!r} cannot be loaded: {describe(error)}") from error
-    return build(config, key=key)
 
 
 def kind_of(config: UpstreamConfig) -> str:
-    """The kind that is named, or the one that the first address begins with, as in `embedded:weights/`."""
+    """Return the kind that is named, or the prefix of the first URL, as in `embedded:weights/`, or `auto`."""
     first = config.urls[0] if config.urls else ""
     head = first.partition(":")[0]
-    if config.kind == UpstreamConfig().kind and "://" not in first and head in kinds():
+    if config.kind == AUTO and "://" not in first and head in kinds():
         return head
     return config.kind
 

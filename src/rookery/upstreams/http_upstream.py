@@ -128,6 +128,8 @@ class HttpUpstream:
 
     health_path: ClassVar[str] = "models"
     """The endpoint that shows whether a server is alive."""
+    identity_paths: ClassVar[tuple[str, ...]] = ()
+    """Endpoints whose response shows that a server is of this kind; see `is_identity`."""
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {}
     """Path and body that freeze the engine, by pause mode, and that `thaw` it."""
     reserved: ClassVar[frozenset[str]] = frozenset()
@@ -184,6 +186,21 @@ class HttpUpstream:
     def abort_request(self, request: ModelRequest) -> tuple[str, bytes] | None:  # noqa: ARG002  (as above)
         """Return path and body that abort a call by its ID, if closing the connection is not enough."""
         return None
+
+    def is_identity(self, body: bytes) -> bool:  # noqa: ARG002  (as above)
+        """Return whether a response from one of the `identity_paths` shows a server of this kind."""
+        return False
+
+    async def identify(self) -> bool:
+        """Return whether the first replica is a server of this kind; False if it does not respond."""
+        for path in self.identity_paths:
+            try:
+                reply = await self.replicas[0].exchange(path, None, seconds=PROBE_SECONDS)
+            except Failure:
+                return False
+            if reply.status == 200 and self.is_identity(reply.body):
+                return True
+        return False
 
     # ---- calls
 

@@ -177,6 +177,13 @@ class LlamaCppUpstream(HttpUpstream):
 
     reserved: ClassVar[frozenset[str]] = RESERVED | {"n_predict", "n_probs", "return_tokens", "cache_prompt"}
     health_path = "/health"
+    identity_paths = ("/props",)
+
+    def is_identity(self, body: bytes) -> bool:
+        try:
+            return _decode_properties(body).total_slots > 0
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
 
     def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all servers are alike)
         return _COMPLETION if request.tokens else _CHAT

@@ -236,7 +236,8 @@ UNLIMITED: Final = 1 << 30
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to reach an upstream. It never contains the API key: `key_env` names the variable that holds it."""
 
-    kind: str = "openai"
+    kind: str = "auto"
+    """The kind of the servers. `auto`: the prefix of the first URL, or detected when a run or a gateway starts."""
     urls: tuple[str, ...] = ()
     model: str = ""
     key_env: str = "ROOKERY_API_KEY"

@@ -327,12 +327,19 @@ class SglangUpstream(HttpUpstream):
     }
     needs_ids = True
     health_path = "/health"
+    identity_paths = ("/model_info", "/get_model_info")
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         # `retract`, not `in_place`: the KV cache of a call belongs to the old weights.
         "keep": ("/pause_generation", b'{"mode":"retract"}'),
         "abort": ("/pause_generation", b'{"mode":"abort"}'),
         "thaw": ("/continue_generation", b"{}"),
     }
+
+    def is_identity(self, body: bytes) -> bool:
+        try:
+            return _decode_model(body).is_generation
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
 
     def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:  # noqa: ARG002  (all are equal)
         return _GENERATE if request.tokens else _CHAT
@@ -364,4 +371,11 @@ class _Info(msgspec.Struct, frozen=True):
     internal_states: list[_State] = []
 
 
+class _Model(msgspec.Struct, frozen=True):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+
+
+_decode_model = msgspec.json.Decoder(_Model).decode
 _decode_info = msgspec.json.Decoder(_Info).decode

@@ -212,11 +212,18 @@ class VllmUpstream(HttpUpstream):
         "output_kind",
     }
     health_path = "/health"
+    identity_paths = ("/version",)
     control_requests: ClassVar[dict[str, tuple[str, bytes]]] = {
         "keep": ("/pause?mode=keep", b"{}"),
         "abort": ("/pause?mode=abort", b"{}"),
         "thaw": ("/resume", b"{}"),
     }
+
+    def is_identity(self, body: bytes) -> bool:
+        try:
+            return msgspec.json.decode(body, type=dict).keys() == {"version"}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
 
     def choose_format(self, replica: Replica, request: ModelRequest, omit: frozenset[str]) -> Format:
         if not request.tokens:
