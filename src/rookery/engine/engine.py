@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rookery.engine")
 KEEP: dict[str, GroupFilter] = {"informative": informative}
 MAIN = "main"
-ARGUMENTS = frozenset({"policy", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
+ARGUMENTS = frozenset({"policy", "kind", "model", "roles", "sandbox", "limits", "sampling", "out", "config"})
 OPTIONS = frozenset(EngineConfig.__struct_fields__) - ARGUMENTS - {"environment", "upstreams"}
 """Fields of `EngineConfig` that `Engine` accepts as keyword arguments, in addition to its own."""
 
@@ -83,6 +83,7 @@ class Engine:
         env: Environment | str,
         *,
         policy: str | Sequence[str] | UpstreamConfig = "",
+        kind: str = "",
         model: str = "",
         roles: Mapping[str, UpstreamConfig] | None = None,
         sandbox: SandboxSpec | Mapping[str, Any] | str | None = None,
@@ -94,7 +95,8 @@ class Engine:
     ) -> None:
         """`options` are the other fields of `EngineConfig`: runners, concurrency, seed, retry, breaker, …
 
-        `sandbox`, `limits`, `sampling` and `retry` are also accepted as dictionaries of their fields.
+        `kind` is the kind of the policy's servers, such as `vllm`; it is detected if empty. `sandbox`, `limits`,
+        `sampling` and `retry` are also accepted as dictionaries of their fields.
         """
         if processes.in_runner:
             raise UsageError(
@@ -104,7 +106,7 @@ class Engine:
         if not OPTIONS.issuperset(options):
             _refuse_options("Engine", set(options) - OPTIONS, OPTIONS | ARGUMENTS)
         self._environment_object = env if isinstance(env, Environment) else None
-        if config is not None and (options or policy or model or roles or sandbox or limits or sampling):
+        if config is not None and (options or policy or kind or model or roles or sandbox or limits or sampling):
             raise UsageError(
                 "an engine gets its settings from `config` or from arguments, not from both: "
                 "change the configuration with msgspec.structs.replace(config, …)"
@@ -119,7 +121,7 @@ class Engine:
                 options.setdefault("sandbox_named", tuple(sandbox))
             config = EngineConfig(
                 environment=source,
-                upstreams={"policy": build_upstream_config(policy, model), **(roles or {})},
+                upstreams={"policy": build_upstream_config(policy, model, kind), **(roles or {})},
                 sandbox=struct_option("sandbox", sandbox, SandboxSpec),
                 limits=struct_option("limits", limits, Limits),
                 sampling=struct_option("sampling", sampling, Sampling),

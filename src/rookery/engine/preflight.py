@@ -11,17 +11,20 @@ from rookery.engine.outage import FIRST_DELAY, MAX_DELAY, find_outage
 from rookery.gateway.public_url import is_loopback, is_url
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome
-from rookery.upstreams import open_upstream, settled
+from rookery.upstreams import AUTO, open_upstream, settled
 from rookery.upstreams.detection import detect_kind
 from rookery.upstreams.protocol import UpstreamConfig
 
 
-def build_upstream_config(policy: str | Sequence[str] | UpstreamConfig, model: str) -> UpstreamConfig:
-    """Return the upstream configuration for the `policy` argument of `Engine`."""
+def build_upstream_config(
+    policy: str | Sequence[str] | UpstreamConfig, model: str, kind: str = ""
+) -> UpstreamConfig:
+    """Return the upstream configuration for the arguments `policy`, `model` and `kind` of `Engine`."""
     if isinstance(policy, UpstreamConfig):
-        return msgspec.structs.replace(policy, model=model) if model else policy
+        chosen = {name: value for name, value in (("model", model), ("kind", kind)) if value}
+        return msgspec.structs.replace(policy, **chosen)
     urls = ((policy,) if policy else ()) if isinstance(policy, str) else tuple(policy)
-    return UpstreamConfig(urls=tuple(map(settled, urls)), model=model)
+    return UpstreamConfig(kind=kind or AUTO, urls=tuple(map(settled, urls)), model=model)
 
 
 def check_sandbox(spec: SandboxSpec, folder: Path) -> None:
