@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from tests.cli.helpers import SECONDS, rookery, started
+from tests.cli.helpers import SECONDS, rookery, start_command
 from tests.docs.test_docs import ROOT, blocks
 
 GUIDES = ROOT / "docs" / "guides"
@@ -144,7 +144,7 @@ async def test_the_upstream_example_without_http_runs(tmp_path: Path) -> None:
 
 async def test_the_dialect_example_serves_and_records_turns(tmp_path: Path) -> None:
     path = install(tmp_path / "site", "write-a-dialect.md")
-    async with started(
+    async with start_command(
         *("gateway", "--upstream", "embedded:", "--kind", "embedded", "--port", "0", "--record", "tokens"),
         cwd=tmp_path,
         PYTHONPATH=path,
