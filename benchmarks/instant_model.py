@@ -44,6 +44,10 @@ class InstantModel(NamedTuple):
     pid: int
 
     @property
+    def port(self) -> int:
+        return int(self.origin.rpartition(":")[2])
+
+    @property
     def tokens_url(self) -> str:
         return f"{self.origin}/v1"
 
@@ -57,12 +61,15 @@ class InstantModel(NamedTuple):
 
 
 @asynccontextmanager
-async def instant_model(module: str = "benchmarks.instant_model") -> AsyncIterator[InstantModel]:
+async def instant_model(
+    module: str = "benchmarks.instant_model", *arguments: str
+) -> AsyncIterator[InstantModel]:
     """Run this server, or another module with the same interface, in its own process until the block ends."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         module,
+        *arguments,
         cwd=CHECKOUT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

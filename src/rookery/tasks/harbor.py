@@ -17,7 +17,6 @@ from typing import Any, Final
 import msgspec
 
 from rookery.core import UsageError
-from rookery.tasks import toml_writer
 from rookery.tasks.file_trees import DOCKERFILE_PREFIX, copy_files
 from rookery.tasks.formats import ReadOptions
 from rookery.tasks.harbor_config import ConfigTable, HarborConfig
@@ -94,7 +93,7 @@ class Harbor:
             document = tomllib.loads((folder / CONFIG_FILE).read_text())
             # As JSON, because TOML has no null.
             document.setdefault("metadata", {})["rookery"] = {"json": json.dumps(said)}
-            (folder / CONFIG_FILE).write_text(toml_writer.dumps(document))
+            (folder / CONFIG_FILE).write_bytes(msgspec.toml.encode(document))
         return list_fields(said)
 
 
@@ -231,7 +230,7 @@ class _HarborWriter:
             document["verifier"] = _dump_verifier(first)
         if first.solve_env and all(step.solve_env == first.solve_env for step in task.steps):
             document["solution"] = {"env": _escape_env(first.solve_env)}
-        (self.folder / CONFIG_FILE).write_text(toml_writer.dumps(document))
+        (self.folder / CONFIG_FILE).write_bytes(msgspec.toml.encode(document))
 
     def _environment(self) -> dict[str, Any]:
         task = self.task
@@ -311,8 +310,9 @@ def _escape_env(env: dict[str, str]) -> dict[str, str]:
 
 
 def _is_toml(data: Any) -> bool:
+    """Return whether TOML can express the data. It has no null."""
     try:
-        toml_writer.dumps({"data": data})
-    except ValueError:
+        msgspec.toml.encode({"data": data})
+    except (TypeError, ValueError):
         return False
     return True
