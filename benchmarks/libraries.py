@@ -28,7 +28,7 @@ from aiohttp import web
 from benchmarks import Progress, Result
 from benchmarks.instant_model import InstantProtocol, Replies, instant_model, token_reply
 from benchmarks.process_usage import cpu_ns
-from rookery.gateway.http import EVENTS, Answer, Request
+from rookery.gateway.http import EVENT_STREAM, Request, ResponseWriter
 from rookery.gateway.metrics import HELP, Metrics
 from rookery.gateway.server import Server
 from rookery.upstreams.http import Client, header_lines
@@ -83,17 +83,19 @@ async def _serve_protocol(listener: socket.socket) -> None:
 
 
 async def _serve_rookery(listener: socket.socket) -> None:
-    async def handle(request: Request, answer: Answer) -> None:
+    async def handle(request: Request, response: ResponseWriter) -> None:
         if request.path == WHOLE:
-            answer.send(200, REPLY)
+            response.send(200, REPLY)
             return
-        answer.begin(200, EVENTS)
+        response.begin(200, EVENT_STREAM)
         for _ in range(PIECES):
-            await answer.write(PIECE)
+            await response.write(PIECE)
             await asyncio.sleep(0)
-        answer.end()
+        response.end()
 
-    server = Server(handle, lambda _: 1 << 20, worded=lambda _, text: text.encode(), failure=b"failed")
+    server = Server(
+        handle, lambda _: 1 << 20, format_error=lambda _, text: text.encode(), internal_error=b"failed"
+    )
     await server.listen(listener)
     await asyncio.Event().wait()
 
@@ -105,7 +107,7 @@ async def _serve_aiohttp(listener: socket.socket) -> None:
 
     async def stream(request: web.Request) -> web.StreamResponse:
         await request.read()
-        response = web.StreamResponse(headers={"Content-Type": EVENTS.decode()})
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM.decode()})
         await response.prepare(request)
         for _ in range(PIECES):
             await response.write(PIECE)

@@ -1,4 +1,7 @@
-"""A small, strict HTTP/1.1 client for one server: what an API call needs, and nothing else.
+"""A small, strict HTTP/1.1 client for one server, without proxies, redirects and cookies.
+
+Runs in every process that calls models or other HTTP services. `python -m benchmarks libraries` measures it beside
+aiohttp's client: on 2026-11-17 it took 2.1 to 3.7 times less CPU per request.
 
     async with Client("127.0.0.1", 8000, headers={"Accept": "application/json"}) as client:
         response = await client.send("POST", "/v1/completions", JSON, body)
