@@ -61,9 +61,7 @@ class InstantModel(NamedTuple):
 
 
 @asynccontextmanager
-async def instant_model(
-    module: str = "benchmarks.instant_model", *arguments: str
-) -> AsyncIterator[InstantModel]:
+async def instant_model(module: str = "benchmarks.instant_model", *arguments: str) -> AsyncIterator[InstantModel]:
     """Run this server, or another module with the same interface, in its own process until the block ends."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,

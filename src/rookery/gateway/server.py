@@ -1,7 +1,7 @@
 """HTTP/1.1 for the gateway's doors: a parser in C, one small protocol on top of it.
 
-`python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took 1.6 to
-1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
+`python -m benchmarks libraries` measures it beside aiohttp.web and Starlette with uvicorn: on 2026-11-17 it took
+1.6 to 1.9 times less CPU per whole reply, and 1.3 to 1.5 times less per stream.
 
 Promises:
 - a request is handed over whole, its body bounded, or it is answered here and its connection closed;
