@@ -1,4 +1,4 @@
-"""A context with a real session; its model is an upstream that answers from a script."""
+"""Contexts with a real session whose model is an upstream that replies from a script."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,7 +11,7 @@ from rookery.sandboxes.protocol import Sandbox
 from rookery.trajectories import Recorder
 from rookery.upstreams.protocol import ModelReply, ModelRequest, OnDelta, OnWait, PauseMode, UpstreamInfo
 
-Said = str | ModelReply | list[ToolCall]
+Reply = str | ModelReply | list[ToolCall]
 
 
 def calls(*pairs: tuple[str, str]) -> list[ToolCall]:
@@ -19,16 +19,16 @@ def calls(*pairs: tuple[str, str]) -> list[ToolCall]:
 
 
 class ScriptedUpstream:
-    """Answers with the next line of its script and keeps what it was asked."""
+    """Upstream that replies with the next entry of its script and records the requests."""
 
     name = "scripted"
     accepts_tokens = True
     accepts_raw_json = True
     version = 0
 
-    def __init__(self, script: Iterable[Said]) -> None:
+    def __init__(self, script: Iterable[Reply]) -> None:
         self.script = list(script)
-        self.asked: list[ModelRequest] = []
+        self.requests: list[ModelRequest] = []
 
     async def check(self, *, timeout: float = 10.0) -> UpstreamInfo:
         return UpstreamInfo(url="scripted:")
@@ -46,24 +46,24 @@ class ScriptedUpstream:
         on_delta: OnDelta | None = None,
         on_wait: OnWait | None = None,
     ) -> ModelReply:
-        said = self.script[len(self.asked)]
-        self.asked.append(request)
-        if isinstance(said, ModelReply):
-            return said
-        if isinstance(said, str):
-            return ModelReply(message=Message("assistant", said), finish="stop")
-        return ModelReply(message=Message("assistant", None, tuple(said)), finish="tool_calls")
+        reply = self.script[len(self.requests)]
+        self.requests.append(request)
+        if isinstance(reply, ModelReply):
+            return reply
+        if isinstance(reply, str):
+            return ModelReply(message=Message("assistant", reply), finish="stop")
+        return ModelReply(message=Message("assistant", None, tuple(reply)), finish="tool_calls")
 
     async def close(self) -> None:
         pass
 
 
 class CountingWatch:
-    """What the attempt waited on."""
+    """Records what the attempt waited for."""
 
     def __init__(self, clock: StageClock) -> None:
         self.clock = clock
-        self.seen: list[str] = []
+        self.waits_started: list[str] = []
         self.waits: dict[str, int] = {}
 
     def hold(self) -> None:
@@ -75,7 +75,7 @@ class CountingWatch:
     def waiting(self, on: str, step: int) -> None:
         self.waits[on] = self.waits.get(on, 0) + step
         if step > 0:
-            self.seen.append(on)
+            self.waits_started.append(on)
 
 
 class Attempt:
@@ -83,12 +83,12 @@ class Attempt:
 
     def __init__(
         self,
-        script: Iterable[Said] = (),
+        script: Iterable[Reply] = (),
         *,
         task: Task | None = None,
         limits: Limits | None = None,
         run: float = 60.0,
-        remaining: Callable[[], float] | None = None,
+        elapsed: Callable[[], float] | None = None,
         open_sandbox: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
     ) -> None:
         limits = limits or Limits()
@@ -109,10 +109,10 @@ class Attempt:
             spec=SandboxSpec(),
             session=self.session,
             watch=self.watch,
-            remaining=remaining or (lambda: self.clock.remaining(loop.time())),
-            elapsed=lambda: self.clock.used(loop.time()),
+            remaining=lambda: self.clock.remaining(loop.time()),
+            elapsed=elapsed or (lambda: self.clock.used(loop.time())),
             log=Log(lambda level, fields: self.logged.append((level, fields))),
-            open_sandbox=open_sandbox or no_sandbox,
+            open_sandbox=open_sandbox or refuse_sandbox,
         )
 
     @property
@@ -120,16 +120,16 @@ class Attempt:
         return [message.text for message in self.ctx.state["messages"] if message.role == "tool"]
 
 
-async def no_sandbox(spec: SandboxSpec) -> Sandbox:
-    raise AssertionError("a sandbox was asked for")
+async def refuse_sandbox(spec: SandboxSpec) -> Sandbox:
+    raise AssertionError("the environment opened a sandbox")
 
 
-async def observed(function: Any, arguments: str = "{}", **options: Any) -> tuple[str, Attempt]:
-    """What the policy reads after one call of a tool."""
-    made = function if isinstance(function, Tool) else Tool(function)
+async def observe_call(function: Any, arguments: str = "{}", **options: Any) -> tuple[str, Attempt]:
+    """Run one call of a tool and return the text that the policy reads, and the attempt."""
+    tool = function if isinstance(function, Tool) else Tool(function)
     limits = options.pop("limits", None)
-    env = ToolEnvironment([made], **options)
-    attempt = Attempt([calls((made.name, arguments)), "42"], limits=limits)
+    env = ToolEnvironment([tool], **options)
+    attempt = Attempt([calls((tool.name, arguments)), "42"], limits=limits)
     await env.run(attempt.ctx)
     (text,) = attempt.observations
     assert not any(attempt.watch.waits.values())

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rookery.core import SandboxSpec, Task, UsageError
 from rookery.environments import Score, load_environment
 from rookery.environments.arithmetic import LEVELS, Arithmetic, generate_problems
-from rookery.environments.arithmetic.problems import draw, get_split
+from rookery.environments.arithmetic.problems import draw_problem, get_split
 from rookery.environments.text import match_answer, render
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome, Sandbox
 from rookery.upstreams.embedded import chat
-from tests.environments.helpers import Attempt, Said, calls
+from tests.environments.helpers import Attempt, Reply, calls
 
 # These must never change: ids in old runs name these problems.
 FIXED = {
@@ -56,11 +56,11 @@ def outputs(code: str) -> str:
 @given(seed=st.integers(), level=st.sampled_from(LEVELS))
 @settings(max_examples=300, deadline=None)
 def test_every_answer_is_an_exact_integer_and_its_program_prints_it(seed, level):
-    found = draw(random.Random(seed), level)
+    found = draw_problem(random.Random(seed), level)
     assert type(found.answer) is int
     assert outputs(found.program) == str(found.answer)
     if found.kind in ("expression", "brackets"):
-        exact = found.lines[0].code.replace("//", "/")
+        exact = found.statements[0].code.replace("//", "/")
         assert eval(exact) == found.answer
     assert found.prompt.isascii()
     assert len(found.prompt) <= 240
@@ -96,7 +96,9 @@ def test_no_problem_comes_twice():
 
 
 def test_a_level_that_has_no_more_problems_says_so(monkeypatch):
-    monkeypatch.setattr("rookery.environments.arithmetic.problems._FRUITLESS", 8)  # all of them take seconds
+    monkeypatch.setattr(
+        "rookery.environments.arithmetic.problems._MAX_FRUITLESS_DRAWS", 8
+    )  # all of them take seconds
     with pytest.raises(UsageError, match="level 1 of arithmetic has only about"):
         Arithmetic("train", size=60_000, levels=[1]).tasks()
 
@@ -167,7 +169,7 @@ def test_a_prompt_is_few_tokens_for_the_embedded_policy():
     assert max(map(len, attempts)) < 260
 
 
-async def played(tmp_path, script: list[Said], task: Task) -> tuple[Score, Attempt]:
+async def played(tmp_path, script: list[Reply], task: Task) -> tuple[Score, Attempt]:
     provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:

@@ -11,7 +11,7 @@ from rookery.environments.code import CodeEnvironment
 from rookery.environments.code.limits import is_unlimited, normalize_limits
 from rookery.journal import RunReader
 from rookery.workers.limits import MIN_MEMORY
-from tests.environments.rlm.helpers import Models, all_played
+from tests.environments.rlm.helpers import Models, run_tasks
 from tests.environments.test_code import ADD, RIGHT, played, told
 from tests.servers import ModelServer
 
@@ -144,7 +144,7 @@ async def test_rlm_takes_the_limits_of_a_row(tmp_path: Path, repl: str) -> None:
         seen[cell] = messages[-1]["content"]
         return "1"
 
-    groups = await all_played(Models(root), tmp_path, tasks, repl=repl, cell_seconds=120.0, cell_memory=1e9)
+    groups = await run_tasks(Models(root), tmp_path, tasks, repl=repl, cell_seconds=120.0, cell_memory=1e9)
     rollouts = [group.rollouts[0] for group in groups]
     metrics = [set(rollout.metrics) for rollout in rollouts[:4]]
     assert "cells/time_limit" in metrics[0]

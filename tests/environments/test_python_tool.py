@@ -11,11 +11,11 @@ from rookery.environments.python_tool import python, render_result
 from rookery.environments.text import render
 from rookery.sandboxes import open_provider
 from rookery.sandboxes.protocol import ProviderHome, Sandbox
-from tests.environments.helpers import Attempt, Said, calls
+from tests.environments.helpers import Attempt, Reply, calls
 
 
 @asynccontextmanager
-async def with_sandbox(tmp_path, script: list[Said], **options: Any):
+async def with_sandbox(tmp_path, script: list[Reply], **options: Any):
     provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:

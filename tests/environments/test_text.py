@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rookery.core import Task
 from rookery.environments.text import clip, match_answer
-from tests.environments.helpers import observed
+from tests.environments.helpers import observe_call
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ async def test_results_of_every_kind_become_text(value, text):
     def give() -> Any:
         return value
 
-    assert (await observed(give))[0] == text
+    assert (await observe_call(give))[0] == text
 
 
 async def test_a_value_that_cannot_be_shown_is_a_tool_error():
@@ -43,7 +43,7 @@ async def test_a_value_that_cannot_be_shown_is_a_tool_error():
     def give() -> Any:
         return Shy()
 
-    assert (await observed(give))[0] == "give failed: ValueError: no"
+    assert (await observe_call(give))[0] == "give failed: ValueError: no"
 
 
 async def test_numpy_values_are_shown_as_data():
@@ -52,14 +52,14 @@ async def test_numpy_values_are_shown_as_data():
     def give() -> Any:
         return {"a": np.arange(3), "b": np.float64(0.5)}
 
-    assert (await observed(give))[0] == '{"a":[0,1,2],"b":0.5}'
+    assert (await observe_call(give))[0] == '{"a":[0,1,2],"b":0.5}'
 
 
 async def test_a_long_result_keeps_head_and_tail_and_says_what_was_cut():
     def give() -> str:
         return "a" * 5_000 + "é" * 5_000
 
-    text, _ = await observed(give, max_result=101)
+    text, _ = await observe_call(give, max_result=101)
     assert text == f"{'a' * 51}\n… 14899 bytes cut …\n{'é' * 25}"
 
 

@@ -9,7 +9,7 @@ from rookery.core import Limits, RookeryError, SandboxError, TaskError, Truncati
 from rookery.environments import Tool, ToolEnvironment, tool
 from rookery.environments.threads import count_stuck_threads
 from rookery.environments.tools import CallLimit
-from tests.environments.helpers import Attempt, calls, observed
+from tests.environments.helpers import Attempt, calls, observe_call
 
 
 @tool
@@ -49,7 +49,7 @@ def raising(error: BaseException, *, sync: bool) -> Tool:
     ids=lambda error: type(error).__name__,
 )
 async def test_what_a_tool_raises_is_an_observation(error, sync):
-    text, attempt = await observed(raising(error, sync=sync))
+    text, attempt = await observe_call(raising(error, sync=sync))
     kind = "RuntimeError" if isinstance(error, StopIteration) and not sync else type(error).__name__
     assert text.startswith(f"fails failed: {kind}")
     assert attempt.ctx.metrics["tool_errors"] == 1
@@ -124,7 +124,7 @@ async def test_an_async_tool_is_cancelled_at_its_limit_and_the_policy_told():
         finally:
             undone.append(True)
 
-    text, attempt = await observed(Tool(waits, timeout=0.01))
+    text, attempt = await observe_call(Tool(waits, timeout=0.01))
     assert text == "waits was stopped: it did not end within its 0.01 s."
     assert undone == [True]
     assert attempt.ctx.metrics["tool_timeouts"] == 1
@@ -138,7 +138,7 @@ async def test_a_sync_tool_past_its_limit_is_left_behind_and_counted():
         go.wait()
 
     try:
-        text, attempt = await observed(waits, limits=Limits(call=0.01))
+        text, attempt = await observe_call(waits, limits=Limits(call=0.01))
         assert text == "waits was stopped: it did not end within its 0.01 s."
         assert attempt.ctx.metrics["stuck_threads"] == 1
         assert count_stuck_threads() == before + 1
@@ -153,18 +153,18 @@ async def test_a_sync_tool_past_its_limit_is_left_behind_and_counted():
 async def test_pauses_do_not_count_against_a_call():
     go, readings = asyncio.Event(), 0
 
-    def standing_still() -> float:
+    def read_stopped_clock() -> float:
         nonlocal readings
         readings += 1
         if readings == 8:
             go.set()
-        return 60.0
+        return 0.0
 
     async def waits() -> str:
         await go.wait()
         return "in time"
 
-    attempt = Attempt([calls(("waits", "")), "42"], remaining=standing_still)
+    attempt = Attempt([calls(("waits", "")), "42"], elapsed=read_stopped_clock)
     await ToolEnvironment([Tool(waits, timeout=0.001)]).run(attempt.ctx)
     assert attempt.observations == ["in time"]
 
@@ -201,4 +201,4 @@ async def test_a_tool_that_asks_for_its_limit_keeps_it_itself():
         await asyncio.sleep(3 * limit)
         return float(limit)
 
-    assert (await observed(Tool(slow, timeout=0.01)))[0] == "0.01"
+    assert (await observe_call(Tool(slow, timeout=0.01)))[0] == "0.01"

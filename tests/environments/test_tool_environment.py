@@ -43,7 +43,7 @@ async def test_the_policy_calls_tools_until_it_answers():
     attempt = Attempt([calls(("add", '{"a": 41}')), calls(("shout", '{"text": "so"}')), "It is 42."])
     env = ToolEnvironment([add, shout], system_prompt="Be brief.")
     await env.run(attempt.ctx)
-    asked = attempt.upstream.asked
+    asked = attempt.upstream.requests
     assert [message.role for message in asked[0].messages] == ["system", "user"]
     assert [schema.name for schema in asked[0].tools.schemas] == ["add", "shout"]
     assert [message.role for message in asked[2].messages] == [
@@ -59,14 +59,14 @@ async def test_the_policy_calls_tools_until_it_answers():
     assert attempt.ctx.tool_calls == 2
     assert await env.score(attempt.ctx) == 1.0
     assert [turn.parent for turn in attempt.turns] == [None, 0, 1]
-    assert attempt.watch.seen.count("tool") == 2
+    assert attempt.watch.waits_started.count("tool") == 2
 
 
 async def test_a_tasks_own_system_message_goes_over_the_environments():
     prompt = (Message("system", "Mine."), Message("user", "?"))
     attempt = Attempt(["42"], task=Task(id="t", prompt=prompt, data={"answer": "42"}))
     await ToolEnvironment(system_prompt="Ours.").run(attempt.ctx)
-    assert attempt.upstream.asked[0].messages == prompt
+    assert attempt.upstream.requests[0].messages == prompt
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -267,7 +267,7 @@ async def test_a_task_without_an_answer_is_at_fault_before_a_model_is_asked(data
     with pytest.raises(TaskError, match=r"row7.*data\.answer") as caught:
         await ToolEnvironment([add]).run(attempt.ctx)
     assert caught.value.code == "task.invalid"
-    assert not attempt.upstream.asked
+    assert not attempt.upstream.requests
 
 
 async def test_a_task_without_a_prompt_is_at_fault():

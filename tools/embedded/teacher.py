@@ -19,7 +19,7 @@ import msgspec
 from embedded.programs import observation
 from rookery.core import Message, Task, ToolCall, derive_seed
 from rookery.environments.arithmetic import LEVELS, Arithmetic
-from rookery.environments.arithmetic.problems import Problem, draw, get_split
+from rookery.environments.arithmetic.problems import Problem, draw_problem, get_split
 from rookery.upstreams.embedded import chat
 
 SLIPS: Final = {1: 0.0, 2: 0.20, 3: 0.29, 4: 0.34, 5: 0.42}
@@ -63,9 +63,9 @@ class Teacher:
         """So many of them, the levels in turn, from problems of the train split only."""
         for index in range(count):
             level = LEVELS[index % hardest]
-            problem = draw(self.rng, level)
+            problem = draw_problem(self.rng, level)
             while get_split(problem.prompt) != "train":
-                problem = draw(self.rng, level)
+                problem = draw_problem(self.rng, level)
             yield self.dialogue(problem)
 
     def dialogue(self, problem: Problem) -> Dialogue:
@@ -104,13 +104,13 @@ class Teacher:
     def program(self, problem: Problem) -> str:
         slip, misread = SLIPS[problem.level], MISREAD[problem.level]
         if problem.kind in ("expression", "brackets"):
-            code = problem.lines[0].code
+            code = problem.statements[0].code
             for _ in range((len(_NUMBER.findall(code)) + 1) // 2):
                 if self.rng.random() < misread:
                     code = self.misread(code)
             return f"print({code})"
         lines = []
-        for number, line in enumerate(problem.lines):
+        for number, line in enumerate(problem.statements):
             if not line.matters:
                 if self.rng.random() < FOOLED:
                     lines.append(line.code)

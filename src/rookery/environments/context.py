@@ -1,13 +1,13 @@
-"""The per-attempt context that the engine passes to every stage of an environment."""
+"""The per-attempt context that the engine passes to every stage of an environment. Runs in a runner process."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
-from rookery.core import Limits, SandboxError, SandboxSpec, Task, UsageError
+from rookery.core import Limits, RookeryError, SandboxError, SandboxSpec, Task, UsageError
 from rookery.environments.sandbox_proxy import SandboxProxy
 from rookery.gateway import Model, Session, WaitObserver
 from rookery.gateway.gateway_session import GatewaySession
@@ -18,9 +18,9 @@ OpenGatewaySession: TypeAlias = Callable[
     [SupportsModelNetwork | None, bool], AbstractAsyncContextManager[GatewaySession]
 ]
 LOST = ("sandbox.lost", "worker.unrecoverable")
-"""Causes of failures that a policy can bring about in its own sandbox."""
+"""Causes of failures that a policy can provoke in its own sandbox."""
 MIN_CLOCK_CHECK = 0.01
-"""Shortest interval, in seconds, between two looks at the stage's clock by `Context.within`."""
+"""Shortest interval, in seconds, at which `Context.within` reads the stage's clock."""
 
 
 class Log:
@@ -240,3 +240,30 @@ class Context:
             raise
         finally:
             self._watch.waiting(activity, -1)
+
+
+async def run_with_deadline(
+    ctx: Context, seconds: float, work: Coroutine[Any, Any, T], name: str, *, unwind: float
+) -> tuple["asyncio.Task[T]", bool]:
+    """Run `work` as a task and cancel it after `seconds` of the stage's clock.
+
+    Return the finished task and whether its deadline passed. Raise `bug.uncancellable` if the task is still
+    running `unwind` seconds after it was cancelled.
+    """
+    task = asyncio.create_task(work, name=name)
+    try:
+        with suppress(TimeoutError):  # only the deadline raises it here: exceptions of `work` stay in the task
+            async with ctx.within(seconds):
+                await asyncio.wait({task})
+        timed_out = not task.done()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=unwind)
+    if not task.done():
+        raise RookeryError(
+            f"{name} kept running after it was cancelled at its limit of {seconds:g} s: re-raise CancelledError "
+            "wherever it is caught",
+            cause="bug.uncancellable",
+        )
+    return task, timed_out

@@ -11,7 +11,6 @@ Runs in a runner process. Guarantees:
 
 import asyncio
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -32,7 +31,7 @@ from rookery.core import (
 )
 from rookery.core.errors import MAX_TRACEBACK, describe
 from rookery.environments.base import Environment, Score
-from rookery.environments.context import Context
+from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.python_tool import python
 from rookery.environments.text import clip, match_answer, render
 from rookery.environments.threads import run_in_thread
@@ -224,7 +223,7 @@ class ToolEnvironment(Environment):
         except InvalidArguments as problem:
             increment(ctx, "bad_tool_calls")
             return ToolOutcome(str(problem))
-        return await ctx.charge_policy("tool", _run_with_deadline(tool, arguments, ctx))
+        return await ctx.charge_policy("tool", _run_tool(tool, arguments, ctx))
 
     def _observe(self, ctx: Context, call: ToolCall, outcome: ToolOutcome) -> str:
         """Return the text that the policy reads about a finished call."""
@@ -244,45 +243,22 @@ class ToolEnvironment(Environment):
         return clip(f"{call.name} failed: {describe(error)}", self.max_result)
 
 
-async def _run_with_deadline(tool: Tool, arguments: dict[str, Any], ctx: Context) -> ToolOutcome:
+async def _run_tool(tool: Tool, arguments: dict[str, Any], ctx: Context) -> ToolOutcome:
     """Run a tool's function until it ends or its deadline passes."""
-    remaining_at_start, loop = ctx.remaining, asyncio.get_running_loop()
-    started = loop.time()
-    limit = min(tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS, remaining_at_start)
+    limit = min(tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS, ctx.remaining)
     # A tool that enforces its limit itself is only bounded by the stage.
-    budget = remaining_at_start if tool.enforces_limit else limit
-
-    def seconds_left() -> float:
-        # Measured by the stage's clock, which stops during pauses and in the upstream's queue.
-        if math.isfinite(remaining_at_start):
-            return budget - (remaining_at_start - ctx.remaining)
-        return budget - (loop.time() - started)
-
-    task = asyncio.create_task(_call_function(tool, arguments, ctx, limit), name=f"tool {tool.name}")
-    try:
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=min(max(seconds_left(), 0.01), 3600.0))
-            if done:
-                return _raise_fault(task.result())
-            if seconds_left() <= 0:
-                break
-    finally:
-        if not task.done():
-            task.cancel()
-            # Longer than the engine waits for this coroutine: a tool that keeps running must not look finished.
-            await asyncio.wait({task}, timeout=2 * UNWIND)
-    if not task.done():
-        raise RookeryError(
-            f"the tool {tool.name} kept running after it was cancelled at its limit of {budget:g} s: "
-            "re-raise CancelledError wherever it is caught",
-            cause="bug.uncancellable",
-        )
+    seconds = ctx.remaining if tool.enforces_limit else limit
+    work = _call_function(tool, arguments, ctx, limit)
+    # Longer than the engine waits for this coroutine: a tool that keeps running must not look finished.
+    task, timed_out = await run_with_deadline(ctx, seconds, work, f"the tool {tool.name}", unwind=2 * UNWIND)
     if not task.cancelled():
-        _raise_fault(task.result())  # it may have failed for another reason while it was cancelled
+        outcome = _raise_fault(task.result())  # it may have failed for another reason while it was cancelled
+        if not timed_out:
+            return outcome
     elif tool.blocking:
         increment(ctx, "stuck_threads")
         ctx.log.warning("a blocking tool still runs in its thread after its time limit", tool=tool.name)
-    return ToolOutcome(f"{budget:.3g}", timed_out=True)
+    return ToolOutcome(f"{seconds:.3g}", timed_out=True)
 
 
 def _raise_fault(outcome: ToolOutcome) -> ToolOutcome:

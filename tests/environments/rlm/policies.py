@@ -27,17 +27,17 @@ answer $(awk '/^room/ {{ floor[$2] = $6; next }} /^badge/ {{ if (floor[$5] == "{
 }
 
 
-def solved(kind: str, question: str, *, repl: str = "python") -> str:
-    """The cell for a task."""
+def solve(kind: str, question: str, *, repl: str = "python") -> str:
+    """Return a cell that solves a task."""
     words = question.replace("?", "").replace(",", "").replace(".", "").split()
 
     def after(*names: str) -> str:
-        at = next(at for at in range(len(words)) if tuple(words[at : at + len(names)]) == names)
-        return words[at + len(names)]
+        index = next(index for index in range(len(words)) if tuple(words[index : index + len(names)]) == names)
+        return words[index + len(names)]
 
-    found = {
+    values = {
         "needle": lambda: {"vault": after("of", "vault")},
         "aggregate": lambda: {"item": after("units", "of"), "region": after("the", "region")},
         "join": lambda: {"team": after("of", "team"), "floor": after("on", "floor")},
     }[kind]()
-    return (PYTHON if repl == "python" else BASH)[kind].format(**found)
+    return (PYTHON if repl == "python" else BASH)[kind].format(**values)

@@ -1,4 +1,4 @@
-"""Who serves the commands of a bash REPL: whatever comes in, nothing but a well-formed call is served."""
+"""The server for the commands of a bash REPL accepts well-formed, authenticated requests only."""
 
 import asyncio
 import json
@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery.environments.rlm import bash_repl
-from rookery.environments.rlm.bash_repl import MOST_ARGS, MOST_BODY, BashRepl, _prompts
+from rookery.environments.rlm.bash_repl import MAX_ARGS, MAX_BODY, BashRepl, _parse_batch
 from rookery.environments.rlm.options import RlmOptions
 
 
-class _Verbs:
-    """Keeps what was asked for."""
+class _RecordingFunctions:
+    """Records the calls of the REPL's functions."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
         self.tools: dict[str, Any] = {}
 
     async def llm(self, *args: Any) -> str:
-        self.asked.append(args)
-        return "said"
+        self.calls.append(args)
+        return "reply"
 
     async def answer(self, value: str) -> None:
-        self.asked.append(value)
+        self.calls.append(value)
 
 
-class _Writer:
+class _RecordingWriter:
     def __init__(self) -> None:
         self.data = b""
         self.closed = False
@@ -42,74 +42,78 @@ class _Writer:
         self.closed = True
 
 
-async def talked(data: bytes, patience: float = 60.0) -> tuple[bytes, list[Any]]:
-    """What comes back for these bytes, sent by who hangs up at the end of its patience; and what was asked for."""
-    functions, writer = _Verbs(), _Writer()
+async def send_request(data: bytes, close_after: float = 60.0) -> tuple[bytes, list[Any]]:
+    """Send a request over a connection that closes after some seconds. Return the response and the calls made."""
+    functions, writer = _RecordingFunctions(), _RecordingWriter()
     repl = BashRepl(None, functions, RlmOptions())  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
     reader.feed_data(data.replace(b"SECRET", repl._secret.encode()))
-    hung_up = asyncio.get_running_loop().call_later(patience, reader.feed_eof)
-    talk = asyncio.create_task(repl._on_connection(reader, writer))  # type: ignore[arg-type]
-    await talk
-    hung_up.cancel()
+    closing = asyncio.get_running_loop().call_later(close_after, reader.feed_eof)
+    serving = asyncio.create_task(repl._on_connection(reader, writer))  # type: ignore[arg-type]
+    await serving
+    closing.cancel()
     assert writer.closed
-    assert (repl._requests, repl._commands) == (set(), 0)
-    return writer.data, functions.asked
+    assert (repl._requests, repl._running_commands) == (set(), 0)
+    return writer.data, functions.calls
 
 
-async def test_a_well_formed_call_is_served() -> None:
-    data, asked = await talked("SECRET llm 3 2\n8\n--system5\nürk\n1\naxy".encode())
-    assert (data, asked) == (b"ok\nsaid\n", [("a\n\nxy", "ürk\n", None)])
+async def test_well_formed_request_is_served() -> None:
+    data, calls = await send_request("SECRET llm 3 2\n8\n--system5\nürk\n1\naxy".encode())
+    assert (data, calls) == (b"ok\nreply\n", [("a\n\nxy", "ürk\n", None)])
 
 
-async def test_who_hangs_up_is_let_go_of_also_where_its_call_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_connection_ends_the_request_even_if_its_call_ignores_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bash_repl, "END_SECONDS", 0.01)
-    go = asyncio.Event()
+    release = asyncio.Event()
 
-    async def stays(*_: object) -> str:
-        while not go.is_set():
+    async def never_ends(*_: object) -> str:
+        while not release.is_set():
             try:
-                await go.wait()
+                await release.wait()
             except asyncio.CancelledError:
                 continue
         return "late"
 
-    monkeypatch.setattr(BashRepl, "_done", stays)
-    assert await talked(b"SECRET llm 0 0\n", patience=0.05) == (b"", [])
-    go.set()
+    monkeypatch.setattr(BashRepl, "_run_command", never_ends)
+    assert await send_request(b"SECRET llm 0 0\n", close_after=0.05) == (b"", [])
+    release.set()
 
 
-async def test_too_much_is_refused() -> None:
-    assert (await talked(f"SECRET llm {MOST_ARGS + 1} 0\n".encode()))[0].startswith(b"no\nllm: more than 64 words")
-    assert (await talked(f"SECRET llm 0 {MOST_BODY + 1}\n".encode()))[0].startswith(b"no\nllm: more than")
-    data, asked = await talked(f"SECRET llm 1 0\n{MOST_BODY + 1}\n".encode())
-    assert (data, asked) == (f"no\nllm: more than {MOST_BODY} bytes\n".encode(), [])
+@pytest.mark.parametrize(
+    "request_text",
+    [f"llm {MAX_ARGS + 1} 0\n", f"llm 0 {MAX_BODY + 1}\n", f"llm 1 0\n{MAX_BODY + 1}\n"],
+)
+async def test_requests_over_a_limit_are_refused(request_text: str) -> None:
+    data, calls = await send_request(f"SECRET {request_text}".encode())
+    assert (data.split(b"\n")[0], calls) == (b"no", [])
 
 
-async def test_what_all_calls_hold_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bash_repl, "MOST_HELD", 100)
-    go, functions = asyncio.Event(), _Verbs()
+async def test_bytes_of_all_running_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bash_repl, "MAX_RESERVED", 100)
+    release, functions = asyncio.Event(), _RecordingFunctions()
 
     async def llm(*_: Any) -> str:
-        await go.wait()
-        return "said"
+        await release.wait()
+        return "reply"
 
     functions.llm = llm  # type: ignore[method-assign]
     repl = BashRepl(None, functions, RlmOptions())  # type: ignore[arg-type]
 
     async def call() -> bytes:
-        reader, writer = asyncio.StreamReader(), _Writer()
+        reader, writer = asyncio.StreamReader(), _RecordingWriter()
         reader.feed_data(f"{repl._secret} llm 0 60\n".encode() + b"x" * 60)
         await repl._on_connection(reader, writer)  # type: ignore[arg-type]
         return writer.data
 
-    first = asyncio.create_task(call())
-    while not repl._commands:
+    running = asyncio.create_task(call())
+    while not repl._running_commands:
         await asyncio.sleep(0)
-    assert await call() == b"no\nllm: the calls under way hold 100 bytes together; wait for some of them\n"
-    go.set()
-    assert await first == b"ok\nsaid\n"
-    assert (await call(), repl._reserved_bytes) == (b"ok\nsaid\n", 0)
+    assert (await call()).startswith(b"no\n")
+    release.set()
+    assert await running == b"ok\nreply\n"
+    assert (await call(), repl._reserved_bytes) == (b"ok\nreply\n", 0)
 
 
 @given(
@@ -121,22 +125,22 @@ async def test_what_all_calls_hold_together_is_bounded(monkeypatch: pytest.Monke
         max_size=12,
     )
 )
-def test_whatever_comes_in_the_door_stays_completely(parts: list[bytes]) -> None:
+def test_requests_without_the_secret_call_nothing_and_get_no_response(parts: list[bytes]) -> None:
     data = b"".join(parts)
 
     async def run() -> None:
-        back, asked = await talked(data + b"\n", patience=0.05)
+        response, calls = await send_request(data + b"\n", close_after=0.05)
         if not data.lstrip().startswith(b"SECRET"):
-            assert (back, asked) == (b"", [])
+            assert (response, calls) == (b"", [])
 
     asyncio.run(run())
 
 
 @given(st.lists(st.text(min_size=1).filter(str.strip), max_size=5))
-def test_a_batch_is_a_json_list_or_lines_that_may_be_json(prompts: list[str]) -> None:
-    assert _prompts(json.dumps(prompts)) == prompts
-    assert _prompts("\n".join(map(json.dumps, prompts))) == prompts
+def test_batch_file_is_a_json_list_or_lines_that_may_be_json(prompts: list[str]) -> None:
+    assert _parse_batch(json.dumps(prompts)) == prompts
+    assert _parse_batch("\n".join(map(json.dumps, prompts))) == prompts
 
 
-def test_lines_are_prompts_as_they_are() -> None:
-    assert _prompts('[not json\n\n"half\n plain \n') == ["[not json", '"half', " plain "]
+def test_lines_that_are_not_json_are_prompts() -> None:
+    assert _parse_batch('[not json\n\n"half\n plain \n') == ["[not json", '"half', " plain "]

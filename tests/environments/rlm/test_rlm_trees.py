@@ -12,16 +12,25 @@ from rookery.environments import Context
 from rookery.environments.rlm import RlmEnvironment
 from rookery.environments.rlm.python_repl import CellResult
 from rookery.environments.tools import tool
-from tests.environments.rlm.helpers import Models, by_role, one, played, said, trained_once, turns_of, until
+from tests.environments.rlm.helpers import (
+    Models,
+    count_replies,
+    read_turns,
+    run_group,
+    run_rollout,
+    segments_by_role,
+    trains_each_reply_once,
+    wait_until,
+)
 from tests.servers import Answer
 
 pytestmark = pytest.mark.needs("mount")
 TASK: dict[str, Any] = {"id": "t", "prompt": "the root", "context": "abc", "answer": "done"}
 
 
-def deep(messages: list[dict[str, Any]]) -> str:
-    """Each level asks the next one, in a cell, and answers with what that said."""
-    question, done = messages[1]["content"], said(messages)
+def play_levels(messages: list[dict[str, Any]]) -> str:
+    """Play a root whose levels each call the next one from a cell and answer with its reply."""
+    question, done = messages[1]["content"], count_replies(messages)
     if question == "the root":
         return ["<code>found = rlm('level one', context='x' * 10)", "<code>print(found)", "done"][done]
     if question == "level one":
@@ -30,79 +39,79 @@ def deep(messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("train", [True, False])
-async def test_a_tree_three_deep_is_recorded_completely(tmp_path: Path, train: bool) -> None:
-    models = Models(deep, lambda messages: f"<{messages[-1]['content']}>")
-    rollout = await one(models, tmp_path, TASK, max_depth=3, train_sub=train)
+async def test_tree_of_three_levels_is_recorded_completely(tmp_path: Path, train: bool) -> None:
+    models = Models(play_levels, lambda messages: f"<{messages[-1]['content']}>")
+    rollout = await run_rollout(models, tmp_path, TASK, max_depth=3, train_sub=train)
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
     assert "one of two of <leaf: xxxxxxxxxxy>" in str(models.server.requests[-1].body["messages"])
     assert (rollout.metrics["depth"], rollout.metrics["sub_calls"]) == (3, 5)
-    found = by_role(turns_of(tmp_path, rollout))
+    found = segments_by_role(read_turns(tmp_path, rollout))
     assert {role: sum(len(part.turns) for part in parts) for role, parts in found.items()} == (
         {"policy": 8} if train else {"policy": 3, "sub": 5}
     )
-    assert trained_once(models, [part for parts in found.values() for part in parts])
+    assert trains_each_reply_once(models, [part for parts in found.values() for part in parts])
     assert rollout.segments == found["policy"]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "limit"),
     [
-        ({"max_depth": 2}, "sub-calls may go 2 deep, and this would be 3"),
-        ({"max_depth": 3, "max_calls": 4}, "all 4 sub-calls of this task are used"),
-        ({"max_depth": 3, "max_calls": 0}, "all 0 sub-calls of this task are used"),
-        ({"max_depth": 3, "max_calls": 1}, "all 1 sub-calls of this task are used"),
+        ({"max_depth": 2}, "2 deep"),
+        ({"max_depth": 3, "max_calls": 4}, "all 4 sub-calls"),
+        ({"max_depth": 3, "max_calls": 0}, "all 0 sub-calls"),
+        ({"max_depth": 3, "max_calls": 1}, "all 1 sub-calls"),
     ],
 )
-async def test_a_budget_that_is_exhausted_is_reported_at_the_level_that_spends_it(
-    tmp_path: Path, options: dict[str, Any], words: str
+async def test_exhausted_budget_is_observed_at_the_level_that_exhausts_it(
+    tmp_path: Path, options: dict[str, Any], limit: str
 ) -> None:
-    told: list[str] = []
+    observations: list[str] = []
 
-    def stubborn(messages: list[dict[str, Any]]) -> str:
-        told.append(messages[-1]["content"])
+    def root(messages: list[dict[str, Any]]) -> str:
+        observations.append(messages[-1]["content"])
         if "BudgetExhausted" in messages[-1]["content"]:
             return "gave up"
         if messages[1]["content"] == "the root" and len(messages) > 2:
             return "done"
-        return deep(messages)
+        return play_levels(messages)
 
-    models = Models(stubborn, lambda _: "leaf")
-    rollout = await one(models, tmp_path, TASK, **options)
+    models = Models(root, lambda _: "leaf")
+    rollout = await run_rollout(models, tmp_path, TASK, **options)
     assert rollout.outcome == Completed()
-    assert any(words in text for text in told)
+    assert any(limit in text for text in observations)
     assert rollout.metrics["sub_calls"] <= options.get("max_calls", 500)
 
 
-async def test_tokens_that_are_exhausted_at_one_level_are_missing_at_all(tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
+async def test_tokens_used_at_one_level_are_missing_at_every_level(tmp_path: Path) -> None:
+    observations: list[tuple[str, str]] = []
 
-    def stubborn(messages: list[dict[str, Any]]) -> str:
-        told.append((messages[1]["content"], messages[-1]["content"]))
+    def root(messages: list[dict[str, Any]]) -> str:
+        observations.append((messages[1]["content"], messages[-1]["content"]))
         if "BudgetExhausted" in messages[-1]["content"]:
             return "done"
-        return deep(messages)
+        return play_levels(messages)
 
     start = [{"role": "system", "content": ""}, {"role": "user", "content": "the root"}]
-    first = len(deep(start)) + 1
+    first = len(play_levels(start)) + 1
     start[1]["content"] = "level one"
-    spent = first + len(deep(start)) + 1
+    spent = first + len(play_levels(start)) + 1
     # The root's cell and that of level one use what sub-calls have; the tenth that is left is the root's.
-    models = Models(stubborn, lambda _: "leaf")
-    rollout = await one(models, tmp_path, TASK, max_depth=3, max_tokens=spent + spent // 9)
+    models = Models(root, lambda _: "leaf")
+    rollout = await run_rollout(models, tmp_path, TASK, max_depth=3, max_tokens=spent + spent // 9)
     assert (rollout.outcome, rollout.reward) == (Completed(), 1.0)
     assert models.subs == []
-    levels = [level for level, text in told if "tokens of this task are used" in text]
-    assert levels == ["the root"], "neither level two nor level one could speak any more"
+    levels = [level for level, text in observations if "tokens of this task are used" in text]
+    assert levels == ["the root"], "levels one and two could not call a model any more"
     assert rollout.metrics["sub_calls"] == 3
 
 
-async def test_tokens_are_a_budget_of_the_whole_tree(tmp_path: Path) -> None:
+async def test_token_budget_covers_the_whole_tree(tmp_path: Path) -> None:
     # An answer of a sub-model is 50 ids. A tenth of the tokens is left for the root to answer with.
     models = Models(
         ["<code>r = llm_batch(['p'] * 40, max_tokens=50)\nsum(x is not None for x in r)", "done"],
         lambda _: "x" * 49,
     )
-    rollout = await one(models, tmp_path, TASK, max_tokens=1000)
+    rollout = await run_rollout(models, tmp_path, TASK, max_tokens=1000)
     assert rollout.reward == 1.0
     asked = [
         request.body.get("max_completion_tokens") or request.body["max_tokens"]
@@ -110,17 +119,17 @@ async def test_tokens_are_a_budget_of_the_whole_tree(tmp_path: Path) -> None:
     ]
     assert rollout.metrics["tree_tokens"] <= 1000
     assert len(models.subs) == (900 - len("<code>r = llm_batch(['p'] * 40, max_tokens=50)\n") - 39) // 50 + 1
-    assert min(asked) < 50, "the last one got what was left"
-    assert "the 1000 tokens of this task are used" in models.told[0]
+    assert min(asked) < 50, "the last call got what was left"
+    assert "the 1000 tokens of this task are used" in models.observations[0]
 
 
-async def test_a_root_without_tokens_is_truncated(tmp_path: Path) -> None:
+async def test_root_without_tokens_is_truncated(tmp_path: Path) -> None:
     models = Models(lambda _: f"<code>'{'x' * 80}'")
-    rollout = await one(models, tmp_path, TASK, max_tokens=300)
+    rollout = await run_rollout(models, tmp_path, TASK, max_tokens=300)
     assert rollout.outcome == Truncated("tokens")
 
 
-FIVE_HUNDRED = """<code>r = llm_batch([f"#{i}" for i in range(490)])
+CALL_500_TIMES = """<code>r = llm_batch([f"#{i}" for i in range(490)])
 r += [llm(f"#{i}") for i in range(490, 500)]
 len(set(r))"""
 
@@ -128,20 +137,20 @@ len(set(r))"""
 async def test_five_hundred_sub_calls_in_one_rollout(tmp_path: Path) -> None:
     models = Models(
         [
-            FIVE_HUNDRED,
+            CALL_500_TIMES,
             "done",
         ],
         lambda messages: f"re {messages[-1]['content']}",
     )
-    rollout = await one(models, tmp_path, TASK, concurrency=32)
-    assert models.told[0].startswith("<result>\n500\n[left: 0 sub-calls")
+    rollout = await run_rollout(models, tmp_path, TASK, concurrency=32)
+    assert models.observations[0].startswith("<result>\n500\n[left: 0 sub-calls")
     assert models.server.peak <= 32
     assert len(rollout.segments) == 501
-    assert trained_once(models, rollout.segments)
+    assert trains_each_reply_once(models, rollout.segments)
 
 
-class _Seen(RlmEnvironment):
-    """Hands the attempt's context to the test."""
+class _ExposesContext(RlmEnvironment):
+    """Exposes the attempt's context to the test."""
 
     ctx: Context
 
@@ -150,7 +159,7 @@ class _Seen(RlmEnvironment):
         self.ctx = ctx
 
 
-CRASHES = """<code>import os, threading, time
+CRASH_DURING_CALLS = """<code>import os, threading, time
 def end():
     while not os.path.exists("now"):
         time.sleep(0.01)
@@ -159,59 +168,59 @@ threading.Thread(target=end).start()
 llm_batch([f"p{i}" for i in range(4)])"""
 
 
-async def test_sub_calls_outlive_their_repl_and_are_not_asked_twice(tmp_path: Path) -> None:
+async def test_sub_calls_outlive_their_repl_and_are_not_repeated(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    script = [CRASHES, '<code>llm_batch([f"p{i}" for i in range(5)])', "done"]
+    script = [CRASH_DURING_CALLS, '<code>llm_batch([f"p{i}" for i in range(5)])', "done"]
 
     def root(messages: list[dict[str, Any]]) -> str:
-        done = said(messages)
+        done = count_replies(messages)
         if done:
-            gate.set()  # the REPL was lost before any answer came
-            told.append(messages[-1]["content"])
+            gate.set()  # the REPL was lost before any reply arrived
+            observations.append(messages[-1]["content"])
         return script[done]
 
-    told: list[str] = []
+    observations: list[str] = []
     models = Models(root, lambda messages: Answer(f"re {messages[-1]['content']}", hold=gate))
-    env = _Seen()
-    playing = asyncio.create_task(one(models, tmp_path, TASK, env=env))
-    await until(lambda: len(models.subs) == 4)
+    env = _ExposesContext()
+    playing = asyncio.create_task(run_rollout(models, tmp_path, TASK, env=env))
+    await wait_until(lambda: len(models.subs) == 4)
     await (await env.ctx.sandbox()).write("now", b"")
     rollout = await playing
-    assert "[crash: " in told[0]
-    assert "['re p0', 're p1', 're p2', 're p3', 're p4']" in told[1]
-    assert sorted(models.subs) == ["p0", "p1", "p2", "p3", "p4"], "what was under way was not asked again"
+    assert "[crash: " in observations[0]
+    assert "['re p0', 're p1', 're p2', 're p3', 're p4']" in observations[1]
+    assert sorted(models.subs) == ["p0", "p1", "p2", "p3", "p4"], "running calls were not repeated"
     assert rollout.metrics["sub_calls"] == 5
-    assert trained_once(models, rollout.segments)
+    assert trains_each_reply_once(models, rollout.segments)
 
 
 @pytest.mark.long
-async def test_a_sub_call_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
+async def test_hung_sub_call_fails_alone(tmp_path: Path) -> None:
     never = asyncio.Event()
     models = Models(
         ["<code>print(llm_batch(['a', 'hang', 'b']))", "done"],
         lambda messages: Answer("ok", hold=never if messages[-1]["content"] == "hang" else None),
     )
-    rollout = await one(models, tmp_path, TASK, sub_timeout=3.5, cell_seconds=3.0)
+    rollout = await run_rollout(models, tmp_path, TASK, sub_timeout=3.5, cell_seconds=3.0)
     assert rollout.reward == 1.0
-    assert "['ok', None, 'ok']" in models.told[0]
-    assert "#1: the sub-call took longer than its 3.5 s" in models.told[0]
-    assert "time_limit" not in models.told[0], "time in sub-calls is not the cell's own"
+    assert "['ok', None, 'ok']" in models.observations[0]
+    assert "#1: the sub-call took longer than its 3.5 s" in models.observations[0]
+    assert "time_limit" not in models.observations[0], "time in sub-calls does not count against the cell"
     assert models.server.disconnects == 1
 
 
-async def test_a_prompt_that_is_refused_is_reported_and_a_server_that_fails_is_infra(tmp_path: Path) -> None:
+async def test_refused_prompt_is_observed_and_a_failing_server_is_infra(tmp_path: Path) -> None:
     refused = Answer(status=400, error="too long", code="context_length_exceeded")
     models = Models(["<code>llm('x')", "done"], lambda _: refused)
-    rollout = await one(models, tmp_path, TASK)
+    rollout = await run_rollout(models, tmp_path, TASK)
     assert rollout.reward == 1.0
-    assert "CallFailed: the sub-call was refused" in models.told[0]
+    assert "CallFailed: the sub-call was refused" in models.observations[0]
     models = Models(["<code>llm('x')", "done"], lambda _: Answer(status=500))
-    rollout = await one(models, tmp_path / "broken", TASK)
+    rollout = await run_rollout(models, tmp_path / "broken", TASK)
     assert isinstance(rollout.outcome, Failed)
     assert rollout.outcome.fault == "infra"
 
 
-async def test_cells_that_fail_are_reported_and_the_state_is_kept(tmp_path: Path) -> None:
+async def test_failed_cells_are_observed_and_the_state_is_kept(tmp_path: Path) -> None:
     models = Models(
         [
             "<code>x = 41",
@@ -223,15 +232,17 @@ async def test_cells_that_fail_are_reported_and_the_state_is_kept(tmp_path: Path
             "done",
         ]
     )
-    rollout = await one(models, tmp_path, TASK, cell_seconds=2.0, cell_memory=128 << 20)
+    rollout = await run_rollout(models, tmp_path, TASK, cell_seconds=2.0, cell_memory=128 << 20)
     assert rollout.reward == 1.0
-    assert ["time_limit" in models.told[1], "memory_limit" in models.told[2], "crash" in models.told[4]] == [
-        True
-    ] * 3
-    assert "42 abc" in models.told[5]
+    assert [
+        "time_limit" in models.observations[1],
+        "memory_limit" in models.observations[2],
+        "crash" in models.observations[4],
+    ] == [True] * 3
+    assert "42 abc" in models.observations[5]
 
 
-async def test_a_state_that_was_lost_has_its_context_again(tmp_path: Path) -> None:
+async def test_context_is_loaded_again_after_the_state_was_lost(tmp_path: Path) -> None:
     models = Models(
         [
             "<code>import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()",
@@ -240,21 +251,21 @@ async def test_a_state_that_was_lost_has_its_context_again(tmp_path: Path) -> No
             "done",
         ]
     )
-    await one(models, tmp_path, TASK)
-    assert "The state was reset" in models.told[1]
-    assert "`context` was loaded again." in models.told[1]
-    assert "abc ['sub'] False" in models.told[2]
+    await run_rollout(models, tmp_path, TASK)
+    assert "The state was reset" in models.observations[1]
+    assert "`context` was loaded again." in models.observations[1]
+    assert "abc ['sub'] False" in models.observations[2]
 
 
-async def test_an_option_ends_the_rollout_on_a_cell_out_of_time(tmp_path: Path) -> None:
+async def test_option_ends_the_rollout_when_a_cell_times_out(tmp_path: Path) -> None:
     models = Models(["<code>while True: pass", "never asked"])
-    rollout = await one(models, tmp_path, TASK, cell_seconds=1.0, end_on_timeout=True)
+    rollout = await run_rollout(models, tmp_path, TASK, cell_seconds=1.0, end_on_timeout=True)
     assert (rollout.outcome, rollout.reward) == (Truncated("time"), 0.0)
     assert len(models.server.requests) == 1
 
 
-class _Fails(RlmEnvironment):
-    """The worker of one member of the group cannot be brought back."""
+class _WorkerLost(RlmEnvironment):
+    """The worker of one rollout of the group cannot be restarted."""
 
     async def run(self, ctx: Context) -> None:
         if ctx.attempt.split(".")[1] == "3":
@@ -268,9 +279,11 @@ class _Fails(RlmEnvironment):
         await super().run(ctx)
 
 
-async def test_recovery_that_fails_in_one_of_eight_is_infra_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_failed_recovery_in_one_of_eight_rollouts_is_infra_and_the_others_continue(tmp_path: Path) -> None:
     models = Models(["<code>llm('a')", "done"])
-    group = await played(models, tmp_path, TASK, k=8, env=_Fails(), retry=RetryPolicy(attempts=2, base=0.001))
+    group = await run_group(
+        models, tmp_path, TASK, k=8, env=_WorkerLost(), retry=RetryPolicy(attempts=2, base=0.001)
+    )
     outcomes = [rollout.outcome for rollout in group.rollouts]
     lost = outcomes.pop(3)
     assert isinstance(lost, Failed)
@@ -282,45 +295,43 @@ async def test_recovery_that_fails_in_one_of_eight_is_infra_and_the_others_go_on
 
 
 class _ShellLost(RlmEnvironment):
-    """The shell's sandbox is gone when the shell has to be replaced; `first` says only in the first attempt."""
+    """Closes the sandbox when the shell has to be replaced; only in the first attempt if `first_only`."""
 
-    first = True
+    first_only = True
 
-    def _on_cell(self, ctx: Context, observed: CellResult, *, root: bool) -> None:
-        super()._on_cell(ctx, observed, root=root)
-        if observed.recovered == "reset" and (ctx.attempt.endswith(".1") or not self.first):
+    def _on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
+        super()._on_cell(ctx, result, root=root)
+        if result.recovered == "reset" and (ctx.attempt.endswith(".1") or not self.first_only):
             ctx.state["lost"] = asyncio.ensure_future(ctx.state["repl"]._sandbox.close())
 
 
 class _ShellLostAlways(_ShellLost):
-    first = False
+    first_only = False
 
 
 @pytest.mark.parametrize("env", [_ShellLost, _ShellLostAlways])
-async def test_a_bash_that_cannot_be_replaced_is_unrecoverable_as_a_python_is(
-    tmp_path: Path, env: type[_ShellLost]
-) -> None:
+async def test_bash_that_cannot_be_replaced_is_unrecoverable(tmp_path: Path, env: type[_ShellLost]) -> None:
     models = Models(["<code>exit 3", "<code>sleep 1; echo alive", "done"])
     retry = RetryPolicy(attempts=3, base=0.001)
-    group = await played(models, tmp_path, TASK, k=1, env=env(repl="bash"), retry=retry)
+    group = await run_group(models, tmp_path, TASK, k=1, env=env(repl="bash"), retry=retry)
     (rollout,) = group.rollouts
     lost = rollout.attempts[0].outcome
     assert isinstance(lost, Failed)
     assert (lost.fault, lost.cause) == ("infra", "worker.unrecoverable")
-    assert rollout.outcome == (Completed() if env.first else Truncated("lost"))
-    assert rollout.reward == (1.0 if env.first else 0.0)
+    assert rollout.outcome == (Completed() if env.first_only else Truncated("lost"))
+    assert rollout.reward == (1.0 if env.first_only else 0.0)
     assert len(rollout.attempts) == 2
 
 
 # ---- bash
 
 
-STRANGER = """<code>port=$(grep -o 'tcp/127.0.0.1/[0-9]*' .rlm/llm | grep -o '[0-9]*$')
+CONNECT_WITHOUT_SECRET = """<code>port=$(grep -o 'tcp/127.0.0.1/[0-9]*' .rlm/llm | grep -o '[0-9]*$')
 (exec 3<>/dev/tcp/127.0.0.1/$port; echo 'wrong llm 0 0' >&3; cat <&3; echo nothing came)"""
 
 
 @pytest.mark.long
-async def test_bash_has_the_same_functions_as_commands(tmp_path: Path) -> None:
+async def test_bash_has_the_functions_as_commands(tmp_path: Path) -> None:
     @tool
     async def lookup(name: str) -> dict[str, str]:
         """Looks up."""
@@ -333,56 +344,56 @@ async def test_bash_has_the_same_functions_as_commands(tmp_path: Path) -> None:
             "<code>exit 3",
             "<code>lookup '{\"name\": \"z\"}'; lookup '{}'; llm --max-tokens x y; llm </dev/null",
             "<code>sleep 60",
-            STRANGER,
+            CONNECT_WITHOUT_SECRET,
             "<code>answer $(llm last)",
         ],
         lambda messages: f"[{messages[-1]['content']}]",
     )
-    rollout = await one(
+    rollout = await run_rollout(
         models, tmp_path, {**TASK, "answer": "[last]"}, repl="bash", tools=[lookup], cell_seconds=4.0
     )
     assert rollout.reward == 1.0
-    assert models.told[0].split("\n")[1:5] == ["3", "[two words]", "[summarise:", ""]
-    assert '"[a]"\n"[b\\nc]"\n{"calls_left":496' in models.told[1]
-    assert "exit code 3" in models.told[2]
-    assert "the shell was replaced" in models.told[2]
-    assert '{"found":"z"}' in models.told[3]
-    assert "missing: name" in models.told[3]
-    assert "--max-tokens takes a number" in models.told[3]
-    assert "there is no prompt" in models.told[3]
-    assert "time_limit" in models.told[4]
-    assert models.told[5].startswith("<result>\nnothing came\n")
+    assert models.observations[0].split("\n")[1:5] == ["3", "[two words]", "[summarise:", ""]
+    assert '"[a]"\n"[b\\nc]"\n{"calls_left":496' in models.observations[1]
+    assert "exit code 3" in models.observations[2]
+    assert "the shell was replaced" in models.observations[2]
+    assert '{"found":"z"}' in models.observations[3]
+    assert "missing: name" in models.observations[3]
+    assert "--max-tokens takes a number" in models.observations[3]
+    assert "there is no prompt" in models.observations[3]
+    assert "time_limit" in models.observations[4]
+    assert models.observations[5].startswith("<result>\nnothing came\n")
     assert models.subs[:2] == ["two words", "summarise:\n\nfrom input\n"]
-    assert trained_once(models, rollout.segments)
+    assert trains_each_reply_once(models, rollout.segments)
 
 
 @pytest.mark.long
-async def test_a_bash_tree_is_recursive_over_files(tmp_path: Path) -> None:
+async def test_bash_sub_models_get_files_as_context(tmp_path: Path) -> None:
     def root(messages: list[dict[str, Any]]) -> str:
-        done = said(messages)
+        done = count_replies(messages)
         if messages[1]["content"] == "the root":
             return ["<code>echo over there > part; rlm 'what is in it?' part", "done"][done]
         return ['<code>answer "it says $(cat $CONTEXT)"'][done]
 
     models = Models(root)
-    rollout = await one(models, tmp_path, TASK, repl="bash", max_depth=2)
+    rollout = await run_rollout(models, tmp_path, TASK, repl="bash", max_depth=2)
     assert rollout.reward == 1.0
     assert "it says over there" in str(models.server.requests[-1].body["messages"][-1])
 
 
 @pytest.mark.long
-async def test_a_script_that_is_stopped_leaves_its_sub_call_to_the_next_equal_one(tmp_path: Path) -> None:
+async def test_sub_call_of_a_stopped_script_is_reused_by_the_next_equal_one(tmp_path: Path) -> None:
     gate = asyncio.Event()
 
     def root(messages: list[dict[str, Any]]) -> str:
-        done = said(messages)
+        done = count_replies(messages)
         if done == 1:
             gate.set()
         return ["<code>timeout 4 llm slow", "<code>answer $(llm slow)"][done]
 
     models = Models(root, lambda _: Answer("done", hold=gate))
-    rollout = await one(models, tmp_path, TASK, repl="bash", cell_seconds=3.0)
+    rollout = await run_rollout(models, tmp_path, TASK, repl="bash", cell_seconds=3.0)
     assert rollout.reward == 1.0
     assert models.subs == ["slow"]
-    told = models.server.requests[2].body["messages"][-1]["content"]
-    assert "[exit code 124]" in told, "waiting for a sub-call is not the script's own time"
+    observations = models.server.requests[2].body["messages"][-1]["content"]
+    assert "[exit code 124]" in observations, "time in sub-calls does not count against the script"

@@ -15,6 +15,7 @@ import msgspec
 
 from rookery.core import TaskError
 from rookery.environments.base import Score
+from rookery.environments.code.environment import PARALLEL_SANDBOXES
 from rookery.environments.code.limits import normalize_limits
 from rookery.environments.context import Context
 from rookery.environments.text import match_answer
@@ -24,8 +25,6 @@ from rookery.scoring.grading import Grader, IsolationCache
 from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, SweStep, SweTask, get_swe_task, grading_budget
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
-PARALLEL_SANDBOXES: Final = 4
-"""Sandboxes used at the same time to grade one submission."""
 ANSWER_FILE: Final = "answer.txt"
 SUBMISSION: Final = "solution.py"
 MAX_ANSWER: Final = 1 << 20

@@ -13,9 +13,10 @@ from rookery.environments.base import Score
 from rookery.environments.context import Context
 from rookery.environments.tool_environment import ToolEnvironment
 
-__all__ = ["LEVELS", "SPLITS", "Arithmetic", "Problem", "problems_of", "task_of"]
+__all__ = ["LEVELS", "SPLITS", "Arithmetic", "Problem", "generate_problems", "make_task"]
 
-MOST: Final = 100_000
+MAX_SIZE: Final = 100_000
+"""Maximum number of tasks."""
 
 
 class Arithmetic(ToolEnvironment):
@@ -39,31 +40,31 @@ class Arithmetic(ToolEnvironment):
         levels: int | Sequence[int] = LEVELS,
     ) -> None:
         super().__init__()
-        chosen = str(split).replace("_", "-")
-        if chosen not in SPLITS:
+        chosen_split = str(split).replace("_", "-")
+        if chosen_split not in SPLITS:
             raise UsageError(f"split must be {' or '.join(SPLITS)}, not {split!r:.100}")
-        if not _is_int(size) or not 1 <= size <= MOST:
-            raise UsageError(f"size must be an integer from 1 to {MOST:,}, not {size!r:.100}")
+        if not _is_int(size) or not 1 <= size <= MAX_SIZE:
+            raise UsageError(f"size must be an integer from 1 to {MAX_SIZE:,}, not {size!r:.100}")
         if not _is_int(seed):
             raise UsageError(f"seed must be an integer, not {seed!r:.100}")
-        asked = (levels,) if _is_int(levels) else levels
+        chosen_levels = (levels,) if _is_int(levels) else levels
         if (
-            not isinstance(asked, list | tuple)
-            or not asked
-            or any(not _is_int(level) or level not in LEVELS for level in asked)
-            or len(set(asked)) < len(asked)
+            not isinstance(chosen_levels, list | tuple)
+            or not chosen_levels
+            or any(not _is_int(level) or level not in LEVELS for level in chosen_levels)
+            or len(set(chosen_levels)) < len(chosen_levels)
         ):
             raise UsageError(f"levels must be distinct integers from 1 to 5, such as [1,2], not {levels!r:.100}")
-        self.split = chosen
+        self.split = chosen_split
         self.size = size
         self.seed = seed
-        self.levels: tuple[int, ...] = tuple(asked)
+        self.levels: tuple[int, ...] = tuple(chosen_levels)
 
     def tasks(self) -> list[Task]:
         streams = [generate_problems(self.split, self.seed, level) for level in self.levels]
         count = len(streams)
         return [
-            task_of(next(streams[index % count]), self.split, self.seed, index // count)
+            make_task(next(streams[index % count]), self.split, self.seed, index // count)
             for index in range(self.size)
         ]
 
@@ -77,7 +78,7 @@ class Arithmetic(ToolEnvironment):
         return Score(reward, metrics=metrics)
 
 
-def task_of(problem: Problem, split: str, seed: int, number: int) -> Task:
+def make_task(problem: Problem, split: str, seed: int, number: int) -> Task:
     """Make a task from a problem. `number` is its index within its level."""
     return Task(
         id=f"{split}-{seed}-l{problem.level}-{number:05}",

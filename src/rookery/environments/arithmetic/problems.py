@@ -12,19 +12,19 @@ from random import Random
 from typing import Final, NamedTuple
 
 from rookery.core import UsageError, derive_seed
-from rookery.environments.arithmetic.expressions import expression
-from rookery.environments.arithmetic.stories import story
+from rookery.environments.arithmetic.expressions import draw_expression
+from rookery.environments.arithmetic.stories import draw_story
 
 LEVELS: Final = (1, 2, 3, 4, 5)
 SPLITS: Final = ("train", "held-out")
-_FRUITLESS: Final = 2_000
+_MAX_FRUITLESS_DRAWS: Final = 2_000
 """Consecutive draws without a new problem after which a level counts as exhausted."""
-_STORIES: Final = {1: 0.0, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.7}
-_ASK: Final = ("What is {}?", "Compute {}.", "Work out {}.", "{} = ?", "How much is {}?", "Find {}.")
+_STORY_SHARES: Final = {1: 0.0, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.7}
+_QUESTIONS: Final = ("What is {}?", "Compute {}.", "Work out {}.", "{} = ?", "How much is {}?", "Find {}.")
 _WORDS: Final = re.compile(r"\D+")
 
 
-class Line(NamedTuple):
+class Statement(NamedTuple):
     """A Python statement for the effect of one sentence on the number `x`."""
 
     code: str
@@ -39,14 +39,14 @@ class Problem(NamedTuple):
     answer: int
     level: int
     kind: str
-    lines: tuple[Line, ...]
+    statements: tuple[Statement, ...]
 
     @property
     def program(self) -> str:
         """A Python program that prints the answer."""
         if self.kind in ("expression", "brackets"):
-            return f"print({self.lines[0].code})"
-        return "\n".join([*(line.code for line in self.lines if line.matters), "print(x)"])
+            return f"print({self.statements[0].code})"
+        return "\n".join([*(statement.code for statement in self.statements if statement.matters), "print(x)"])
 
 
 def generate_problems(split: str, seed: int, level: int) -> Iterator[Problem]:
@@ -55,26 +55,26 @@ def generate_problems(split: str, seed: int, level: int) -> Iterator[Problem]:
     seen: set[str] = set()
     fruitless = 0
     while True:
-        found = draw(rng, level)
-        if get_split(found.prompt) == split and found.prompt not in seen:
-            seen.add(found.prompt)
+        problem = draw_problem(rng, level)
+        if get_split(problem.prompt) == split and problem.prompt not in seen:
+            seen.add(problem.prompt)
             fruitless = 0
-            yield found
+            yield problem
             continue
         fruitless += 1
-        if fruitless > _FRUITLESS:
+        if fruitless > _MAX_FRUITLESS_DRAWS:
             raise UsageError(f"level {level} of arithmetic has only about {len(seen)} different {split} problems")
 
 
-def draw(rng: Random, level: int) -> Problem:
+def draw_problem(rng: Random, level: int) -> Problem:
     """Draw a problem of a level, of either split."""
-    if rng.random() < _STORIES[level]:
-        text, answer, kind, lines = story(rng, level)
-        return Problem(text, answer, level, kind, tuple(Line(code, matters) for code, matters in lines))
-    text, answer = expression(rng, level)
+    if rng.random() < _STORY_SHARES[level]:
+        text, answer, kind, statements = draw_story(rng, level)
+        return Problem(text, answer, level, kind, tuple(Statement(code, matters) for code, matters in statements))
+    text, answer = draw_expression(rng, level)
     code = text.replace(" ", "").replace("/", "//")
     kind = "brackets" if "(" in text else "expression"
-    return Problem(rng.choice(_ASK).format(text), answer, level, kind, (Line(code),))
+    return Problem(rng.choice(_QUESTIONS).format(text), answer, level, kind, (Statement(code),))
 
 
 def get_split(prompt: str) -> str:

@@ -14,12 +14,12 @@ THINGS: Final = (
     *("apples", "beads", "books", "cards", "coins", "eggs", "figs", "jars", "keys", "kites", "lamps"),
     *("mugs", "nuts", "pears", "pens", "plums", "rings", "seeds", "shells", "stamps", "tickets", "tulips"),
 )
-_BAGS: Final = ("bags", "boxes", "bowls", "crates", "rows")
+_CONTAINERS: Final = ("bags", "boxes", "bowls", "crates", "rows")
 _MORE: Final = ("{a} finds {n} more.", "{a} buys {n} more.", "{b} brings {n} more.", "{a} makes {n} more.")
 _MORE_TRICKY: Final = (*_MORE, "{b} gives {a} {n}.", "{a} gets {n} from {b}.")
 _LESS: Final = ("{a} loses {n}.", "{a} sells {n}.", "{b} takes {n}.", "{n} get lost.")
 _LESS_TRICKY: Final = (*_LESS, "{a} gives {b} {n}.", "{b} gets {n} from {a}.")
-_IDLE: Final = (
+_IRRELEVANT: Final = (
     "{b} has {n} {other}.",
     "{a} is {n} years old.",
     "It is {n} km to town.",
@@ -34,12 +34,12 @@ class _Level(NamedTuple):
     steps: tuple[int, int]
     largest: int
     tricky: bool
-    idle: float
+    irrelevant: float
     """Probability of a sentence that has no effect."""
     changes: str
-    """One letter per kind of change, repeated by weight: see `_CHANGES`."""
+    """The kinds of change, one letter each, repeated by weight; see `_CHANGES`."""
     ends: str
-    """The same for the last change, which may set the question."""
+    """The kinds of the last change, which may set the question."""
 
 
 _LEVELS: Final = {
@@ -63,8 +63,9 @@ class _Story:
         self.question = ""
         self.kind = "story"
         self.x = 0
+        """Current number of things."""
 
-    def tell(self, sentence: str, code: str, n: int | str = "", *, matters: bool = True) -> None:
+    def add_sentence(self, sentence: str, code: str, n: int | str = "", *, matters: bool = True) -> None:
         self.sentences.append(sentence.format(a=self.a, b=self.b, n=n, thing=self.thing, other=self.other))
         self.lines.append((code.format(n), matters))
 
@@ -72,12 +73,12 @@ class _Story:
         n = self.rng.randrange(self.level.largest // 5, self.level.largest + 1)
         if self.level.steps == (1, 1) or self.rng.random() < 0.75:
             self.x = n
-            self.tell("{a} has {n} {thing}.", "x={}", n)
+            self.add_sentence("{a} has {n} {thing}.", "x={}", n)
             return
-        bags, each = self.rng.randrange(2, 10), max(2, n // 10)
-        self.x = bags * each
-        bag = self.rng.choice(_BAGS)
-        self.tell(f"{{a}} has {bags} {bag} of {each} {{thing}}.", f"x={bags}*{each}")
+        count, each = self.rng.randrange(2, 10), max(2, n // 10)
+        self.x = count * each
+        container = self.rng.choice(_CONTAINERS)
+        self.add_sentence(f"{{a}} has {count} {container} of {each} {{thing}}.", f"x={count}*{each}")
 
     # ------------------------------------------------------------------------------------------ changes
     # Each method adds a sentence, or returns False if it does not fit the current number.
@@ -85,7 +86,7 @@ class _Story:
     def more(self) -> bool:
         n = self.rng.randrange(2, self.level.largest)
         self.x += n
-        self.tell(self.rng.choice(_MORE_TRICKY if self.level.tricky else _MORE), "x+={}", n)
+        self.add_sentence(self.rng.choice(_MORE_TRICKY if self.level.tricky else _MORE), "x+={}", n)
         return True
 
     def less(self) -> bool:
@@ -93,7 +94,7 @@ class _Story:
             return False
         n = self.rng.randrange(2, self.x)
         self.x -= n
-        self.tell(self.rng.choice(_LESS_TRICKY if self.level.tricky else _LESS), "x-={}", n)
+        self.add_sentence(self.rng.choice(_LESS_TRICKY if self.level.tricky else _LESS), "x-={}", n)
         return True
 
     def double(self) -> bool:
@@ -101,7 +102,7 @@ class _Story:
         if self.x * by > 10 * self.level.largest:
             return False
         self.x *= by
-        self.tell(f"{{a}} {word} the pile.", f"x*={by}")
+        self.add_sentence(f"{{a}} {word} the pile.", f"x*={by}")
         return True
 
     def times(self) -> bool:
@@ -109,65 +110,69 @@ class _Story:
         if self.x * n > 10 * self.level.largest:
             return False
         self.x *= n
-        self.tell("Then there are {n} times as many.", "x*={}", n)
+        self.add_sentence("Then there are {n} times as many.", "x*={}", n)
         return True
 
     def half(self) -> bool:
         if self.x % 2 or self.x < 4:
             return False
         self.x //= 2
-        self.tell(self.rng.choice(("{a} gives away half.", "Half of them get lost.", "{b} takes half.")), "x//=2")
+        self.add_sentence(
+            self.rng.choice(("{a} gives away half.", "Half of them get lost.", "{b} takes half.")), "x//=2"
+        )
         return True
 
     # -------------------------------------------------------------------------------------------- ends
 
-    def shared(self) -> bool:
-        fit = [n for n in range(2, 13) if self.x % n == 0 and self.x > n]
-        if not fit:
+    def share(self) -> bool:
+        divisors = [n for n in range(2, 13) if self.x % n == 0 and self.x > n]
+        if not divisors:
             return False
-        n = self.rng.choice(fit)
+        n = self.rng.choice(divisors)
         self.x //= n
         self.kind = "sharing"
-        self.tell("{a} shares them among {n} friends.", "x//={}", n)
+        self.add_sentence("{a} shares them among {n} friends.", "x//={}", n)
         self.question = "How many does each get?"
         return True
 
-    def boxes(self) -> bool:
+    def pack(self) -> bool:
         n = self.rng.randrange(3, 13)
         if self.x < 2 * n:
             return False
         self.x //= n
         self.kind = "sharing"
-        self.tell("{a} packs them in boxes of {n}.", "x//={}", n)
+        self.add_sentence("{a} packs them in boxes of {n}.", "x//={}", n)
         self.question = "How many boxes are full?"
         return True
 
-    def rest(self) -> bool:
+    def pack_with_remainder(self) -> bool:
         n = self.rng.randrange(3, 13)
         if self.x < 2 * n:
             return False
         self.x %= n
         self.kind = "leftover"
-        self.tell("{a} packs them in boxes of {n}.", "x%={}", n)
+        self.add_sentence("{a} packs them in boxes of {n}.", "x%={}", n)
         self.question = "How many are left over?"
         return True
 
-    def twice(self) -> bool:
+    def compare_twice(self) -> bool:
         self.x *= 2
-        self.tell("{b} has twice as many as {a}.", "x*=2")
+        self.add_sentence("{b} has twice as many as {a}.", "x*=2")
         self.question = f"How many does {self.b} have?"
         return True
 
-    def compared(self) -> bool:
+    def compare_more(self) -> bool:
         n = self.rng.randrange(2, self.level.largest)
         self.x += n
-        self.tell("{b} has {n} more than {a}.", "x+={}", n)
+        self.add_sentence("{b} has {n} more than {a}.", "x+={}", n)
         self.question = f"How many does {self.b} have?"
         return True
 
-    def idle(self) -> None:
+    def add_irrelevant(self) -> None:
         n = self.rng.randrange(3, 90)
-        self.tell(self.rng.choice(_IDLE), "x+={}" if self.rng.random() < 0.6 else "x-={}", n, matters=False)
+        self.add_sentence(
+            self.rng.choice(_IRRELEVANT), "x+={}" if self.rng.random() < 0.6 else "x-={}", n, matters=False
+        )
 
 
 _Change: TypeAlias = Callable[[_Story], bool]
@@ -177,29 +182,29 @@ _CHANGES: Final[dict[str, _Change]] = {
     "*": _Story.times,
     "h": _Story.half,
     "d": _Story.double,
-    "s": _Story.shared,
-    "b": _Story.boxes,
-    "r": _Story.rest,
-    "t": _Story.twice,
-    "m": _Story.compared,
+    "s": _Story.share,
+    "b": _Story.pack,
+    "r": _Story.pack_with_remainder,
+    "t": _Story.compare_twice,
+    "m": _Story.compare_more,
 }
 
 
-def story(rng: Random, level: int) -> tuple[str, int, str, Lines]:
-    """Return the story's text, its answer, its kind, and a line of code per sentence."""
+def draw_story(rng: Random, level: int) -> tuple[str, int, str, Lines]:
+    """Draw a random story. Return its text, its answer, its kind, and a line of code per sentence."""
     plan = _LEVELS[level]
-    told = _Story(rng, plan)
-    told.begin()
+    story = _Story(rng, plan)
+    story.begin()
     steps = rng.randrange(plan.steps[0], plan.steps[1] + 1)
-    idle_after = rng.randrange(steps) if rng.random() < plan.idle else -1
+    irrelevant_step = rng.randrange(steps) if rng.random() < plan.irrelevant else -1
     for step in range(steps):
-        if step == idle_after:
-            told.idle()
+        if step == irrelevant_step:
+            story.add_irrelevant()
         choices = plan.ends if step == steps - 1 else plan.changes
-        while not _CHANGES[rng.choice(choices)](told):
+        while not _CHANGES[rng.choice(choices)](story):
             pass
-    question = told.question or rng.choice(
-        (f"How many {told.thing} are there now?", f"How many {told.thing} does {told.a} have now?")
+    question = story.question or rng.choice(
+        (f"How many {story.thing} are there now?", f"How many {story.thing} does {story.a} have now?")
     )
-    kind = "distractor" if idle_after >= 0 else told.kind
-    return " ".join([*told.sentences, question]), told.x, kind, told.lines
+    kind = "distractor" if irrelevant_step >= 0 else story.kind
+    return " ".join([*story.sentences, question]), story.x, kind, story.lines

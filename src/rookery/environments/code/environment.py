@@ -1,4 +1,7 @@
-"""The `code` environment: the policy runs Python cells with persistent state and submits a program."""
+"""The `code` environment: the policy runs Python cells with persistent state and submits a program.
+
+Runs in a runner process. The cells run in the attempt's sandbox, the submission in fresh ones.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,27 +32,26 @@ from rookery.environments.code.limits import (
     sandbox_for_task,
 )
 from rookery.environments.context import Context
-from rookery.environments.tool_environment import ANSWER, ToolEnvironment
+from rookery.environments.tool_environment import ANSWER, ToolEnvironment, increment
 from rookery.environments.tools import CallLimit, tool
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import GradeFunction, Grader, IsolationCache
 from rookery.scoring.programs import ProgramLimits
+from rookery.tasks.swe import GRADING_TIME_SHARE
 from rookery.workers import Cell, Worker, WorkerLimits
 
 Style: TypeAlias = Literal["tags", "tool"]
-GRADE_SHARE = 0.9
-"""Share of the stage's time that grading may use."""
-AT_ONCE = 4
+PARALLEL_SANDBOXES = 4
 """Sandboxes used at the same time to grade one rollout."""
-UNBOUNDED = 3600.0
+DEFAULT_GRADING_SECONDS = 3600.0
 """Seconds for grading if the stage has no deadline."""
-TAGS = (
+TAGS_PROMPT = (
     "You can run Python. Write a cell between <code> and </code>; you then get its output and the value of its "
     "last expression between <result> and </result>. Variables, functions and imports persist between cells. "
     "When you are done, answer without <code>; put a program that you submit into a ``` block there."
 )
-TOOL = (
+TOOL_PROMPT = (
     "You can run Python with the tool `python`: it returns the cell's output and the value of its last "
     "expression. Variables, functions and imports persist between cells. When you are done, answer; put a "
     "program that you submit into a ``` block there."
@@ -84,9 +86,9 @@ class CodeEnvironment(ToolEnvironment):
         if style not in ("tags", "tool"):
             raise UsageError(f"style must be 'tags' or 'tool', not {style!r:.80}")
         self.style: Style = style
-        default = TAGS if style == "tags" else TOOL
+        default_prompt = TAGS_PROMPT if style == "tags" else TOOL_PROMPT
         super().__init__(
-            system_prompt=default if system_prompt is None else system_prompt,
+            system_prompt=default_prompt if system_prompt is None else system_prompt,
             max_turns=max_turns,
             max_result=max_result,
         )
@@ -94,7 +96,7 @@ class CodeEnvironment(ToolEnvironment):
         self.terminate_on_evaluation = terminate_on_evaluation
         self.partial = partial
         self.grade = grade
-        self._forms = IsolationCache()
+        self._isolation_cache = IsolationCache()
 
     @property
     def needs_sandbox(self) -> bool:
@@ -114,14 +116,14 @@ class CodeEnvironment(ToolEnvironment):
         data, raised = normalize_limits(ctx.task.data)
         for note in raised:
             ctx.log.warning(note, task=ctx.task.id)
-        allowed = limits_for_task(ctx.task.id, data, self.cell_limits)
-        task = _graded(ctx)
+        limits = limits_for_task(ctx.task.id, data, self.cell_limits)
+        task = _parse_task(ctx)
         if task is None and self.grade is None and data.get("answer") is None:
             raise TaskError(
                 f"task {ctx.task.id} cannot be scored: it has no tests, cases or answer, "
                 "and the environment has no grade function"
             )
-        ctx.state["cell_limits"] = allowed
+        ctx.state["cell_limits"] = limits
         ctx.state["cells"] = []
 
     async def run(self, ctx: Context) -> None:
@@ -165,12 +167,10 @@ class CodeEnvironment(ToolEnvironment):
             worker = ctx.state["worker"] = await Worker.open(await ctx.sandbox(), limits=ctx.state["cell_limits"])
         cell = await worker.run(code)
         ctx.state["cells"].append(code)
-        for name in (
-            "cells",
-            f"cells/{cell.status}",
-            *([f"recovered/{cell.recovered}"] if cell.recovered != "none" else ()),
-        ):
-            ctx.metrics[name] = ctx.metrics.get(name, 0.0) + 1
+        increment(ctx, "cells")
+        increment(ctx, f"cells/{cell.status}")
+        if cell.recovered != "none":
+            increment(ctx, f"recovered/{cell.recovered}")
         return cell
 
     async def teardown(self, ctx: Context) -> None:
@@ -185,21 +185,21 @@ class CodeEnvironment(ToolEnvironment):
         return tags.extract_submission(self.answer(ctx), ctx.state["cells"])
 
     async def score(self, ctx: Context) -> Score | float:
-        task = _graded(ctx)
+        task = _parse_task(ctx)
         if task is None and self.grade is None:
             return await super().score(ctx)
         low, high = reward_bounds(self)
         grader = Grader(
             ctx.spec,
             ctx.sandbox,
-            asyncio.Semaphore(AT_ONCE),
+            asyncio.Semaphore(PARALLEL_SANDBOXES),
             isolated=is_isolated(ctx.spec.provider),
             limits=_program_limits(ctx),
             partial=self.partial,
             low=low,
             high=high,
-            isolation_cache=self._forms,
-            seconds=GRADE_SHARE * ctx.remaining,
+            isolation_cache=self._isolation_cache,
+            seconds=GRADING_TIME_SHARE * ctx.remaining,
         )
         submission = self.submission(ctx)
         if self.grade is not None:
@@ -211,7 +211,7 @@ class CodeEnvironment(ToolEnvironment):
         return grade.score
 
 
-def _graded(ctx: Context) -> CodeTask | None:
+def _parse_task(ctx: Context) -> CodeTask | None:
     """Return the task's tests or cases, or None if it has neither."""
     data, _ = normalize_limits(ctx.task.data)
     if data.get("tests") is None and data.get("cases") is None:
@@ -220,7 +220,7 @@ def _graded(ctx: Context) -> CodeTask | None:
 
 
 def _program_limits(ctx: Context) -> ProgramLimits:
-    allowed: WorkerLimits = ctx.state["cell_limits"]
+    limits: WorkerLimits = ctx.state["cell_limits"]
     # Without a time limit, two runs of the submission and one of the solution must still fit into the stage.
-    wall = max(1.0, min(ctx.remaining, UNBOUNDED) / 4) if is_unlimited(allowed) else allowed.wall
-    return ProgramLimits(wall=wall, cpu=allowed.cpu_seconds, memory=allowed.memory or ctx.spec.memory)
+    wall = max(1.0, min(ctx.remaining, DEFAULT_GRADING_SECONDS) / 4) if is_unlimited(limits) else limits.wall
+    return ProgramLimits(wall=wall, cpu=limits.cpu_seconds, memory=limits.memory or ctx.spec.memory)

@@ -18,9 +18,15 @@ PROGRAM_LIMITS: Final = frozenset({"wall", "cpu", "memory", "output", "pids", "d
 """Names in a task's `limits` that apply to its programs, not to the rollout."""
 UNIT_ERROR: Final = 1 << 20
 """A memory limit below this many bytes was certainly meant in megabytes."""
-_FIELDS: Final = {"timeout_seconds": "wall", "memory_limit_bytes": "memory"}
-_NAMES: Final = {"wall": "wall", "cpu": "cpu_seconds", "memory": "memory", "output": "output", "pids": "processes"}
-_BYTES: Final = ("memory", "output", "pids", "disk")
+_TASK_FIELDS: Final = {"timeout_seconds": "wall", "memory_limit_bytes": "memory"}
+_WORKER_FIELDS: Final = {
+    "wall": "wall",
+    "cpu": "cpu_seconds",
+    "memory": "memory",
+    "output": "output",
+    "pids": "processes",
+}
+_INTEGER_LIMITS: Final = ("memory", "output", "pids", "disk")
 
 
 def default_limits(timeout_seconds: float | None, memory_limit_bytes: float | None) -> WorkerLimits:
@@ -52,30 +58,30 @@ def is_unlimited(limits: WorkerLimits) -> bool:
     return limits.wall >= MAX_SECONDS
 
 
-def normalize_limits(data: dict[str, Any], least: int = MIN_MEMORY) -> tuple[dict[str, Any], list[str]]:
+def normalize_limits(data: dict[str, Any], minimum: int = MIN_MEMORY) -> tuple[dict[str, Any], list[str]]:
     """Return a task's data with byte counts as integers, and a note for each limit that was raised to `least`."""
     notes: list[str] = []
 
-    def memory_of(field: str, value: Any) -> Any:
+    def parse_memory(field: str, value: Any) -> Any:
         value = whole(value)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < least:
-            notes.append(f"{field} is raised from {value} to {least}, the minimum for a program")
-            return least
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < minimum:
+            notes.append(f"{field} is raised from {value} to {minimum}, the minimum for a program")
+            return minimum
         return value
 
-    changed: dict[str, Any] = {}
+    normalized: dict[str, Any] = {}
     if "memory_limit_bytes" in data:
-        changed["memory_limit_bytes"] = memory_of("memory_limit_bytes", data["memory_limit_bytes"])
+        normalized["memory_limit_bytes"] = parse_memory("memory_limit_bytes", data["memory_limit_bytes"])
     limits_data = data.get("limits")
     if isinstance(limits_data, dict):
-        values = {name: whole(value) if name in _BYTES else value for name, value in limits_data.items()}
+        values = {name: whole(value) if name in _INTEGER_LIMITS else value for name, value in limits_data.items()}
         if "memory" in values:
-            values["memory"] = memory_of("limits.memory", values["memory"])
-        changed["limits"] = values
-    return data | changed, notes
+            values["memory"] = parse_memory("limits.memory", values["memory"])
+        normalized["limits"] = values
+    return data | normalized, notes
 
 
-def limits_for_task(task: str, data: dict[str, Any], below: WorkerLimits) -> WorkerLimits:
+def limits_for_task(task: str, data: dict[str, Any], defaults: WorkerLimits) -> WorkerLimits:
     """Return the limits of a task's cells. `data` comes from `normalize_limits`."""
     values: dict[str, Any] = {}
     limits_data = data.get("limits") or {}
@@ -86,34 +92,34 @@ def limits_for_task(task: str, data: dict[str, Any], below: WorkerLimits) -> Wor
             raise TaskError(
                 f"task {task}: limits.{name} is unknown; known are {', '.join(sorted(PROGRAM_LIMITS))}"
             )
-        if name in _NAMES and value is not None:
-            values[_NAMES[name]] = value
-    for field, name in _FIELDS.items():
+        if name in _WORKER_FIELDS and value is not None:
+            values[_WORKER_FIELDS[name]] = value
+    for field, name in _TASK_FIELDS.items():
         if (value := data.get(field)) is not None:
             values[name] = value
     try:
-        return _replaced(below, values)
+        return _override(defaults, values)
     except UsageError as error:
-        words = str(error)
-        for field, name in _FIELDS.items():
+        message = str(error)
+        for field, name in _TASK_FIELDS.items():
             if data.get(field) is not None:
-                words = words.replace(f"limits.{name}", field)
-        raise TaskError(f"task {task}: {words}") from None
+                message = message.replace(f"limits.{name}", field)
+        raise TaskError(f"task {task}: {message}") from None
 
 
-def _replaced(below: WorkerLimits, values: dict[str, Any]) -> WorkerLimits:
+def _override(defaults: WorkerLimits, values: dict[str, Any]) -> WorkerLimits:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UsageError(f"limits.{name}: {value!r:.80} is not a number")
-    return msgspec.structs.replace(below, **values)
+    return msgspec.structs.replace(defaults, **values)
 
 
 def sandbox_for_task(task: str, limits: WorkerLimits, data: dict[str, Any], spec: SandboxSpec) -> SandboxSpec:
     """Return the sandbox for a task's cells. `data` comes from `normalize_limits`."""
-    made = sandbox_for(limits, spec)
+    sandbox = sandbox_for(limits, spec)
     disk = (data.get("limits") or {}).get("disk")
     if disk is None:
-        return made
+        return sandbox
     if isinstance(disk, bool) or not isinstance(disk, int) or disk < 1:
         raise TaskError(f"task {task}: limits.disk must be an integer above 0, got {disk!r:.80}")
-    return msgspec.structs.replace(made, disk=disk)
+    return msgspec.structs.replace(sandbox, disk=disk)

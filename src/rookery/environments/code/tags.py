@@ -13,7 +13,7 @@ from rookery.workers import Cell
 
 BEGIN: Final = "<code>"
 END: Final = "</code>"
-_OURS: Final = re.compile(r"<(/?)(result|code)>")
+_TAGS: Final = re.compile(r"<(/?)(result|code)>")
 _FENCE: Final = re.compile(
     r"^(?P<fence>`{3,}|~{3,})[^\n]*\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL
 )
@@ -36,29 +36,33 @@ def is_closed(text: str) -> bool:
 
 def render_observation(cell: Cell, limit: int) -> str:
     """Render the result of a cell in `<result>` tags."""
-    text = _OURS.sub(r"<\1\2 >", render_cell(cell, limit))
+    return wrap_result(render_cell(cell, limit))
+
+
+def wrap_result(text: str) -> str:
+    """Wrap text in `<result>` tags, escaping such tags in it."""
+    text = _TAGS.sub(r"<\1\2 >", text)
     return f"<result>\n{text}\n</result>" if "\n" in text else f"<result>{text}</result>"
 
 
 def render_cell(cell: Cell, limit: int) -> str:
     """Render a cell's output, its value or error, and how it ended if that was not normal."""
-    printed = clip(cell.stdout, limit, cell.stdout_dropped).rstrip("\n")
-    complained = clip(cell.stderr, limit, cell.stderr_dropped).rstrip("\n")
-    ended = clip(cell.error, limit).rstrip("\n") if cell.error else cell.value
-    parts = [part for part in (printed, complained, ended) if part]
+    stdout = clip(cell.stdout, limit, cell.stdout_dropped).rstrip("\n")
+    stderr = clip(cell.stderr, limit, cell.stderr_dropped).rstrip("\n")
+    ending = clip(cell.error, limit).rstrip("\n") if cell.error else cell.value
+    parts = [part for part in (stdout, stderr, ending) if part]
     if cell.status not in ("ok", "runtime", "syntax"):
         parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
     elif cell.notice:
         parts.append(f"[{cell.notice}]")
-    figures = ", ".join(cell.figures)
-    if figures:
-        parts.append(f"[figures: {figures}]")
+    if cell.figures:
+        parts.append(f"[figures: {', '.join(cell.figures)}]")
     return "\n".join(parts) or NO_OUTPUT
 
 
 def extract_submission(answer: str, cells: list[str]) -> str:
     """Return the program that a rollout submits."""
-    fenced = [found["body"] for found in _FENCE.finditer(answer)]
+    fenced = [match["body"] for match in _FENCE.finditer(answer)]
     if fenced:
         return fenced[-1]
     tagged = _ANSWER.findall(answer)

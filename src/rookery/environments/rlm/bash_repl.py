@@ -18,7 +18,7 @@ import msgspec
 from rookery.core import RookeryError, SandboxError, TaskError, Truncation, WorkerRecoveryError
 from rookery.core.errors import describe
 from rookery.environments.rlm.budget import BudgetExhausted, CallFailed
-from rookery.environments.rlm.contexts import MOST_PART, PlacedContext
+from rookery.environments.rlm.contexts import MAX_FILE, PlacedContext
 from rookery.environments.rlm.functions import ReplFunctions
 from rookery.environments.rlm.observations import render_script
 from rookery.environments.rlm.options import RlmOptions
@@ -27,11 +27,12 @@ from rookery.environments.text import render
 from rookery.sandboxes.protocol import Command, Sandbox, Shell, SupportsModelNetwork
 
 CONNECTIONS: Final = 256
-MOST_BODY: Final = 16 << 20
-MOST_HELD: Final = 64 << 20
-"""Bytes of all running calls together."""
-MOST_ARGS: Final = 64
-HEAD_SECONDS: Final = 30.0
+MAX_BODY: Final = 16 << 20
+MAX_RESERVED: Final = 64 << 20
+"""Maximum bytes of the requests of all running commands."""
+MAX_ARGS: Final = 64
+REQUEST_SECONDS: Final = 30.0
+"""Time limit for receiving one request."""
 END_SECONDS: Final = 20.0
 """Seconds that a cancelled task gets to end."""
 # Pure bash, since an image may have nothing else. The request contains the arguments and the input, each with its
@@ -77,13 +78,13 @@ class BashRepl:
         self._prologue = ""
         self._fault: BaseException | None = None
         """An error raised by a command that ends the attempt."""
-        self._faulted = asyncio.Event()
+        self._fault_raised = asyncio.Event()
         self._scripts = 0
         """Number of scripts that the model ran."""
         self._reserved_bytes = 0
-        self._commands = 0
-        self._since = 0.0
-        self._outside = 0.0
+        self._running_commands = 0
+        self._commands_since = 0.0
+        self._command_seconds = 0.0
 
     @classmethod
     async def open(
@@ -92,7 +93,7 @@ class BashRepl:
         repl = cls(sandbox, functions, options)
 
         async def read_file(name: str) -> bytes:
-            return await sandbox.read(name, limit=MOST_PART, timeout=60.0)
+            return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
 
         functions.read_file = read_file
         try:
@@ -125,11 +126,11 @@ class BashRepl:
         ]
         for name in names:
             await self._sandbox.write(f".rlm/{name}", script, mode=0o755)
-        where = await self._sandbox.exec(Command(argv=("bash", "-c", "pwd"), wall=20.0))
-        folder = where.stdout.decode("utf-8", "replace").strip()
-        if not where.ok or "'" in folder:
+        result = await self._sandbox.exec(Command(argv=("bash", "-c", "pwd"), wall=20.0))
+        folder = result.stdout.decode("utf-8", "replace").strip()
+        if not result.ok or "'" in folder:
             raise SandboxError(
-                f"bash in sandbox {self._sandbox.id} did not report its working directory: {where.detail}"
+                f"bash in sandbox {self._sandbox.id} did not report its working directory: {result.detail}"
             )
         context = f" CONTEXT='{folder}/{placed.name}'" if placed.name else ""
         commands = f"'{folder}/.rlm'"
@@ -144,10 +145,12 @@ class BashRepl:
     async def run(self, code: str) -> CellResult:
         assert self._shell is not None
         wall = self._options.cell_seconds
-        before = self.outside()
-        running = self._shell.run(self._prologue + code, timeout=wall, outside=lambda: self.outside() - before)
+        before = self.command_seconds()
+        running = self._shell.run(
+            self._prologue + code, timeout=wall, outside=lambda: self.command_seconds() - before
+        )
         work = asyncio.ensure_future(running)
-        fault = asyncio.ensure_future(self._faulted.wait())
+        fault = asyncio.ensure_future(self._fault_raised.wait())
         try:
             await asyncio.wait({work, fault}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -195,21 +198,21 @@ class BashRepl:
         if self._shell is not None:
             await self._shell.close()
 
-    def outside(self) -> float:
+    def command_seconds(self) -> float:
         """Return the total seconds during which a command was running."""
-        return self._outside + (time.monotonic() - self._since if self._commands else 0.0)
+        return self._command_seconds + (time.monotonic() - self._commands_since if self._running_commands else 0.0)
 
     @contextlib.contextmanager
-    def _command(self) -> Iterator[None]:
-        if not self._commands:
-            self._since = time.monotonic()
-        self._commands += 1
+    def _count_command(self) -> Iterator[None]:
+        if not self._running_commands:
+            self._commands_since = time.monotonic()
+        self._running_commands += 1
         try:
             yield
         finally:
-            self._commands -= 1
-            if not self._commands:
-                self._outside += time.monotonic() - self._since
+            self._running_commands -= 1
+            if not self._running_commands:
+                self._command_seconds += time.monotonic() - self._commands_since
 
     # ---- commands
 
@@ -235,31 +238,31 @@ class BashRepl:
     async def _handle_request(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reservation: "_ByteReservation"
     ) -> None:
-        async with asyncio.timeout(HEAD_SECONDS):
+        async with asyncio.timeout(REQUEST_SECONDS):
             secret, *words = (await reader.readline()).split()
             if not secrets.compare_digest(secret, self._secret.encode()):
                 return
             name, count, size = (word.decode() for word in words)
-            if int(count) > MOST_ARGS:
-                writer.write(f"no\n{name}: more than {MOST_ARGS} words; give the text as one\n".encode())
+            if int(count) > MAX_ARGS:
+                writer.write(f"no\n{name}: more than {MAX_ARGS} words; give the text as one\n".encode())
                 return
             args: list[str] = []
             for _ in range(int(count)):
                 length = int(await reader.readline())
-                if trouble := reservation.take(length):
-                    writer.write(f"no\n{name}: {trouble}\n".encode())
+                if problem := reservation.take(length):
+                    writer.write(f"no\n{name}: {problem}\n".encode())
                     return
                 args.append((await reader.readexactly(length)).decode("utf-8", "replace"))
-            if trouble := reservation.take(int(size)):
-                writer.write(f"no\n{name}: {trouble}\n".encode())
+            if problem := reservation.take(int(size)):
+                writer.write(f"no\n{name}: {problem}\n".encode())
                 return
             stdin = (await reader.readexactly(int(size))).decode("utf-8", "replace")
-        work = asyncio.ensure_future(self._done(name, args, stdin))
-        gone = asyncio.ensure_future(reader.read(1))  # a stopped script closes its connection
+        work = asyncio.ensure_future(self._run_command(name, args, stdin))
+        disconnected = asyncio.ensure_future(reader.read(1))  # a stopped script closes its connection
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
+            disconnected.cancel()
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work}, timeout=END_SECONDS)
@@ -267,15 +270,15 @@ class BashRepl:
             writer.write(work.result().encode("utf-8", "replace"))
             await writer.drain()
 
-    async def _done(self, name: str, args: list[str], stdin: str) -> str:
+    async def _run_command(self, name: str, args: list[str], stdin: str) -> str:
         try:
-            with self._command():
+            with self._count_command():
                 return f"ok\n{await self._call_function(name, args, stdin)}\n"
         except (BudgetExhausted, CallFailed, OSError) as error:
             return f"no\n{name}: {error}\n"
         except (RookeryError, Truncation) as error:
             self._fault = error
-            self._faulted.set()
+            self._fault_raised.set()
             return "no\n"
         except Exception as error:  # noqa: BLE001  (an exception of a tool; the command reports it)
             return f"no\n{name}: {describe(error)}\n"
@@ -288,18 +291,18 @@ class BashRepl:
             await functions.answer(" ".join(args) or stdin.rstrip("\n"))
             return ""
         if name == "llm":
-            options, words = _options(args, {"--system": str, "--max-tokens": int, "--batch": str})
-            more = (options.get("--system"), options.get("--max-tokens"))
+            options, words = _parse_options(args, {"--system": str, "--max-tokens": int, "--batch": str})
+            settings = (options.get("--system"), options.get("--max-tokens"))
             if "--batch" in options:
-                found = await functions.llm_batch(_prompts(stdin), *more)
-                return "\n".join(msgspec.json.encode(one.get("text")).decode() for one in found)
-            return await functions.llm(_joined(words, stdin), *more)
+                results = await functions.llm_batch(_parse_batch(stdin), *settings)
+                return "\n".join(msgspec.json.encode(result.get("text")).decode() for result in results)
+            return await functions.llm(_join_prompt(words, stdin), *settings)
         if name == "rlm":
             if len(args) > 2:
                 raise CallFailed("it takes a prompt and a file")
             return await functions.rlm(args[0] if args else stdin, file=args[1] if len(args) > 1 else None)
         if name in functions.tools:
-            arguments = _json(args[0] if args else stdin)
+            arguments = _parse_object(args[0] if args else stdin)
             return render(await functions.tool(name, (), arguments))
         raise CallFailed("there is no such command")
 
@@ -315,10 +318,10 @@ class _ByteReservation:
         """Reserve `size` bytes. Return an error message, or an empty string on success."""
         if size < 0:
             raise ValueError("negative length")
-        if self._taken + size > MOST_BODY:
-            return f"more than {MOST_BODY} bytes"
-        if self._repl._reserved_bytes + size > MOST_HELD:
-            return f"the calls under way hold {MOST_HELD} bytes together; wait for some of them"
+        if self._taken + size > MAX_BODY:
+            return f"more than {MAX_BODY} bytes"
+        if self._repl._reserved_bytes + size > MAX_RESERVED:
+            return f"the running calls use {MAX_RESERVED} bytes together; wait for some of them"
         self._taken += size
         self._repl._reserved_bytes += size
         return ""
@@ -330,45 +333,45 @@ class _ByteReservation:
         self._repl._reserved_bytes -= self._taken
 
 
-def _options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:
+def _parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[dict[str, Any], list[str]]:
     """Split a command's arguments into leading options and the remaining words."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     while args and args[0] in known:
         if len(args) < 2:
             raise CallFailed(f"{args[0]} needs a value")
         try:
-            found[args[0]] = known[args[0]](args[1])
+            options[args[0]] = known[args[0]](args[1])
         except ValueError:
             raise CallFailed(f"{args[0]} takes a number, not {args[1]!r:.40}") from None
         args = args[2:]
-    return found, args
+    return options, args
 
 
-def _joined(words: list[str], stdin: str) -> str:
+def _join_prompt(words: list[str], stdin: str) -> str:
     prompt = "\n\n".join(filter(None, (" ".join(words), stdin)))
     if not prompt.strip():
         raise CallFailed("there is no prompt; `-` as the last word takes it from the input")
     return prompt
 
 
-def _prompts(stdin: str) -> list[str]:
-    """Of a file: the texts of a JSON list, or its lines, where a line may be a JSON text."""
+def _parse_batch(stdin: str) -> list[str]:
+    """Return the prompts of a batch file: the strings of a JSON list, or lines that may be JSON strings."""
     if stdin.lstrip().startswith("["):
         try:
             return msgspec.json.decode(stdin, type=list[str])
         except msgspec.MsgspecError:
             pass  # not JSON: lines that happen to start with a bracket
-    return [_line(line) for line in stdin.splitlines() if line.strip()]
+    return [_parse_line(line) for line in stdin.splitlines() if line.strip()]
 
 
-def _line(line: str) -> str:
+def _parse_line(line: str) -> str:
     if line.startswith('"'):
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(line, type=str)
     return line
 
 
-def _json(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.MsgspecError as error:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-RESERVE = 10
-"""One part in this many is reserved for the root."""
+ROOT_RESERVE_DIVISOR = 10
+"""The token limit divided by this number is reserved for the root."""
 
 
 class BudgetExhausted(Exception):  # noqa: N818  (an observation for the model)
@@ -41,7 +41,8 @@ class TreeBudget:
         self.limits = limits
         self.calls = 0
         self.tokens = 0
-        self.held = 0
+        self.reserved = 0
+        """Tokens granted to running calls."""
         self.deepest = 0
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -58,54 +59,56 @@ class TreeBudget:
     async def grant(self, wanted: int | None, *, root: bool = False) -> int | None:
         """Return how many tokens a call may sample; None means no limit.
 
-        May wait until running calls return tokens. Call `settle` with the result on every path.
+        May wait until running calls return tokens. Call `release` with the result on every path.
         """
-        most = self.limits.tokens
-        if most is None:
+        limit = self.limits.tokens
+        if limit is None:
             return wanted
-        spare = 0 if root else most // RESERVE
+        root_reserve = 0 if root else limit // ROOT_RESERVE_DIVISOR
         while True:
-            room = most - spare - self.tokens - self.held
-            whole = room if wanted is None else wanted
-            if 0 < whole <= room or (room > 0 and not self.held):
-                given = min(whole, room)
-                self.held += given
-                return given
-            if not self.held:
+            available = limit - root_reserve - self.tokens - self.reserved
+            request = available if wanted is None else wanted
+            if 0 < request <= available or (available > 0 and not self.reserved):
+                granted = min(request, available)
+                self.reserved += granted
+                return granted
+            if not self.reserved:
                 raise BudgetExhausted(
-                    f"the {most} tokens of this task are used, but for those that are left for the final answer"
-                    if spare
-                    else f"all {most} tokens of this task are used"
+                    f"the {limit} tokens of this task are used, except those reserved for the final answer"
+                    if root_reserve
+                    else f"all {limit} tokens of this task are used"
                 )
-            back = asyncio.get_running_loop().create_future()
-            self._waiting.append(back)
-            await back
+            returned = asyncio.get_running_loop().create_future()
+            self._waiting.append(returned)
+            await returned
 
-    def settle(self, granted: int | None, used: int) -> None:
+    def release(self, granted: int | None, used: int) -> None:
         """Return a grant and count the tokens that the call used."""
         self.tokens += used
         if self.limits.tokens is None:
             return
-        self.held -= granted or 0
+        self.reserved -= granted or 0
         waiting, self._waiting = self._waiting, []
-        for back in waiting:
-            if not back.done():
-                back.set_result(None)
+        for returned in waiting:
+            if not returned.done():
+                returned.set_result(None)
 
     @property
     def tokens_left(self) -> int | None:
         """Tokens left for sub-calls, or None if there is no limit."""
-        most = self.limits.tokens
-        return None if most is None else max(0, most - most // RESERVE - self.tokens - self.held)
+        limit = self.limits.tokens
+        if limit is None:
+            return None
+        return max(0, limit - limit // ROOT_RESERVE_DIVISOR - self.tokens - self.reserved)
 
     def left(self, depth: int, seconds: float) -> dict[str, Any]:
         """Return what is left for a model at this depth."""
-        found: dict[str, Any] = {
+        left: dict[str, Any] = {
             "calls_left": self.limits.calls - self.calls,
             "depth_left": self.limits.depth - depth,
         }
         if self.tokens_left is not None:
-            found["tokens_left"] = self.tokens_left
+            left["tokens_left"] = self.tokens_left
         if seconds < 1e9:
-            found["seconds_left"] = round(seconds, 1)
-        return found
+            left["seconds_left"] = round(seconds, 1)
+        return left

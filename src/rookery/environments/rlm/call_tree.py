@@ -17,15 +17,15 @@ from rookery.core import Message, Sampling, ToolSchema, Truncation, UpstreamErro
 from rookery.environments.context import Context
 from rookery.environments.rlm.budget import BudgetExhausted, CallFailed, TreeBudget, TreeLimits
 from rookery.environments.rlm.options import RlmOptions
-from rookery.environments.rlm.timing import within
-from rookery.environments.rlm.tool_calls import run_sub_model_tool
+from rookery.environments.rlm.tool_calls import run_sub_model_tool, run_within
 from rookery.environments.tools import Tool
 from rookery.gateway import ModelReply
 
 END_SECONDS = 20.0
-SPARE = 0.05
+"""Seconds that cancelled calls get to end."""
+ROOT_TIME_SHARE = 0.05
 """Share of the rollout's time that is reserved for the root."""
-MOST_PROMPT = 16 << 20
+MAX_PROMPT = 16 << 20
 
 
 class SubCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,33 +40,36 @@ class SubCall(msgspec.Struct, frozen=True, kw_only=True):
     recursive: bool = False
 
     def key(self) -> bytes:
+        """Return a digest that equal requests share."""
         return blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
 
 
-Child: TypeAlias = Callable[["CallTree", SubCall], Awaitable[str]]
+RunChild: TypeAlias = Callable[["CallTree", SubCall], Awaitable[str]]
 """Runs a sub-model that has a REPL and returns its answer."""
 
 
 class CallTree:
     """All sub-calls of one attempt."""
 
-    def __init__(self, ctx: Context, options: RlmOptions, sub_tools: Mapping[str, Tool], child: Child) -> None:
+    def __init__(
+        self, ctx: Context, options: RlmOptions, sub_tools: Mapping[str, Tool], run_child: RunChild
+    ) -> None:
         self.ctx = ctx
         self.options = options
         self.budget = TreeBudget(
             TreeLimits(
                 calls=options.max_calls,
                 depth=options.max_depth,
-                tokens=min((most for most in (options.max_tokens, ctx.limits.tokens) if most), default=None),
+                tokens=min((limit for limit in (options.max_tokens, ctx.limits.tokens) if limit), default=None),
             )
         )
         self.model = ctx.sub_model(trained=options.train_sub)
-        self._time = 0.0
+        self._run_seconds = 0.0
         self._tools = dict(sub_tools)
         self._schemas = tuple(tool.schema for tool in sub_tools.values())
-        self._child = child
+        self._run_child = run_child
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._levels = [asyncio.Semaphore(options.children) for _ in range(options.max_depth + 1)]
+        self._child_slots = [asyncio.Semaphore(options.children) for _ in range(options.max_depth + 1)]
         self._running: set[asyncio.Task[str]] = set()
         self._orphaned: dict[bytes, deque[asyncio.Task[str]]] = {}
         """Calls whose cell ended before their reply arrived, by request."""
@@ -74,7 +77,7 @@ class CallTree:
 
     def begin(self) -> None:
         """Start the clock: call this when the run stage begins."""
-        self._time = self.ctx.remaining
+        self._run_seconds = self.ctx.remaining
 
     # ---- for REPLs
 
@@ -85,16 +88,16 @@ class CallTree:
 
     async def call_all(self, requests: Sequence[SubCall]) -> list[str | Exception]:
         """Make sub-calls concurrently. Return replies or errors in order; raise errors that end the attempt."""
-        found: list[str | Exception] = []
+        results: list[str | Exception] = []
         for task in await self._run_calls(requests):
             error = task.exception()
             if error is None:
-                found.append(task.result())
+                results.append(task.result())
             elif isinstance(error, BudgetExhausted | CallFailed):
-                found.append(error)
+                results.append(error)
             else:
                 raise error
-        return found
+        return results
 
     async def _run_calls(self, requests: Sequence[SubCall]) -> list[asyncio.Task[str]]:
         tasks = [self._start_call(request) for request in requests]
@@ -129,13 +132,13 @@ class CallTree:
     # ---- one sub-call
 
     async def _make_call(self, request: SubCall) -> str:
-        if len(request.prompt) > MOST_PROMPT:
-            raise CallFailed(f"the prompt has {len(request.prompt)} characters; the maximum is {MOST_PROMPT}")
+        if len(request.prompt) > MAX_PROMPT:
+            raise CallFailed(f"the prompt has {len(request.prompt)} characters; the maximum is {MAX_PROMPT}")
         if request.recursive:
             if request.depth > self.options.max_depth:
                 self.budget.call(request.depth)  # raises BudgetExhausted
-            async with self._levels[request.depth]:
-                return await self._child(self, request)
+            async with self._child_slots[request.depth]:
+                return await self._run_child(self, request)
         messages = [Message("user", request.prompt)]
         if request.system is not None:
             messages.insert(0, Message("system", request.system))
@@ -177,15 +180,15 @@ class CallTree:
                 seconds = min(options.sub_timeout, self.seconds_left)
                 if seconds <= 0:
                     raise BudgetExhausted("the time for sub-calls is over")
-                return await within(self.ctx, seconds, call(), "the sub-call")
-            except Truncation as refused:
-                raise CallFailed(f"the sub-call was refused: {refused}") from refused
+                return await run_within(self.ctx, seconds, call(), "the sub-call")
+            except Truncation as error:
+                raise CallFailed(f"the sub-call was refused: {error}") from error
             except UpstreamError as error:
                 if error.code != "upstream.rejected":
                     raise
                 raise CallFailed(f"the sub-call was refused: {error}") from error
             finally:
-                self.budget.settle(granted, used)
+                self.budget.release(granted, used)
 
     async def root_chat(
         self,
@@ -199,8 +202,8 @@ class CallTree:
         policy = self.ctx.policy
         try:
             granted = await self.budget.grant(policy.sampling.max_tokens, root=True)
-        except BudgetExhausted as spent:
-            raise Truncation("tokens", str(spent)) from None
+        except BudgetExhausted as error:
+            raise Truncation("tokens", str(error)) from None
         used = 0
         try:
             reply = await policy.chat(
@@ -209,15 +212,16 @@ class CallTree:
             used = reply.turn.sampled_tokens
             return reply
         finally:
-            self.budget.settle(granted, used)
+            self.budget.release(granted, used)
 
     @property
     def seconds_left(self) -> float:
         """Seconds left for sub-calls."""
-        spare = SPARE * self._time if self._time < 1e9 else 0.0
-        return max(0.0, self.ctx.remaining - spare)
+        reserved = ROOT_TIME_SHARE * self._run_seconds if self._run_seconds < 1e9 else 0.0
+        return max(0.0, self.ctx.remaining - reserved)
 
     def left(self, depth: int) -> dict[str, Any]:
+        """Return what is left of the budget for a model at this depth."""
         return self.budget.left(depth, self.seconds_left)
 
     # ---- the end

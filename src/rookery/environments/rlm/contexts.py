@@ -1,8 +1,8 @@
 """Long contexts: where they come from and how they are placed in a sandbox.
 
-A context is transferred into the sandbox once, as a file or a directory, and never becomes part of a prompt. An
-invalid context is the task's fault. A context generated from a recipe is deleted from the host after the
-transfer.
+Runs in a runner process. A context is transferred into the sandbox once, as a file or a directory, and never
+becomes part of a prompt. An invalid context is the task's fault. A context generated from a recipe is deleted
+from the host after the transfer.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from rookery.environments.rlm.recipes import Recipe
 from rookery.sandboxes.protocol import Sandbox
 
 Kind: TypeAlias = Literal["none", "text", "json", "bytes", "folder"]
-MOST = 1 << 30
-MOST_PART = 64 << 20
+MAX_SIZE = 1 << 30
+"""Maximum bytes of a context."""
+MAX_FILE = 64 << 20
 """Maximum bytes of a file passed to a sub-model's REPL; it goes through this process."""
-SECONDS = 120.0
-FOLDER = "context"
-_NAMES = {"text": "context.txt", "json": "context.json", "bytes": "context.bin", "folder": FOLDER}
+TRANSFER_SECONDS = 120.0
+_NAMES = {"text": "context.txt", "json": "context.json", "bytes": "context.bin", "folder": "context"}
 _FIELDS = ("context", "context_file", "context_folder", "recipe")
 
 
@@ -47,28 +47,28 @@ class PlacedContext(msgspec.Struct, frozen=True):
             case "none":
                 return "There is no context."
             case "text":
-                what = f"The context is a text of {self.size:,} bytes. It is in the file {self.name}{variable}"
-                what += " (a str)." if python else "."
+                text = f"The context is a text of {self.size:,} bytes. It is in the file {self.name}{variable}"
+                text += " (a str)." if python else "."
             case "json":
-                what = f"The context is JSON, {self.size:,} bytes of it. It is in the file {self.name}{variable}"
-                what += ", parsed." if python else "."
+                text = f"The context is JSON, {self.size:,} bytes of it. It is in the file {self.name}{variable}"
+                text += ", parsed." if python else "."
             case "bytes":
-                what = f"The context is {self.size:,} bytes of binary data, in the file {self.name}{variable}."
+                text = f"The context is {self.size:,} bytes of binary data, in the file {self.name}{variable}."
             case "folder":
-                what = f"The context is {self.files:,} files, {self.size:,} bytes in the directory {self.name}"
-                what += "; `context` is its pathlib.Path." if python else f"{variable}."
-        return f"{what} It begins with:\n{self.preview}" if self.preview else what
+                text = f"The context is {self.files:,} files, {self.size:,} bytes in the directory {self.name}"
+                text += "; `context` is its pathlib.Path." if python else f"{variable}."
+        return f"{text} It begins with:\n{self.preview}" if self.preview else text
 
 
 def parse_source(task: str, data: dict[str, Any]) -> Any:
     """Return a task's context: text, JSON-compatible data, a path, a recipe or None."""
-    given = [name for name in _FIELDS if data.get(name) is not None]
-    if len(given) > 1:
-        raise TaskError(f"task {task} has {' and '.join(given)}: specify only one context")
-    if not given:
+    fields = [name for name in _FIELDS if data.get(name) is not None]
+    if len(fields) > 1:
+        raise TaskError(f"task {task} has {' and '.join(fields)}: specify only one context")
+    if not fields:
         return None
-    value = data[given[0]]
-    match given[0]:
+    value = data[fields[0]]
+    match fields[0]:
         case "context":
             if not isinstance(value, str | list | dict):
                 raise TaskError(f"task {task}: context must be a text, a list or an object, not {value!r:.80}")
@@ -79,11 +79,11 @@ def parse_source(task: str, data: dict[str, Any]) -> Any:
             except msgspec.ValidationError as error:
                 raise TaskError(f"task {task}: recipe: {error}") from None
     path = Path(str(value)).expanduser()
-    folder = given[0] == "context_folder"
+    folder = fields[0] == "context_folder"
     if not (path.is_dir() if folder else path.is_file()):
-        raise TaskError(f"task {task}: {given[0]}: the {'directory' if folder else 'file'} {path} does not exist")
+        raise TaskError(f"task {task}: {fields[0]}: the {'directory' if folder else 'file'} {path} does not exist")
     if path.is_symlink():
-        raise TaskError(f"task {task}: {given[0]}: {path} is a symbolic link: specify its target")
+        raise TaskError(f"task {task}: {fields[0]}: {path} is a symbolic link: specify its target")
     return path
 
 
@@ -92,22 +92,22 @@ async def place_context(sandbox: Sandbox, source: Any, *, preview: int = 0) -> P
     if source is None:
         return PlacedContext()
     if isinstance(source, Path):
-        return await _uploaded(sandbox, source, preview)
+        return await _upload(sandbox, source, preview)
     if isinstance(source, Recipe):
-        async with _made(source) as made:
-            return await _uploaded(sandbox, made, preview)
+        async with _generate(source) as path:
+            return await _upload(sandbox, path, preview)
     if isinstance(source, bytes):
         kind: Kind = "text" if _is_text(source) else "bytes"
         data = source
     else:
         kind = "text" if isinstance(source, str) else "json"
         data = source.encode("utf-8", "replace") if isinstance(source, str) else msgspec.json.encode(source)
-    await sandbox.write(_NAMES[kind], data, timeout=SECONDS)
-    return PlacedContext(kind, _NAMES[kind], len(data), 1, _shown(data, kind, preview))
+    await sandbox.write(_NAMES[kind], data, timeout=TRANSFER_SECONDS)
+    return PlacedContext(kind, _NAMES[kind], len(data), 1, _make_preview(data, kind, preview))
 
 
 @asynccontextmanager
-async def _made(recipe: Recipe) -> AsyncIterator[Path]:
+async def _generate(recipe: Recipe) -> AsyncIterator[Path]:
     """Generate a context on the host and delete it after the block, or when the writing thread has ended."""
     folder = Path(tempfile.mkdtemp(prefix="rookery-context-"))
     # Not a task, which would be cancelled with the attempt while its thread kept writing to the removed directory.
@@ -127,17 +127,18 @@ async def _made(recipe: Recipe) -> AsyncIterator[Path]:
             work.add_done_callback(remove)
 
 
-async def _uploaded(sandbox: Sandbox, path: Path, preview: int) -> PlacedContext:
-    kind, size, files, head = await asyncio.to_thread(_looked_at, path)
-    if size > MOST:
-        raise TaskError(f"the context {path.name} has {size:,} bytes; the maximum is {MOST:,}")
-    await sandbox.upload(path, _NAMES[kind], timeout=SECONDS)
-    return PlacedContext(kind, _NAMES[kind], size, files, _shown(head, kind, preview))
+async def _upload(sandbox: Sandbox, path: Path, preview: int) -> PlacedContext:
+    kind, size, files, head = await asyncio.to_thread(_inspect, path)
+    if size > MAX_SIZE:
+        raise TaskError(f"the context {path.name} has {size:,} bytes; the maximum is {MAX_SIZE:,}")
+    await sandbox.upload(path, _NAMES[kind], timeout=TRANSFER_SECONDS)
+    return PlacedContext(kind, _NAMES[kind], size, files, _make_preview(head, kind, preview))
 
 
-def _looked_at(path: Path) -> tuple[Kind, int, int, bytes]:
+def _inspect(path: Path) -> tuple[Kind, int, int, bytes]:
+    """Return the kind of a context, its size in bytes, its number of files and the start of its content."""
     if path.is_dir():
-        sizes = [one.stat().st_size for one in path.rglob("*") if one.is_file()]
+        sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
         return "folder", sum(sizes), len(sizes), b""
     with path.open("rb") as file:
         head = file.read(1 << 16)
@@ -153,5 +154,5 @@ def _is_text(data: bytes, *, whole: bool = True) -> bool:
     return b"\0" not in data
 
 
-def _shown(data: bytes, kind: Kind, preview: int) -> str:
+def _make_preview(data: bytes, kind: Kind, preview: int) -> str:
     return data[: 4 * preview].decode("utf-8", "ignore")[:preview] if kind in ("text", "json") else ""

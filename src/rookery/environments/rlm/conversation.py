@@ -13,17 +13,18 @@ import msgspec
 
 from rookery.core import Message, ToolSchema
 from rookery.environments.code import tags
-from rookery.environments.rlm.observations import format_budget, truncate_middle, wrap_result
+from rookery.environments.rlm.observations import format_budget, truncate_middle
 from rookery.environments.rlm.options import RlmOptions
 from rookery.environments.rlm.prompts import DROPPED, SUMMARISE, SUMMARISED
 from rookery.environments.rlm.python_repl import CellResult, Repl
 from rookery.gateway import ModelReply
 
-WARN, SHORTEN, DOWN_TO = 0.7, 0.85, 0.5
-"""Shares of the model's context length: warn, shorten, and target after shortening."""
-SUMMARY_ROOM = 0.1
-PER_TOKEN = 3
-"""Characters per token, a conservative estimate for text that was not tokenised yet."""
+WARN, COMPACT, COMPACT_TO = 0.7, 0.85, 0.5
+"""Shares of the model's context length: warn the model, shorten the history, and length after shortening."""
+SUMMARY_RESERVE = 0.1
+"""Share of the context length that must be free to ask the model for a summary."""
+CHARACTERS_PER_TOKEN = 3
+"""A conservative estimate for text that was not tokenised yet."""
 REPL = ToolSchema(
     "repl",
     "Runs a cell in the persistent REPL and returns what it printed.",
@@ -34,10 +35,10 @@ REPL = ToolSchema(
         "additionalProperties": False,
     },
 )
-_BAD = 'The arguments of repl are wrong: they must be a JSON object {"code": "…"}.'
+_INVALID_ARGUMENTS = 'The arguments of repl are wrong: they must be a JSON object {"code": "…"}.'
 
 
-class _Cell(msgspec.Struct, forbid_unknown_fields=True):
+class _CellArguments(msgspec.Struct, forbid_unknown_fields=True):
     code: str
 
 
@@ -57,34 +58,35 @@ class ChatFunction(Protocol):
 class Conversation:
     """Runs the turns of one model.
 
-    `cut` makes the exception for a reply that was cut at its token limit before it was usable.
+    `charge` awaits a cell on behalf of the policy. `make_cut_error` makes the exception for a reply that was cut
+    at its token limit before it was usable.
     """
 
     def __init__(
         self,
-        speak: ChatFunction,
+        chat: ChatFunction,
         repl: Repl,
         options: RlmOptions,
         messages: list[Message],
         *,
-        left: Callable[[], dict[str, Any]],
-        cut: Callable[[], Exception],
+        get_budget: Callable[[], dict[str, Any]],
+        make_cut_error: Callable[[], Exception],
         on_cell: Callable[[CellResult], None],
-        working: Callable[[Awaitable[CellResult]], Awaitable[CellResult]],
-        context: int | None = None,
+        charge: Callable[[Awaitable[CellResult]], Awaitable[CellResult]],
+        context_tokens: int | None = None,
     ) -> None:
         self.messages = messages
         self.compactions = 0
-        self._head = len(messages)
-        self._speak = speak
+        self._first_messages = len(messages)
+        self._chat = chat
         self._repl = repl
         self._options = options
-        self._left = left
-        self._cut = cut
+        self._get_budget = get_budget
+        self._make_cut_error = make_cut_error
         self._on_cell = on_cell
-        self._working = working
-        self._context = context
-        self._used = 0
+        self._charge = charge
+        self._context_tokens = context_tokens
+        self._tokens_used = 0
         self._tags = options.style == "tags"
 
     async def run(self) -> str:
@@ -92,87 +94,88 @@ class Conversation:
         while True:
             reply = await self._ask_model()
             self.messages.append(reply.message)
-            observed = await (self._handle_tags(reply) if self._tags else self._handle_calls(reply))
+            observations = await (self._handle_tags(reply) if self._tags else self._handle_calls(reply))
             if self._repl.functions.answered:
                 return self._repl.functions.value
-            if observed is None:
+            if observations is None:
                 return reply.text
-            self.messages += observed
-            await self._shorten(self._estimate_tokens(observed))
+            self.messages += observations
+            await self._compact(self._estimate_tokens(observations))
 
     async def _ask_model(self, *, tool_choice: str | None = None) -> ModelReply:
         tools = () if self._tags else (REPL,)
         stop = (tags.END,) if self._tags else ()
-        reply = await self._speak(self.messages, tools=tools, tool_choice=tool_choice, stop=stop)
+        reply = await self._chat(self.messages, tools=tools, tool_choice=tool_choice, stop=stop)
         turn = reply.turn
-        self._used = (turn.prompt_tokens or self._estimate_tokens(self.messages)) + turn.sampled_tokens
+        self._tokens_used = (turn.prompt_tokens or self._estimate_tokens(self.messages)) + turn.sampled_tokens
         return reply
 
     async def _handle_tags(self, reply: ModelReply) -> list[Message] | None:
         code = tags.extract_code(reply.text)
         if reply.finish == "length" and (code is None or not tags.is_closed(reply.text)):
-            raise self._cut()
-        return None if code is None else [Message("user", wrap_result(await self._run_cell(code)))]
+            raise self._make_cut_error()
+        return None if code is None else [Message("user", tags.wrap_result(await self._run_cell(code)))]
 
     async def _handle_calls(self, reply: ModelReply) -> list[Message] | None:
         if not reply.tool_calls:
             if reply.finish == "length":
-                raise self._cut()
+                raise self._make_cut_error()
             return None
-        found = []
+        observations = []
         for call in reply.tool_calls:
             if call.name != REPL.name:
                 text = f"There is no tool named {call.name!r:.100}. The tool is: repl."
             else:
                 try:
-                    code = msgspec.json.decode(call.arguments, type=_Cell).code
+                    code = msgspec.json.decode(call.arguments, type=_CellArguments).code
                 except (msgspec.MsgspecError, UnicodeError, RecursionError):
-                    text = _BAD
+                    text = _INVALID_ARGUMENTS
                 else:
                     text = await self._run_cell(code)
-            found.append(Message("tool", text, tool_call_id=call.id))
-        return found
+            observations.append(Message("tool", text, tool_call_id=call.id))
+        return observations
 
     async def _run_cell(self, code: str) -> str:
-        observed = await self._working(self._repl.run(code))
-        self._on_cell(observed)
-        used = self._used + len(observed.text) // PER_TOKEN
-        warn = self._context is not None and used > WARN * self._context
-        return f"{observed.text}\n{format_budget(self._left(), used, self._context, warn=warn)}"
+        result = await self._charge(self._repl.run(code))
+        self._on_cell(result)
+        tokens = self._tokens_used + len(result.text) // CHARACTERS_PER_TOKEN
+        warn = self._context_tokens is not None and tokens > WARN * self._context_tokens
+        return f"{result.text}\n{format_budget(self._get_budget(), tokens, self._context_tokens, warn=warn)}"
 
     # ---- shortening
 
     def _estimate_tokens(self, messages: Sequence[Message]) -> int:
-        return sum(len(message.text) for message in messages) // PER_TOKEN
+        return sum(len(message.text) for message in messages) // CHARACTERS_PER_TOKEN
 
-    async def _shorten(self, new: int) -> None:
-        if self._context is None or self._options.compaction == "none":
+    async def _compact(self, new: int) -> None:
+        """Shorten the history if it and `new` more tokens approach the context length."""
+        if self._context_tokens is None or self._options.compaction == "none":
             return
-        coming = self._used + new
-        if coming <= SHORTEN * self._context:
+        expected = self._tokens_used + new
+        if expected <= COMPACT * self._context_tokens:
             return
         self.compactions += 1
-        if self._options.compaction == "summary" and coming <= (1 - SUMMARY_ROOM) * self._context:
+        if self._options.compaction == "summary" and expected <= (1 - SUMMARY_RESERVE) * self._context_tokens:
             await self._summarise()
         else:
-            self._drop(coming)
+            self._drop(expected)
 
     async def _summarise(self) -> None:
         self.messages.append(Message("user", SUMMARISE))
         reply = await self._ask_model(tool_choice=None if self._tags else "none")
-        summary = truncate_middle(reply.text, int(self._context or 0))
-        self.messages[self._head :] = [Message("user", SUMMARISED.format(summary=summary))]
+        summary = truncate_middle(reply.text, int(self._context_tokens or 0))
+        self.messages[self._first_messages :] = [Message("user", SUMMARISED.format(summary=summary))]
 
-    def _drop(self, coming: int) -> None:
+    def _drop(self, expected: int) -> None:
         """Drop the oldest observations until about half of the context length is used. Keep the last one."""
-        goal = DOWN_TO * (self._context or 0)
-        for at in range(self._head, len(self.messages) - 1):
-            message = self.messages[at]
+        goal = COMPACT_TO * (self._context_tokens or 0)
+        for index in range(self._first_messages, len(self.messages) - 1):
+            message = self.messages[index]
             note = DROPPED.format(count=len(message.text))
-            if coming <= goal:
+            if expected <= goal:
                 return
             if message.role == "assistant" or len(message.text) <= 2 * len(note):
                 continue
-            coming -= (len(message.text) - len(note)) // PER_TOKEN
-            text = wrap_result(note) if message.role == "user" else note
-            self.messages[at] = Message(message.role, text, tool_call_id=message.tool_call_id)
+            expected -= (len(message.text) - len(note)) // CHARACTERS_PER_TOKEN
+            text = tags.wrap_result(note) if message.role == "user" else note
+            self.messages[index] = Message(message.role, text, tool_call_id=message.tool_call_id)

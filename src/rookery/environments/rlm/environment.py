@@ -1,4 +1,7 @@
-"""The `rlm` environment: a root model with a REPL over a long context, and sub-models that it calls from code."""
+"""The `rlm` environment: a root model with a REPL over a long context, and sub-models that it calls from code.
+
+Runs in a runner process.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +9,6 @@ from typing import Any
 import msgspec
 
 from rookery.core import Limits, Message, SandboxSpec, TaskError, ToolSchema, Truncation, UsageError
-from rookery.environments.base import Score
 from rookery.environments.code.limits import PROGRAM_LIMITS, limits_for_task, normalize_limits, sandbox_for_task
 from rookery.environments.context import Context
 from rookery.environments.rlm.bash_repl import BashRepl
@@ -15,20 +17,20 @@ from rookery.environments.rlm.call_tree import CallTree, SubCall
 from rookery.environments.rlm.contexts import PlacedContext, parse_source, place_context
 from rookery.environments.rlm.conversation import REPL, Conversation
 from rookery.environments.rlm.functions import ReplFunctions
-from rookery.environments.rlm.options import LEAST_CELL_MEMORY, MOST_CELL_MEMORY, RlmOptions, parse_options
+from rookery.environments.rlm.options import MAX_CELL_MEMORY, MIN_CELL_MEMORY, RlmOptions, parse_options
 from rookery.environments.rlm.prompts import system_prompt
 from rookery.environments.rlm.python_repl import CellResult, PythonRepl, Repl, worker_limits
 from rookery.environments.rlm.recipes import generate_tasks
-from rookery.environments.tool_environment import ANSWER, ToolEnvironment
+from rookery.environments.tool_environment import ANSWER, ToolEnvironment, increment
 from rookery.environments.tools import Tool
 from rookery.sandboxes.protocol import Sandbox
 from rookery.workers import WorkerLimits
 
-TAKEN = frozenset({"llm", "llm_batch", "rlm", "answer", "budget", "context"})
+RESERVED_NAMES = frozenset({"llm", "llm_batch", "rlm", "answer", "budget", "context"})
 NO_WORKER = WorkerLimits(memory=None, processes=0)
 """Worker limits that do not change the sandbox's own limits."""
-ROOM = 64 << 20
-"""Memory of a bash sandbox in addition to that of the scripts, in bytes."""
+SANDBOX_OVERHEAD = 64 << 20
+"""Bytes of memory that a bash sandbox has in addition to those of the scripts."""
 
 
 class RlmEnvironment(ToolEnvironment):
@@ -56,11 +58,11 @@ class RlmEnvironment(ToolEnvironment):
         self.options = parse_options(options)
         super().__init__(tools, system_prompt=system_prompt, max_result=self.options.max_output)
         self.limits = Limits(turns=self.options.max_turns, run=self.options.max_seconds)
-        self._sub = {
-            tool.name: tool for tool in (one if isinstance(one, Tool) else Tool(one) for one in sub_tools)
+        self._sub_tools = {
+            tool.name: tool for tool in (tool if isinstance(tool, Tool) else Tool(tool) for tool in sub_tools)
         }
         for name in self._tools:
-            if name in TAKEN or name.startswith("_"):
+            if name in RESERVED_NAMES or name.startswith("_"):
                 raise UsageError(f"a tool of rlm cannot be named {name!r}: the REPL already defines that name")
             if self.options.repl == "python" and not name.isidentifier():
                 raise UsageError(f"the tool {name!r} cannot be called from Python: rename it with @tool(name=…)")
@@ -86,44 +88,44 @@ class RlmEnvironment(ToolEnvironment):
         if type(self).score is RlmEnvironment.score and not isinstance(answer, str | int | float):
             raise TaskError(f"task {ctx.task.id} cannot be scored: data.answer must be a string or a number")
         source = parse_source(ctx.task.id, ctx.task.data)
-        options = ctx.state["options"] = self._options_of(ctx)
-        ctx.spec = self._spec(ctx, options)
+        options = ctx.state["options"] = self._options_for(ctx)
+        ctx.spec = self._sandbox_for(ctx, options)
         sandbox = await ctx.sandbox()
         placed = await place_context(sandbox, source, preview=self.options.preview)
-        tree = ctx.state["tree"] = CallTree(ctx, self.options, self._sub, self._run_child)
+        tree = ctx.state["tree"] = CallTree(ctx, self.options, self._sub_tools, self._run_child)
         functions = ReplFunctions(tree, 0, self._tools)
         ctx.state["placed"] = placed
         ctx.state["repl"] = await self._open_repl(ctx, sandbox, functions, placed)
 
-    def _options_of(self, ctx: Context) -> RlmOptions:
+    def _options_for(self, ctx: Context) -> RlmOptions:
         """Return the options of an attempt. The task's limits for cells override the environment's."""
-        data, raised = normalize_limits(ctx.task.data, LEAST_CELL_MEMORY)
+        data, raised = normalize_limits(ctx.task.data, MIN_CELL_MEMORY)
         for note in raised:
             ctx.log.warning(note, task=ctx.task.id)
-        allowed = limits_for_task(ctx.task.id, data, worker_limits(self.options))
-        if (allowed.memory or 0) > MOST_CELL_MEMORY:
-            raise TaskError(f"task {ctx.task.id}: the memory limit of {allowed.memory} bytes is too large")
-        ctx.state["worker_limits"] = allowed
-        return msgspec.structs.replace(self.options, cell_seconds=allowed.wall, cell_memory=allowed.memory)
+        limits = limits_for_task(ctx.task.id, data, worker_limits(self.options))
+        if (limits.memory or 0) > MAX_CELL_MEMORY:
+            raise TaskError(f"task {ctx.task.id}: the memory limit of {limits.memory} bytes is too large")
+        ctx.state["worker_limits"] = limits
+        return msgspec.structs.replace(self.options, cell_seconds=limits.wall, cell_memory=limits.memory)
 
-    def _spec(self, ctx: Context, options: RlmOptions) -> SandboxSpec:
+    def _sandbox_for(self, ctx: Context, options: RlmOptions) -> SandboxSpec:
         """Return the sandbox of a REPL. It has no network except the channel for the REPL's functions."""
-        allowed: WorkerLimits = ctx.state["worker_limits"]
-        data, _ = normalize_limits(ctx.task.data, LEAST_CELL_MEMORY)
+        limits: WorkerLimits = ctx.state["worker_limits"]
+        data, _ = normalize_limits(ctx.task.data, MIN_CELL_MEMORY)
         if options.repl == "python":
-            made = sandbox_for_task(ctx.task.id, allowed, data, ctx.spec)
-            return msgspec.structs.replace(made, network="none", allow=())
-        made = sandbox_for_task(ctx.task.id, NO_WORKER, data, ctx.spec)
-        fields = data.get("limits") or {}
-        memory = options.cell_memory + ROOM
-        if fields.get("memory") is None and data.get("memory_limit_bytes") is None:
+            spec = sandbox_for_task(ctx.task.id, limits, data, ctx.spec)
+            return msgspec.structs.replace(spec, network="none", allow=())
+        spec = sandbox_for_task(ctx.task.id, NO_WORKER, data, ctx.spec)
+        task_limits = data.get("limits") or {}
+        memory = options.cell_memory + SANDBOX_OVERHEAD
+        if task_limits.get("memory") is None and data.get("memory_limit_bytes") is None:
             memory = max(ctx.spec.memory or 0, memory)
         return msgspec.structs.replace(
-            made,
+            spec,
             memory=memory,
-            pids=allowed.processes if fields.get("pids") is not None else made.pids,
-            cpu_seconds=allowed.cpu_seconds or made.cpu_seconds,
-            output=allowed.output if fields.get("output") is not None else made.output,
+            pids=limits.processes if task_limits.get("pids") is not None else spec.pids,
+            cpu_seconds=limits.cpu_seconds or spec.cpu_seconds,
+            output=limits.output if task_limits.get("output") is not None else spec.output,
             network="model",
             allow=(),
         )
@@ -160,11 +162,11 @@ class RlmEnvironment(ToolEnvironment):
             repl,
             self.options,
             messages,
-            left=lambda: tree.left(0),
-            cut=lambda: Truncation("tokens", "the reply was cut at its token limit"),
-            on_cell=lambda observed: self._on_cell(ctx, observed, root=True),
-            working=lambda work: ctx.charge_policy("tool", work),
-            context=self.options.context_tokens or ctx.limits.context,
+            get_budget=lambda: tree.left(0),
+            make_cut_error=lambda: Truncation("tokens", "the reply was cut at its token limit"),
+            on_cell=lambda result: self._on_cell(ctx, result, root=True),
+            charge=lambda work: ctx.charge_policy("tool", work),
+            context_tokens=self.options.context_tokens or ctx.limits.context,
         )
         try:
             ctx.state[ANSWER] = await conversation.run()
@@ -180,14 +182,14 @@ class RlmEnvironment(ToolEnvironment):
                 compactions=float(conversation.compactions),
             )
 
-    def _on_cell(self, ctx: Context, observed: CellResult, *, root: bool) -> None:
+    def _on_cell(self, ctx: Context, result: CellResult, *, root: bool) -> None:
         if root:
             ctx.tool_calls += 1
-        names = ["cells" if root else "sub_cells", f"cells/{observed.status}"]
-        names += [f"recovered/{observed.recovered}"] if observed.recovered != "none" else []
+        names = ["cells" if root else "sub_cells", f"cells/{result.status}"]
+        names += [f"recovered/{result.recovered}"] if result.recovered != "none" else []
         for name in names:
-            ctx.metrics[name] = ctx.metrics.get(name, 0.0) + 1
-        if observed.timed_out and self.options.end_on_timeout:
+            increment(ctx, name)
+        if result.timed_out and self.options.end_on_timeout:
             if root:
                 raise Truncation("time", "a cell exceeded its time limit")
             raise CallFailed("a cell of the sub-model exceeded its time limit")
@@ -203,23 +205,23 @@ class RlmEnvironment(ToolEnvironment):
             repl = await self._open_repl(ctx, sandbox, functions, placed)
             turns = 0
 
-            async def speak(messages: Sequence[Message], **more: Any) -> Any:
+            async def chat(messages: Sequence[Message], **options: Any) -> Any:
                 nonlocal turns
                 turns += 1
                 if turns > self.options.sub_turns:
                     raise CallFailed(f"the sub-model did not answer within its {self.options.sub_turns} turns")
-                return await tree.chat(messages, request.depth, **more)
+                return await tree.chat(messages, request.depth, **options)
 
             conversation = Conversation(
-                speak,
+                chat,
                 repl,
                 self.options,
                 self._first_messages([Message("user", request.prompt)], placed, request.depth),
-                left=lambda: tree.left(request.depth),
-                cut=lambda: CallFailed("the sub-model's reply was cut at its token limit"),
-                on_cell=lambda observed: self._on_cell(ctx, observed, root=False),
-                working=lambda work: ctx.charge_policy("tool", work),
-                context=self.options.context_tokens or ctx.limits.context,
+                get_budget=lambda: tree.left(request.depth),
+                make_cut_error=lambda: CallFailed("the sub-model's reply was cut at its token limit"),
+                on_cell=lambda result: self._on_cell(ctx, result, root=False),
+                charge=lambda work: ctx.charge_policy("tool", work),
+                context_tokens=self.options.context_tokens or ctx.limits.context,
             )
             return await conversation.run()
         finally:
@@ -228,9 +230,6 @@ class RlmEnvironment(ToolEnvironment):
                     await repl.close()
             finally:
                 await sandbox.close()
-
-    async def score(self, ctx: Context) -> Score | float:
-        return await super().score(ctx)
 
     async def teardown(self, ctx: Context) -> None:
         repl: Repl | None = ctx.state.get("repl")

@@ -15,8 +15,8 @@ from rookery.environments.rlm.tool_calls import bind_arguments, call_tool, to_pl
 from rookery.environments.text import render
 from rookery.environments.tools import Tool
 
-MOST_BATCH = 10_000
-MOST_ANSWER = 1 << 20
+MAX_BATCH = 10_000
+MAX_ANSWER = 1 << 20
 
 ReadFile: TypeAlias = Callable[[str], Awaitable[bytes]]
 
@@ -30,9 +30,11 @@ class ReplFunctions:
         self.tools = dict(tools)
         self.answered = False
         self.value = ""
+        """The answer, if `answered`."""
         self.read_file: ReadFile | None = None
 
     async def llm(self, prompt: str, system: str | None = None, max_tokens: int | None = None) -> str:
+        """Call a sub-model and return its reply."""
         return await self.tree.call(self._make_request(prompt, system, max_tokens))
 
     async def llm_batch(
@@ -41,10 +43,10 @@ class ReplFunctions:
         """Make several sub-calls. Each result is `{"text": …}` or `{"error": …}`."""
         if not isinstance(prompts, list | tuple):
             raise CallFailed("llm_batch takes a list of prompts")
-        if len(prompts) > MOST_BATCH:
-            raise CallFailed(f"the batch has {len(prompts)} prompts; the maximum is {MOST_BATCH}")
-        found = await self.tree.call_all([self._make_request(prompt, system, max_tokens) for prompt in prompts])
-        return [{"text": one} if isinstance(one, str) else {"error": str(one)} for one in found]
+        if len(prompts) > MAX_BATCH:
+            raise CallFailed(f"the batch has {len(prompts)} prompts; the maximum is {MAX_BATCH}")
+        results = await self.tree.call_all([self._make_request(prompt, system, max_tokens) for prompt in prompts])
+        return [{"text": result} if isinstance(result, str) else {"error": str(result)} for result in results]
 
     async def rlm(self, prompt: str, context: Any = None, file: str | None = None) -> str:
         """Call a sub-model that has a REPL, over data or over a file of this REPL's sandbox."""
@@ -53,17 +55,19 @@ class ReplFunctions:
         if file is not None:
             if self.read_file is None:
                 raise CallFailed("rlm cannot read files here")
-            context = await self.read_file(_text("file", file))
+            context = await self.read_file(_check_text("file", file))
         request = self._make_request(prompt, None, None)
         return await self.tree.call(msgspec.structs.replace(request, context=context, recursive=True))
 
     async def budget(self) -> dict[str, Any]:
+        """Return what is left of the budget."""
         return self.tree.left(self.depth)
 
     async def answer(self, value: Any) -> None:
+        """Set the final answer."""
         text = render(value)
-        if len(text) > MOST_ANSWER:
-            raise CallFailed(f"the answer has {len(text)} characters; the maximum is {MOST_ANSWER}")
+        if len(text) > MAX_ANSWER:
+            raise CallFailed(f"the answer has {len(text)} characters; the maximum is {MAX_ANSWER}")
         self.answered, self.value = True, text
 
     async def tool(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -76,11 +80,13 @@ class ReplFunctions:
         ):
             raise CallFailed(f"max_tokens must be an integer above 0, not {max_tokens!r:.40}")
         if system is not None:
-            system = _text("system", system)
-        return SubCall(prompt=_text("prompt", prompt), system=system, max_tokens=max_tokens, depth=self.depth + 1)
+            system = _check_text("system", system)
+        return SubCall(
+            prompt=_check_text("prompt", prompt), system=system, max_tokens=max_tokens, depth=self.depth + 1
+        )
 
 
-def _text(name: str, value: Any) -> str:
+def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise CallFailed(f"{name} must be a string, not {type(value).__name__}")
     return value.encode("utf-8", "replace").decode()

@@ -1,17 +1,13 @@
 """Render the result of a REPL cell as text for the model. Pure functions.
 
-Output is limited to a number of characters; how a cell ended and what happened to its state is never cut. Tags
-in a program's output are escaped, so that an observation has exactly one `<result>`.
+Output is limited to a number of characters; how a cell ended and what happened to its state is never cut.
 """
 
-import re
-from typing import Any, Final
+from typing import Any
 
 from rookery.core import ExecResult
 from rookery.environments.text import NO_OUTPUT
 from rookery.workers import Cell
-
-_OURS: Final = re.compile(r"<(/?)(result|code)>")
 
 
 def truncate_middle(text: str, limit: int, dropped: int = 0) -> str:
@@ -30,8 +26,10 @@ def truncate_middle(text: str, limit: int, dropped: int = 0) -> str:
 
 def render_cell(cell: Cell, limit: int) -> str:
     """Render the result of a Python cell."""
-    wrote = [part.rstrip("\n") for part in (cell.stdout, cell.stderr, cell.error or cell.value) if part]
-    parts = [truncate_middle("\n".join(wrote), limit, cell.stdout_dropped + cell.stderr_dropped)] if wrote else []
+    outputs = [part.rstrip("\n") for part in (cell.stdout, cell.stderr, cell.error or cell.value) if part]
+    parts = (
+        [truncate_middle("\n".join(outputs), limit, cell.stdout_dropped + cell.stderr_dropped)] if outputs else []
+    )
     if cell.status not in ("ok", "runtime", "syntax"):
         parts.append(f"[{cell.status}: {cell.notice or cell.detail}]")
     elif cell.notice:
@@ -43,11 +41,13 @@ def render_cell(cell: Cell, limit: int) -> str:
 
 def render_script(result: ExecResult, limit: int) -> str:
     """Render the result of a bash script."""
-    wrote = [
+    outputs = [
         data.decode("utf-8", "replace").rstrip("\n") for data in (result.stdout, result.stderr) if data.strip()
     ]
     parts = (
-        [truncate_middle("\n".join(wrote), limit, result.stdout_dropped + result.stderr_dropped)] if wrote else []
+        [truncate_middle("\n".join(outputs), limit, result.stdout_dropped + result.stderr_dropped)]
+        if outputs
+        else []
     )
     if result.status != "exited":
         parts.append(f"[{result.status}: {result.detail}]" if result.detail else f"[{result.status}]")
@@ -72,9 +72,3 @@ def format_budget(left: dict[str, Any], used: int = 0, context: int | None = Non
             "Print less, keep what you know in variables or files, and answer soon.]"
         )
     return line
-
-
-def wrap_result(text: str) -> str:
-    """Wrap text in `<result>` tags."""
-    text = _OURS.sub(r"<\1\2 >", text)
-    return f"<result>\n{text}\n</result>" if "\n" in text else f"<result>{text}</result>"

@@ -8,8 +8,8 @@ import msgspec
 from rookery.core import UsageError
 from rookery.core.limits import whole
 
-LEAST_CELL_MEMORY = 64 << 20
-MOST_CELL_MEMORY = 1 << 50
+MIN_CELL_MEMORY = 64 << 20
+MAX_CELL_MEMORY = 1 << 50
 KINDS = ("needle", "aggregate", "join")
 
 
@@ -55,7 +55,7 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("max_depth", 0, 16),
             ("max_calls", 0, 1_000_000),
             ("max_tokens", 1, 1 << 40),
@@ -64,15 +64,15 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ("sub_turns", 1, 10_000),
             ("concurrency", 1, 1024),
             ("children", 1, 64),
-            ("cell_memory", LEAST_CELL_MEMORY, MOST_CELL_MEMORY),
+            ("cell_memory", MIN_CELL_MEMORY, MAX_CELL_MEMORY),
             ("max_output", 16, 1 << 20),
             ("context_tokens", 64, 1 << 30),
             ("preview", 0, 4096),
             ("size", 1, 100_000),
         ):
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise UsageError(f"{name} must be from {least:,} to {most:,}, not {value!r:.40}")
+            if value is not None and not minimum <= value <= maximum:
+                raise UsageError(f"{name} must be from {minimum:,} to {maximum:,}, not {value!r:.40}")
         for name in ("max_seconds", "sub_timeout", "cell_seconds"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and 0 < value <= 1e7):
@@ -83,23 +83,25 @@ class RlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise UsageError(f"megabytes must be sizes from 0.01 to 1024, not {self.megabytes!r:.80}")
 
 
-def parse_options(given: dict[str, Any]) -> RlmOptions:
+def parse_options(options: dict[str, Any]) -> RlmOptions:
     """Convert keyword arguments to options; raise `UsageError` for unknown names and invalid values."""
-    listed = {name: _listed(value) if name in ("kinds", "megabytes") else value for name, value in given.items()}
-    if "cell_memory" in listed:
-        listed["cell_memory"] = whole(listed["cell_memory"])
-    unknown = sorted(set(listed) - set(RlmOptions.__struct_fields__))
+    values = {
+        name: _as_list(value) if name in ("kinds", "megabytes") else value for name, value in options.items()
+    }
+    if "cell_memory" in values:
+        values["cell_memory"] = whole(values["cell_memory"])
+    unknown = sorted(set(values) - set(RlmOptions.__struct_fields__))
     if unknown:
         raise UsageError(
             f"rlm has no option {', '.join(unknown)}; its options are {', '.join(RlmOptions.__struct_fields__)}"
         )
     try:
-        return msgspec.convert(listed, RlmOptions)
+        return msgspec.convert(values, RlmOptions)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None
         raise UsageError(f"rlm: {error}") from None
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value

@@ -11,24 +11,24 @@ from typing import Any, Protocol
 import msgspec
 
 from rookery.core import TaskError, WorkerRecoveryError
-from rookery.environments.rlm.contexts import MOST_PART, PlacedContext
+from rookery.environments.rlm.contexts import MAX_FILE, PlacedContext
 from rookery.environments.rlm.functions import ReplFunctions
 from rookery.environments.rlm.observations import render_cell
 from rookery.environments.rlm.options import RlmOptions
 from rookery.sandboxes.protocol import Sandbox
 from rookery.workers import CellLimits, HostFunction, Worker, WorkerLimits
 
-UNBOUNDED = 1e6
-"""Seconds. Sub-calls, tools and the rollout have their own deadlines."""
-CALLS = 100_000
-_LOAD = {
+CALL_SECONDS = 1e6
+"""Practically no limit: sub-calls, tools and the rollout have their own deadlines."""
+MAX_CALLS = 100_000
+_LOAD_EXPRESSIONS = {
     "none": "None",
     "text": "open({name!r}, encoding='utf-8', errors='replace', newline='').read()",
     "json": "__import__('json').load(open({name!r}, encoding='utf-8'))",
     "bytes": "open({name!r}, 'rb').read()",
     "folder": "__import__('pathlib').Path({name!r}).resolve()",
 }
-_BATCH = '''
+_PRELUDE = '''
 def _prelude():
     import builtins, sys
     most = 3 << 20
@@ -73,8 +73,9 @@ class Repl(Protocol):
 
 
 def worker_limits(options: RlmOptions) -> WorkerLimits:
+    """Return the limits of a Python worker for these options."""
     return WorkerLimits(
-        wall=options.cell_seconds, memory=options.cell_memory, display=max(16, options.max_output), calls=CALLS
+        wall=options.cell_seconds, memory=options.cell_memory, display=max(16, options.max_output), calls=MAX_CALLS
     )
 
 
@@ -88,8 +89,8 @@ class PythonRepl:
         self._worker = worker
         self._placed = placed
         self._options = options
-        self._seen = 0
-        self._cells = 0
+        self._losses_seen = 0
+        self._cells_started = 0
         """Number of cells that the model started."""
 
     @classmethod
@@ -102,15 +103,15 @@ class PythonRepl:
         limits: WorkerLimits,
     ) -> "PythonRepl":
         async def read_file(name: str) -> bytes:
-            return await sandbox.read(name, limit=MOST_PART, timeout=60.0)
+            return await sandbox.read(name, limit=MAX_FILE, timeout=60.0)
 
         functions.read_file = read_file
-        worker = await Worker.open(sandbox, limits=limits, functions=_functions(functions))
+        worker = await Worker.open(sandbox, limits=limits, functions=_make_host_functions(functions))
         repl = cls(worker, functions, placed, options)
         try:
-            trouble, _ = await repl._prelude()
-            if trouble:
-                raise TaskError(f"the context could not be loaded into Python: {trouble}")
+            problem, _ = await repl._load_context()
+            if problem:
+                raise TaskError(f"the context could not be loaded into Python: {problem}")
         except BaseException:
             await worker.close()
             raise
@@ -120,16 +121,17 @@ class PythonRepl:
         try:
             return await self._run(code)
         except WorkerRecoveryError as error:
-            error.after_cell = self._cells > 0  # loading the context is a cell too, but not one of the policy
+            # Loading the context is a cell too, but not one of the policy.
+            error.after_cell = self._cells_started > 0
             raise
 
     async def _run(self, code: str) -> CellResult:
         before = ""
-        if await self._worker.ready() != self._seen:  # the state was lost between two cells
-            before = _back(*await self._prelude())
-        self._cells += 1
+        if await self._worker.ready() != self._losses_seen:  # the state was lost between two cells
+            before = _describe_reload(*await self._load_context())
+        self._cells_started += 1
         cell = await self._worker.run(code)
-        after = _back(*await self._prelude()) if cell.recovered == "reset" else ""
+        after = _describe_reload(*await self._load_context()) if cell.recovered == "reset" else ""
         notice = " ".join(filter(None, (before, cell.notice, after)))
         cell = msgspec.structs.replace(cell, notice=notice)
         return CellResult(
@@ -139,12 +141,12 @@ class PythonRepl:
             recovered=cell.recovered,
         )
 
-    async def _prelude(self) -> tuple[str, str]:
-        """Load the context. Return an error message, or an empty string, and the worker's notice."""
-        load = f"context = {_LOAD[self._placed.kind].format(name=self._placed.name)}"
+    async def _load_context(self) -> tuple[str, str]:
+        """Load the context into the interpreter. Return an error message or "", and the worker's notice."""
+        load = f"context = {_LOAD_EXPRESSIONS[self._placed.kind].format(name=self._placed.name)}"
         # Loading has its own time limit, since the model did not ask for it.
-        cell = await self._worker.run(_BATCH + load, limits=CellLimits(wall=120.0))
-        self._seen = self._worker.losses
+        cell = await self._worker.run(_PRELUDE + load, limits=CellLimits(wall=120.0))
+        self._losses_seen = self._worker.losses
         if cell.ok:
             return "", cell.notice
         return (cell.error or cell.detail or cell.status).strip().splitlines()[-1], cell.notice
@@ -153,13 +155,14 @@ class PythonRepl:
         await self._worker.close()
 
 
-def _back(trouble: str, notice: str) -> str:
-    fields = f"`context` could not be loaded again: {trouble}." if trouble else "`context` was loaded again."
-    return f"{notice} {fields}".strip()
+def _describe_reload(problem: str, notice: str) -> str:
+    """Return a notice for the model that its context was loaded into a new interpreter."""
+    status = f"`context` could not be loaded again: {problem}." if problem else "`context` was loaded again."
+    return f"{notice} {status}".strip()
 
 
-def _functions(functions: ReplFunctions) -> dict[str, HostFunction]:
-    def bind_arguments(name: str) -> Any:
+def _make_host_functions(functions: ReplFunctions) -> dict[str, HostFunction]:
+    def bind(name: str) -> Any:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await functions.tool(name, args, kwargs)
 
@@ -171,7 +174,7 @@ def _functions(functions: ReplFunctions) -> dict[str, HostFunction]:
         "answer": functions.answer,
         "budget": functions.budget,
         **({"rlm": functions.rlm} if functions.tree.options.max_depth >= 2 else {}),
-        **{name: bind_arguments(name) for name in functions.tools},
+        **{name: bind(name) for name in functions.tools},
     }
     assert all(inspect.iscoroutinefunction(call) for call in calls.values())
-    return {name: HostFunction(call=call, timeout=UNBOUNDED) for name, call in calls.items()}
+    return {name: HostFunction(call=call, timeout=CALL_SECONDS) for name, call in calls.items()}

@@ -22,9 +22,9 @@ import msgspec
 from rookery.core import Message, Task
 
 PARTS: Final = 5
-MATCHES: Final = 60
+AGGREGATE_ROWS: Final = 60
 BLOCKS: Final = 64
-FILL: Final = 2048
+FILL_LINES: Final = 2048
 _VAULTS = ("Kestrel", "Osprey", "Merlin", "Harrier", "Goshawk", "Lanner", "Saker", "Hobby", "Buzzard", "Kite")
 # fmt: off
 _WORDS = (
@@ -53,27 +53,27 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
             raise ValueError(f"size must be from 10,000 to {1 << 30:,} bytes, not {self.size}")
 
     @cached_property
-    def _made(self) -> "_Needle | _Aggregate | _Join":
+    def _generator(self) -> "_Needle | _Aggregate | _Join":
         if self.kind == "needle":
             return _Needle(self)
         return _Aggregate(self) if self.kind == "aggregate" else _Join(self)
 
     @property
     def question(self) -> str:
-        return self._made.question
+        return self._generator.question
 
     @property
     def answer(self) -> int:
-        return self._made.answer
+        return self._generator.answer
 
     @property
     def facts(self) -> Sequence[str]:
         """All texts of the context that are needed for the answer."""
-        return self._made.facts
+        return self._generator.facts
 
     def write(self, folder: Path) -> Path:
         """Write the context below `folder` and return the path of its file or directory."""
-        return self._made.write(folder)
+        return self._generator.write(folder)
 
     def rng(self, part: str) -> random.Random:
         return random.Random(f"{self.kind} {self.seed} {self.size} {part}")  # noqa: S311
@@ -81,33 +81,33 @@ class Recipe(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True)
 
 def generate_tasks(kinds: Sequence[str], megabytes: Sequence[float], count: int, seed: int) -> list[Task]:
     """Generate tasks. Any prefix of the list is balanced over kinds and sizes."""
-    found = []
-    for at in range(count):
-        kind = kinds[at % len(kinds)]
-        size = megabytes[at // len(kinds) % len(megabytes)]
-        number = at // (len(kinds) * len(megabytes))
+    tasks = []
+    for index in range(count):
+        kind = kinds[index % len(kinds)]
+        size = megabytes[index // len(kinds) % len(megabytes)]
+        number = index // (len(kinds) * len(megabytes))
         recipe = msgspec.convert(
             {"kind": kind, "seed": seed * 1_000_003 + number, "size": int(size * 1_000_000)}, Recipe
         )
         data: dict[str, Any] = {"answer": recipe.answer, "kind": kind, "megabytes": size}
-        found.append(
+        tasks.append(
             Task(
                 id=f"{kind}-{seed}-{size:g}mb-{number:04}",
                 prompt=(Message("user", recipe.question),),
                 data={**data, "recipe": msgspec.to_builtins(recipe)},
             )
         )
-    return found
+    return tasks
 
 
 def _spread(rng: random.Random, count: int) -> list[float]:
     """Return one position in each of `count` equal parts of [0, 1]; the first and last are in the outer tenths."""
-    places = [(at + rng.uniform(0.2, 0.8)) / count for at in range(count)]
-    places[0], places[-1] = rng.uniform(0.01, 0.09), rng.uniform(0.91, 0.99)
-    return places
+    positions = [(index + rng.uniform(0.2, 0.8)) / count for index in range(count)]
+    positions[0], positions[-1] = rng.uniform(0.01, 0.09), rng.uniform(0.91, 0.99)
+    return positions
 
 
-def _written(path: Path, size: int, fill: Sequence[str], facts: dict[float, str], rng: random.Random) -> Path:
+def _write_lines(path: Path, size: int, fill: Sequence[str], facts: dict[float, str], rng: random.Random) -> Path:
     """Write random lines of `fill`, with each fact at its relative position."""
     mean = sum(map(len, fill)) / len(fill) + 1
     lines = max(BLOCKS, int(size / mean))
@@ -117,8 +117,8 @@ def _written(path: Path, size: int, fill: Sequence[str], facts: dict[float, str]
             low, high = lines * block // BLOCKS, lines * (block + 1) // BLOCKS
             chosen = rng.choices(fill, k=high - low)
             while ordered and ordered[0][0] * lines < high:
-                place, fact = ordered.pop(0)
-                chosen[max(0, min(int(place * lines) - low, len(chosen) - 1))] = fact
+                position, fact = ordered.pop(0)
+                chosen[max(0, min(int(position * lines) - low, len(chosen) - 1))] = fact
             file.write("\n".join(chosen) + "\n")
     return path
 
@@ -129,10 +129,10 @@ class _Needle:
         self._recipe = recipe
         self._vault = rng.choice(_VAULTS)
         parts = [rng.randint(10, 99) for _ in range(PARTS)]
-        self._places = _spread(rng, PARTS)
+        self._positions = _spread(rng, PARTS)
         order = list(range(PARTS))
         rng.shuffle(order)
-        self.facts = [_part(self._vault, at + 1, parts[at]) for at in order]
+        self.facts = [_part(self._vault, index + 1, parts[index]) for index in order]
         self.answer = int("".join(map(str, parts)))
         self.question = (
             f"Somewhere in the notes are the {PARTS} parts of the code of vault {self._vault}, each a number of "
@@ -142,12 +142,12 @@ class _Needle:
     def write(self, folder: Path) -> Path:
         rng = self._recipe.rng("fill")
         others = [name for name in _VAULTS if name != self._vault]
-        fill = [f"Note: {' '.join(rng.choices(_WORDS, k=rng.randint(8, 16)))}." for _ in range(FILL)]
-        fill[:: FILL // 64] = [
+        fill = [f"Note: {' '.join(rng.choices(_WORDS, k=rng.randint(8, 16)))}." for _ in range(FILL_LINES)]
+        fill[:: FILL_LINES // 64] = [
             _part(rng.choice(others), rng.randint(1, PARTS), rng.randint(10, 99)) for _ in range(64)
         ]
-        facts = dict(zip(self._places, self.facts, strict=True))
-        return _written(folder / "context.txt", self._recipe.size, fill, facts, rng)
+        facts = dict(zip(self._positions, self.facts, strict=True))
+        return _write_lines(folder / "context.txt", self._recipe.size, fill, facts, rng)
 
 
 def _part(vault: str, number: int, value: int) -> str:
@@ -159,9 +159,9 @@ class _Aggregate:
         rng = recipe.rng("facts")
         self._recipe = recipe
         self._region, self._item = rng.choice(_REGIONS), rng.choice(_ITEMS)
-        units = [rng.randint(1, 99) for _ in range(MATCHES)]
-        self._places = _spread(rng, MATCHES)
-        orders = rng.sample(range(900_000, 1_000_000), MATCHES)
+        units = [rng.randint(1, 99) for _ in range(AGGREGATE_ROWS)]
+        self._positions = _spread(rng, AGGREGATE_ROWS)
+        orders = rng.sample(range(900_000, 1_000_000), AGGREGATE_ROWS)
         self.facts = [
             _row(order, self._region, self._item, count, "refunded")
             for order, count in zip(orders, units, strict=True)
@@ -175,12 +175,12 @@ class _Aggregate:
     def write(self, folder: Path) -> Path:
         rng = self._recipe.rng("fill")
         fill: list[str] = []
-        while len(fill) < FILL:
+        while len(fill) < FILL_LINES:
             region, item, state = rng.choice(_REGIONS), rng.choice(_ITEMS), rng.choice(_STATES)
             if (region, item, state) != (self._region, self._item, "refunded"):
                 fill.append(_row(rng.randint(100_000, 899_999), region, item, rng.randint(1, 99), state))
-        facts = dict(zip(self._places, self.facts, strict=True))
-        return _written(folder / "context.txt", self._recipe.size, fill, facts, rng)
+        facts = dict(zip(self._positions, self.facts, strict=True))
+        return _write_lines(folder / "context.txt", self._recipe.size, fill, facts, rng)
 
 
 def _row(order: int, region: str, item: str, units: int, state: str) -> str:
@@ -199,7 +199,7 @@ class _Join:
         self._people = max(100, recipe.size // self.PER_PERSON)
         self._team, self._floor = rng.choice(_TEAMS), rng.randrange(1, _FLOORS)
         count = rng.randint(12, 48)
-        self._matches = sorted({int(place * self._people) for place in _spread(rng, count)})
+        self._matches = sorted({int(position * self._people) for position in _spread(rng, count)})
         self.answer = len(self._matches)
         self.question = (
             f"The folder has documents about people (their team and badge), badges (the room that each opens) and "
@@ -211,7 +211,7 @@ class _Join:
     def facts(self) -> list[str]:
         """The lines about the people to count, their badges and the rooms of these badges."""
         wanted = set(self._matches)
-        found = [(person, badge) for at, person, badge in self._lines() if at in wanted]
+        found = [(person, badge) for index, person, badge in self._lines() if index in wanted]
         opened = {badge.rpartition(" ")[2] for _, badge in found}
         rooms = [_room(room, floor) for room, floor in self.rooms() if room in opened]
         return [*(line for pair in found for line in pair), *rooms]
@@ -225,20 +225,24 @@ class _Join:
         every = [room for room, _ in rooms]
         others = [team for team in _TEAMS if team != self._team]
         matches = set(self._matches)
-        for at in range(self._people):
-            badge = f"B{at * 7919 % 100_000_007:09}"
-            if at in matches:
+        for index in range(self._people):
+            badge = f"B{index * 7919 % 100_000_007:09}"
+            if index in matches:
                 team, room = self._team, rng.choice(inside)
             elif rng.random() < 0.2:
                 team, room = self._team, rng.choice(outside)
             else:
                 team, room = rng.choice(others), rng.choice(every)
-            yield at, f"person {at:07} is in team {team} and has badge {badge}", f"badge {badge} opens room {room}"
+            yield (
+                index,
+                f"person {index:07} is in team {team} and has badge {badge}",
+                f"badge {badge} opens room {room}",
+            )
 
     def rooms(self) -> list[tuple[str, int]]:
         rng = self._recipe.rng("rooms")
         numbers = rng.sample(range(1_000, 9_999), self.ROOMS)
-        return [(f"R{number}", at % _FLOORS) for at, number in enumerate(numbers)]
+        return [(f"R{number}", index % _FLOORS) for index, number in enumerate(numbers)]
 
     def write(self, folder: Path) -> Path:
         top = folder / "context"
@@ -248,13 +252,13 @@ class _Join:
         shuffled: list[str] = []
         people: list[str] = []
         rng = self._recipe.rng("badges")
-        for at, person, badge in self._lines():
+        for index, person, badge in self._lines():
             people.append(person)
             shuffled.append(badge)
-            if len(people) == 1_000 or at + 1 == self._people:
+            if len(people) == 1_000 or index + 1 == self._people:
                 rng.shuffle(shuffled)
-                _document(top / "people" / f"{at // 1_000:05}.txt", people)
-                _document(top / "badges" / f"{at // 1_000:05}.txt", shuffled)
+                _document(top / "people" / f"{index // 1_000:05}.txt", people)
+                _document(top / "badges" / f"{index // 1_000:05}.txt", shuffled)
                 people, shuffled = [], []
         return top
 

@@ -1,39 +1,49 @@
-"""Call the environment's tools from a REPL or on behalf of a sub-model.
+"""Call the environment's tools from a REPL or on behalf of a sub-model, in the runner process.
 
 Arguments are checked against the tool's schema, and every call has a deadline. Exceptions of a tool become
 `CallFailed` for the caller. Rookery's own errors, an exhausted budget and cancellation propagate.
 """
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from rookery.core import RookeryError, ToolCall, Truncation
 from rookery.core.errors import describe
-from rookery.environments.context import Context
+from rookery.environments.context import Context, run_with_deadline
 from rookery.environments.rlm.budget import CallFailed
-from rookery.environments.rlm.timing import within
 from rookery.environments.text import clip, render
 from rookery.environments.threads import run_in_thread
 from rookery.environments.tools import InvalidArguments, Tool
 
-CALL_SECONDS = 60.0
+T = TypeVar("T")
+DEFAULT_CALL_SECONDS = 60.0
+UNWIND = 5.0
+"""Seconds that a cancelled call gets to end."""
+
+
+async def run_within(ctx: Context, seconds: float, work: Coroutine[Any, Any, T], name: str) -> T:
+    """Await `work`; cancel it and raise `CallFailed` if it takes longer than `seconds` of the stage's clock."""
+    task, _ = await run_with_deadline(ctx, seconds, work, name, unwind=UNWIND)
+    if task.cancelled():
+        raise CallFailed(f"{name} took longer than its {seconds:.3g} s")
+    return task.result()
 
 
 async def call_tool(ctx: Context, tool: Tool, arguments: str) -> Any:
     """Call a tool with JSON arguments and return its result; raise `CallFailed`."""
     ctx.tool_calls += 1
     try:
-        found = tool.parse(arguments)
+        parsed = tool.parse(arguments)
     except InvalidArguments as problem:
         raise CallFailed(str(problem)) from None
-    limit = tool.timeout or ctx.limits.call or CALL_SECONDS
-    return await within(ctx, limit, _invoked(ctx, tool, found, limit), tool.name)
+    limit = tool.timeout or ctx.limits.call or DEFAULT_CALL_SECONDS
+    return await run_within(ctx, limit, _invoke(ctx, tool, parsed, limit), tool.name)
 
 
-async def _invoked(ctx: Context, tool: Tool, arguments: dict[str, Any], limit: float) -> Any:
+async def _invoke(ctx: Context, tool: Tool, arguments: dict[str, Any], limit: float) -> Any:
     try:
         if tool.blocking:
             value, error = await run_in_thread(tool.name, lambda: tool.invoke(arguments, ctx, limit))
@@ -62,10 +72,10 @@ def bind_arguments(tool: Tool, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     names = list(tool.parameters.get("properties", {}))
     if len(args) > len(names):
         raise CallFailed(f"{tool.name} takes {len(names)} arguments, not {len(args)}")
-    given = dict(zip(names, args, strict=False))
-    if twice := given.keys() & kwargs.keys():
+    positional = dict(zip(names, args, strict=False))
+    if twice := positional.keys() & kwargs.keys():
         raise CallFailed(f"{tool.name} got {', '.join(sorted(twice))} twice")
-    return msgspec.json.encode({**given, **kwargs}).decode()
+    return msgspec.json.encode({**positional, **kwargs}).decode()
 
 
 async def run_sub_model_tool(ctx: Context, tools: Mapping[str, Tool], call: ToolCall, limit: int) -> str:
