@@ -73,8 +73,8 @@ class IsolatedAgentEnvironment(AgentEnvironment):
         super().__init__("program", script=script)
         self._ready = asyncio.Barrier(count)
 
-    async def _command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
-        command = await super()._command(ctx, sandbox, session)
+    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
+        command = await super()._make_command(ctx, sandbox, session)
         python, *arguments = command.argv
         await self._ready.wait()
         return msgspec.structs.replace(command, argv=(python, *ISOLATED, *arguments))

@@ -54,17 +54,17 @@ def load_environment(ref: EnvironmentRef | str, /, **config: Any) -> Environment
         if entry not in sys.path:
             sys.path.append(entry)
     with import_watchdog(ref.source):
-        found = _find(ref.source)
-    if isinstance(found, type) and issubclass(found, Environment):
-        return _construct(found, ref)
-    if isinstance(found, Environment) or inspect.iscoroutinefunction(found):
+        target = _resolve(ref.source)
+    if isinstance(target, type) and issubclass(target, Environment):
+        return _construct(target, ref)
+    if isinstance(target, Environment) or inspect.iscoroutinefunction(target):
         if ref.config:
             raise UsageError(
                 f"{ref.source} is an instance and takes no arguments, but got: {', '.join(sorted(ref.config))}"
             )
-        return found if isinstance(found, Environment) else FunctionEnvironment(found)
+        return target if isinstance(target, Environment) else FunctionEnvironment(target)
     raise UsageError(
-        f"{ref.source} is of type {type(found).__name__}, not an environment: it must be a subclass or an "
+        f"{ref.source} is of type {type(target).__name__}, not an environment: it must be a subclass or an "
         "instance of rookery.Environment, or an async function decorated with @rookery.environment"
     )
 
@@ -106,8 +106,8 @@ def _load_arguments(ref: EnvironmentRef) -> tuple[tuple[Any, ...], dict[str, Any
 def make_reference(env: Environment) -> EnvironmentRef:
     """Return a reference from which another process can load `env`."""
     is_function = isinstance(env, FunctionEnvironment)
-    target: Any = env if is_function else type(env)
-    module, name = target.__module__, target.__qualname__
+    definition: Any = env if is_function else type(env)
+    module, name = definition.__module__, definition.__qualname__
     if "<locals>" in name:
         raise UsageError(
             f"{name} is defined inside a function, so runner processes cannot import it: "
@@ -167,25 +167,25 @@ def list_environments() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def _find(source: str) -> Any:
-    head, _, attribute = source.rpartition(":")
-    if source.endswith(".py") or head.endswith(".py"):
-        path, name = (source, "") if source.endswith(".py") else (head, attribute)
+def _resolve(source: str) -> Any:
+    location, _, attribute = source.rpartition(":")
+    if source.endswith(".py") or location.endswith(".py"):
+        path, name = (source, "") if source.endswith(".py") else (location, attribute)
         return _get_environment(_load_file(Path(path)), name, path)
-    if head:
+    if location:
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
         try:
-            module = importlib.import_module(head)
+            module = importlib.import_module(location)
         except ModuleNotFoundError as error:
-            if error.name is not None and (head == error.name or head.startswith(f"{error.name}.")):
-                raise UsageError(f"the environment {source!r} cannot be loaded: no module {head!r}") from error
-            raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
+            if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
+                raise UsageError(f"the environment {source!r} cannot be loaded: no module {location!r}") from error
+            raise UsageError(f"{location} cannot be imported: {describe(error)}") from error
         except ImportHangError:
             raise
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{head} cannot be imported: {describe(error)}") from error
-        return _get_environment(module, attribute, head)
+            raise UsageError(f"{location} cannot be imported: {describe(error)}") from error
+        return _get_environment(module, attribute, location)
     for point in entry_points(group=GROUP):
         if point.name == source:
             try:
@@ -196,10 +196,10 @@ def _find(source: str) -> Any:
                 raise UsageError(
                     f"the environment {source!r} ({point.value}) cannot be imported: {describe(error)}"
                 ) from error
-    known = list_environments()
-    hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else suggestion(source, known)
+    names = list_environments()
+    hint = f"; did you mean ./{source}.py?" if Path(f"{source}.py").exists() else suggestion(source, names)
     raise UsageError(
-        f"unknown environment {source!r}: known are {', '.join(known) or 'none'}; "
+        f"unknown environment {source!r}: known are {', '.join(names) or 'none'}; "
         f"or name a file.py or module:attribute{hint}"
     )
 
@@ -240,12 +240,12 @@ def _main_guard_hint(error: BaseException) -> str:
 def _get_environment(module: ModuleType, attribute: str, source: str) -> Any:
     """Return the named attribute of a module, or the only environment that the module defines."""
     if attribute:
-        found: Any = module
+        target: Any = module
         for part in attribute.split("."):
-            if not hasattr(found, part):
+            if not hasattr(target, part):
                 raise UsageError(f"{source} has no attribute {attribute!r}")
-            found = getattr(found, part)
-        return found
+            target = getattr(target, part)
+        return target
     defined = {
         name: value
         for name, value in vars(module).items()

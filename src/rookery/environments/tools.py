@@ -145,10 +145,10 @@ class Tool:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Pickle by qualified name, as for functions: runner processes import the tool again.
-        found: Any = sys.modules.get(self.__module__)
+        target: Any = sys.modules.get(self.__module__)
         for part in self.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is self:
+            target = getattr(target, part, None)
+        if target is self:
             return str(self.__qualname__)
         return _rebuild_tool, (self.function, self.name, self.description, self.timeout)
 
@@ -301,9 +301,9 @@ def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
     Raise `UsageError` if there is none. Its message lists the registered names and `known`, further names that the
     caller accepts.
     """
-    found: Any
+    target: Any
     if ":" in name:
-        found = _import_object(name)
+        target = _import_object(name)
     else:
         points = {point.name: point for point in entry_points(group=GROUP)}
         if name not in points:
@@ -312,12 +312,12 @@ def find_tool(name: str, known: Sequence[str] = ()) -> Tool:
                 f"unknown tool {name!r:.80}: known are {names}; or name a function as module:function"
             )
         try:
-            found = points[name].load()
+            target = points[name].load()
         except (Exception, SystemExit) as error:
             raise UsageError(
                 f"the tool {name!r} ({points[name].value}) cannot be imported: {describe(error)}"
             ) from error
-    return found if isinstance(found, Tool) else Tool(found)
+    return target if isinstance(target, Tool) else Tool(target)
 
 
 def _import_object(name: str) -> Any:
@@ -327,16 +327,16 @@ def _import_object(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # console scripts start without the working directory in sys.path
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise UsageError(
             f"{module}, the module of the tool {name!r}, cannot be imported: {describe(error)}"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise UsageError(f"{module} has no attribute {attribute!r}, so the tool {name!r} does not exist")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _check_timeout(name: str, timeout: float | None) -> float | None:

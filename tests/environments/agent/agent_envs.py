@@ -16,10 +16,10 @@ SANDBOX_PIDS: list[int] = []
 class Known(AgentEnvironment):
     """Records the PID whose death ends the sandbox."""
 
-    async def _command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
+    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
         inner: Any = sandbox._inner if isinstance(sandbox, SandboxProxy) else sandbox
         SANDBOX_PIDS.append(inner._handle.pid)
-        return await super()._command(ctx, sandbox, session)
+        return await super()._make_command(ctx, sandbox, session)
 
 
 class Watching(AgentEnvironment):

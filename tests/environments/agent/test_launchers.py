@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rookery.core import SandboxSpec, UsageError
 from rookery.environments.agent import AgentEnvironment, Launcher, find_launcher, list_launchers
-from rookery.environments.agent.launchers import PLACEHOLDERS, fill_placeholders, placeholders
+from rookery.environments.agent.launchers import PLACEHOLDERS, fill_placeholders, find_placeholders
 
 BUILT_IN = {
     "anthropic-sdk",
@@ -50,7 +50,7 @@ def test_every_built_in_launcher_can_be_made_and_read_again() -> None:
         ({"command": ["x", "{prompt}"], "install": {"pip": []}}, "pip"),
         ({"command": ["x", "{prompt}"], "install": {"seconds": -1}}, "install.seconds"),
         ({"command": ["x", "{prompt}"], "name": "a b"}, "its name must be"),
-        ({"command": ["x", "{driver}", "{prompt}"], "driver": "../x.py"}, "beside its TOML"),
+        ({"command": ["x", "{driver}", "{prompt}"], "driver": "../x.py"}, "driver"),
     ],
 )
 def test_what_is_wrong_with_a_launcher_is_reported(table: dict[str, Any], said: str) -> None:
@@ -83,7 +83,7 @@ def test_a_name_that_is_unknown_lists_the_known_ones() -> None:
 def test_what_fills_a_placeholder_is_never_filled_in_itself(prompt: str, name: str) -> None:
     assert fill_placeholders(f"<{{{name}}}>", {name: prompt}) == f"<{prompt}>"
     assert fill_placeholders(f"{{{{{name}}}}}", {}) == f"{{{name}}}"
-    assert placeholders(f"{{{{{name}}}}}") == []
+    assert find_placeholders(f"{{{{{name}}}}}") == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rookery.environments.swe.edit_tool import MAX_EDITS, Editor, edit_tool
+from rookery.environments.swe.edit_tool import MAX_UNDO_EDITS, Editor, edit_tool
 from rookery.environments.swe.sandbox_files import MAX_FILE, SandboxFiles
 from rookery.environments.swe.text_file import EditRefused
 from rookery.environments.swe.tool_config import ToolConfig, parse_tool_config
@@ -77,7 +77,7 @@ async def test_what_cannot_be_done_is_an_answer(tmp_path: Path) -> None:
         assert "is a directory" in await refused(own.replace("d", "a", "b"))
         assert "is a directory" in await refused(own.create("d", "a"))
         assert "symbolic links" in await refused(own.view("loop", None))
-        assert "not a plain file" in await refused(own.view("pipe", None))
+        assert "not a regular file" in await refused(own.view("pipe", None))
         assert "binary" in await refused(own.view("bin", None))
         assert "Permission denied" in await refused(own.view("shut", None))
         assert "Permission denied" in await refused(own.replace("ro", "r", "w"))
@@ -134,9 +134,9 @@ async def test_a_file_that_changed_meanwhile_is_not_written_over_nor_undone(tmp_
     async with box(tmp_path) as made:
         own = editor(made)
         await own.create("f", "one\n")
-        found = await own._files.look("/work/f")
+        found = await own._files.inspect("/work/f")
         await sh(made, "echo other words > f")
-        assert "changed meanwhile" in await refused(own._files.put("/work/f", b"mine", found))
+        assert "changed meanwhile" in await refused(own._files.replace("/work/f", b"mine", found))
         assert "changed by something else" in await refused(own.undo("f"))
         assert await made.read("f") == b"other words\n"
 
@@ -160,7 +160,7 @@ async def test_what_undo_remembers_is_bounded(tmp_path: Path) -> None:
         await own.undo("big")
         await own.undo("big")
         assert "no edit" in await refused(own.undo("big"))
-        assert MAX_EDITS < 1000
+        assert MAX_UNDO_EDITS < 1000
 
 
 async def test_random_files_come_back_as_a_reference_edits_them(tmp_path: Path) -> None:

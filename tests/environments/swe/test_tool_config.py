@@ -8,7 +8,7 @@ import pytest
 from rookery.core import SandboxSpec, TaskError, UsageError
 from rookery.environments import load_environment
 from rookery.environments.swe import PRESETS, McpServer, SweEnvironment, parse_tool_config
-from rookery.environments.swe.mcp_config import parse_servers, parse_task_servers
+from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
 from rookery.environments.swe.tool_config import MARKER
 from rookery.environments.tools import tool
 from tests.environments.swe.kit import small_task
@@ -38,8 +38,8 @@ def test_presets_and_what_goes_over_them() -> None:
     assert "undo_edit" in schemas["str_replace_editor"].parameters["properties"]["command"]["enum"]
     marked = SweEnvironment(tool_config={"preset": "open-instruct-marker", "bash": {"name": "sh", "output": 100}})
     assert names(marked) == ["sh", "str_replace_editor"]
-    assert marked.tooling.marker == MARKER
-    assert marked.tooling.bash.output == 100
+    assert marked.tool_config.marker == MARKER
+    assert marked.tool_config.bash.output == 100
     assert MARKER in marked.tools()[0].description
     assert parse_tool_config(None, {"output": 500, "edit": {"output": 900}}).bash.output == 500
     assert parse_tool_config(None, {"output": 500, "edit": {"output": 900}}).edit.output == 900

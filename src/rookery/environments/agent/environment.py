@@ -1,4 +1,7 @@
-"""The `agent` environment: run a command-line agent in a sandbox whose only network is the gateway."""
+"""The `agent` environment: run a command-line agent in a sandbox whose only network is the gateway.
+
+Runs in a runner process.
+"""
 
 import asyncio
 import contextlib
@@ -26,16 +29,24 @@ from rookery.environments.agent.installation import find_problems, host_python, 
 from rookery.environments.agent.launchers import Launcher, fill_placeholders, find_launcher
 from rookery.environments.agent.mcp_config import render_mcp_config
 from rookery.environments.agent.process import AgentExit, check_exit, wait_for_exit
-from rookery.environments.agent.sandbox_probe import AGENT, HOME, SandboxProbe, read_file, write_stdin
+from rookery.environments.agent.sandbox_probe import (
+    AGENT_DIRECTORY,
+    HOME_DIRECTORY,
+    SandboxProbe,
+    read_file,
+    write_stdin,
+)
 from rookery.environments.agent.task_kinds import Kind
 from rookery.environments.base import Environment, Score, reward_bounds
 from rookery.environments.code.limits import PROGRAM_LIMITS
 from rookery.environments.context import Context
+from rookery.environments.swe.environment import combine_scores, may_continue, sandbox_for
 from rookery.environments.text import clip
 from rookery.gateway.gateway_session import GatewaySession
 from rookery.sandboxes import is_isolated
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 from rookery.scoring.grading import IsolationCache
+from rookery.scoring.swe import prepare, prepare_step
 from rookery.tasks.swe import DATA_KEY, SweTask, get_swe_task, limits_with_test_timeout, with_test_timeout
 
 MAX_ARGUMENT: Final = 120_000
@@ -82,15 +93,15 @@ class AgentEnvironment(Environment):
     ) -> None:
         self.launcher = find_launcher(launcher)
         self.script = _check_script(self.launcher, script)
-        if isinstance(args, str) or not all(isinstance(one, str) for one in args):
+        if isinstance(args, str) or not all(isinstance(argument, str) for argument in args):
             raise UsageError(f"args must be a list of strings, not {args!r:.80}")
         self.args = tuple(args)
         self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
         if not model:
             raise UsageError("model must not be empty: pass the model's name, or policy")
         self.model = model
-        given = (("timeout", timeout, 0.0), ("test_timeout", test_timeout, 0.0), ("grace", grace, -1.0))
-        for name, value, least in given:
+        durations = (("timeout", timeout, 0.0), ("test_timeout", test_timeout, 0.0), ("grace", grace, -1.0))
+        for name, value, least in durations:
             if value is not None and not least < value < math.inf:
                 raise UsageError(f"{name} must be a finite number of seconds, not {value!r:.80}")
         if max_log < 64:
@@ -114,10 +125,8 @@ class AgentEnvironment(Environment):
 
     def limits_for(self, task: Task, run: Limits) -> Limits:
         """Return the limits of a rollout, with stages that are long enough for the tests of a `swe` task."""
-        problems = super().limits_for(task, run)
-        return (
-            limits_with_test_timeout(task, problems, run, self.test_timeout) if DATA_KEY in task.data else problems
-        )
+        limits = super().limits_for(task, run)
+        return limits_with_test_timeout(task, limits, run, self.test_timeout) if DATA_KEY in task.data else limits
 
     def check(self, spec: SandboxSpec) -> Sequence[str]:
         """Return reasons why the agent cannot run in sandboxes of `spec`, one sentence each."""
@@ -133,7 +142,7 @@ class AgentEnvironment(Environment):
             )
         install = self.launcher.install
         if not install.is_empty and not (install_dir(self.launcher, host_python()) / "start.py").is_file():
-            problems += [f"the agent {self.launcher.name}: {one}" for one in find_problems(install)]
+            problems += [f"the agent {self.launcher.name}: {problem}" for problem in find_problems(install)]
         return problems
 
     async def prepare(self, spec: SandboxSpec, report: Callable[[str], None]) -> None:
@@ -152,7 +161,7 @@ class AgentEnvironment(Environment):
         ctx.state["task"] = task
         ctx.state["step"], ctx.state["grades"] = 0, []
         ctx.state["mcp"] = render_mcp_config(self.launcher, task, ctx.log) if task is not None else ""
-        spec = ctx.spec if task is None else _sandbox_for(task, ctx.spec)
+        spec = ctx.spec if task is None else sandbox_for(task, ctx.spec, network="run")
         if task is not None and task.network != "none":
             ctx.log.warning(
                 "the task requests a network, but its sandbox can only reach the gateway", requested=task.network
@@ -160,7 +169,7 @@ class AgentEnvironment(Environment):
         ctx.spec = await self._mount_agent(ctx, spec)
         sandbox = await ctx.sandbox()
         if task is not None:
-            ctx.state["prepared"] = await task_kinds.prepare_sandbox(ctx, sandbox, task)
+            ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
         await self._write_files(ctx, sandbox, kind, task)
 
     async def _mount_agent(self, ctx: Context, spec: SandboxSpec) -> SandboxSpec:
@@ -172,7 +181,7 @@ class AgentEnvironment(Environment):
         if launcher.install.python or launcher.install.python_no_deps:
             python = host_python() if spec.image is None else await self._probe.find_python(ctx, spec)
         folder = await ctx.charge_policy("sandbox", install_agent(launcher, python, report=ctx.log.info))
-        return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=AGENT)))
+        return replace(spec, mounts=(*spec.mounts, Mount(source=str(folder), target=AGENT_DIRECTORY)))
 
     async def _write_files(self, ctx: Context, sandbox: Sandbox, kind: Kind, task: SweTask | None) -> None:
         """Write the agent's files and set the placeholder values that are known before the session opens."""
@@ -181,13 +190,13 @@ class AgentEnvironment(Environment):
         probed = await self._probe.probe(ctx, sandbox, folder)
         values = {
             "workdir": probed.workdir,
-            "home": HOME,
-            "agent": AGENT,
+            "home": HOME_DIRECTORY,
+            "agent": AGENT_DIRECTORY,
             "python": probed.python,
             "model": self.model,
-            "prompt_file": f"{HOME}/prompt.txt",
-            "driver": f"{HOME}/{launcher.driver or 'driver.py'}",
-            "script": f"{HOME}/{self.script.name}" if self.script is not None else "",
+            "prompt_file": f"{HOME_DIRECTORY}/prompt.txt",
+            "driver": f"{HOME_DIRECTORY}/{launcher.driver or 'driver.py'}",
+            "script": f"{HOME_DIRECTORY}/{self.script.name}" if self.script is not None else "",
             "mcp_file": "",
         }
         if launcher.mcp is not None:
@@ -235,8 +244,6 @@ class AgentEnvironment(Environment):
         steps = task.steps if task is not None else (None,)
         for number, step in enumerate(steps):
             if number and task is not None and step is not None:
-                from rookery.scoring.swe import prepare_step
-
                 ctx.state["step"], ctx.state["prompt"] = number, step.instruction
                 await prepare_step(sandbox, task, step, timeout=max(1.0, ctx.remaining))
             command = await self._prepare_step(ctx, sandbox, session, number)
@@ -251,7 +258,7 @@ class AgentEnvironment(Environment):
                 if await session.truncation() is not None:  # the budget is exhausted
                     break
                 score = await task_kinds.grade_step(ctx, number, low, high)
-                if not task_kinds.may_continue(step, score):
+                if not may_continue(step, score):
                     ctx.log.info(
                         "the remaining steps are skipped: the reward of this one is too low", step=step.name
                     )
@@ -265,33 +272,32 @@ class AgentEnvironment(Environment):
         try:
             if number:  # the agent of the previous step may have changed them
                 await self._write_programs(sandbox, ctx.state["values"])
-            return await self._command(ctx, sandbox, session)
+            return await self._make_command(ctx, sandbox, session)
         except (OSError, SandboxError) as error:
             lost = isinstance(error, SandboxError) and error.code != "sandbox.refused"
             if not number or lost or isinstance(error, TimeoutError):
                 raise
             # It was possible when the attempt began, so the policy caused this.
-            about = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
-            ctx.info.setdefault("agents", []).append(about)
+            record = {"launcher": self.launcher.name, "why": "unstarted", "detail": describe(error)}
+            ctx.info.setdefault("agents", []).append(record)
             return None
 
     async def _run_agent(
         self, ctx: Context, sandbox: Sandbox, session: GatewaySession, command: Command, limit: float | None
     ) -> AgentExit:
         """Run the agent once, from start to exit, and collect its output and files."""
-        left = _make_deadline(
-            ctx, min((one for one in (limit, self.timeout) if one is not None), default=math.inf)
-        )
+        limits = [seconds for seconds in (limit, self.timeout) if seconds is not None]
+        seconds_left = _make_deadline(ctx, min(limits, default=math.inf))
         process = await sandbox.start(command)
         stdin = ctx.state["prompt"].encode() if self.launcher.prompt == "stdin" else b""
-        ended = await ctx.charge_policy("tool", self._wait_for_agent(process, stdin, session, left))
+        ended = await ctx.charge_policy("tool", self._wait_for_agent(process, stdin, session, seconds_left))
         result = ended.result
         ctx.metrics["agent/seconds"] = ctx.metrics.get("agent/seconds", 0.0) + ended.seconds
-        well = result.status == "exited" and result.exit_code in self.launcher.ok
-        ctx.metrics["agent/ended_well"] = float(well and ended.reason == "exited")
+        succeeded = result.status == "exited" and result.exit_code in self.launcher.ok
+        ctx.metrics["agent/ended_well"] = float(succeeded and ended.reason == "exited")
         stdout = result.stdout.decode("utf-8", "replace")
         ctx.state["printed"] = stdout
-        about = {
+        record = {
             "launcher": self.launcher.name,
             "why": ended.reason,
             "status": result.status,
@@ -304,30 +310,30 @@ class AgentEnvironment(Environment):
             "stderr": clip(result.stderr.decode("utf-8", "replace"), self.max_log, result.stderr_dropped),
             "files": await self._collect_files(ctx, sandbox),
         }
-        ctx.info.setdefault("agents", []).append({key: value for key, value in about.items() if value != ""})
+        ctx.info.setdefault("agents", []).append({key: value for key, value in record.items() if value != ""})
         if (path := task_kinds.get_submission_path(ctx, ctx.state["kind"])) != "":
             data = await read_file(sandbox, path, task_kinds.MAX_ANSWER)
             if isinstance(data, bytes):
                 ctx.state["submission"] = data.decode("utf-8", "replace")
-        if not well:
+        if not succeeded:
             if ended.reason == "exited":
                 await session.check_upstream()  # raises if the model server hangs
             check_exit(self.launcher.name, ended, await session.status(), sandbox.spec)
         return ended
 
     async def _wait_for_agent(
-        self, process: Process, stdin: bytes, session: GatewaySession, left: Callable[[], float]
+        self, process: Process, stdin: bytes, session: GatewaySession, seconds_left: Callable[[], float]
     ) -> AgentExit:
         writing = asyncio.create_task(write_stdin(process, stdin), name="agent's input")
         try:
-            return await wait_for_exit(process, session, left, grace=self.grace)
+            return await wait_for_exit(process, session, seconds_left, grace=self.grace)
         finally:
             writing.cancel()
             await asyncio.wait({writing})
             if not writing.cancelled():
                 writing.result()
 
-    async def _command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
+    async def _make_command(self, ctx: Context, sandbox: Sandbox, session: GatewaySession) -> Command:
         """Write the launcher's files and return the command that starts the agent."""
         launcher, prompt = self.launcher, ctx.state["prompt"]
         values = {
@@ -372,10 +378,10 @@ class AgentEnvironment(Environment):
 
     async def _collect_files(self, ctx: Context, sandbox: Sandbox) -> dict[str, str]:
         files = {}
-        wanted = [fill_placeholders(path, ctx.state["values"]) for path in self.launcher.collect]
-        named = ctx.task.data.get("collect", ())
-        wanted += [path for path in named if isinstance(path, str)] if isinstance(named, list) else []
-        for path in wanted[:MAX_FILES]:
+        paths = [fill_placeholders(path, ctx.state["values"]) for path in self.launcher.collect]
+        of_task = ctx.task.data.get("collect", ())
+        paths += [path for path in of_task if isinstance(path, str)] if isinstance(of_task, list) else []
+        for path in paths[:MAX_FILES]:
             data = await read_file(sandbox, path, 16 * MAX_FILE)
             if data is not None:
                 files[path] = clip(data.decode("utf-8", "replace"), MAX_FILE) if isinstance(data, bytes) else data
@@ -392,39 +398,22 @@ class AgentEnvironment(Environment):
             return await task_kinds.grade_program(
                 ctx, low, high, partial=self.partial, isolation_cache=self._isolation
             )
-        from rookery.environments.swe.rewards import combine_scores
-
         if len(ctx.state["grades"]) <= ctx.state["step"]:
             await task_kinds.grade_step(ctx, ctx.state["step"], low, high)
-        scored: Score = combine_scores(ctx.state["task"], ctx.state["grades"], low)
-        return scored
-
-
-def _sandbox_for(task: SweTask, spec: SandboxSpec) -> SandboxSpec:
-    from rookery.environments.swe import sandbox_for
-
-    made: SandboxSpec = sandbox_for(task, spec, network="run")
-    return made
+        return combine_scores(ctx.state["task"], ctx.state["grades"], low)
 
 
 def _make_deadline(ctx: Context, limit: float) -> Callable[[], float]:
-    """Return a function for the seconds left until the stage's deadline or the agent's limit, without pauses."""
-    began = ctx.remaining
-    at = asyncio.get_running_loop().time()
-    reserve = min(RESERVE, 0.1 * began) if math.isfinite(began) else 0.0
-
-    def left() -> float:
-        now = ctx.remaining
-        used = began - now if math.isfinite(began) else asyncio.get_running_loop().time() - at
-        return min(now - reserve, limit - used)
-
-    return left
+    """Return a function that returns the seconds left, by the stage's clock, until the agent must be stopped."""
+    started = ctx.elapsed
+    reserve = min(RESERVE, 0.1 * ctx.remaining) if math.isfinite(ctx.remaining) else 0.0
+    return lambda: min(ctx.remaining - reserve, limit - (ctx.elapsed - started))
 
 
 def _check_script(launcher: Launcher, script: str | Path | None) -> Path | None:
     if launcher.script != (script is not None):
-        problems = "needs a program: pass script=FILE" if launcher.script else "takes no script"
-        raise UsageError(f"the launcher {launcher.name} {problems}")
+        problem = "needs a program: pass script=FILE" if launcher.script else "takes no script"
+        raise UsageError(f"the launcher {launcher.name} {problem}")
     if script is None:
         return None
     path = Path(script).expanduser().absolute()

@@ -109,15 +109,15 @@ def parse_probe_output(output: bytes) -> PythonPlatform | None:
     words = output.decode("utf-8", "replace").split()
     if len(words) != 3 or "-" not in words[2] or not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", words[0]):
         return None
-    found = PythonPlatform(version=words[0], machine=words[1], libc=words[2])
-    major, _, minor = found.version.partition(".")
-    return found if (int(major), int(minor)) >= MIN_PYTHON else None
+    python = PythonPlatform(version=words[0], machine=words[1], libc=words[2])
+    major, _, minor = python.version.partition(".")
+    return python if (int(major), int(minor)) >= MIN_PYTHON else None
 
 
 def get_agents_dir() -> Path:
     """Return where agents are installed: `$ROOKERY_AGENTS`, or a directory in the user's cache."""
-    if named := os.environ.get(DIRECTORY_VARIABLE):
-        return Path(named).expanduser().absolute()
+    if configured := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(configured).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser().absolute() / "rookery" / "agents"
 
@@ -238,8 +238,8 @@ async def _build(
         for number, (title, command) in enumerate(steps, 1):
             report(f"installing {launcher.name}, step {number} of {len(steps)}: {title}")
             await _run_step(launcher, title, command, staging, lock)
-        about = {"launcher": launcher.name, "install": launcher.install, "python": python, "format": FORMAT}
-        await asyncio.to_thread(_publish, staging, directory, msgspec.json.encode(about))
+        manifest = {"launcher": launcher.name, "install": launcher.install, "python": python, "format": FORMAT}
+        await asyncio.to_thread(_publish, staging, directory, msgspec.json.encode(manifest))
         report(f"{launcher.name} is installed")
     finally:
         await asyncio.shield(asyncio.to_thread(_remove, staging))
@@ -287,13 +287,13 @@ def _list_platform_tags(python: PythonPlatform) -> list[str]:
     kind, _, number = python.libc.partition("-")
     minor = int(number.split(".")[1]) if number.count(".") and number.split(".")[1].isdigit() else 17
     if kind == "glibc":
-        names = [f"manylinux_2_{at}" for at in range(minor, 4, -1)] + [
+        names = [f"manylinux_2_{minor_version}" for minor_version in range(minor, 4, -1)] + [
             "manylinux2014",
             "manylinux2010",
             "manylinux1",
         ]
     else:
-        names = [f"musllinux_1_{at}" for at in range(minor, 0, -1)]
+        names = [f"musllinux_1_{minor_version}" for minor_version in range(minor, 0, -1)]
     return [f"{name}_{python.machine}" for name in names]
 
 
@@ -340,10 +340,10 @@ def _install_error(launcher: Launcher, why: str) -> RookeryError:
     )
 
 
-def _publish(staging: Path, directory: Path, about: bytes) -> None:
+def _publish(staging: Path, directory: Path, manifest: bytes) -> None:
     """Complete the staging directory and rename it to its final name."""
     (staging / "start.py").write_text(START, encoding="utf-8")
-    (staging / DONE_FILE).write_bytes(about)
+    (staging / DONE_FILE).write_bytes(manifest)
     _make_readable(staging)
     _remove(directory)  # an incomplete one, which nobody uses
     staging.rename(directory)
@@ -356,9 +356,9 @@ def _make_readable(directory: Path) -> None:
             path = os.path.join(top, name)  # noqa: PTH118  (tens of thousands of them)
             mode = os.lstat(path).st_mode
             if not stat.S_ISLNK(mode):
-                wanted = stat.S_IMODE(mode) | 0o444 | (0o111 if mode & 0o111 else 0)
-                if wanted != stat.S_IMODE(mode):
-                    os.chmod(path, wanted)  # noqa: PTH101
+                readable = stat.S_IMODE(mode) | 0o444 | (0o111 if mode & 0o111 else 0)
+                if readable != stat.S_IMODE(mode):
+                    os.chmod(path, readable)  # noqa: PTH101
 
 
 def _remove(directory: Path) -> None:

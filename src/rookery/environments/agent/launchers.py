@@ -19,10 +19,10 @@ from rookery.core import UsageError
 
 GROUP: Final = "rookery.launchers"
 """Entry-point group. An entry is a `Launcher`, a table, or the path of a TOML file."""
-FOLDER: Final = Path(__file__).parent / "builtin"
+BUILTIN_DIRECTORY: Final = Path(__file__).parent / "builtin"
 MAX_DRIVER: Final = 1 << 20
 
-PromptBy: TypeAlias = Literal["argv", "stdin", "file"]
+PromptChannel: TypeAlias = Literal["argv", "stdin", "file"]
 
 PLACEHOLDERS: Final = {
     "prompt": "the task's prompt",
@@ -39,7 +39,7 @@ PLACEHOLDERS: Final = {
     "key": "the API key for both",
     "mcp_file": "the file with the task's MCP servers",
 }
-_PLACE: Final = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
+_PLACEHOLDER: Final = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     about: str = ""
     dialect: str = "chat"
     """The API that the agent uses, for information only: every gateway session serves all of them."""
-    prompt: PromptBy = "argv"
+    prompt: PromptChannel = "argv"
     """How the agent gets its prompt."""
     install: Install = Install()
     environment: dict[str, str] = {}
@@ -106,7 +106,7 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     mcp: Mcp | None = None
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
+        problems = list(_find_problems(self))
         if problems:
             raise UsageError(f"launcher {self.name or '?'}: {'; '.join(problems)}")
 
@@ -125,40 +125,42 @@ class Launcher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             yield from ((f"mcp.arguments[{at}]", text) for at, text in enumerate(self.mcp.arguments))
 
     def uses(self, name: str) -> bool:
-        return any(name in placeholders(text) for _, text in self.texts())
+        """Return whether a text contains this placeholder."""
+        return any(name in find_placeholders(text) for _, text in self.texts())
 
     @property
     def needs_python(self) -> bool:
         return bool(self.install.python or self.install.python_no_deps) or self.uses("python")
 
 
-def placeholders(text: str) -> list[str]:
-    return [found[1] for found in _PLACE.finditer(text) if found[1]]
+def find_placeholders(text: str) -> list[str]:
+    """Return the names of the placeholders in `text`."""
+    return [match[1] for match in _PLACEHOLDER.finditer(text) if match[1]]
 
 
 def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
     """Replace the placeholders in `text`. Placeholders inside the values are not replaced."""
 
-    def one(found: re.Match[str]) -> str:
-        return found[0][0] if not found[1] else values[found[1]]
+    def replace_match(match: re.Match[str]) -> str:
+        return match[0][0] if not match[1] else values[match[1]]
 
-    return _PLACE.sub(one, text)
+    return _PLACEHOLDER.sub(replace_match, text)
 
 
-def _problems(launcher: Launcher) -> Iterator[str]:
+def _find_problems(launcher: Launcher) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", launcher.name):
         yield f"its name must be letters, digits, '-', '_' and '.', not {launcher.name!r:.80}"
     if not launcher.command or not launcher.command[0].strip():
         yield "it has no command"
-    for where, text in launcher.texts():
-        if strange := [name for name in placeholders(text) if name not in PLACEHOLDERS]:
-            yield f"{where} has the unknown placeholder {{{strange[0]}}}; there are {', '.join(PLACEHOLDERS)}"
-    if launcher.prompt == "argv" and not any("prompt" in placeholders(text) for text in launcher.command):
+    for field, text in launcher.texts():
+        if unknown := [name for name in find_placeholders(text) if name not in PLACEHOLDERS]:
+            yield f"{field} has the unknown placeholder {{{unknown[0]}}}; there are {', '.join(PLACEHOLDERS)}"
+    if launcher.prompt == "argv" and not any("prompt" in find_placeholders(text) for text in launcher.command):
         yield "prompt is 'argv', but the command has no {prompt}"
     if launcher.prompt == "file" and not launcher.uses("prompt_file"):
         yield "prompt is 'file', but {prompt_file} is not used"
     known = ("agent", "python", "home", "workdir")
-    if any(name not in known for text in launcher.check for name in placeholders(text)):
+    if any(name not in known for text in launcher.check for name in find_placeholders(text)):
         yield f"check may only use {{{'}, {'.join(known)}}}"
     if launcher.install.is_empty and launcher.uses("agent"):
         yield "it uses {agent} but installs nothing"
@@ -174,20 +176,20 @@ def _problems(launcher: Launcher) -> Iterator[str]:
         yield "install.commands contains an empty command"
 
 
-# ---- finding one
+# ---- loading
 
 
-def find_launcher(given: "str | Path | Mapping[str, Any] | Launcher") -> Launcher:
+def find_launcher(launcher: "str | Path | Mapping[str, Any] | Launcher") -> Launcher:
     """Return the launcher with this name or TOML file; raise `UsageError` if there is none or it is invalid."""
-    if isinstance(given, Launcher):
-        return given
-    if isinstance(given, Mapping):
-        return _convert(dict(given), "the launcher", None)
-    text = str(given)
+    if isinstance(launcher, Launcher):
+        return launcher
+    if isinstance(launcher, Mapping):
+        return _convert(dict(launcher), "the launcher", None)
+    text = str(launcher)
     if text.endswith(".toml"):
         return read_launcher(Path(text))
-    if (FOLDER / f"{text}.toml").is_file() and Path(text).name == text:
-        return read_launcher(FOLDER / f"{text}.toml")
+    if (BUILTIN_DIRECTORY / f"{text}.toml").is_file() and Path(text).name == text:
+        return read_launcher(BUILTIN_DIRECTORY / f"{text}.toml")
     for point in entry_points(group=GROUP):
         if point.name == text:
             return _load_entry_point(point.name, point.load)
@@ -198,20 +200,24 @@ def find_launcher(given: "str | Path | Mapping[str, Any] | Launcher") -> Launche
 
 def list_launchers() -> list[str]:
     """Return the names of the built-in launchers and of those from installed packages, sorted."""
-    return sorted({path.stem for path in FOLDER.glob("*.toml")} | {one.name for one in entry_points(group=GROUP)})
+    return sorted(
+        {path.stem for path in BUILTIN_DIRECTORY.glob("*.toml")}
+        | {point.name for point in entry_points(group=GROUP)}
+    )
 
 
 def read_launcher(path: Path) -> Launcher:
+    """Read a launcher from a TOML file."""
     try:
-        found = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        table = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"the launcher {path} does not exist") from None
     except OSError as error:
         raise UsageError(f"the launcher {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the launcher {path} is not TOML: {error}") from None
-    found.setdefault("name", path.stem)
-    return _convert(found, f"the launcher {path}", path.expanduser().parent)
+    table.setdefault("name", path.stem)
+    return _convert(table, f"the launcher {path}", path.expanduser().parent)
 
 
 def _load_entry_point(name: str, load: Any) -> Launcher:
@@ -251,7 +257,7 @@ def _convert(table: dict[str, Any], what: str, folder: Path | None) -> Launcher:
 
 def _read_driver(name: str, what: str, folder: Path | None) -> str:
     if folder is None or Path(name).name != name:
-        raise UsageError(f"{what}: driver must be the name of a file beside its TOML, not {name!r:.80}")
+        raise UsageError(f"{what}: driver must be the name of a file next to the TOML file, not {name!r:.80}")
     try:
         text = (folder / name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from rookery.environments.agent.launchers import Launcher
 from rookery.environments.context import Log
+from rookery.environments.swe.mcp_servers import McpServer, parse_task_servers
 from rookery.tasks.swe import SweTask
 
 _INVALID_CHARACTERS: Final = re.compile(r"[^A-Za-z0-9_-]")
@@ -19,9 +20,7 @@ CHANGE_DIRECTORY: Final = 'cd -- "$0" && exec "$@"'
 
 def render_mcp_config(launcher: Launcher, task: SweTask, log: Log) -> str:
     """Return the text of the agent's MCP configuration, or an empty string if there are no servers."""
-    from rookery.environments.swe.mcp_config import parse_task_servers
-
-    servers = parse_task_servers(task.id, task.mcp, inside=True)
+    servers = parse_task_servers(task.id, task.mcp, allow_loopback=True)
     if not servers:
         return ""
     if launcher.mcp is None:
@@ -36,7 +35,7 @@ def render_mcp_config(launcher: Launcher, task: SweTask, log: Log) -> str:
     return "\n".join(_render_table(name, entry, server) for (name, entry), server in pairs)
 
 
-def _make_entry(server: Any, task: SweTask) -> dict[str, Any]:
+def _make_entry(server: McpServer, task: SweTask) -> dict[str, Any]:
     if server.url:
         return {"type": "http", "url": server.url}
     command = list(server.command)
@@ -46,7 +45,7 @@ def _make_entry(server: Any, task: SweTask) -> dict[str, Any]:
     return {"type": "stdio", "command": command[0], "args": command[1:], "env": env}
 
 
-def _make_names(servers: tuple[Any, ...]) -> list[str]:
+def _make_names(servers: tuple[McpServer, ...]) -> list[str]:
     """Return unique names of at most 40 letters, digits, '_' and '-'. Agents make tool names from them."""
     names: list[str] = []
     for server in servers:
@@ -58,7 +57,7 @@ def _make_names(servers: tuple[Any, ...]) -> list[str]:
     return names
 
 
-def _render_table(name: str, entry: dict[str, Any], server: Any) -> str:
+def _render_table(name: str, entry: dict[str, Any], server: McpServer) -> str:
     fields = {key: value for key, value in entry.items() if key != "type" and value not in ([], {})}
     fields["startup_timeout_sec"] = server.start_timeout
     if server.timeout is not None:

@@ -16,9 +16,9 @@ from rookery.environments.agent.launchers import Launcher, fill_placeholders
 from rookery.environments.context import Context
 from rookery.sandboxes.protocol import Command, Process, Sandbox
 
-AGENT: Final = "/opt/rookery/agent"
+AGENT_DIRECTORY: Final = "/opt/rookery/agent"
 """Where the agent's installation is mounted in a sandbox."""
-HOME: Final = "/tmp/rookery-agent"  # noqa: S108  (inside the sandbox)
+HOME_DIRECTORY: Final = "/tmp/rookery-agent"  # noqa: S108  (inside the sandbox)
 CHECK_SECONDS: Final = 120.0
 _PROBE_SCRIPT = (
     'cd -- "$1" && pwd -P || exit 1; shift; for p; do command -v -- "$p" || { echo "$p" >&2; exit 3; }; done'
@@ -71,32 +71,37 @@ class SandboxProbe:
         """Check that a sandbox has what the agent needs; raise `TaskError` if something is missing."""
         spec = sandbox.spec
         key = (spec.provider, spec.image, spec.user, spec.workdir, directory)
-        if (known := self._results.get(key)) is not None:
-            return known
+        if (cached := self._results.get(key)) is not None:
+            return cached
         launcher = self._launcher
         needs = [*launcher.needs, *(["python3"] if launcher.needs_python else [])]
         result = await sandbox.exec(Command(argv=("sh", "-c", _PROBE_SCRIPT, "sh", directory, *needs), wall=60.0))
         _check_alive(sandbox, result.status, result.detail)
         if result.exit_code == 3:
             missing = result.stderr.decode(errors="replace").strip()
-            where = f"the image {spec.image}" if spec.image else "this system"
+            system = f"the image {spec.image}" if spec.image else "this system"
             raise TaskError(
-                f"task {ctx.task.id}: the agent {launcher.name} needs the program {missing}, but {where} does not "
-                "have it",
+                f"task {ctx.task.id}: the agent {launcher.name} needs the program {missing}, but {system} does "
+                "not have it",
                 cause="agent.missing",
             )
         lines = result.stdout.decode("utf-8", "surrogateescape").splitlines()
         if not result.ok or not lines:
             raise SandboxError(f"sandbox {sandbox.id} cannot run an agent: {result.stderr!r:.300}")
-        found = ProbeResult(workdir=lines[0], python=lines[-1] if launcher.needs_python else "")
+        probed = ProbeResult(workdir=lines[0], python=lines[-1] if launcher.needs_python else "")
         if spec.image and launcher.check:
-            await self._run_check(ctx, sandbox, found)
-        self._results[key] = found
-        return found
+            await self._run_check(ctx, sandbox, probed)
+        self._results[key] = probed
+        return probed
 
-    async def _run_check(self, ctx: Context, sandbox: Sandbox, found: ProbeResult) -> None:
+    async def _run_check(self, ctx: Context, sandbox: Sandbox, probed: ProbeResult) -> None:
         """Run the launcher's check command; raise `TaskError` if it fails."""
-        values = {"agent": AGENT, "python": found.python, "home": HOME, "workdir": found.workdir}
+        values = {
+            "agent": AGENT_DIRECTORY,
+            "python": probed.python,
+            "home": HOME_DIRECTORY,
+            "workdir": probed.workdir,
+        }
         argv = tuple(fill_placeholders(text, values) for text in self._launcher.check)
         result = await sandbox.exec(Command(argv=argv, wall=CHECK_SECONDS))
         _check_alive(sandbox, result.status, result.detail)

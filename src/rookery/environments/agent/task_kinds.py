@@ -1,15 +1,15 @@
 """The three kinds of task that an agent can work on: prompts, submissions and grading.
 
-`plain` tasks have an expected answer, `code` tasks have tests or cases for a program, and `swe` tasks are
-graded by their tests over the sandbox's files. Each kind is graded as in the environment of that name. A task
-that cannot be scored is rejected before anything is started. The number of `swe` submissions graded at once on
-a machine is limited.
+Runs in a runner process. `plain` tasks have an expected answer, `code` tasks have tests or cases for a program,
+and `swe` tasks are graded by their tests over the sandbox's files. Each kind is graded as in the environment of
+that name. A task that cannot be scored is rejected before anything is started. The number of `swe` submissions
+graded at once on a machine is limited.
 """
 
 import asyncio
 import functools
 from contextlib import AsyncExitStack
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -18,15 +18,17 @@ from rookery.environments.base import Score
 from rookery.environments.code.environment import PARALLEL_SANDBOXES
 from rookery.environments.code.limits import normalize_limits
 from rookery.environments.context import Context
+from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
 from rookery.environments.text import match_answer
 from rookery.sandboxes import is_isolated
 from rookery.scoring.code_tasks import CodeTask, parse_code_task
 from rookery.scoring.grading import Grader, IsolationCache
-from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, SweStep, SweTask, get_swe_task, grading_budget
+from rookery.scoring.swe import SweGrader
+from rookery.tasks.swe import DATA_KEY, GRADING_TIME_SHARE, get_swe_task, grading_budget
 
 Kind: TypeAlias = Literal["plain", "code", "swe"]
 ANSWER_FILE: Final = "answer.txt"
-SUBMISSION: Final = "solution.py"
+PROGRAM_FILE: Final = "solution.py"
 MAX_ANSWER: Final = 1 << 20
 
 
@@ -46,11 +48,13 @@ def get_task_kind(ctx: Context) -> Kind:
 
 
 def get_code_task(ctx: Context) -> CodeTask:
+    """Return the tests or cases of a `code` task; raise `TaskError` if they are invalid."""
     data, _ = normalize_limits(ctx.task.data)
     return parse_code_task({**data, "id": ctx.task.id, "prompt": ctx.task.text})
 
 
 def get_expected_answer(ctx: Context) -> str | float:
+    """Return the expected answer of a `plain` task; raise `TaskError` if it has none."""
     answer = ctx.task.data.get("answer")
     if isinstance(answer, str | int | float) and not isinstance(answer, bool) and answer != "":
         return answer
@@ -64,7 +68,7 @@ def get_submission_path(ctx: Context, kind: Kind) -> str:
     """Return the path of the file to be scored; empty for `swe` tasks, which are scored by the whole sandbox."""
     if kind == "swe":
         return ""
-    name = ctx.task.data.get("submission", SUBMISSION if kind == "code" else ANSWER_FILE)
+    name = ctx.task.data.get("submission", PROGRAM_FILE if kind == "code" else ANSWER_FILE)
     if not isinstance(name, str) or not name or "\0" in name or ".." in name.split("/"):
         raise TaskError(f"task {ctx.task.id}: submission must be a path in the sandbox, not {name!r:.100}")
     return name
@@ -78,7 +82,7 @@ def build_prompt(ctx: Context, kind: Kind, workdir: str, *, instruct: bool) -> s
         text = get_swe_task(ctx.task).steps[0].instruction
     if not text:
         raise TaskError(f"task {ctx.task.id} has no prompt")
-    if any("\ud800" <= one <= "\udfff" for one in text):
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise TaskError(f"task {ctx.task.id}: its prompt contains a lone surrogate, which cannot be encoded")
     if not instruct or kind == "swe":
         return text
@@ -96,9 +100,9 @@ def score_answer(ctx: Context, low: float, high: float) -> Score:
     written: str | None = ctx.state.get("submission")
     printed: str = ctx.state.get("printed", "")
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    given = [written] if written is not None else [printed, *lines[-1:]]
-    right = any(match_answer(text, get_expected_answer(ctx)) for text in given)
-    return Score(high if right else low, metrics={"answer_file": float(written is not None)})
+    candidates = [written] if written is not None else [printed, *lines[-1:]]
+    correct = any(match_answer(text, get_expected_answer(ctx)) for text in candidates)
+    return Score(high if correct else low, metrics={"answer_file": float(written is not None)})
 
 
 # ---- code
@@ -107,6 +111,7 @@ def score_answer(ctx: Context, low: float, high: float) -> Score:
 async def grade_program(
     ctx: Context, low: float, high: float, *, partial: bool, isolation_cache: IsolationCache
 ) -> Score:
+    """Grade the submitted program of a `code` task in fresh sandboxes."""
     spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
     grader = Grader(
         spec,
@@ -127,40 +132,22 @@ async def grade_program(
 # ---- swe
 
 
-async def prepare_sandbox(ctx: Context, sandbox: Any, task: SweTask) -> Any:
-    from rookery.scoring.swe import prepare
-
-    return await prepare(sandbox, task, timeout=ctx.remaining)
-
-
 @functools.cache
-def _grading_slots() -> Any:
+def _grading_slots() -> GradingSlots:
     """Return the machine-wide grading slots of the run, shared with the `swe` environment."""
-    from rookery.environments.swe.grading_slots import GradingSlots, cores, get_run_name
-
-    return GradingSlots(max(2, cores()), get_run_name())
-
-
-def may_continue(step: SweStep, score: Score) -> bool:
-    """Return whether the next step may begin."""
-    from rookery.environments.swe.rewards import may_continue as is_good_enough
-
-    return bool(is_good_enough(step, score))
+    return GradingSlots(max(2, count_cores()), get_run_name())
 
 
 async def grade_step(ctx: Context, step: int, low: float, high: float) -> Score:
     """Grade one step over the sandbox's current state. Waiting for a grading slot does not count as time."""
-    from rookery.scoring.swe import SweGrader
-
     spec = msgspec.structs.replace(ctx.spec, network="none", mounts=())
     grader = SweGrader(ctx.sandbox, ctx.state["task"], spec, low=low, high=high)
     sandbox = await ctx.sandbox()
     async with AsyncExitStack() as stack:
         with ctx.pause_clock():
-            await ctx.charge_policy("sandbox", stack.enter_async_context(_grading_slots().passed()))
+            await ctx.charge_policy("sandbox", stack.enter_async_context(_grading_slots().acquire()))
         seconds = grading_budget(ctx.state["task"].steps[step], ctx.remaining)
         grade = await grader.grade(sandbox, ctx.state["prepared"], step, timeout=seconds)
     ctx.state["grades"].append(grade.score)
     ctx.info.setdefault("grades", []).append(msgspec.to_builtins(grade))
-    score: Score = grade.score
-    return score
+    return grade.score

@@ -13,12 +13,13 @@ from rookery.core import ExecResult, SandboxError
 from rookery.environments.context import Context
 from rookery.environments.swe.tool_config import ToolConfig
 from rookery.environments.text import clip
+from rookery.environments.tool_environment import increment
 from rookery.environments.tools import CallLimit, Tool
 from rookery.sandboxes.protocol import Shell
 
 SHELL: Final = "swe.shell"
 FOLDER: Final = "swe.folder"
-"""Key of the shell's start directory in the attempt's state."""
+"""Key of the shell's initial directory in the attempt's state."""
 SUBMITTED: Final = "swe.submitted"
 GRACE: Final = 30.0
 """Seconds past the limit of a command by which the sandbox must have ended it; else the sandbox counts as lost."""
@@ -38,14 +39,14 @@ async def run_bash(ctx: Context, command: str, seconds: float) -> ExecResult:
         raise SandboxError(f"the shell did not respond within {GRACE:g} s after a limit of {wall:g} s") from error
     if result.status == "lost":
         raise SandboxError(f"the sandbox was lost while it ran a command: {result.detail or 'no detail'}")
-    _count(ctx, "bash_calls")
+    increment(ctx, "bash_calls")
     if result.status != "exited":
-        _count(ctx, f"bash/{result.status}")
+        increment(ctx, f"bash/{result.status}")
     return result
 
 
 def _enter_directory(ctx: Context) -> str:
-    """Return a prefix that moves a new shell, also a replaced one, to the start directory.
+    """Return a prefix that moves a new shell, also a replaced one, to the initial directory.
 
     It is on the command's first line, so that line numbers in bash's messages stay right.
     """
@@ -57,17 +58,17 @@ def _enter_directory(ctx: Context) -> str:
 
 def render_result(result: ExecResult, limit: int) -> str:
     """Render output, errors and ending for the model, in about `limit` bytes."""
-    out, err = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+    stdout, stderr = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
     # Each stream gets half of the limit, plus what the other one does not need.
     sizes = (len(result.stdout), len(result.stderr))
     half = limit // 2
-    room_err = max(half, limit - sizes[0])
-    room_out = max(half, limit - sizes[1])
+    stderr_limit = max(half, limit - sizes[0])
+    stdout_limit = max(half, limit - sizes[1])
     parts = []
-    if out:
-        parts.append(_end_line(clip(out, room_out, result.stdout_dropped)))
-    if err:
-        parts.append(f"[stderr]\n{_end_line(clip(err, room_err, result.stderr_dropped))}")
+    if stdout:
+        parts.append(_end_line(clip(stdout, stdout_limit, result.stdout_dropped)))
+    if stderr:
+        parts.append(f"[stderr]\n{_end_line(clip(stderr, stderr_limit, result.stderr_dropped))}")
     parts.append(_describe_ending(result))
     return "".join(parts)
 
@@ -96,15 +97,15 @@ def has_marker(result: ExecResult, marker: str) -> bool:
     return bool(lines) and marker in (lines[0].strip(), lines[-1].strip())
 
 
-def bash_tool(tooling: ToolConfig) -> Tool:
-    """Make the tool from its configuration."""
-    own = tooling.bash
+def bash_tool(config: ToolConfig) -> Tool:
+    """Make the tool `bash` from its configuration."""
+    settings = config.bash
 
-    async def call(ctx: Context, command: str, seconds: float) -> str:
+    async def run(ctx: Context, command: str, seconds: float) -> str:
         result = await run_bash(ctx, command, seconds)
-        if has_marker(result, tooling.marker):
+        if has_marker(result, config.marker):
             ctx.state[SUBMITTED] = True
-        return render_result(result, own.output)
+        return render_result(result, settings.output)
 
     async def bash(command: str, ctx: Context, limit: CallLimit, timeout: float | None = None) -> str:
         """Run a command in a bash shell and return its output and exit code. The working directory, variables,
@@ -114,8 +115,8 @@ def bash_tool(tooling: ToolConfig) -> Tool:
             command: One or more lines of bash.
             timeout: Seconds after which the command is killed, if less than the default limit.
         """
-        wanted = limit if timeout is None or not timeout > 0 else min(limit, timeout)
-        return await call(ctx, command, wanted)
+        seconds = limit if timeout is None or not timeout > 0 else min(limit, timeout)
+        return await run(ctx, command, seconds)
 
     async def execute_bash(command: str, ctx: Context, limit: CallLimit) -> str:
         """Run a command in a bash shell and return its output and exit code. The working directory, variables,
@@ -124,39 +125,37 @@ def bash_tool(tooling: ToolConfig) -> Tool:
         Args:
             command: One or more lines of bash.
         """
-        return await call(ctx, command, limit)
+        return await run(ctx, command, limit)
 
-    function = bash if tooling.timeouts else execute_bash
+    function = bash if config.timeouts else execute_bash
     return Tool(
         function,
-        name=own.name or "bash",
-        description=_describe_tool(own.description, tooling),
-        timeout=own.timeout,
+        name=settings.name or "bash",
+        description=_describe_tool(settings.description, config),
+        timeout=settings.timeout,
     )
 
 
-def _describe_tool(description: str, tooling: ToolConfig) -> str | None:
+def _describe_tool(description: str, config: ToolConfig) -> str | None:
     """Return the tool's description, with how to submit if the marker is used."""
-    if not tooling.marker:
+    if not config.marker:
         return description or None
-    plain = description or (
+    text = description or (
         "Run a command in a bash shell and return its output and exit code. The working directory, "
         "variables, functions and background jobs persist between calls. There is no terminal and no input."
     )
-    return f"{plain} When you are done, submit with: echo {tooling.marker}"
+    return f"{text} When you are done, submit with: echo {config.marker}"
 
 
-def submit_tool(tooling: ToolConfig) -> Tool:
-    """Make the tool from its configuration."""
-    own = tooling.submit
+def submit_tool(config: ToolConfig) -> Tool:
+    """Make the tool `submit` from its configuration."""
+    settings = config.submit
 
     async def submit(ctx: Context) -> str:
         """Submit your work for grading. You cannot change it afterwards."""
         ctx.state[SUBMITTED] = True
         return "Submitted."
 
-    return Tool(submit, name=own.name or "submit", description=own.description or None, timeout=own.timeout)
-
-
-def _count(ctx: Context, name: str) -> None:
-    ctx.metrics[name] = ctx.metrics.get(name, 0.0) + 1
+    return Tool(
+        submit, name=settings.name or "submit", description=settings.description or None, timeout=settings.timeout
+    )

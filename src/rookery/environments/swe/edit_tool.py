@@ -16,15 +16,17 @@ from rookery.environments.swe.sandbox_files import MAX_FILE, MAX_LISTED, FileSta
 from rookery.environments.swe.text_file import EditRefused
 from rookery.environments.swe.tool_config import ToolConfig
 from rookery.environments.text import clip
+from rookery.environments.tool_environment import increment
 from rookery.environments.tools import CallLimit, Tool
 
-MAX_REMEMBERED: Final = 8 << 20
+MAX_UNDO_BYTES: Final = 8 << 20
 """Bytes of the undo history, over all files of an attempt."""
-MAX_EDITS: Final = 100
+MAX_UNDO_EDITS: Final = 100
 CONTEXT_LINES: Final = 4
 """Lines shown before and after an edit."""
 EDITOR: Final = "swe.editor"
-WAIT: Final = 30.0
+MAX_SCRIPT_SECONDS: Final = 30.0
+"""Time limit of one script of `SandboxFiles`."""
 
 
 class _Edit:
@@ -55,13 +57,13 @@ class Editor:
         self._size = 0
 
     async def view(self, path: str, view_range: list[int] | None) -> str:
-        path = self._files.path(path)
-        found = await self._files.look(path)
-        if found.listing is not None:
+        path = self._files.resolve(path)
+        state = await self._files.inspect(path)
+        if state.listing is not None:
             if view_range is not None:
                 raise EditRefused(f"{path} is a directory: view_range is for files only.")
-            return self._render_listing(path, found.listing)
-        file = text_file.decode_file(self._get_data(path, found))
+            return self._render_listing(path, state.listing)
+        file = text_file.decode_file(self._get_data(path, state))
         first, last = text_file.resolve_range(file.text, view_range)
         notes = []
         if file.encoding != "utf-8":
@@ -83,81 +85,81 @@ class Editor:
     async def create(self, path: str, file_text: str | None) -> str:
         if file_text is None:
             raise EditRefused("create needs file_text, the content of the file.")
-        path = self._files.path(path)
+        path = self._files.resolve(path)
         data = file_text.encode("utf-8", "replace")
         if self._create_parents:
             if len(data) > MAX_FILE:
                 raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
             await self._files.make_parents(path)
-        found = await self._files.look(path)
-        self._refuse_directory(path, found)
-        await self._write(path, found, data)
+        state = await self._files.inspect(path)
+        self._refuse_directory(path, state)
+        await self._write(path, state, data)
         lines = len(text_file.split_lines(file_text))
-        done = "was written" if found.data is None else "was replaced"
+        done = "was written" if state.data is None else "was replaced"
         return f"{path} {done}: {lines} line{'' if lines == 1 else 's'}, {len(data)} bytes."
 
     async def replace(self, path: str, old_str: str | None, new_str: str | None) -> str:
         if old_str is None:
             raise EditRefused("old_str is required; new_str, its replacement, defaults to nothing.")
-        path = self._files.path(path)
-        found = await self._files.look(path)
-        file = text_file.decode_file(self._get_data(path, found))
+        path = self._files.resolve(path)
+        state = await self._files.inspect(path)
+        file = text_file.decode_file(self._get_data(path, state))
         text, line = text_file.replace_once(file, old_str, new_str or "")
-        await self._write(path, found, file.encode(text))
+        await self._write(path, state, file.encode(text))
         return self._show_around(path, text, line, (new_str or "").count("\n"))
 
     async def insert(self, path: str, insert_line: int | None, new_str: str | None) -> str:
         if insert_line is None or new_str is None:
             raise EditRefused("insert needs new_str and insert_line, the line to insert after (0 for the start).")
-        path = self._files.path(path)
-        found = await self._files.look(path)
-        file = text_file.decode_file(self._get_data(path, found))
+        path = self._files.resolve(path)
+        state = await self._files.inspect(path)
+        file = text_file.decode_file(self._get_data(path, state))
         text = text_file.insert_lines(file, insert_line, new_str)
-        await self._write(path, found, file.encode(text))
+        await self._write(path, state, file.encode(text))
         return self._show_around(path, text, insert_line + 1, new_str.removesuffix("\n").count("\n"))
 
     async def undo(self, path: str) -> str:
-        path = self._files.path(path)
+        path = self._files.resolve(path)
         edit = next((edit for edit in reversed(self._edits) if edit.path == path), None)
         if edit is None:
             raise EditRefused(f"There is no edit of {path} to undo.")
-        found = await self._files.look(path)
-        if found.data is None or _digest(found.data) != edit.after:
+        state = await self._files.inspect(path)
+        if state.data is None or _digest(state.data) != edit.after:
             raise EditRefused(f"{path} was changed by something else since: the edit cannot be undone.")
         if edit.before is None:
             await self._files.remove(path)
         else:
-            await self._files.put(path, edit.before, found)
+            await self._files.replace(path, edit.before, state)
         self._edits.remove(edit)
         self._size -= edit.size
         return f"The last edit of {path} was undone{': the file was deleted' if edit.before is None else ''}."
 
-    async def _write(self, path: str, found: FileState, data: bytes) -> None:
-        await self._files.put(path, data, found)
-        edit = _Edit(path, found.data, data)
+    async def _write(self, path: str, state: FileState, data: bytes) -> None:
+        await self._files.replace(path, data, state)
+        edit = _Edit(path, state.data, data)
         self._edits.append(edit)
         self._size += edit.size
-        while self._edits and (self._size > MAX_REMEMBERED or len(self._edits) > MAX_EDITS):
+        while self._edits and (self._size > MAX_UNDO_BYTES or len(self._edits) > MAX_UNDO_EDITS):
             self._size -= self._edits.popleft().size
 
-    def _show_around(self, path: str, text: str, line: int, more: int) -> str:
+    def _show_around(self, path: str, text: str, line: int, extra_lines: int) -> str:
         count = len(text_file.split_lines(text))
         if not count:
             return f"{path} was edited; it is now empty."
-        first, last = max(1, line - CONTEXT_LINES), min(count, line + more + CONTEXT_LINES)
+        first, last = max(1, line - CONTEXT_LINES), min(count, line + extra_lines + CONTEXT_LINES)
         shown = text_file.number_lines(text, first, last)
         return f"{path} was edited; lines {first} to {last} are now:\n{clip(shown, self._limit)}"
 
     @staticmethod
-    def _refuse_directory(path: str, found: FileState) -> None:
-        if found.listing is not None:
+    def _refuse_directory(path: str, state: FileState) -> None:
+        if state.listing is not None:
             raise EditRefused(f"{path} is a directory.")
 
-    def _get_data(self, path: str, found: FileState) -> bytes:
-        self._refuse_directory(path, found)
-        if found.data is None:
+    def _get_data(self, path: str, state: FileState) -> bytes:
+        self._refuse_directory(path, state)
+        if state.data is None:
             raise EditRefused(f"{path} does not exist.")
-        return found.data
+        return state.data
 
 
 def _digest(data: bytes) -> bytes:
@@ -167,7 +169,7 @@ def _digest(data: bytes) -> bytes:
 async def _run_edit(
     ctx: Context,
     limit: float,
-    tooling: ToolConfig,
+    config: ToolConfig,
     command: str,
     path: str,
     file_text: str | None,
@@ -180,9 +182,9 @@ async def _run_edit(
     if editor is None:
         sandbox = await ctx.sandbox()
         folder = str(ctx.state.get(FOLDER) or ctx.spec.workdir or "/")
-        seconds = max(1.0, min(limit, WAIT))
+        seconds = max(1.0, min(limit, MAX_SCRIPT_SECONDS))
         editor = ctx.state[EDITOR] = Editor(
-            SandboxFiles(sandbox, folder, seconds), tooling.edit.output, create_parents=tooling.create_parents
+            SandboxFiles(sandbox, folder, seconds), config.edit.output, create_parents=config.create_parents
         )
     try:
         match command:
@@ -197,12 +199,16 @@ async def _run_edit(
             case _:
                 return await editor.replace(path, old_str, new_str)
     except EditRefused as refused:
-        ctx.metrics["edits_refused"] = ctx.metrics.get("edits_refused", 0.0) + 1
-        return clip(str(refused), tooling.edit.output)
+        increment(ctx, "edits_refused")
+        return clip(str(refused), config.edit.output)
 
 
-_SHORT: Final = ("replace", "undo", Literal["view", "create", "replace", "insert", "undo"])
-_LONG: Final = ("str_replace", "undo_edit", Literal["view", "create", "str_replace", "insert", "undo_edit"])
+_SHORT_COMMANDS: Final = ("replace", "undo", Literal["view", "create", "replace", "insert", "undo"])
+_LONG_COMMANDS: Final = (
+    "str_replace",
+    "undo_edit",
+    Literal["view", "create", "str_replace", "insert", "undo_edit"],
+)
 _DOCSTRING: Final = """\
 View and edit files: `view` shows a file with line numbers, or lists a directory; `create` writes a whole \
 file{create}; `{replace}` replaces old_str, which must occur exactly once, with new_str; `insert` inserts new_str \
@@ -219,8 +225,8 @@ Args:
 """
 
 
-def edit_tool(tooling: ToolConfig) -> Tool:
-    """Make the tool from its configuration."""
+def edit_tool(config: ToolConfig) -> Tool:
+    """Make the tool `edit` from its configuration."""
 
     async def edit(
         command: str,
@@ -234,12 +240,14 @@ def edit_tool(tooling: ToolConfig) -> Tool:
         view_range: list[int] | None = None,
     ) -> str:
         return await _run_edit(
-            ctx, limit, tooling, command, path, file_text, old_str, new_str, insert_line, view_range
+            ctx, limit, config, command, path, file_text, old_str, new_str, insert_line, view_range
         )
 
-    replace, undo, commands = _LONG if tooling.editor_words == "long" else _SHORT
-    create = ", and creates missing parent directories" if tooling.create_parents else ""
+    replace, undo, commands = _LONG_COMMANDS if config.editor_commands == "long" else _SHORT_COMMANDS
+    create = ", and creates missing parent directories" if config.create_parents else ""
     edit.__doc__ = _DOCSTRING.format(replace=replace, undo=undo, create=create)
     edit.__annotations__["command"] = commands
-    own = tooling.edit
-    return Tool(edit, name=own.name or "edit", description=own.description or None, timeout=own.timeout)
+    settings = config.edit
+    return Tool(
+        edit, name=settings.name or "edit", description=settings.description or None, timeout=settings.timeout
+    )

@@ -1,8 +1,11 @@
-"""The `swe` environment: the policy works in a sandbox and submits its files for grading by the task's tests."""
+"""The `swe` environment: the policy works in a sandbox and submits its files for grading by the task's tests.
 
-import asyncio
-import contextlib
+Runs in a runner process. The reward of a task with several steps is that of the last step, or the mean over all
+steps; a step that was not reached counts as the lowest reward, so giving up never pays.
+"""
+
 import math
+import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +16,6 @@ import msgspec
 from rookery.core import (
     Limits,
     Message,
-    RookeryError,
     SandboxSpec,
     Task,
     TaskError,
@@ -24,17 +26,16 @@ from rookery.core import (
     UsageError,
 )
 from rookery.environments.base import Score, reward_bounds
-from rookery.environments.context import Context
-from rookery.environments.swe.bash_tool import FOLDER, SHELL, SUBMITTED
-from rookery.environments.swe.grading_slots import GradingSlots, cores, get_run_name
-from rookery.environments.swe.mcp_client import McpServers, check_mcp_sdk
-from rookery.environments.swe.mcp_config import parse_servers, parse_task_servers
-from rookery.environments.swe.rewards import combine_scores, may_continue
-from rookery.environments.swe.tool_config import ToolConfig, parse_tool_config
-from rookery.environments.swe.toolbox import toolbox
+from rookery.environments.context import Context, run_with_deadline
+from rookery.environments.swe.bash_tool import FOLDER, SHELL, SUBMITTED, bash_tool, submit_tool
+from rookery.environments.swe.edit_tool import edit_tool
+from rookery.environments.swe.grading_slots import GradingSlots, count_cores, get_run_name
+from rookery.environments.swe.mcp_client import McpConnections, check_mcp_sdk
+from rookery.environments.swe.mcp_servers import parse_servers, parse_task_servers
+from rookery.environments.swe.tool_config import BUILT_IN, ToolConfig, ToolSettings, parse_tool_config
 from rookery.environments.text import clip
 from rookery.environments.tool_environment import ANSWER, ToolEnvironment, ToolOutcome
-from rookery.environments.tools import Tool
+from rookery.environments.tools import Tool, find_tool
 from rookery.sandboxes.protocol import Shell
 from rookery.scoring.swe import PreparedSandbox, SweGrader, prepare, prepare_step
 from rookery.tasks.swe import (
@@ -82,10 +83,10 @@ class SweEnvironment(ToolEnvironment):
         graded_at_once: int | None = None,
         test_timeout: float | None = None,
     ) -> None:
-        names, own = _split_tools(tools)
-        self.tooling = parse_tool_config(names, _read_config(tool_config))
-        self.servers = parse_servers(mcp)
-        if self.servers:
+        names, functions = _split_tools(tools)
+        self.tool_config = parse_tool_config(names, _read_config(tool_config))
+        self.mcp_servers = parse_servers(mcp)
+        if self.mcp_servers:
             check_mcp_sdk()
         if nudges < 0:
             raise UsageError(f"nudges must be at least 0, not {nudges!r}")
@@ -103,10 +104,10 @@ class SweEnvironment(ToolEnvironment):
             raise UsageError(f"graded_at_once must be at least 1, not {graded_at_once!r}")
         self.test_timeout = check_seconds("test_timeout", test_timeout)
         """Time limit for the tests of tasks that do not set one."""
-        self._gate = GradingSlots(graded_at_once or max(2, cores()), get_run_name())
-        self._output_limits = _output_limits(self.tooling)
+        self._grading_slots = GradingSlots(graded_at_once or max(2, count_cores()), get_run_name())
+        self._output_limits = _output_limits(self.tool_config)
         super().__init__(
-            [*toolbox(self.tooling), *own],
+            [*_make_tools(self.tool_config), *functions],
             system_prompt=PROMPT if system_prompt is None else system_prompt,
             max_turns=max_turns,
             max_result=max(self._output_limits.values()) + 4096,
@@ -137,20 +138,20 @@ class SweEnvironment(ToolEnvironment):
         task = with_test_timeout(get_swe_task(ctx.task), ctx.limits.test_timeout, self.test_timeout)
         if not task.steps:
             raise TaskError(f"task {ctx.task.id} has no steps")
-        own = parse_task_servers(task.id, task.mcp)
-        if own:
+        task_servers = parse_task_servers(task.id, task.mcp)
+        if task_servers:
             check_mcp_sdk()
         ctx.state["task"], ctx.state["step"], ctx.state["grades"] = task, 0, []
         ctx.state[FOLDER] = task.workdir
         sandbox = await ctx.sandbox()
         ctx.state["prepared"] = await prepare(sandbox, task, timeout=ctx.remaining)
-        if own or self.servers:
-            servers = ctx.state["servers"] = McpServers()
-            opening = servers.open(self.servers, own, sandbox, self._tools, task.workdir)
-            ctx.state["mcp"] = await ctx.charge_policy("sandbox", opening)
+        if task_servers or self.mcp_servers:
+            connections = ctx.state["mcp_connections"] = McpConnections()
+            opening = connections.open(self.mcp_servers, task_servers, sandbox, self._tools, task.workdir)
+            ctx.state["mcp_tools"] = await ctx.charge_policy("sandbox", opening)
 
     def tools_for(self, ctx: Context) -> dict[str, Tool]:
-        return {**self._tools, **ctx.state.get("mcp", {})}
+        return {**self._tools, **ctx.state.get("mcp_tools", {})}
 
     def messages(self, ctx: Context) -> list[Message]:
         task: SweTask = ctx.state["task"]
@@ -160,8 +161,8 @@ class SweEnvironment(ToolEnvironment):
             head = [Message("system", self.system_prompt)] if self.system_prompt else []
             messages = [*head, Message("user", task.steps[0].instruction)]
         if messages[0].role == "system" and self.system_prompt == PROMPT:
-            settings = PROMPT.format(workdir=task.workdir, submit=self._describe_submission())
-            messages[0] = Message("system", settings)
+            text = PROMPT.format(workdir=task.workdir, submit=self._describe_submission())
+            messages[0] = Message("system", text)
         return messages
 
     async def run(self, ctx: Context) -> None:
@@ -169,28 +170,30 @@ class SweEnvironment(ToolEnvironment):
         messages = ctx.state["messages"] = self.messages(ctx)
         for number, step in enumerate(task.steps):
             if number:
-                await self._begin(ctx, number, step, messages)
-            await _run_with_limit(step.timeout, self._run_turns(ctx, messages), ctx)
+                await self._begin_step(ctx, number, step, messages)
+            await _run_with_time_limit(ctx, step.timeout, self._run_turns(ctx, messages))
             if number + 1 < len(task.steps):
                 grade = await self._grade(ctx)
                 if not may_continue(step, grade):
-                    ctx.log.info("the next steps are skipped: the reward of this one is too low", step=step.name)
+                    ctx.log.info(
+                        "the remaining steps are skipped: the reward of this one is too low", step=step.name
+                    )
                     return
 
-    async def _begin(self, ctx: Context, number: int, step: SweStep, messages: list[Message]) -> None:
+    async def _begin_step(self, ctx: Context, number: int, step: SweStep, messages: list[Message]) -> None:
         """Prepare a later step: its files, its setup and its instruction."""
         ctx.state["step"] = number
         ctx.state[SUBMITTED] = False
         await prepare_step(await ctx.sandbox(), ctx.state["task"], step, timeout=max(1.0, ctx.remaining))
-        servers: McpServers | None = ctx.state.get("servers")
-        if servers is not None:
-            for gone in await ctx.charge_policy("sandbox", servers.reopen()):
-                ctx.log.warning("an MCP server could not be restarted for the next step", server=gone)
+        connections: McpConnections | None = ctx.state.get("mcp_connections")
+        if connections is not None:
+            for failure in await ctx.charge_policy("sandbox", connections.reopen()):
+                ctx.log.warning("an MCP server could not be restarted for the next step", server=failure)
         messages.append(Message("user", step.instruction))
 
     async def _run_turns(self, ctx: Context, messages: list[Message]) -> None:
         """Run turns until the policy submits the step."""
-        schemas: Sequence[ToolSchema] = tuple(found.schema for found in self.tools_for(ctx).values())
+        schemas: Sequence[ToolSchema] = tuple(tool.schema for tool in self.tools_for(ctx).values())
         nudges = self.nudges
         while True:
             reply = await ctx.policy.chat(messages, tools=schemas)
@@ -215,24 +218,24 @@ class SweEnvironment(ToolEnvironment):
             return ToolOutcome("Nothing was done: the work is already submitted.")
         return await super()._run_call(ctx, call)
 
-    def _observe(self, ctx: Context, call: ToolCall, ended: ToolOutcome) -> str:
+    def _observe(self, ctx: Context, call: ToolCall, outcome: ToolOutcome) -> str:
         limit = self._output_limits.get(call.name)
-        if ended.error is None and not ended.timed_out and limit is not None:
-            ended = ToolOutcome(clip(ended.text, limit + 2048))
-        return super()._observe(ctx, call, ended)
+        if outcome.error is None and not outcome.timed_out and limit is not None:
+            outcome = ToolOutcome(clip(outcome.text, limit + 2048))
+        return super()._observe(ctx, call, outcome)
 
     def _describe_submission(self) -> str:
-        if "submit" in self.tooling.tools:
-            return f"When you are done, call {self.tooling.submit.name or 'submit'}."
-        if self.tooling.marker:
-            name = self.tooling.bash.name or "bash"
-            return f"When you are done, run `echo {self.tooling.marker}` with {name}."
+        if "submit" in self.tool_config.tools:
+            return f"When you are done, call {self.tool_config.submit.name or 'submit'}."
+        if self.tool_config.marker:
+            name = self.tool_config.bash.name or "bash"
+            return f"When you are done, run `echo {self.tool_config.marker}` with {name}."
         return "When you are done, say so without calling a tool."
 
     async def teardown(self, ctx: Context) -> None:
-        servers: McpServers | None = ctx.state.get("servers")
-        if servers is not None:
-            await servers.close()
+        connections: McpConnections | None = ctx.state.get("mcp_connections")
+        if connections is not None:
+            await connections.close()
 
     # ---- grading
 
@@ -255,7 +258,7 @@ class SweEnvironment(ToolEnvironment):
         sandbox = await ctx.sandbox()
         async with AsyncExitStack() as stack:
             with ctx.pause_clock():
-                await ctx.charge_policy("sandbox", stack.enter_async_context(self._gate.passed()))
+                await ctx.charge_policy("sandbox", stack.enter_async_context(self._grading_slots.acquire()))
             seconds = grading_budget(task.steps[number], ctx.remaining)
             grade = await grader.grade(sandbox, prepared, number, timeout=seconds)
         if not task.steps[number].verifier.services:
@@ -294,58 +297,85 @@ def sandbox_for(task: SweTask, spec: SandboxSpec, *, network: TaskNetwork = "tas
     return msgspec.structs.replace(spec, **settings)
 
 
-async def _run_with_limit(seconds: float | None, work: Coroutine[Any, Any, None], ctx: Context) -> None:
-    """Await `work` for at most `seconds` of the stage's clock, which stops during pauses."""
+def may_continue(step: SweStep, score: Score) -> bool:
+    """Return whether a step's score is high enough for the next step to begin."""
+    if step.enough is not None and score.reward < step.enough:
+        return False
+    return all(name in score.parts and score.parts[name] >= least for name, least in step.enough_parts.items())
+
+
+def combine_scores(task: SweTask, scores: list[Score], low: float) -> Score:
+    """Return the score of a rollout from those of its steps. `low` is the lowest reward."""
+    if len(task.steps) == 1:
+        return scores[0]
+    parts: dict[str, float] = {}
+    rewards: list[float] = []
+    for number, step in enumerate(task.steps):
+        name = step.name or f"step-{number + 1}"
+        score = scores[number] if number < len(scores) else Score(low)
+        rewards.append(score.reward)
+        parts[name] = score.reward
+        parts.update({f"{name}/{part}": value for part, value in score.parts.items()})
+    reward = rewards[-1] if task.rewards == "final" else sum(rewards) / len(rewards)
+    return Score(reward, parts, {"steps_graded": float(len(scores))})
+
+
+async def _run_with_time_limit(ctx: Context, seconds: float | None, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`; raise `Truncation` if it takes longer than `seconds` of the stage's clock."""
     if seconds is None or seconds >= ctx.remaining:
         await work
         return
-    task = asyncio.create_task(work, name="step")
-    try:
-        with contextlib.suppress(TimeoutError):  # only the deadline raises it here
-            async with ctx.within(seconds):
-                await asyncio.wait({task})
-        if task.done():
-            task.result()
-            return
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=UNWIND)
-    if not task.done():
-        raise RookeryError(
-            f"a step kept running after it was cancelled at its limit of {seconds:g} s", cause="bug.uncancellable"
-        )
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
-    raise Truncation("time", f"the step exceeded its limit of {seconds:g} seconds")
+    task, timed_out = await run_with_deadline(ctx, seconds, work, "the step", unwind=UNWIND)
+    if not (timed_out and task.cancelled()):
+        task.result()
+    if timed_out:
+        raise Truncation("time", f"the step exceeded its limit of {seconds:g} seconds")
+
+
+def _make_tools(config: ToolConfig) -> list[Tool]:
+    """Return the configured tools in order; raise `UsageError` for an unknown name."""
+    makers = {"bash": bash_tool, "edit": edit_tool, "submit": submit_tool}
+    return [
+        makers[name](config)
+        if name in makers
+        else _with_settings(find_tool(name, BUILT_IN), config.others.get(name))
+        for name in config.tools
+    ]
+
+
+def _with_settings(tool: Tool, settings: ToolSettings | None) -> Tool:
+    if settings is None:
+        return tool
+    return Tool(
+        tool.function,
+        name=settings.name or tool.name,
+        description=settings.description or tool.description,
+        timeout=settings.timeout or tool.timeout,
+    )
 
 
 def _split_tools(tools: Any) -> tuple[Any, list[Tool | Callable[..., Any]]]:
     """Split the argument `tools` into names and functions."""
     if tools is None or isinstance(tools, str):
         return tools, []
-    own = [tool for tool in tools if not isinstance(tool, str)]
+    functions = [tool for tool in tools if not isinstance(tool, str)]
     names = [tool for tool in tools if isinstance(tool, str)]
-    return (names or None) if own else names, own
+    return (names or None) if functions else names, functions
 
 
-def _read_config(given: Any) -> Any:
+def _read_config(config: Any) -> Any:
     """Return the tool configuration, reading it from a TOML file if it is a path."""
-    if not isinstance(given, str):
-        return given
-    import tomllib
-
+    if not isinstance(config, str):
+        return config
     try:
-        return tomllib.loads(Path(given).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"the tool configuration {given!r:.200} cannot be read: {error}") from None
+        raise UsageError(f"the tool configuration {config!r:.200} cannot be read: {error}") from None
 
 
-def _output_limits(tooling: ToolConfig) -> dict[str, int]:
+def _output_limits(config: ToolConfig) -> dict[str, int]:
     """Return the output limit of each tool by the name that the policy uses."""
-    found = {
-        getattr(tooling, name).name or name: getattr(tooling, name).output for name in ("bash", "edit", "submit")
-    }
-    for name, settings in tooling.others.items():
-        found[settings.name or name.rpartition(":")[2]] = settings.output
-    return found
+    limits = {getattr(config, name).name or name: getattr(config, name).output for name in BUILT_IN}
+    for name, settings in config.others.items():
+        limits[settings.name or name.rpartition(":")[2]] = settings.output
+    return limits

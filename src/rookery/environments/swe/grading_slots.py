@@ -2,7 +2,7 @@
 
 Tests have time limits. If too many run at once, correct programs exceed theirs: with 200 on two cores, 49 of
 113 did. The limit counts all processes of a run; other runs are independent. A slot is released when its holder
-leaves, is cancelled or dies. Waiters are served in order within a process and at random between processes.
+leaves, is cancelled or dies. Waiters proceed in order within a process and at random between processes.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-LOOK: Final = 0.05
+POLL_SECONDS: Final = 0.05
 """Seconds between two attempts to get a slot that other processes hold."""
 
 
-def cores() -> int:
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -29,46 +30,43 @@ def get_run_name() -> str:
 
 
 class GradingSlots:
-    """A semaphore with `places` slots that is shared by all processes with the same `name`."""
+    """A semaphore with `slots` slots that is shared by all processes with the same `name`."""
 
-    def __init__(self, places: int, name: str) -> None:
-        self.places = places
+    def __init__(self, slots: int, name: str) -> None:
+        self.slots = slots
         self._name = f"rookery-{name}-{os.getuid()}"
-        self._own: asyncio.Semaphore | None = None
+        self._local: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
-    async def passed(self) -> AsyncIterator[None]:
+    async def acquire(self) -> AsyncIterator[None]:
         """Hold one slot inside the block."""
         loop = asyncio.get_running_loop()
-        if self._own is None or self._loop is not loop:
-            self._own, self._loop = asyncio.Semaphore(self.places), loop
-        queued = self._own.locked()
-        async with self._own:
-            if queued:
+        if self._local is None or self._loop is not loop:
+            self._local, self._loop = asyncio.Semaphore(self.slots), loop
+        waited = self._local.locked()
+        async with self._local:
+            if waited:
                 # Give other processes a chance to get the slot that was just released here; otherwise a process
                 # with a long queue would take it again every time.
-                await asyncio.sleep(random.uniform(0, 2 * LOOK))  # noqa: S311
-            held = await self._place()
+                await asyncio.sleep(random.uniform(0, 2 * POLL_SECONDS))  # noqa: S311
+            slot = await self._bind_slot()
             try:
                 yield
             finally:
-                held.close()
+                slot.close()
 
-    async def _place(self) -> socket.socket:
-        """Bind an abstract socket address per slot: only one socket can have it, and the kernel releases it."""
-        order = list(range(self.places))
+    async def _bind_slot(self) -> socket.socket:
+        """Bind the socket address of a free slot. The kernel allows one socket per address and releases it."""
+        order = list(range(self.slots))
         while True:
             random.shuffle(order)
             for number in order:
-                held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+                slot = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
                 try:
-                    held.bind(f"\0{self._name}-{number}")
+                    slot.bind(f"\0{self._name}-{number}")
                 except OSError:
-                    held.close()
-                except BaseException:
-                    held.close()
-                    raise
+                    slot.close()
                 else:
-                    return held
-            await asyncio.sleep(LOOK)
+                    return slot
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""MCP servers as tools of the policy.
+"""MCP client: the tools of MCP servers become tools of the policy.
 
-A server that is a command runs in the attempt's sandbox as the agent's user. All that it sends is bounded; too
-much ends the connection. If a server in the sandbox dies or sends invalid data, that is an observation. If a
-server of the run, named by a URL, is unreachable, that is an infrastructure failure (`tool.unreachable`). Each
-connection lives in one asyncio task, from opening to closing. Tool names that clash or are invalid for models
-are changed.
+Runs in a runner process. A server that is a command runs in the attempt's sandbox as the agent's user. A server
+that sends too much is disconnected. If a server in the sandbox dies or sends invalid data, that is an
+observation. If a server of the run, named by a URL, is unreachable, that is an infrastructure failure
+(`tool.unreachable`). Each connection lives in one asyncio task, from opening to closing. Tool names that clash or
+are invalid for models are changed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rookery.core import RookeryError, TaskError, ToolSchema, UsageError
 from rookery.core.errors import describe, unwrap_group
 from rookery.environments.context import Context
-from rookery.environments.swe.mcp_config import McpServer
+from rookery.environments.swe.mcp_servers import McpServer
 from rookery.environments.text import clip
 from rookery.environments.tools import InvalidArguments, Tool
 from rookery.sandboxes.protocol import Command, Process, Sandbox
@@ -124,9 +124,9 @@ class McpConnection:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (whatever is raised, the server is gone)
-            single = unwrap_group(error)
-            typed = single if isinstance(single, RookeryError | ServerGone) else None
-            self._fail(typed or ServerGone(f"{describe(single)}{self._quote_stderr()}"))
+            cause = unwrap_group(error)
+            known = cause if isinstance(cause, RookeryError | ServerGone) else None
+            self._fail(known or ServerGone(f"{describe(cause)}{self._quote_stderr()}"))
         finally:
             self._session = None
             self._fail(ServerGone(self._failure or f"it has ended{self._quote_stderr()}"))
@@ -176,11 +176,11 @@ class McpConnection:
             Command(argv=server.command, env=server.env, cwd=self._folder, wall=LIFETIME)
         )
         try:
-            into, read = anyio.create_memory_object_stream[Any](0)
-            write, out_of = anyio.create_memory_object_stream[Any](0)
-            async with into, read, write, out_of, anyio.create_task_group() as group:
-                group.start_soon(self._read_output, process, into)
-                group.start_soon(self._write_input, process, out_of, into)
+            to_session, read = anyio.create_memory_object_stream[Any](0)
+            write, from_session = anyio.create_memory_object_stream[Any](0)
+            async with to_session, read, write, from_session, anyio.create_task_group() as group:
+                group.start_soon(self._read_output, process, to_session)
+                group.start_soon(self._write_input, process, from_session, to_session)
                 try:
                     yield read, write
                 finally:
@@ -189,47 +189,46 @@ class McpConnection:
             with contextlib.suppress(RookeryError, TimeoutError):
                 await process.kill()
 
-    async def _read_output(self, process: Process, into: Any) -> None:
+    async def _read_output(self, process: Process, to_session: Any) -> None:
         """Forward the server's stdout to the session line by line, and close the stream at its end."""
         import anyio
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
 
-        line = bytearray()
-        async with into:
+        buffer = bytearray()
+        async with to_session:
             async for stream, data in process.output():
                 if stream == "stderr":
                     self._stderr.append(data[-2000:])
                     continue
-                line += data
-                *whole, rest = line.split(b"\n")
-                line = rest
-                if len(line) > MAX_LINE or any(len(one) > MAX_LINE for one in whole):
+                buffer += data
+                *lines, buffer = buffer.split(b"\n")
+                if len(buffer) > MAX_LINE or any(len(line) > MAX_LINE for line in lines):
                     self._failure = f"it sent a message of more than {MAX_LINE >> 20} MB"
                     return
-                for one in whole:
-                    if not one.strip():
+                for line in lines:
+                    if not line.strip():
                         continue
                     try:
                         message: Any = SessionMessage(
-                            jsonrpc_message_adapter.validate_json(bytes(one), by_name=False)
+                            jsonrpc_message_adapter.validate_json(bytes(line), by_name=False)
                         )
                     except ValueError as error:
                         message = error  # the session handles exceptions
                     try:
-                        await into.send(message)
+                        await to_session.send(message)
                     except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                         return
 
     @staticmethod
-    async def _write_input(process: Process, out_of: Any, into: Any) -> None:
-        async with out_of:
-            async for message in out_of:
+    async def _write_input(process: Process, from_session: Any, to_session: Any) -> None:
+        async with from_session:
+            async for message in from_session:
                 text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                 try:
                     await process.send(text.encode() + b"\n")
                 except (BrokenPipeError, OSError, RookeryError):
-                    await into.aclose()
+                    await to_session.aclose()
                     return
 
 
@@ -252,21 +251,23 @@ async def _list_tools(session: "ClientSession") -> list[Any]:
 class McpTool(Tool):
     """A tool of an MCP server. The server validates the arguments; here they only have to be an object."""
 
-    def __init__(self, name: str, listed: Any, connection: McpConnection) -> None:
+    def __init__(self, name: str, definition: Any, connection: McpConnection) -> None:
         self.name = self.__name__ = self.__qualname__ = name
-        self.server_name: str = listed.name
+        self.server_name: str = definition.name
         self._connection = connection
         self.timeout = connection.server.timeout
         self.blocking = self.method = False
         self._context_name, self._limit_name = None, "limit"
-        parameters = dict(listed.input_schema or {})
+        parameters = dict(definition.input_schema or {})
         if len(json.dumps(parameters, default=str)) > MAX_SCHEMA:
-            raise ServerGone(f"the schema of its tool {listed.name!r:.80} is larger than {MAX_SCHEMA >> 10} KB")
+            raise ServerGone(
+                f"the schema of its tool {definition.name!r:.80} is larger than {MAX_SCHEMA >> 10} KB"
+            )
         parameters.setdefault("type", "object")
         parameters.setdefault("properties", {})
-        self._shown = clip(json.dumps(parameters, default=str), 1000)
-        self.schema = ToolSchema(name, clip(listed.description or "", 4096), parameters)
-        self.function = self._called
+        self._schema_text = clip(json.dumps(parameters, default=str), 1000)
+        self.schema = ToolSchema(name, clip(definition.description or "", 4096), parameters)
+        self.function = self._call
 
     def parse(self, arguments: str) -> dict[str, Any]:
         text = arguments if arguments.strip() else "{}"
@@ -283,39 +284,37 @@ class McpTool(Tool):
         if not isinstance(found, dict) or missing:
             raise InvalidArguments(
                 f"The arguments of {self.name} are wrong: {problem}.\n"
-                f"They must be one JSON object of this schema: {self._shown}"
+                f"They must be one JSON object of this schema: {self._schema_text}"
             )
         return found
 
     def invoke(self, arguments: dict[str, Any], ctx: Context, limit: float) -> Any:  # noqa: ARG002
-        return self._called(arguments, limit)
+        return self._call(arguments, limit)
 
-    async def _called(self, arguments: dict[str, Any], limit: float) -> str:
+    async def _call(self, arguments: dict[str, Any], limit: float) -> str:
         from mcp.shared.exceptions import MCPError
 
         server = self._connection.server
         try:
             async with asyncio.timeout(limit):
-                answer = await self._connection.call(self.server_name, arguments, limit)
+                response = await self._connection.call(self.server_name, arguments, limit)
         except TimeoutError:
             return f"{self.name} did not respond within its {limit:.3g} s."
-        except ServerGone as gone:
+        except ServerGone as error:
             if server.url:
                 raise RookeryError(
-                    f"the MCP server {server.name!r} is unreachable: {gone}", cause="tool.unreachable"
-                ) from gone
-            return (
-                f"{self.name} is no longer available: the MCP server {server.name!r} in the sandbox ended: {gone}."
-            )
+                    f"the MCP server {server.name!r} is unreachable: {error}", cause="tool.unreachable"
+                ) from error
+            return f"{self.name} is no longer available: the MCP server {server.name!r} has ended: {error}."
         except (MCPError, RuntimeError, ValueError) as error:
             return f"{self.name} failed: {clip(describe(error), server.output)}"
-        return clip(_render_response(answer), server.output)
+        return clip(_render_response(response), server.output)
 
 
-def _render_response(answer: Any) -> str:
+def _render_response(response: Any) -> str:
     """Render the response to a call as text."""
     parts = []
-    for block in answer.content:
+    for block in response.content:
         kind = getattr(block, "type", "")
         if kind == "text":
             parts.append(str(block.text))
@@ -324,15 +323,15 @@ def _render_response(answer: Any) -> str:
         else:
             size = len(getattr(block, "data", "") or "")
             parts.append(f"[{kind or 'something'} omitted: not text, {size} bytes]")
-    structured = getattr(answer, "structured_content", None)
+    structured = getattr(response, "structured_content", None)
     if not parts and structured is not None:
         parts.append(json.dumps(structured, ensure_ascii=False, default=str))
     text = "\n".join(parts) or "(no output)"
-    return f"The tool reported an error: {text}" if answer.is_error else text
+    return f"The tool reported an error: {text}" if response.is_error else text
 
 
-class McpServers:
-    """All MCP servers of an attempt."""
+class McpConnections:
+    """The connections to all MCP servers of an attempt."""
 
     def __init__(self) -> None:
         self._open: list[McpConnection] = []
@@ -342,40 +341,40 @@ class McpServers:
         run: Iterable[McpServer],
         task: Iterable[McpServer],
         sandbox: Sandbox | None,
-        taken: Iterable[str],
+        taken_names: Iterable[str],
         folder: str | None = None,
     ) -> dict[str, Tool]:
         """Start the servers and return their tools by name.
 
         A server of the task that does not start is the task's fault.
         """
-        names = set(taken)
+        names = set(taken_names)
         found: dict[str, Tool] = {}
-        for server, own in [*((one, False) for one in run), *((one, True) for one in task)]:
+        for server, of_task in [*((server, False) for server in run), *((server, True) for server in task)]:
             connection = McpConnection(server, sandbox, folder)
             self._open.append(connection)
             try:
-                listed = await connection.open()
-                for name, tool in _make_tools(server, listed, connection, names).items():
+                definitions = await connection.open()
+                for name, tool in _make_tools(server, definitions, connection, names).items():
                     found[name] = tool
                     names.add(name)
-            except ServerGone as gone:
-                text = f"the MCP server {server.name!r} could not be started: {gone}"
-                if own:
-                    raise TaskError(text, cause="task.setup") from gone
-                raise RookeryError(text, cause="tool.unreachable") from gone
+            except ServerGone as error:
+                text = f"the MCP server {server.name!r} could not be started: {error}"
+                if of_task:
+                    raise TaskError(text, cause="task.setup") from error
+                raise RookeryError(text, cause="tool.unreachable") from error
         return found
 
     async def reopen(self) -> list[str]:
         """Restart the servers in the sandbox. Return a message for each failure; their tools then report it."""
-        text = []
+        failures = []
         for connection in self._open:
             if connection.server.command:
                 try:
                     await connection.reopen()
-                except ServerGone as gone:
-                    text.append(f"{connection.server.name}: {gone}")
-        return text
+                except ServerGone as error:
+                    failures.append(f"{connection.server.name}: {error}")
+        return failures
 
     async def close(self) -> None:
         """Close all connections concurrently."""
@@ -385,20 +384,20 @@ class McpServers:
 
 
 def _make_tools(
-    server: McpServer, listed: list[Any], connection: McpConnection, taken: set[str]
+    server: McpServer, definitions: list[Any], connection: McpConnection, taken_names: set[str]
 ) -> dict[str, Tool]:
-    offered = {tool.name for tool in listed}
+    offered = {tool.name for tool in definitions}
     if server.tools is not None and (missing := sorted(set(server.tools) - offered)):
         raise ServerGone(f"it has no tool {missing[0]!r}; it offers {', '.join(sorted(offered))[:300] or 'none'}")
     found: dict[str, Tool] = {}
-    for tool in listed:
+    for tool in definitions:
         if server.tools is not None and tool.name not in server.tools:
             continue
         name = _INVALID_CHARACTERS.sub("_", tool.name)[:64] or "tool"
-        if name in taken or name in found:
+        if name in taken_names or name in found:
             name = _INVALID_CHARACTERS.sub("_", f"{server.name}_{tool.name}")[:64]
         number = 2
-        while name in taken or name in found:
+        while name in taken_names or name in found:
             name = f"{name[:60]}_{number}"
             number += 1
         found[name] = McpTool(name, tool, connection)

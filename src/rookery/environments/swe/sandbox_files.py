@@ -22,7 +22,7 @@ MAX_FILE: Final = 4 << 20
 MAX_LISTED: Final = 64 << 10
 """Maximum size of a directory listing, in bytes."""
 
-_LOOK: Final = """
+_INSPECT: Final = """
 LC_ALL=C; export LC_ALL; p=$1
 if [ -d "$p" ]; then
   printf 'folder\\n'
@@ -41,18 +41,18 @@ if [ ! -e "$p" ]; then
   fi
   stat -L -c '' -- "$p" 2>&1 >/dev/null | sed 's|.*: ||'; exit 1
 fi
-[ -f "$p" ] || { echo 'it is not a plain file'; exit 1; }
-said=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || { printf '%s\\n' "$said"; exit 1; }
+[ -f "$p" ] || { echo 'it is not a regular file'; exit 1; }
+message=$(stat -L -c '%i %s %a %u:%g %h %Y' -- "$p" 2>&1) || { printf '%s\\n' "$message"; exit 1; }
 [ -r "$p" ] || { echo 'Permission denied'; exit 1; }
-set -- "$p" "$2" $said
+set -- "$p" "$2" $message
 [ "$4" -le "$2" ] || { printf 'large %s\\n' "$4"; exit 0; }
-printf 'file %s\\n' "$said"
+printf 'file %s\\n' "$message"
 exec cat < "$p"
 """
 """Arguments: path, size limit, listing limit. Prints the type on the first line, then the content."""
 
-_PUT: Final = """
-LC_ALL=C; export LC_ALL; p=$1 was=$2 half=$3 mask=$4 mode=$5 owner=$6 links=$7
+_REPLACE: Final = """
+LC_ALL=C; export LC_ALL; p=$1 was=$2 temporary=$3 mask=$4 mode=$5 owner=$6 links=$7
 fail() { [ -z "$t" ] || rm -f -- "$t"; printf '%s\\n' "$1" | sed 's|.*: ||'; exit "${2:-1}"; }
 t= real=$p
 if [ "$was" = new ]; then
@@ -67,10 +67,10 @@ else
 fi
 if [ "$links" = 1 ]; then
   umask "$mask"
-  h=${real%/*}/$half
+  h=${real%/*}/$temporary
   # An invalid name or directory fails in the redirection; a full disk fails in cat.
-  if said=$( { set -C; cat > "$h"; } 2>&1); then t=$h
-  elif [ "$was" = new ] || [ -e "$h" ] || [ -w "${real%/*}/" ]; then t=$h; fail "$said"
+  if message=$( { set -C; cat > "$h"; } 2>&1); then t=$h
+  elif [ "$was" = new ] || [ -e "$h" ] || [ -w "${real%/*}/" ]; then t=$h; fail "$message"
   else links=more; fi
 fi
 if [ -n "$t" ]; then
@@ -81,27 +81,29 @@ if [ -n "$t" ]; then
     [ "$(stat -c '%u:%g' -- "$t")" = "$owner" ] || same=
   fi
   if [ -n "$same" ]; then
-    said=$(mv -f -- "$t" "$real" 2>&1) || fail "$said"
+    message=$(mv -f -- "$t" "$real" 2>&1) || fail "$message"
     exit 0
   fi
-  said=$( { cat "$t" > "$real"; } 2>&1) || fail "$said" 4
+  message=$( { cat "$t" > "$real"; } 2>&1) || fail "$message" 4
   rm -f -- "$t"; exit 0
 fi
 exit 5
 """
-"""Arguments: path, the stat line printed by `_LOOK` or `new`, temporary name, umask, mode if it is not implied
+"""Arguments: path, the stat line printed by `_INSPECT` or `new`, temporary name, umask, mode if it is not implied
 by the umask, owner, number of hard links. Reads the content from stdin. Exit codes: 3, someone else wrote the
 file; 4, written in part; 5, a rename is impossible and the file must be written in place."""
 
-_INTO: Final = """
+_WRITE_IN_PLACE: Final = """
 LC_ALL=C; export LC_ALL; t=
-said=$( { cat > "$1"; } 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 4; }
+message=$( { cat > "$1"; } 2>&1) || { printf '%s\\n' "$message" | sed 's|.*: ||'; exit 4; }
 """
-_CLEAN: Final = 'r=$(readlink -f -- "$1") || r=$1; rm -f -- "$(dirname -- "$r")/$2"'
-_BACK: Final = 'exec cat > "$1"'
-_PARENTS: Final = """
+_REMOVE_TEMPORARY: Final = 'r=$(readlink -f -- "$1") || r=$1; rm -f -- "$(dirname -- "$r")/$2"'
+_RESTORE: Final = 'exec cat > "$1"'
+_MAKE_PARENTS: Final = """
 LC_ALL=C; export LC_ALL; umask 022; d=${1%/*}
-[ -z "$d" ] || [ -d "$d" ] || said=$(mkdir -p -- "$d" 2>&1) || { printf '%s\\n' "$said" | sed 's|.*: ||'; exit 1; }
+[ -z "$d" ] || [ -d "$d" ] || message=$(mkdir -p -- "$d" 2>&1) || {
+  printf '%s\\n' "$message" | sed 's|.*: ||'; exit 1
+}
 """
 _REMOVE: Final = 'LC_ALL=C rm -f -- "$1" 2>&1 | sed "s|.*: ||"; [ ! -e "$1" ]'
 
@@ -111,7 +113,7 @@ class FileState(NamedTuple):
 
     data: bytes | None = None
     """Content of a file, or None if there is no file."""
-    stamp: str = "new"
+    stat_line: str = "new"
     listing: str | None = None
     """Entries of a directory, one per line, or None."""
 
@@ -124,74 +126,82 @@ class SandboxFiles:
         self._folder = folder
         self._seconds = seconds
 
-    def path(self, given: str) -> str:
+    def resolve(self, path: str) -> str:
         """Return an absolute path, normalised unless it contains `..`; raise `EditRefused` if it is invalid."""
-        if not given.strip() or "\0" in given:
-            raise EditRefused(f"{given!r:.100} is not a path.")
-        if len(given.encode("utf-8", "replace")) > 4096:
+        if not path.strip() or "\0" in path:
+            raise EditRefused(f"{path!r:.100} is not a path.")
+        if len(path.encode("utf-8", "replace")) > 4096:
             raise EditRefused("The path is too long.")
-        joined = posixpath.join(self._folder, given)
+        joined = posixpath.join(self._folder, path)
         return joined if ".." in joined.split("/") else posixpath.normpath(joined)
 
-    async def look(self, path: str, *, limit: int = MAX_FILE) -> FileState:
+    async def inspect(self, path: str, *, limit: int = MAX_FILE) -> FileState:
         """Read the file or list the directory at a path; raise `EditRefused` if it cannot be read."""
-        result = await self._run(_LOOK, path, str(limit), str(MAX_LISTED), output=limit + (1 << 16))
+        result = await self._run(_INSPECT, path, str(limit), str(MAX_LISTED), output=limit + (1 << 16))
         head, _, rest = result.stdout.partition(b"\n")
-        kind, _, stamp = head.decode(errors="replace").partition(" ")
+        kind, _, stat_line = head.decode(errors="replace").partition(" ")
         if not result.ok:
-            raise EditRefused(f"{path} cannot be read: {_said(result)}.")
+            raise EditRefused(f"{path} cannot be read: {_describe_failure(result)}.")
         if kind == "missing":
             return FileState()
         if kind == "folder":
             return FileState(listing=rest.decode(errors="replace"))
         if kind == "large":
-            raise EditRefused(f"{path} has {int(stamp):,} bytes, more than the limit of {limit:,}: use the shell.")
+            raise EditRefused(
+                f"{path} has {int(stat_line):,} bytes, more than the limit of {limit:,}: use the shell."
+            )
         # Files in /proc and /sys report size 0 but have content.
-        if kind != "file" or result.stdout_dropped or int(stamp.split(" ")[1]) not in (0, len(rest)):
+        if kind != "file" or result.stdout_dropped or int(stat_line.split(" ")[1]) not in (0, len(rest)):
             raise EditRefused(f"{path} cannot be read: it changed while it was read.")
-        return FileState(rest, stamp)
+        return FileState(rest, stat_line)
 
     async def make_parents(self, path: str) -> None:
         """Create missing parent directories; raise `EditRefused` on failure."""
-        result = await self._run(_PARENTS, path)
+        result = await self._run(_MAKE_PARENTS, path)
         if not result.ok:
-            raise EditRefused(f"The directory of {path} cannot be created: {_said(result)}.")
+            raise EditRefused(f"The directory of {path} cannot be created: {_describe_failure(result)}.")
 
-    async def put(self, path: str, data: bytes, found: FileState) -> None:
-        """Replace the file that `look` found. On failure raise `EditRefused` and leave the file unchanged."""
+    async def replace(self, path: str, data: bytes, state: FileState) -> None:
+        """Replace the file that `inspect` found. On failure raise `EditRefused` and leave the file unchanged."""
         if len(data) > MAX_FILE:
             raise EditRefused(f"That would be {len(data):,} bytes, more than the {MAX_FILE:,} of one edit.")
-        half = f".edit.{secrets.token_hex(8)}"
-        words = found.stamp.split(" ")
-        mode, owner, links = (int(words[2], 8), words[3], words[4]) if found.data is not None else (0o666, "", "1")
-        # New files get what the usual mask leaves; others their mode, which only chmod makes where it has an x.
-        mask, exact = (0o022, "") if found.data is None else (0o777 & ~mode, f"{mode:o}" if mode & ~0o666 else "")
-        result = await self._run(_PUT, path, found.stamp, half, f"{mask:03o}", exact, owner, links, stdin=data)
+        temporary = f".edit.{secrets.token_hex(8)}"
+        fields = state.stat_line.split(" ")
+        umask, mode, owner, links = 0o022, "", "", "1"  # for a new file
+        if state.data is not None:
+            permissions, owner, links = int(fields[2], 8), fields[3], fields[4]
+            # Only chmod can set execute permission; other modes follow from the umask.
+            umask, mode = 0o777 & ~permissions, f"{permissions:o}" if permissions & ~0o666 else ""
+        result = await self._run(
+            _REPLACE, path, state.stat_line, temporary, f"{umask:03o}", mode, owner, links, stdin=data
+        )
         if result.status == "exited" and result.exit_code == 5:
-            result = await self._run(_INTO, path, stdin=data)
+            result = await self._run(_WRITE_IN_PLACE, path, stdin=data)
         if result.ok:
             return
         killed = result.status != "exited"
         if killed:
-            await self._run(_CLEAN, path, half)
-        if found.data is not None and (result.exit_code == 4 or killed):
-            now = await self._run(_LOOK, path, str(MAX_FILE), "0", output=MAX_FILE + (1 << 16))
-            same = now.stdout.partition(b"\n")[2] == found.data
-            if not same and not (await self._run(_BACK, path, stdin=found.data)).ok:
-                raise EditRefused(f"{path} was written only in part and could not be restored: {_said(result)}.")
-        raise EditRefused(f"{path} cannot be written: {_said(result)}. Nothing was changed.")
+            await self._run(_REMOVE_TEMPORARY, path, temporary)
+        if state.data is not None and (result.exit_code == 4 or killed):
+            current = await self._run(_INSPECT, path, str(MAX_FILE), "0", output=MAX_FILE + (1 << 16))
+            unchanged = current.stdout.partition(b"\n")[2] == state.data
+            if not unchanged and not (await self._run(_RESTORE, path, stdin=state.data)).ok:
+                raise EditRefused(
+                    f"{path} was written only in part and could not be restored: {_describe_failure(result)}."
+                )
+        raise EditRefused(f"{path} cannot be written: {_describe_failure(result)}. Nothing was changed.")
 
     async def remove(self, path: str) -> None:
         result = await self._run(_REMOVE, path)
         if not result.ok:
-            raise EditRefused(f"{path} cannot be removed: {_said(result)}.")
+            raise EditRefused(f"{path} cannot be removed: {_describe_failure(result)}.")
 
-    async def _run(self, script: str, *words: str, stdin: bytes = b"", output: int = 1 << 16) -> ExecResult:
+    async def _run(self, script: str, *arguments: str, stdin: bytes = b"", output: int = 1 << 16) -> ExecResult:
         try:
-            argv = ("sh", "-c", script, "sh", *words)
+            argv = ("sh", "-c", script, "sh", *arguments)
             command = Command(argv=argv, stdin=stdin, cwd="/", wall=self._seconds, output=output)
-            for word in words:
-                word.encode()
+            for argument in arguments:
+                argument.encode()
         except UnicodeEncodeError:
             raise EditRefused("The path is not valid text.") from None
         result = await self._sandbox.exec(command)
@@ -202,7 +212,7 @@ class SandboxFiles:
         return result
 
 
-def _said(result: ExecResult) -> str:
+def _describe_failure(result: ExecResult) -> str:
     """Return why a script failed."""
     if result.status == "disk_limit":
         return "No space left on device"

@@ -8,9 +8,9 @@ only; inserted lines get the line ending of their neighbours. A replacement requ
 import codecs
 from typing import Final, NamedTuple
 
-BINARY_LOOK: Final = 8192
+BINARY_PREFIX: Final = 8192
 """Number of leading bytes that are searched for a NUL."""
-SHOWN: Final = 10
+MAX_LINES_SHOWN: Final = 10
 """Maximum number of line numbers in a message."""
 
 
@@ -45,7 +45,7 @@ def decode_file(data: bytes) -> TextFile:
     encoding = _encoding(data)
     text = data.decode(encoding)
     crlf = "\r\n" in text and text.count("\n") == text.count("\r\n")
-    # Also lone CRs before that would look like a CRLF afterwards keep such a file as it is.
+    # A CR before a CRLF would look like part of the line ending after the conversion back.
     if crlf and "\r\r\n" not in text:
         return TextFile(text.replace("\r\n", "\n"), encoding, True)
     return TextFile(text, encoding, False)
@@ -60,7 +60,7 @@ def _encoding(data: bytes) -> str:
             except UnicodeDecodeError:
                 pass
             raise EditRefused("The file is binary: it cannot be shown or edited as text.")
-    if b"\0" in data[:BINARY_LOOK]:
+    if b"\0" in data[:BINARY_PREFIX]:
         raise EditRefused("The file is binary: it cannot be shown or edited as text.")
     try:
         data.decode("utf-8")
@@ -71,10 +71,10 @@ def _encoding(data: bytes) -> str:
 
 def split_lines(text: str) -> list[str]:
     """Split text into lines without their endings. A final newline does not start another line."""
-    found = text.split("\n")
-    if found[-1] == "":
-        found.pop()
-    return found
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return lines
 
 
 def replace_once(file: TextFile, old: str, new: str) -> tuple[str, int]:
@@ -83,47 +83,47 @@ def replace_once(file: TextFile, old: str, new: str) -> tuple[str, int]:
         raise EditRefused("old_str is empty: nothing tells what to replace. Use insert to add lines.")
     if old == new:
         raise EditRefused("old_str and new_str are the same: there is nothing to replace.")
-    for was, becomes in _spellings(file, old, new):
-        places = _find_all(file.text, was)
-        if len(places) == 1:
-            at = places[0]
-            text = f"{file.text[:at]}{becomes}{file.text[at + len(was) :]}"
-            return text, file.text.count("\n", 0, at) + 1
-        if places:
-            numbers = [file.text.count("\n", 0, at) + 1 for at in places[:SHOWN]]
-            more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    for old_variant, new_variant in _line_ending_variants(file, old, new):
+        positions = _find_all(file.text, old_variant)
+        if len(positions) == 1:
+            position = positions[0]
+            text = f"{file.text[:position]}{new_variant}{file.text[position + len(old_variant) :]}"
+            return text, file.text.count("\n", 0, position) + 1
+        if positions:
+            numbers = [file.text.count("\n", 0, position) + 1 for position in positions[:MAX_LINES_SHOWN]]
+            more = f" and {len(positions) - MAX_LINES_SHOWN} more" if len(positions) > MAX_LINES_SHOWN else ""
             raise EditRefused(
-                f"old_str is found {len(places)} times, on the lines {', '.join(map(str, numbers))}{more}. "
+                f"old_str is found {len(positions)} times, on the lines {', '.join(map(str, numbers))}{more}. "
                 "Nothing was changed: add lines around it until it is unique."
             )
     raise EditRefused(
         f"old_str is not found in the file{_find_similar(file.text, old)}. Nothing was changed: "
-        "it must be there exactly as given, with every space and line break."
+        "it must match exactly, with every space and line break."
     )
 
 
-def _spellings(file: TextFile, old: str, new: str) -> list[tuple[str, str]]:
+def _line_ending_variants(file: TextFile, old: str, new: str) -> list[tuple[str, str]]:
     """Return the strings to try: as they are, and with CRLF line endings if the file has such lines."""
     if file.crlf:
         return [(old.replace("\r\n", "\n"), new.replace("\r\n", "\n"))]
-    found = [(old, new)]
+    variants = [(old, new)]
     if "\n" in old and "\r\n" in file.text:
         plain = old.replace("\r\n", "\n").replace("\n", "\r\n")
         if plain != old:
-            found.append((plain, new.replace("\r\n", "\n").replace("\n", "\r\n")))
-    return found
+            variants.append((plain, new.replace("\r\n", "\n").replace("\n", "\r\n")))
+    return variants
 
 
 def _find_all(text: str, wanted: str) -> list[int]:
     """Return the positions of all matches, including overlapping ones: choosing one would be a guess."""
-    found = []
-    at = text.find(wanted)
-    while at >= 0:
-        found.append(at)
-        at = text.find(wanted, at + 1)
-        if len(found) > 10_000:
+    positions = []
+    position = text.find(wanted)
+    while position >= 0:
+        positions.append(position)
+        position = text.find(wanted, position + 1)
+        if len(positions) > 10_000:
             break
-    return found
+    return positions
 
 
 def _find_similar(text: str, old: str) -> str:
@@ -131,10 +131,10 @@ def _find_similar(text: str, old: str) -> str:
     first = next((line.strip() for line in old.split("\n") if line.strip()), "")
     if not first:
         return ""
-    near = [number for number, line in enumerate(split_lines(text), 1) if line.strip() == first]
-    if not near:
+    similar = [number for number, line in enumerate(split_lines(text), 1) if line.strip() == first]
+    if not similar:
         return ""
-    return f" (its first line, apart from spaces, is on line {', '.join(map(str, near[:SHOWN]))})"
+    return f" (its first line, apart from spaces, is on line {', '.join(map(str, similar[:MAX_LINES_SHOWN]))})"
 
 
 def insert_lines(file: TextFile, line: int, new: str) -> str:
@@ -142,29 +142,25 @@ def insert_lines(file: TextFile, line: int, new: str) -> str:
     count = len(split_lines(file.text))
     if not 0 <= line <= count:
         raise EditRefused(f"insert_line must be from 0 to {count}, the number of lines in the file; it is {line}.")
-    end = _line_ending_at(file, line)
-    given = new.replace("\r\n", "\n")
-    given = given.removesuffix("\n").replace("\n", end)
+    ending = _line_ending_at(file, line)
+    inserted = new.replace("\r\n", "\n")
+    inserted = inserted.removesuffix("\n").replace("\n", ending)
     if not file.text:
-        return given + end
-    at = _offset(file.text, line)
-    if at == len(file.text) and not file.text.endswith("\n"):
-        return f"{file.text}{end}{given}"  # the last line had no end, and has none now
-    return f"{file.text[:at]}{given}{end}{file.text[at:]}"
+        return inserted + ending
+    position = _offset(file.text, line)
+    if position == len(file.text) and not file.text.endswith("\n"):
+        return f"{file.text}{ending}{inserted}"  # the last line had no line ending, and still has none
+    return f"{file.text[:position]}{inserted}{ending}{file.text[position:]}"
 
 
 def _line_ending_at(file: TextFile, line: int) -> str:
     """Return the line ending to use for inserted text: that of the previous line, or of the first."""
     if "\r\n" not in file.text:
         return "\n"
-    at = _offset(file.text, max(line, 1))
-    return (
-        "\r\n"
-        if file.text[:at].endswith("\r\n")
-        else "\n"
-        if file.text[:at].endswith("\n")
-        else _last_line_ending(file)
-    )
+    position = _offset(file.text, max(line, 1))
+    if file.text[:position].endswith("\r\n"):
+        return "\r\n"
+    return "\n" if file.text[:position].endswith("\n") else _last_line_ending(file)
 
 
 def _last_line_ending(file: TextFile) -> str:
@@ -175,19 +171,19 @@ def _last_line_ending(file: TextFile) -> str:
 
 def _offset(text: str, line: int) -> int:
     """Return the offset at which the line after number `line` begins."""
-    at = 0
+    position = 0
     for _ in range(line):
-        end = text.find("\n", at)
+        end = text.find("\n", position)
         if end < 0:
             return len(text)
-        at = end + 1
-    return at
+        position = end + 1
+    return position
 
 
 def number_lines(text: str, first: int, last: int) -> str:
     """Return the lines of a range, each with its number."""
-    found = split_lines(text)[first - 1 : last]
-    return "".join(f"{number:6}\t{line.removesuffix(chr(13))}\n" for number, line in enumerate(found, first))
+    lines = split_lines(text)[first - 1 : last]
+    return "".join(f"{number:6}\t{line.removesuffix(chr(13))}\n" for number, line in enumerate(lines, first))
 
 
 def resolve_range(text: str, wanted: list[int] | None) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names of built-in or registered tools, or functions as `module:function`."""
     marker: str = ""
     """A line that submits when bash prints it first or last. Empty means none."""
-    editor_words: Literal["short", "long"] = "short"
+    editor_commands: Literal["short", "long"] = "short"
     """`long` renames the editor's commands to `str_replace` and `undo_edit`."""
     create_parents: bool = False
     """Whether the editor's `create` creates missing parent directories."""
@@ -53,7 +53,7 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "rookery": {},
     "open-instruct": {
-        "editor_words": "long",
+        "editor_commands": "long",
         "create_parents": True,
         "timeouts": False,
         "bash": {"name": "execute_bash"},
@@ -62,7 +62,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     },
     "open-instruct-marker": {
         "tools": ["bash", "edit"],
-        "editor_words": "long",
+        "editor_commands": "long",
         "create_parents": True,
         "timeouts": False,
         "marker": MARKER,
@@ -72,84 +72,81 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "bash-only": {"tools": ["bash"], "marker": MARKER},
 }
 
-_PLAIN: Final = ("marker", "editor_words", "create_parents", "timeouts")
+_OPTIONS: Final = ("marker", "editor_commands", "create_parents", "timeouts")
 
 
 def parse_tool_config(tools: Any, config: Any) -> ToolConfig:
     """Make a configuration from `tools` (names) and `config` (a table); raise `UsageError` if it is invalid."""
-    given = _table("tool_config", {} if config is None else config)
-    preset = given.pop("preset", "rookery")
+    table = _parse_table("tool_config", {} if config is None else config)
+    preset = table.pop("preset", "rookery")
     if preset not in PRESETS:
         raise UsageError(f"unknown tool preset {preset!r:.80}: known are {', '.join(PRESETS)}")
-    found = _over(PRESETS[preset], given)
-    own_names = found.pop("tools", BUILT_IN)
-    names = _names(own_names if tools is None else tools)
-    plain: dict[str, Any] = {name: found.pop(name) for name in _PLAIN if name in found}
-    own = {name: _settings(name, found.pop(name)) for name in BUILT_IN if name in found}
-    output = found.pop("output", None)
+    values = _merge(PRESETS[preset], table)
+    configured_names = values.pop("tools", BUILT_IN)
+    names = _parse_names(configured_names if tools is None else tools)
+    options: dict[str, Any] = {name: values.pop(name) for name in _OPTIONS if name in values}
+    settings = {name: _parse_settings(name, values.pop(name)) for name in BUILT_IN if name in values}
+    output = values.pop("output", None)
     others: dict[str, ToolSettings] = {}
-    for name in list(found):
+    for name in list(values):
         if name not in names:
-            known = ", ".join([*_PLAIN, "preset", "tools", "output", *dict.fromkeys((*BUILT_IN, *names))])
+            known = ", ".join([*_OPTIONS, "preset", "tools", "output", *dict.fromkeys((*BUILT_IN, *names))])
             raise UsageError(f"tool_config has no key {name!r:.80}: known are {known}")
-        others[name] = _settings(name, found.pop(name))
+        others[name] = _parse_settings(name, values.pop(name))
     try:
-        fields: dict[str, Any] = {**plain, "tools": names}
-        made = msgspec.convert(fields, ToolConfig)
-        made = msgspec.structs.replace(made, **own, others=others)
+        parsed = msgspec.convert({**options, "tools": names}, ToolConfig)
+        parsed = msgspec.structs.replace(parsed, **settings, others=others)
         if output is not None:
-            own = {name: _widened(getattr(made, name), output) for name in BUILT_IN}
-            made = msgspec.structs.replace(made, **own)
+            settings = {name: _with_output(getattr(parsed, name), output) for name in BUILT_IN}
+            parsed = msgspec.structs.replace(parsed, **settings)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"tool_config: {error}") from None
-    if "submit" not in names and not made.marker and not any(name not in BUILT_IN for name in names):
+    if "submit" not in names and not parsed.marker and not any(name not in BUILT_IN for name in names):
         raise UsageError(
             "the policy has no way to submit: add the tool submit, or set a marker for bash "
             f"(tool_config marker={MARKER})"
         )
-    return made
+    return parsed
 
 
-def _widened(settings: ToolSettings, output: Any) -> ToolSettings:
+def _with_output(settings: ToolSettings, output: Any) -> ToolSettings:
     """Apply the common output limit unless the tool has its own."""
     if settings.output != ToolSettings().output:
         return settings
     return msgspec.convert({**msgspec.to_builtins(settings), "output": output}, ToolSettings)
 
 
-def _names(names: Any) -> tuple[str, ...]:
+def _parse_names(names: Any) -> tuple[str, ...]:
     if isinstance(names, str):
         names = [part.strip() for part in names.split(",")]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"tools must be names such as bash, edit, submit or module:function, not {names!r:.100}")
     if not names:
         raise UsageError(f"tools is empty: list some of {', '.join(BUILT_IN)}, or your own")
-    double = sorted({name for name in names if names.count(name) > 1})
-    if double:
-        raise UsageError(f"the tool {double[0]!r} is named twice")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UsageError(f"the tool {duplicates[0]!r} is named twice")
     return tuple(names)
 
 
-def _table(where: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise UsageError(f"{where} must be a table, not {given!r:.80}")
-    return {name if ":" in name else name.replace("-", "_"): value for name, value in given.items()}
+def _parse_table(key: str, table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
+        raise UsageError(f"{key} must be a table, not {table!r:.80}")
+    return {name if ":" in name else name.replace("-", "_"): value for name, value in table.items()}
 
 
-def _settings(name: str, given: Any) -> ToolSettings:
+def _parse_settings(name: str, table: Any) -> ToolSettings:
     try:
-        return msgspec.convert(_table(f"tool_config.{name}", given), ToolSettings)
+        return msgspec.convert(_parse_table(f"tool_config.{name}", table), ToolSettings)
     except msgspec.ValidationError as error:
         fields = ", ".join(ToolSettings.__struct_fields__)
         raise UsageError(f"tool_config.{name}: {error}; a tool has {fields}") from None
 
 
-def _over(below: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge(preset: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """Merge two tables; the settings of a tool are merged field by field."""
-    made = {name: dict(value) if isinstance(value, dict) else value for name, value in below.items()}
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(made.get(name), dict):
-            made[name] = {**made[name], **value}
-        else:
-            made[name] = value
-    return made
+    merged = dict(preset)
+    for name, value in table.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = {**merged[name], **value} if both else value
+    return merged

@@ -14,7 +14,7 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runn
 from agents.mcp import MCPServer, MCPServerStdio, MCPServerStreamableHttp
 from openai import AsyncOpenAI
 
-SECONDS = 300.0
+RESPONSE_SECONDS = 300.0
 """Time limit for one response of an MCP server; the package's default is 5 seconds."""
 
 
@@ -26,24 +26,25 @@ def shell(command: str) -> str:
         command: A command line for sh.
     """
     try:
-        done = subprocess.run(command, shell=True, capture_output=True, timeout=120, check=False)
+        result = subprocess.run(command, shell=True, capture_output=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return "killed after 120 seconds"
-    output = (done.stdout + done.stderr).decode("utf-8", "replace")
-    return f"exit code {done.returncode}\n{output[-16000:]}"
+    output = (result.stdout + result.stderr).decode("utf-8", "replace")
+    return f"exit code {result.returncode}\n{output[-16000:]}"
 
 
 def make_server(name: str, entry: dict[str, Any]) -> MCPServer:
     """Return one of the task's servers, not yet connected."""
-    about: Any = {key: value for key, value in entry.items() if key != "type"}
+    parameters: Any = {key: value for key, value in entry.items() if key != "type"}
     kind = MCPServerStreamableHttp if entry["type"] == "http" else MCPServerStdio
-    return kind(about, name=name, client_session_timeout_seconds=SECONDS, cache_tools_list=True)
+    return kind(parameters, name=name, client_session_timeout_seconds=RESPONSE_SECONDS, cache_tools_list=True)
 
 
-def read_servers(listed: Path) -> dict[str, dict[str, Any]]:
+def read_servers(config: Path) -> dict[str, dict[str, Any]]:
     """Return the task's servers by name. Without servers the file does not exist."""
-    found = json.loads(listed.read_text(encoding="utf-8")) if listed.exists() else {"mcpServers": {}}
-    return dict(found["mcpServers"])
+    if not config.exists():
+        return {}
+    return dict(json.loads(config.read_text(encoding="utf-8"))["mcpServers"])
 
 
 async def main(prompt: str, entries: dict[str, dict[str, Any]]) -> None:

@@ -7,8 +7,16 @@ Every task is available in both task formats, written from one source into the m
 that lacks a required program fails in the task's setup, with a message that names the program.
 """
 
-from rookery.environments.swe.repairs.taskset import FORMATS, RepairsFormat, about, folder, names, repairs, write
+from rookery.environments.swe.repairs.taskset import (
+    FORMATS,
+    RepairsFormat,
+    folder,
+    get_info,
+    names,
+    repairs,
+    write,
+)
 
 tasks = repairs
 
-__all__ = ["FORMATS", "RepairsFormat", "about", "folder", "names", "repairs", "tasks", "write"]
+__all__ = ["FORMATS", "RepairsFormat", "folder", "get_info", "names", "repairs", "tasks", "write"]

@@ -98,7 +98,7 @@ memory_mb = 1024
 """
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TaskInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Metadata of a task, from its `meta.toml`."""
 
     language: str
@@ -115,10 +115,10 @@ def names() -> tuple[str, ...]:
 
 
 @cache
-def about(name: str) -> About:
+def get_info(name: str) -> TaskInfo:
     if name not in names():
         raise UsageError(f"{NAME} has no task {name!r}: it has {', '.join(names())}")
-    return msgspec.convert(tomllib.loads((_DATA / "tasks" / name / "meta.toml").read_text()), About)
+    return msgspec.convert(tomllib.loads((_DATA / "tasks" / name / "meta.toml").read_text()), TaskInfo)
 
 
 def repairs() -> Taskset:
@@ -158,10 +158,10 @@ def _check_format(kind: str) -> None:
 @cache
 def _digest() -> str:
     """Return a digest of everything that determines the output, including this file."""
-    whole = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in _list_files(_DATA):
-        whole.update(f"{path.relative_to(_DATA)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return whole.hexdigest()
+        digest.update(f"{path.relative_to(_DATA)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _list_files(top: Path) -> list[Path]:
@@ -171,48 +171,48 @@ def _list_files(top: Path) -> list[Path]:
 
 def _write(kind: RepairsFormat, target: Path) -> None:
     for name in names():
-        place = target / name
-        _write_common(name, place)
-        (_write_open_instruct if kind == "open-instruct" else _write_harbor)(name, place)
+        directory = target / name
+        _write_common(name, directory)
+        (_write_open_instruct if kind == "open-instruct" else _write_harbor)(name, directory)
 
 
-def _write_common(name: str, place: Path) -> None:
+def _write_common(name: str, directory: Path) -> None:
     from rookery.tasks.swe import WORKSPACE
 
     source = _DATA / "tasks" / name
-    _copy(source / "instruction.md", place / "instruction.md")
-    _copy_tree(source / "seeds", place / "environment" / "seeds")
+    _copy(source / "instruction.md", directory / "instruction.md")
+    _copy_tree(source / "seeds", directory / "environment" / "seeds")
     for tests in (_DATA / "shared", source / "tests"):
-        _copy_tree(tests, place / "tests")
-    _copy_tree(source / "solution", place / "solution" / "files")
-    _write_script(place / "solution" / "solve.sh", _SOLVE.format(workspace=WORKSPACE))
+        _copy_tree(tests, directory / "tests")
+    _copy_tree(source / "solution", directory / "solution" / "files")
+    _write_script(directory / "solution" / "solve.sh", _SOLVE.format(workspace=WORKSPACE))
 
 
-def _write_open_instruct(name: str, place: Path) -> None:
-    found = about(name)
-    _write_script(place / "setup.sh", _make_setup(name))
+def _write_open_instruct(name: str, directory: Path) -> None:
+    info = get_info(name)
+    _write_script(directory / "setup.sh", _make_setup(name))
     description = {
-        "metadata": {"language": found.language, "difficulty": found.difficulty},
+        "metadata": {"language": info.language, "difficulty": info.difficulty},
         "steps": [{"verifier": {"timeout": float(SECONDS)}}],
     }
-    (place / "rookery.json").write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
+    (directory / "rookery.json").write_bytes(msgspec.json.format(msgspec.json.encode(description)) + b"\n")
 
 
-def _write_harbor(name: str, place: Path) -> None:
+def _write_harbor(name: str, directory: Path) -> None:
     from rookery.tasks.swe import WORKSPACE
 
-    found = about(name)
+    info = get_info(name)
     needs = _list_programs(name)
     packages = sorted({package for program in needs for package in _PACKAGES.get(program, (program,))})
-    _write_script(place / "environment" / "setup.sh", _make_setup(name))
-    (place / "environment" / "Dockerfile").write_text(
+    _write_script(directory / "environment" / "setup.sh", _make_setup(name))
+    (directory / "environment" / "Dockerfile").write_text(
         _DOCKERFILE.format(base=_BASE, needs=" ".join(needs), packages=" ".join(packages), workspace=WORKSPACE)
     )
-    (place / "task.toml").write_text(
+    (directory / "task.toml").write_text(
         _TASK.format(
             name=name,
-            difficulty=found.difficulty,
-            language=found.language,
+            difficulty=info.difficulty,
+            language=info.language,
             seconds=SECONDS,
             workspace=WORKSPACE,
         )
@@ -220,7 +220,7 @@ def _write_harbor(name: str, place: Path) -> None:
 
 
 def _list_programs(name: str) -> list[str]:
-    return sorted({*_ALWAYS, *about(name).needs})
+    return sorted({*_ALWAYS, *get_info(name).needs})
 
 
 def _make_setup(name: str) -> str:

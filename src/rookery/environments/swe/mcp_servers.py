@@ -1,4 +1,4 @@
-"""Configuration of MCP servers, by the run and by a task.
+"""Parse the MCP servers in the configuration of a run and in a task.
 
 A server is a command, which runs inside the sandbox, or a URL, to which this machine connects. Only the run's
 configuration may contain URLs: task data must never make this machine connect anywhere. For agents in the
@@ -47,66 +47,66 @@ class McpServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
             raise ValueError(f"the MCP server {self.name!r}: start_timeout must be above 0, output at least 64")
 
 
-def parse_servers(given: Any) -> tuple[McpServer, ...]:
+def parse_servers(entries: Any) -> tuple[McpServer, ...]:
     """Parse the run's servers; raise `UsageError` for an invalid one."""
-    if given is None:
+    if entries is None:
         return ()
-    if not isinstance(given, list | tuple):
-        raise UsageError(f"mcp must be a list of servers, not {given!r:.80}")
+    if not isinstance(entries, list | tuple):
+        raise UsageError(f"mcp must be a list of servers, not {entries!r:.80}")
     try:
-        found = tuple(_server(entry) for entry in given)
+        servers = tuple(_parse_server(entry) for entry in entries)
     except (msgspec.ValidationError, ValueError) as error:
         fields = ", ".join(McpServer.__struct_fields__)
         raise UsageError(f"mcp: {error}; a server has {fields}") from None
-    _single(found, UsageError)
-    return found
+    _check_unique_names(servers, UsageError)
+    return servers
 
 
 def parse_task_servers(
-    task: str, given: tuple[dict[str, Any], ...], *, inside: bool = False
+    task: str, entries: tuple[dict[str, Any], ...], *, allow_loopback: bool = False
 ) -> tuple[McpServer, ...]:
     """Parse a task's servers; raise `TaskError` for an invalid one, or one outside of the sandbox.
 
-    If `inside`, a program in the sandbox connects to them, so a URL may name the loopback address.
+    If `allow_loopback`, a URL may name the loopback address: an agent in the sandbox connects to it.
     """
     try:
-        found = tuple(_server(entry) for entry in given)
+        servers = tuple(_parse_server(entry) for entry in entries)
     except (msgspec.ValidationError, ValueError) as error:
         raise TaskError(f"task {task}: mcp: {error}") from None
-    for server in found:
-        if server.url and not (inside and urlsplit(server.url).hostname in LOOPBACK):
-            other = (
+    for server in servers:
+        if server.url and not (allow_loopback and urlsplit(server.url).hostname in LOOPBACK):
+            advice = (
                 f"a URL there begins with http://127.0.0.1, not {server.url!r:.200}"
-                if inside
-                else "One that this machine may ask is named in the run's own `mcp`"
+                if allow_loopback
+                else "configure a server to which this machine connects in the `mcp` of the run"
             )
             raise TaskError(
-                f"task {task}: its MCP server {server.name!r} has a URL; a task's servers run in its own "
-                f"sandbox and need a command. {other}"
+                f"task {task}: its MCP server {server.name!r} has a URL, but a task's servers run in its "
+                f"sandbox and need a command: {advice}"
             )
-    _single(found, TaskError)
-    return found
+    _check_unique_names(servers, TaskError)
+    return servers
 
 
-def _single(servers: tuple[McpServer, ...], kind: type[UsageError] | type[TaskError]) -> None:
+def _check_unique_names(servers: tuple[McpServer, ...], kind: type[UsageError] | type[TaskError]) -> None:
     names = [server.name for server in servers]
     for name in names:
         if names.count(name) > 1:
             raise kind(f"two MCP servers are named {name!r}")
 
 
-def _server(entry: Any) -> McpServer:
+def _parse_server(entry: Any) -> McpServer:
     if isinstance(entry, McpServer):
         return entry
     if not isinstance(entry, dict):
         raise ValueError(f"a server must be a table, not {entry!r:.80}")  # noqa: TRY004
-    plain = {_ALIASES.get(name, name.replace("-", "_")): value for name, value in entry.items()}
-    kind = plain.pop("type", None)
+    fields = {_ALIASES.get(name, name.replace("-", "_")): value for name, value in entry.items()}
+    kind = fields.pop("type", None)
     if kind not in (None, "stdio", "http", "streamable-http", "streamable_http"):
         raise ValueError(f"the transport {kind!r:.40} is not known; there are stdio and streamable-http")
-    command, args = plain.pop("command", ()), plain.pop("args", None)
+    command, args = fields.pop("command", ()), fields.pop("args", None)
     if isinstance(command, str):
         # Together with `args` it is a program's name; alone it is a shell-like command line.
         command = [command] if args is not None else shlex.split(command)
-    plain["command"] = [*command, *(args or ())]
-    return msgspec.convert(plain, McpServer)
+    fields["command"] = [*command, *(args or ())]
+    return msgspec.convert(fields, McpServer)
