@@ -9,6 +9,7 @@ from rookery.core import CAUSES
 from tests.servers import ModelServer
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "rookery"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -126,3 +127,31 @@ def test_every_test_that_the_security_page_names_exists() -> None:
     for path, name in named:
         text = (ROOT / path).read_text()
         assert not name or re.search(rf"def {name}\(|\"{name}\",", text), f"{path}::{name}"
+
+
+def list_mentioned_paths(page: Path) -> set[str]:
+    """Return the paths in code of a page that begin with a directory of the checkout or a package of Rookery."""
+    code = re.findall(r"`([^`\n]+)`", page.read_text())
+    code += re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    words = {
+        word.rstrip("/.") for text in code for word in re.findall(r"(?<![\w./:-])[\w.][\w./-]*/[\w./*-]*", text)
+    }
+    in_checkout = re.compile(r"(src|tools|benchmarks|docs|\.ci)/|tests/\w+/.")
+    in_package = re.compile(rf"({'|'.join(package.name for package in PACKAGE.iterdir() if package.is_dir())})/")
+    return {word for word in words if in_checkout.match(word) or in_package.match(word)}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_every_path_of_the_repository_that_a_page_mentions_exists(page: Path) -> None:
+    paths = list_mentioned_paths(page)
+    assert {path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()} == set()
+
+
+def test_the_architecture_page_mentions_the_files_of_a_rollout() -> None:
+    paths = list_mentioned_paths(ROOT / "docs" / "architecture.md")
+    assert len([path for path in paths if path.endswith(".py")]) > 25
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    diagram = blocks(ROOT / "docs" / "architecture.md", "")[0]
+    assert {name for name in packages if not re.search(rf"\b{name}\b", diagram)} == set()

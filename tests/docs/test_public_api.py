@@ -80,6 +80,12 @@ def test_pages_for_users_mention_public_names_only(page: Path) -> None:
     assert (mentioned & DEFINED) - EXPORTED - OTHER_MEANING == set()
 
 
+def test_the_architecture_page_mentions_classes_that_exist() -> None:
+    code = re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(code) > 10
+    assert set(code) - DEFINED == set()
+
+
 def test_the_reference_lists_every_name_of_the_package() -> None:
     page = (ROOT / "docs" / "reference" / "api" / "index.md").read_text()
     linked = re.findall(r"\[`(\w+)`\]\[rookery\.(\w+)\]", page)
