@@ -1,4 +1,4 @@
-"""Nothing tells users to install `rookery`, which is another project's distribution."""
+"""No text tells users to install `rookery`, which is another project's distribution on PyPI."""
 
 import re
 import subprocess
@@ -20,8 +20,8 @@ INSTALLS = re.compile(
 EXTRA = re.compile(rf"(?<![\w./-]){OTHER}\\?\[[a-z]")
 
 
-def texts() -> list[Path]:
-    """Every file of the checkout that is tracked and holds text."""
+def list_text_files() -> list[Path]:
+    """Return the tracked files of the checkout."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode == 0:
         return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
@@ -29,16 +29,16 @@ def texts() -> list[Path]:
     return [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
 
 
-def wrong(text: str) -> list[str]:
-    return [found[0] for pattern in (INSTALLS, EXTRA) for found in pattern.finditer(text)]
+def find_wrong_names(text: str) -> list[str]:
+    return [match[0] for pattern in (INSTALLS, EXTRA) for match in pattern.finditer(text)]
 
 
 def test_no_text_tells_users_to_install_the_other_project() -> None:
     found = {}
-    for path in texts():
+    for path in list_text_files():
         if path.is_file() and path.stat().st_size < 1 << 20:
             data = path.read_bytes()
-            if b"\0" not in data and (lines := wrong(data.decode("utf-8", "replace"))):
+            if b"\0" not in data and (lines := find_wrong_names(data.decode("utf-8", "replace"))):
                 found[str(path.relative_to(ROOT))] = lines
     assert found == {}
 
@@ -55,8 +55,8 @@ def test_no_text_tells_users_to_install_the_other_project() -> None:
     ],
 )
 def test_the_check_sees_every_way_to_name_it(text: str) -> None:
-    assert wrong(text.format(OTHER))
-    assert not wrong(text.format(NAME))
+    assert find_wrong_names(text.format(OTHER))
+    assert not find_wrong_names(text.format(NAME))
 
 
 def test_the_distribution_has_its_own_name_and_the_module_and_command_keep_theirs() -> None:

@@ -1,4 +1,4 @@
-"""The docs say what is so: tables are made from the code, examples run as they stand."""
+"""The documentation agrees with the code: generated tables, links, paths, options, exit codes and examples."""
 
 import re
 from pathlib import Path
@@ -23,19 +23,20 @@ def causes_page() -> str:
     )
     return f"""# Causes of failure
 
-Every `Failed` outcome carries one of these codes. A code, once released, keeps its meaning. What the policy does
-is not here: it is a result (see [concepts](../concepts/overview.md)).
+Every `Failed` outcome has one of these codes. A released code keeps its meaning. What the policy does is a result
+and not a failure, so it is not listed here ([outcomes](../concepts/overview.md#outcomes)).
 
 | cause | fault | what it means | what to do |
 |---|---|---|---|
 {rows}
 
-Faults: **infra** gets a new attempt up to a budget, **task** quarantines the task, **bug** is neither tried again
-nor counted in any denominator. `rookery show RUN ROLLOUT` shows the detail and the original traceback.
+A rollout that fails with the fault **infra** is tried again, up to the number of attempts. **task** quarantines
+the task. **bug** is not tried again. None of them has a reward or counts in a denominator. `rookery show RUN
+ROLLOUT` prints the detail and the original traceback.
 """
 
 
-def test_the_table_of_causes_is_the_codes() -> None:
+def test_the_table_of_causes_lists_all_causes() -> None:
     page = ROOT / "docs" / "reference" / "causes.md"
     assert page.read_text() == causes_page()
 
@@ -47,7 +48,7 @@ def test_every_python_example_compiles(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
@@ -58,7 +59,7 @@ def test_the_readmes_first_environment_has_at_most_25_lines() -> None:
     assert len(first.splitlines()) <= 25
 
 
-async def test_the_examples_that_define_environments_run(tmp_path: Path) -> None:
+async def test_examples_that_define_environments_run(tmp_path: Path) -> None:
     from rookery import Engine
     from rookery.environments import load_environment
 
@@ -103,21 +104,19 @@ def test_every_option_and_variable_of_the_command_line_is_documented() -> None:
                 assert not variable or f"`{variable}`" in page or name != "run", (name, variable)
 
 
-def test_the_table_of_exit_codes_is_the_commands() -> None:
-    """And no command has a meaning of its own for the code of our bugs, but `exec`: its code is its program's."""
+def test_the_table_of_exit_codes_lists_all_exit_codes() -> None:
+    """The exit code of internal errors means nothing else, except in `exec`, which returns its program's code."""
     from rookery.cli.errors import Exit
 
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     table = page.partition("\n## Exit codes\n")[2].partition("\n\n`")[0]
-    told = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", table, re.MULTILINE)}
-    assert told == {int(code) for code in Exit} - {Exit.TERMINATED, Exit.CLOSED_PIPE}
-    for place in sorted((ROOT / "docs").rglob("*.md")):
-        assert not re.search(r"exit code 1\b", place.read_text(), re.IGNORECASE), place.name
-    for place in sorted((ROOT / "src" / "rookery" / "cli").glob("*.py")):
-        if place.name != "exec.py":
-            assert not re.search(r"exit code 1\b|return 1$", place.read_text(), re.IGNORECASE | re.MULTILINE), (
-                place
-            )
+    documented = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", table, re.MULTILINE)}
+    assert documented == {int(code) for code in Exit} - {Exit.TERMINATED, Exit.CLOSED_PIPE}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        assert not re.search(r"exit code 1\b", path.read_text(), re.IGNORECASE), path.name
+    for path in sorted((ROOT / "src" / "rookery" / "cli").glob("*.py")):
+        if path.name != "exec.py":
+            assert not re.search(r"exit code 1\b|return 1$", path.read_text(), re.IGNORECASE | re.MULTILINE), path
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
