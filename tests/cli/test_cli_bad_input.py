@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence, the right exit code, nothing lost."""
+"""Invalid input is one clear sentence with the right exit code, and loses no data."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ async def refused(here: Path, *args: str | Path, words: tuple[str, ...]) -> None
     assert not (here / "runs").exists()
 
 
-async def test_a_missing_file_of_tasks_is_named(here: Path, server: ModelServer) -> None:
+async def test_missing_tasks_file_is_refused(here: Path, server: ModelServer) -> None:
     await refused(
         here, "run", "sums.py", "--tasks", "no.jsonl", "--policy", server.url, words=("no.jsonl does not exist",)
     )
     assert server.connections == 0
 
 
-async def test_a_line_that_is_not_json_is_named_and_nothing_starts(here: Path, server: ModelServer) -> None:
+async def test_line_that_is_not_json_is_refused_before_the_start(here: Path, server: ModelServer) -> None:
     (here / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n')
     await refused(
         here,
@@ -38,9 +38,7 @@ async def test_a_line_that_is_not_json_is_named_and_nothing_starts(here: Path, s
     assert server.connections == 0
 
 
-async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(
-    here: Path, server: ModelServer
-) -> None:
+async def test_invalid_task_row_is_quarantined_and_the_others_run(here: Path, server: ModelServer) -> None:
     rows = [{"id": "fine", "prompt": "a", "answer": 42}, {"id": "odd", "prompt": 3}, {"id": "too", "prompt": "b"}]
     rows[2]["answer"] = 42
     (here / "mixed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -52,14 +50,16 @@ async def test_a_row_that_is_no_valid_task_is_quarantined_and_the_others_run(
         assert [row.status for row in reader.task_rows()] == ["ok", "quarantined", "ok"]
 
 
-async def test_an_unknown_environment_is_told_what_is_known(here: Path) -> None:
+async def test_unknown_environment_is_refused_with_the_known_ones(here: Path) -> None:
     await refused(here, "run", "nothing", words=("unknown environment 'nothing'", "known are", "tools"))
     await refused(here, "run", "nothing.py", words=("nothing.py",))
     await refused(here, "run", "no.module:attr", words=("no module 'no.module'",))
     await refused(here, "run", "sums.py:Nope", words=("'Nope'",))
 
 
-async def test_an_environment_that_raises_is_named_with_its_line(here: Path, server: ModelServer) -> None:
+async def test_environment_that_raises_on_import_is_reported_with_its_line(
+    here: Path, server: ModelServer
+) -> None:
     (here / "broken.py").write_text("import rookery\n\nx = undefined\n")
     await refused(here, "run", "broken.py", words=("NameError: name 'undefined'", "broken.py, line 3"))
     (here / "torn.py").write_text("def (:\n")
@@ -78,13 +78,13 @@ async def test_an_environment_that_raises_is_named_with_its_line(here: Path, ser
     )
 
 
-async def test_a_policy_that_refuses_connections_is_named_before_anything_starts(here: Path) -> None:
+async def test_unreachable_policy_is_reported_before_the_start(here: Path) -> None:
     async with unreachable_url() as url:
         await refused(here, "run", "sums.py", "--tasks", "tasks.jsonl", "--policy", url, words=(url,))
 
 
 @pytest.mark.long
-async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServer) -> None:
+async def test_invalid_policy_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl")
     await refused(here, *run, words=("needs a model for: policy", "--policy"))
     await refused(here, *run, "--policy", "localhost:8000", words=("does not begin with http://",))
@@ -97,14 +97,14 @@ async def test_a_policy_that_cannot_be_is_refused(here: Path, server: ModelServe
     await refused(here, *run, "--policy", server.url, words=("ROOKERY_API_KEY",))
 
 
-async def test_an_argument_the_environment_does_not_take_is_refused(here: Path, server: ModelServer) -> None:
+async def test_unknown_environment_argument_is_refused(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url)
     await refused(here, *run, "--arg", "nope=1", words=("'nope'", "its signature is"))
     await refused(here, *run, "--arg", "nope", words=("is not KEY=VALUE",))
     await refused(here, *run, "--arg", "max_turns=0", words=("max_turns must be at least 1",))
 
 
-async def test_a_configuration_file_that_is_wrong_is_named_with_its_key(here: Path) -> None:
+async def test_invalid_configuration_file_is_reported_with_its_key(here: Path) -> None:
     for text, words in {
         "[run\n": "rookery.toml is not TOML",
         "[run]\npolcy = 'x'\n": "[run] has no key 'polcy'; did you mean 'policy'?",
@@ -126,7 +126,7 @@ async def test_a_configuration_file_that_is_wrong_is_named_with_its_key(here: Pa
 
 
 @pytest.mark.needs("mount")
-async def test_a_read_only_output_folder_is_named(
+async def test_read_only_output_directory_is_reported(
     here: Path, server: ModelServer, disk: Callable[[str], Path]
 ) -> None:
     folder = disk("ro,size=64k")
@@ -136,7 +136,7 @@ async def test_a_read_only_output_folder_is_named(
 
 
 @pytest.mark.needs("mount")
-async def test_a_full_disk_stops_the_run_and_a_resume_loses_nothing(
+async def test_full_disk_stops_the_run_and_resume_loses_nothing(
     here: Path, server: ModelServer, disk: Callable[[str], Path]
 ) -> None:
     folder = disk("size=1m")
@@ -161,7 +161,7 @@ async def test_a_full_disk_stops_the_run_and_a_resume_loses_nothing(
 
 
 @pytest.mark.needs("mount")
-async def test_a_disk_that_is_full_from_the_start_is_exit_code_2(
+async def test_disk_full_at_the_start_is_exit_code_2(
     here: Path, server: ModelServer, disk: Callable[[str], Path]
 ) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-o", disk("size=16k"))
@@ -169,7 +169,7 @@ async def test_a_disk_that_is_full_from_the_start_is_exit_code_2(
     done.assert_refused("journal.sqlite")
 
 
-async def test_a_journal_of_a_newer_version_is_refused_and_untouched(here: Path, server: ModelServer) -> None:
+async def test_journal_of_a_newer_version_is_refused_unchanged(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
     assert (await rookery(*run, cwd=here)).code == 0
     path = runs(here)[0] / "journal.sqlite"
@@ -185,7 +185,7 @@ async def test_a_journal_of_a_newer_version_is_refused_and_untouched(here: Path,
     assert path.read_bytes() == before
 
 
-async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: ModelServer) -> None:
+async def test_second_concurrent_resume_is_refused(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "1")
@@ -202,20 +202,20 @@ async def test_two_resumes_at_once_the_second_is_refused(here: Path, server: Mod
         assert reader.counts() == {"completed": 4}
 
 
-async def test_a_run_that_is_none_is_named(here: Path) -> None:
+async def test_unknown_run_is_refused(here: Path) -> None:
     (await rookery("resume", "latest", cwd=here)).assert_refused("there is no run in runs yet")
     (await rookery("show", "abc", cwd=here)).assert_refused("no run 'abc'")
     (await rookery("export", "./sums.py", cwd=here)).assert_refused("is not a run")
 
 
 @pytest.mark.parametrize("word", ["embeded", "Embedded", "embedde:weights"])
-async def test_a_misspelt_embedded_policy_is_suggested(word: str, here: Path) -> None:
+async def test_misspelt_embedded_policy_gets_a_suggestion(word: str, here: Path) -> None:
     (await rookery("run", "arithmetic", "-n", "1", "--policy", word, cwd=here)).assert_refused(
         "did you mean 'embedded'?"
     )
 
 
-async def test_a_misspelt_environment_or_provider_is_suggested(here: Path) -> None:
+async def test_misspelt_environment_or_provider_gets_a_suggestion(here: Path) -> None:
     (await rookery("run", "aritmetic", "--policy", "embedded", cwd=here)).assert_refused(
         "did you mean 'arithmetic'?"
     )
@@ -223,7 +223,7 @@ async def test_a_misspelt_environment_or_provider_is_suggested(here: Path) -> No
     (await rookery(*misspelt, cwd=here)).assert_refused("did you mean 'subprocess'?")
 
 
-async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) -> None:
+async def test_sizes_in_the_file_have_the_same_format_as_options(here: Path) -> None:
     (here / "rookery.toml").write_text('[run]\n[run.sandbox]\nmemory = "1G"\ndisk = "512M"\noutput = 4096\n')
     plan = ("run", "arithmetic", "--policy", "embedded", "-n", "1", "--dry-run", "--json")
     done = await rookery(*plan, cwd=here)
@@ -242,7 +242,7 @@ async def test_sizes_in_the_file_are_written_as_on_the_command_line(here: Path) 
     (await rookery("run", "arithmetic", "--policy", "embedded", cwd=here)).assert_refused("'memry'", "'memory'")
 
 
-async def test_a_run_whose_folder_is_removed_stops_and_says_so(here: Path, server: ModelServer) -> None:
+async def test_run_whose_directory_is_removed_stops(here: Path, server: ModelServer) -> None:
     tasks(here, 200)
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "-c", "4", "--runners", "1")
     gate = asyncio.Event()

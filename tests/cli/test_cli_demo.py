@@ -1,4 +1,4 @@
-"""`rookery demo` and `make demo`: real rollouts with nothing set up, whoever runs them, wherever they live."""
+"""`rookery demo` and `make demo`: real rollouts without setup, for any user and installation."""
 
 import asyncio
 import os
@@ -32,8 +32,8 @@ SMALL = ("demo", "-n", "5", "-k", "2")
 SECONDS = 90.0
 
 
-def is_the_table(said: str, rollouts: int) -> None:
-    """Every row is there, and the outcomes add up."""
+def check_summary(said: str, rollouts: int) -> None:
+    """Check that the summary has every row and that the outcomes add up."""
     for row in ("tasks", "rollouts", "pass rate", "mean reward", "tokens", "tokens/s", "rollouts/s", "outcomes"):
         assert re.search(rf"^  {row}  ", said, re.MULTILINE), (row, said)
     outcomes = re.findall(
@@ -42,20 +42,20 @@ def is_the_table(said: str, rollouts: int) -> None:
     assert sum(int(count) for count in outcomes) == rollouts, said
 
 
-def offered(said: str) -> list[list[str]]:
-    """The commands to try next, as a shell would split them."""
+def parse_suggestions(said: str) -> list[list[str]]:
+    """Return the suggested commands, split like a shell does."""
     return [shlex.split(line) for line in said.splitlines() if line.startswith("  rookery ")]
 
 
-async def test_in_a_pipe_it_says_what_it_will_do_runs_and_ends_with_the_table(tmp_path: Path) -> None:
+async def test_demo_in_a_pipe_prints_plan_and_summary(tmp_path: Path) -> None:
     done = await rookery(*SMALL, cwd=tmp_path)
     assert done.code == 0, done.err
     (run,) = runs(tmp_path)
     intro = done.err.partition("arithmetic with embedded: 5 tasks x 2")[0]
     assert [line.split()[0] for line in intro.splitlines()[:3]] == ["policy", "tasks", "sandbox"]
     assert f"sandbox  {best_provider().name}" in intro
-    assert "sandbox.not_isolated" not in done.err  # it was said already, in words
-    is_the_table(done.out, 10)
+    assert "sandbox.not_isolated" not in done.err  # the demo has already printed this warning
+    check_summary(done.out, 10)
     assert "  by level  " in done.out
     assert f"run directory: runs/{run.name}" in done.out
     assert "\x1b" not in done.out + done.err
@@ -65,33 +65,33 @@ async def test_in_a_pipe_it_says_what_it_will_do_runs_and_ends_with_the_table(tm
         assert all(task.id.startswith("held-out-") for task in reader.tasks())
 
 
-async def test_what_it_offers_works_when_pasted(tmp_path: Path) -> None:
+async def test_suggested_commands_work(tmp_path: Path) -> None:
     done = await rookery(*SMALL, cwd=tmp_path)
-    commands = offered(done.out)
+    commands = parse_suggestions(done.out)
     assert [command[1] for command in commands][-3:] == ["init", "run", "run"]
     shown = [command for command in commands if command[1] == "show"]
-    assert len(shown) >= 2  # the run, and at least one rollout of it
+    assert len(shown) >= 2  # the run and at least one of its rollouts
     for command in (*shown, *commands[-3:-1]):
         again = await rookery(*command[1:], cwd=tmp_path)
         assert again.code == 0, (command, again.err)
-    last = await rookery(*commands[-1][1:], "--dry-run", cwd=tmp_path)  # needs a server to run
+    last = await rookery(*commands[-1][1:], "--dry-run", cwd=tmp_path)  # the last one needs a model server
     assert last.code == 0, last.err
 
 
-async def test_on_a_terminal_it_has_colours_a_live_picture_and_fits(tmp_path: Path) -> None:
+async def test_demo_on_a_terminal_has_colours_and_live_progress_that_fits(tmp_path: Path) -> None:
     terminal = Terminal(*SMALL, cwd=tmp_path, COLUMNS="80")
     assert await terminal.end() == 0
     assert terminal.said.rindex(SHOW) > terminal.said.rindex(HIDE)
     assert "\x1b[1m" in terminal.said
     plain = click.unstyle(terminal.said.replace("\r\n", "\n"))
     table = plain[plain.rindex("arithmetic with embedded  finished") :]
-    is_the_table(table, 10)
+    check_summary(table, 10)
     before = plain[: plain.index("arithmetic with embedded: 5 tasks")]
     assert max(map(len, [*before.splitlines(), *table.splitlines()])) <= 80
 
 
-async def test_the_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
-    """As far as the policy goes: what its programs print is its own affair, and these have no clock in them."""
+async def test_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
+    """The policy is deterministic, and its programs do not read the clock."""
     sampled = []
     for seed in ("7", "7", "8"):
         done = await rookery("demo", "-n", "3", "-k", "2", "--seed", seed, "--json", cwd=tmp_path)
@@ -102,7 +102,7 @@ async def test_the_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-async def test_json_is_one_object_a_line_and_ends_with_the_summary(tmp_path: Path) -> None:
+async def test_demo_json_is_one_object_per_line_and_ends_with_the_summary(tmp_path: Path) -> None:
     done = await rookery(*SMALL, "--json", cwd=tmp_path)
     assert done.code == 0, done.err
     first, *_, last = done.events
@@ -125,11 +125,11 @@ async def test_json_is_one_object_a_line_and_ends_with_the_summary(tmp_path: Pat
         (["--policy", "x"], "no such option"),
     ],
 )
-async def test_wrong_input_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
+async def test_invalid_input_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
     (await rookery("demo", *args, cwd=tmp_path)).assert_refused(words)
 
 
-async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+async def test_unwritable_directory_is_reported_with_the_next_step(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("in the way")
     done = await rookery(*SMALL, cwd=tmp_path)
     assert done.code == 2
@@ -143,7 +143,7 @@ async def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_pat
     assert "run directory: elsewhere/" in again.out
 
 
-async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+async def test_interrupted_demo_is_exit_code_130_and_can_be_resumed(tmp_path: Path) -> None:
     async with start_command("demo", "-n", "2000", "-k", "8", cwd=tmp_path) as process:
         assert process.stderr is not None
         async with asyncio.timeout(SECONDS):
@@ -175,16 +175,16 @@ async def test_an_interrupt_is_exit_code_130_and_the_run_can_be_resumed(tmp_path
 # ---- sandboxes
 
 
-async def test_a_provider_that_isolates_is_taken_where_there_is_one(tmp_path: Path) -> None:
+async def test_demo_uses_a_provider_that_isolates(tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
-    plugin(plugins, "local", check="return []")  # on this path it goes before any other of its name
+    plugin(plugins, "local", check="return []")  # this path precedes other plug-ins of the same name
     done = await rookery("demo", "-n", "1", "-k", "1", cwd=tmp_path, PYTHONPATH=str(plugins))
     assert done.code == 0, done.err
     assert "sandbox  local: programs of the policy run isolated" in done.err
 
 
-def test_where_nothing_isolates_it_says_so_and_why() -> None:
+def test_demo_without_isolation_says_why() -> None:
     said = [click.unstyle(line) for line in _describe_sandbox(ProviderChoice(name="subprocess", isolated=False))]
     assert said[0] == "sandbox  subprocess, not isolated: programs of the policy run as your user"
     refused = ProviderChoice(
@@ -195,7 +195,7 @@ def test_where_nothing_isolates_it_says_so_and_why() -> None:
     assert len(said[1]) <= 120
 
 
-async def test_the_plan_is_shown_before_the_machine_is_probed(tmp_path: Path) -> None:
+async def test_plan_is_printed_before_the_machine_is_probed(tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     flag = tmp_path / "probed"
@@ -212,10 +212,10 @@ async def test_the_plan_is_shown_before_the_machine_is_probed(tmp_path: Path) ->
     assert "starting the runner processes" in done.err
 
 
-# ---- who runs it, and where
+# ---- users and installations
 
 
-async def test_an_ordinary_user_can_run_it(own_folder: tuple[Path, int]) -> None:
+async def test_unprivileged_user_can_run_the_demo(own_folder: tuple[Path, int]) -> None:
     folder, user = own_folder
     python = python_for(user)
     site = Path(click.__file__).parents[1]
@@ -232,12 +232,12 @@ async def test_an_ordinary_user_can_run_it(own_folder: tuple[Path, int]) -> None
     )
     done = await wait_for_end(process)
     assert done.code == 0, done.err
-    is_the_table(done.out, 5)
+    check_summary(done.out, 5)
     assert runs(folder)[0].stat().st_uid == user
 
 
 def _core() -> set[str]:
-    """Distributions that a core install brings: what rookery requires without extras, and what those require."""
+    """Return the distributions of an installation without extras."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -256,7 +256,7 @@ def _core() -> set[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    # Our own build backend, without isolation: nothing is fetched.
+    # Without build isolation, so that nothing is downloaded.
     command = [
         sys.executable,
         "-m",
@@ -273,7 +273,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_policy_and_is_small(wheel: Path) -> None:
+def test_wheel_contains_the_policy_and_is_small(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "rookery/upstreams/embedded/policy.safetensors" in names
@@ -281,11 +281,9 @@ def test_the_wheel_holds_the_policy_and_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 3_000_000
 
 
-async def test_the_wheel_in_an_empty_environment_outside_of_the_checkout_runs_it(
-    wheel: Path, tmp_path: Path
-) -> None:
-    """The environment is made without network: pip of this one installs the wheel into it, without dependencies;
-    those of a core install, and no others, are linked in from here."""
+async def test_installed_wheel_runs_the_demo_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """Create the environment without a network: install the wheel without dependencies and link those of a core
+    installation from this environment."""
     home = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
@@ -302,8 +300,10 @@ async def test_the_wheel_in_an_empty_environment_outside_of_the_checkout_runs_it
     assert Path(where.out.strip()).is_relative_to(site)
     done = await _ended(home / "bin" / "rookery", "demo", "-n", "2", "-k", "2", cwd=elsewhere)
     assert done.code == 0, done.err
-    is_the_table(done.out, 4)
-    assert f"  {home / 'bin' / 'rookery'} show runs/{runs(elsewhere)[0].name}" in done.out  # it is not on PATH
+    check_summary(done.out, 4)
+    assert (
+        f"  {home / 'bin' / 'rookery'} show runs/{runs(elsewhere)[0].name}" in done.out
+    )  # the program is not on PATH
 
 
 async def _ended(*command: str | Path, cwd: Path) -> CommandResult:
@@ -319,7 +319,7 @@ async def _ended(*command: str | Path, cwd: Path) -> CommandResult:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose `rookery` and `python` only say that they were called."""
+    """A checkout whose `rookery` and `python` only log their calls."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -331,7 +331,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def _make(folder: Path, *args: str) -> str:
-    # Not as a part of the make that may have started the tests.
+    # Ignore the variables of a make that may have started the tests.
     env = {
         name: value for name, value in environ().items() if not name.startswith(("MAKE", "MFLAGS", "DEMO_ARGS"))
     }
@@ -350,7 +350,7 @@ def test_make_demo_installs_the_core_once_and_passes_options_on(checkout: Path) 
     assert "pip install" in _make(checkout)
 
 
-def test_what_the_tests_install_is_enough_for_make_demo(checkout: Path) -> None:
+def test_make_demo_uses_the_installation_of_the_tests(checkout: Path) -> None:
     stamp = checkout / ".venv" / ".installed"
     stamp.touch()
     later = (checkout / "pyproject.toml").stat().st_mtime + 10

@@ -1,4 +1,4 @@
-"""`rookery doctor`: what this machine can isolate, proven; what is missing, and what would add it."""
+"""`rookery doctor`: proof of isolation, missing features and fixes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ABOUT = {"overlay": True, "unified": "/u/rookery", "v1": {}, "v2": ["cpu", "memo
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
+def test_doctor_proves_isolation_and_exits_with_0(tmp_path: Path) -> None:
     done = run_cli("doctor", cwd=tmp_path)
     assert done.code == 0, done.out
     assert "proof     a local sandbox was created in" in done.out
@@ -31,7 +31,7 @@ def test_where_boxes_work_it_proves_it_and_ends_with_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_json_is_one_object_that_says_the_same(tmp_path: Path) -> None:
+def test_doctor_json_has_the_same_content(tmp_path: Path) -> None:
     done = run_cli("doctor", "--json", cwd=tmp_path)
     (found,) = done.events
     assert (found["isolated"], found["provider"], found["exit_code"], done.code) == (True, "local", 0, 0)
@@ -46,7 +46,7 @@ def test_json_is_one_object_that_says_the_same(tmp_path: Path) -> None:
     assert {check["status"] for check in found["checks"]} <= {"ok", "weaker", "missing", "info"}
 
 
-def test_where_nothing_isolates_it_says_why_and_what_would_help_and_ends_with_3(
+def test_doctor_without_isolation_suggests_fixes_and_exits_with_3(
     tmp_path: Path, without_isolation: tuple[str, ...]
 ) -> None:
     done = run_cli("doctor", cwd=tmp_path, before=without_isolation)
@@ -61,7 +61,7 @@ def test_where_nothing_isolates_it_says_why_and_what_would_help_and_ends_with_3(
     assert "sysctl -w" in next(one["why"] for one in found["providers"] if one["name"] == "local")
 
 
-def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
+def test_doctor_checks_providers_of_other_packages(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
     plugin(plugins, "walled", check="return []")
@@ -78,7 +78,7 @@ def test_a_provider_of_another_package_is_proven_too(tmp_path: Path, without_iso
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_an_ordinary_user_is_told_what_is_weaker(
+def test_doctor_shows_an_unprivileged_user_what_is_weaker(
     own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, user = own_folder
@@ -93,12 +93,12 @@ def test_an_ordinary_user_is_told_what_is_weaker(
     assert list(folder.iterdir()) == []
 
 
-async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+async def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     (await rookery("doctor", "everything", cwd=tmp_path)).assert_refused("unexpected extra argument")
     (await rookery("doctor", "--fix", cwd=tmp_path)).assert_refused("no such option")
 
 
-def test_it_leaves_nothing(tmp_path: Path) -> None:
+def test_doctor_leaves_no_files(tmp_path: Path) -> None:
     before = set(cgroups_of(os.getpid()))
     run_cli("doctor", cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
@@ -108,7 +108,7 @@ def test_it_leaves_nothing(tmp_path: Path) -> None:
 # ---- the checks
 
 
-def test_every_check_that_is_not_fine_names_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_failed_check_has_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"overlay": False, "unified": "", "v1": {}, "v2": []}
     for user in (0, 1000):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
@@ -121,7 +121,7 @@ def test_every_check_that_is_not_fine_names_what_would_help(monkeypatch: pytest.
                 assert bool(check.fix) == (check.status in ("weaker", "missing")), check
 
 
-def test_what_a_machine_has_is_fine() -> None:
+def test_checks_of_available_features_pass() -> None:
     found = {check.name: check for check in machine_checks.run_checks(ProviderProof(about=ABOUT))}
     assert found["limit: memory"].status == "ok"
     assert found["limit: memory"].found == "cgroup v2 at /u/rookery"
@@ -136,7 +136,7 @@ def test_what_a_machine_has_is_fine() -> None:
     ],
 )
 @pytest.mark.usefixtures("local_sandboxes")
-def test_an_error_is_told_with_what_would_help(error: str, fix: str) -> None:
+def test_sandbox_error_is_reported_with_a_fix(error: str, fix: str) -> None:
     missing = [
         check for check in machine_checks.run_checks(ProviderProof(error=error)) if check.status == "missing"
     ]
@@ -154,7 +154,7 @@ def test_an_error_is_told_with_what_would_help(error: str, fix: str) -> None:
         ("odd", "missing"),
     ],
 )
-def test_kernels_that_are_too_old_are_told(release: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_kernels_are_reported(release: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Name:
         sysname = "Linux"
         machine = "x86_64"

@@ -1,4 +1,4 @@
-"""`rookery exec`: one command in a sandbox, its output, its exit code, and nothing left of it."""
+"""`rookery exec`: output, exit codes, consent and cleanup of one command in a sandbox."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ __all__ = ["local_sandboxes", "own_folder", "without_isolation"]
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of every command go here; none may be left."""
+    """Directory for temporary files of commands; it must be empty after the test."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -49,13 +49,13 @@ def result(done: CommandResult) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_output_passes_through_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+def test_output_and_exit_code_are_those_of_the_command(tmp_path: Path) -> None:
     done = run_cli("exec", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (7, "out\n", "err\n")
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_it_really_is_a_box(tmp_path: Path) -> None:
+def test_command_runs_in_an_isolated_sandbox(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
     done = run_cli("exec", "--", "sh", "-c", f"pwd; cat {secret}; ls /sys /root", cwd=tmp_path)
@@ -64,7 +64,7 @@ def test_it_really_is_a_box(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> None:
+def test_input_and_output_are_streamed_while_the_command_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "exec", "--", "cat"],
         cwd=tmp_path,
@@ -74,7 +74,7 @@ def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> No
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for word in (b"one\n", b"two\n"):  # each comes back before the next is sent
+        for word in (b"one\n", b"two\n"):  # each line is echoed before the next one is sent
             process.stdin.write(word)
             process.stdin.flush()
             assert process.stdout.readline() == word
@@ -84,7 +84,7 @@ def test_input_is_streamed_in_and_output_out_while_it_runs(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_bytes_pass_unchanged_in_any_amount(tmp_path: Path) -> None:
+def test_bytes_pass_unchanged(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     done = subprocess.run(
         [*COMMAND, "exec", "--", "cat"], input=data, capture_output=True, env=environ(), check=True
@@ -93,13 +93,13 @@ def test_bytes_pass_unchanged_in_any_amount(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_what_does_not_read_its_input_ends_all_the_same(tmp_path: Path) -> None:
+def test_command_that_does_not_read_its_input_ends(tmp_path: Path) -> None:
     done = run_cli("exec", "--", "true", cwd=tmp_path, stdin=b"x" * (4 << 20))
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Path) -> None:
+def test_closed_standard_streams_do_not_affect_the_command(tmp_path: Path) -> None:
     for shut in ("0<&-", "1>&-", "2>&-"):
         line = [*("sh", "-c", f'exec "$@" {shut}', "sh"), *COMMAND, "exec", "--", "sh", "-c", "cat; exit 3"]
         done = subprocess.run(line, env=environ(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -121,14 +121,14 @@ def test_closed_standard_streams_are_none_of_the_commands_business(tmp_path: Pat
         (["sh", "-c", "exit 4"], 4, ""),
     ],
 )
-def test_how_it_ended_is_the_exit_code(args: list[str], code: int, words: str, tmp_path: Path) -> None:
+def test_exit_code_says_how_the_command_ended(args: list[str], code: int, words: str, tmp_path: Path) -> None:
     done = run_cli("exec", *args, cwd=tmp_path)
     assert done.code == code, done.err
     assert words in done.err
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_a_command_that_runs_out_of_memory_is_137(tmp_path: Path) -> None:
+def test_command_over_its_memory_limit_exits_with_137(tmp_path: Path) -> None:
     from rookery.sandbox_runtime import cgroups
 
     manager = cgroups.find_cgroups()
@@ -156,11 +156,11 @@ def test_a_command_that_runs_out_of_memory_is_137(tmp_path: Path) -> None:
         (ExecResult(status="lost"), 125),
     ],
 )
-def test_every_way_to_end_has_its_exit_code(ending: ExecResult, code: int) -> None:
+def test_every_status_has_its_exit_code(ending: ExecResult, code: int) -> None:
     assert get_exit_code(ending) == code
 
 
-def test_no_way_to_end_was_forgotten() -> None:
+def test_all_statuses_are_tested() -> None:
     from typing import get_args
 
     for status in get_args(ExecStatus):
@@ -171,7 +171,7 @@ def test_no_way_to_end_was_forgotten() -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_json_is_the_last_line_and_says_it_all(tmp_path: Path) -> None:
+def test_exec_json_is_the_last_line_and_complete(tmp_path: Path) -> None:
     done = run_cli("exec", "--json", "--", "sh", "-c", "echo out; echo err >&2; exit 7", cwd=tmp_path)
     assert done.code == 7
     assert done.err == ""
@@ -192,14 +192,14 @@ def test_json_is_the_last_line_and_says_it_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_json_keeps_head_and_tail_and_counts_what_was_dropped(tmp_path: Path) -> None:
+def test_json_contains_head_and_tail_and_counts_dropped_bytes(tmp_path: Path) -> None:
     done = run_cli("exec", "--json", "--output", "10", "--", "sh", "-c", "printf 0123456789abcdef", cwd=tmp_path)
     found = result(done)
     assert (found["stdout"], found["dropped"]) == ("01234bcdef", {"stdout": 6, "stderr": 0})
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_no_output_can_break_the_line(tmp_path: Path) -> None:
+def test_json_result_is_one_line_for_any_output(tmp_path: Path) -> None:
     text = "a\nb\r\u2028c\u0085\x1b[2J"
     done = run_cli("exec", "--json", "--", "cat", cwd=tmp_path, stdin=text.encode() + b"\xff\x00")
     assert len(done.out.splitlines()) == 1
@@ -210,11 +210,11 @@ def test_no_output_can_break_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_the_default_is_the_best_that_isolates(tmp_path: Path) -> None:
+def test_default_provider_is_the_best_that_isolates(tmp_path: Path) -> None:
     assert result(run_cli("exec", "--json", "--", "true", cwd=tmp_path))["provider"] == "local"
 
 
-def test_naming_one_that_does_not_isolate_is_consent_and_is_said_once(tmp_path: Path) -> None:
+def test_naming_a_provider_without_isolation_is_consent_and_warns_once(tmp_path: Path) -> None:
     done = run_cli("exec", "--provider", "subprocess", "--", "sh", "-c", "echo hi; exit 3", cwd=tmp_path)
     assert (done.code, done.out) == (3, "hi\n")
     assert done.err.startswith("warning: subprocess sandboxes do not isolate")
@@ -223,7 +223,7 @@ def test_naming_one_that_does_not_isolate_is_consent_and_is_said_once(tmp_path: 
     assert (result(by_variable)["provider"], result(by_variable)["isolated"]) == ("subprocess", False)
 
 
-def test_where_nothing_isolates_it_is_refused_with_what_to_do(
+def test_exec_without_isolation_is_refused_with_the_next_step(
     tmp_path: Path, without_isolation: tuple[str, ...]
 ) -> None:
     done = run_cli("exec", "--", "true", cwd=tmp_path, before=without_isolation)
@@ -234,9 +234,7 @@ def test_where_nothing_isolates_it_is_refused_with_what_to_do(
     assert "--unsafe" in result(done)["detail"]
 
 
-def test_with_consent_it_runs_without_isolation_and_says_so(
-    tmp_path: Path, without_isolation: tuple[str, ...]
-) -> None:
+def test_unsafe_runs_without_isolation_with_a_warning(tmp_path: Path, without_isolation: tuple[str, ...]) -> None:
     done = run_cli("exec", "--unsafe", "--", "sh", "-c", "exit 6", cwd=tmp_path, before=without_isolation)
     assert done.code == 6
     assert done.err.startswith("warning: subprocess sandboxes do not isolate")
@@ -245,12 +243,12 @@ def test_with_consent_it_runs_without_isolation_and_says_so(
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path) -> None:
+def test_unsafe_still_isolates_if_possible(tmp_path: Path) -> None:
     done = run_cli("exec", "--unsafe", "--json", "--", "true", cwd=tmp_path)
     assert (result(done)["provider"], done.err) == ("local", "")
 
 
-# ---- wrong input
+# ---- invalid input
 
 
 @pytest.mark.parametrize(
@@ -276,7 +274,7 @@ def test_consent_does_not_take_isolation_away_where_it_can_be_had(tmp_path: Path
         (["--nosuch", "--", "true"], "no such option"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
+def test_invalid_input_is_one_sentence_and_exit_code_125(args: list[str], words: str, tmp_path: Path) -> None:
     done = run_cli("exec", *args, cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     lines = [line for line in done.err.splitlines() if not line.startswith("warning: ")]
@@ -300,25 +298,25 @@ def test_wrong_input_is_one_sentence_and_125(args: list[str], words: str, tmp_pa
         ("0.5M", 1 << 19),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_is_parsed(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size
     assert Size().convert(format_size(size), None, None) == size
 
 
 @pytest.mark.parametrize("text", ["", "M", "1X", "1e9", "0x10", "1 2", "1KK", "--", "٣M", "1" * 40])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Size().convert(text, None, None)
 
 
-async def test_help_names_the_exit_codes(tmp_path: Path) -> None:
+async def test_exec_help_names_the_exit_codes(tmp_path: Path) -> None:
     done = await rookery("exec", "--help", cwd=tmp_path)
     assert done.code == 0
     for word in ("124", "137", "125", "--provider", "--image", "--unsafe", "--json"):
         assert word in done.out
 
 
-# ---- its end
+# ---- interrupts and cleanup
 
 
 async def _runs(process: asyncio.subprocess.Process) -> None:
@@ -332,7 +330,7 @@ TRAPPED = ("exec", "--", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 600 & e
 
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_an_interrupt_ends_the_command_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+async def test_interrupt_ends_the_command_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         process.send_signal(number)
@@ -343,7 +341,7 @@ async def test_an_interrupt_ends_the_command_and_leaves_nothing(number: signal.S
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_a_reader_that_went_away_ends_the_command(tmp_path: Path) -> None:
+async def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
     async with start_command("exec", "--", "yes", cwd=tmp_path) as process:
         assert process.stdout is not None
         await process.stdout.readline()
@@ -354,7 +352,7 @@ async def test_a_reader_that_went_away_ends_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_an_interrupt_is_heard_while_nobody_reads_the_output(tmp_path: Path) -> None:
+async def test_interrupt_works_while_the_output_is_not_read(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "exec", "--output", "1G", "--", "yes"], env=environ(), stdout=subprocess.PIPE
     )
@@ -370,7 +368,7 @@ async def test_an_interrupt_is_heard_while_nobody_reads_the_output(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_after_sigkill_the_next_reap_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
+async def test_reap_removes_leftovers_of_a_killed_exec(tmp_path: Path, scratch: Path) -> None:
     async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         (left,) = scratch.glob(f"{SCRATCH_PREFIX}*")
@@ -386,7 +384,7 @@ async def test_after_sigkill_the_next_reap_removes_what_is_left(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_after_sigkill_the_next_command_removes_what_is_left(tmp_path: Path, scratch: Path) -> None:
+async def test_next_exec_removes_leftovers_of_a_killed_one(tmp_path: Path, scratch: Path) -> None:
     async with start_command(*TRAPPED, cwd=tmp_path) as process:
         await _runs(process)
         process.kill()
@@ -397,11 +395,11 @@ async def test_after_sigkill_the_next_command_removes_what_is_left(tmp_path: Pat
     assert cgroups_of(process.pid) == []
 
 
-# ---- who runs it
+# ---- unprivileged users
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_an_ordinary_user_has_boxes_too(own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprivileged_user_can_run_exec(own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, user = own_folder
     monkeypatch.setenv("TMPDIR", str(folder))
     done = run_cli_as(user, "exec", "--json", "--", "sh", "-c", "id -u; cat; exit 9", cwd=folder, stdin=b"in")
@@ -411,11 +409,11 @@ def test_an_ordinary_user_has_boxes_too(own_folder: tuple[Path, int], monkeypatc
     assert list(folder.iterdir()) == []
 
 
-# ---- files of this machine
+# ---- uploads
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_uploaded_files_and_folders_are_in_the_working_folder_under_their_names(tmp_path: Path) -> None:
+def test_uploads_are_in_the_working_directory_under_their_names(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print(open('data/a').read())")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").write_text("from a file")
@@ -428,7 +426,7 @@ def test_uploaded_files_and_folders_are_in_the_working_folder_under_their_names(
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_an_upload_of_nothing_is_named_and_nothing_runs(tmp_path: Path) -> None:
+def test_missing_upload_is_refused_before_the_command_runs(tmp_path: Path) -> None:
     done = run_cli("exec", "--upload", "nowhere.py", "--", "echo", "ran", cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     assert "nowhere.py" in done.err
@@ -437,7 +435,7 @@ def test_an_upload_of_nothing_is_named_and_nothing_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_the_documented_examples_work_as_written(tmp_path: Path) -> None:
+def test_documented_exec_examples_work(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("print('main')")
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho $1")
@@ -456,7 +454,7 @@ def test_the_documented_examples_work_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("local_sandboxes")
 @pytest.mark.parametrize("name", ["no-such-program", "./no-such-program"])
-def test_a_program_that_does_not_exist_is_named(name: str, tmp_path: Path) -> None:
+def test_missing_program_is_reported(name: str, tmp_path: Path) -> None:
     done = run_cli("exec", "--", name, cwd=tmp_path)
     assert done.code == 127
     assert repr(name) in done.err
@@ -469,7 +467,7 @@ PAINT = ("sh", "-c", r"printf '\033[2Jred\r\nhidden\rshown \302\233 \377 \303\25
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_a_program_cannot_control_the_terminal_it_is_shown_on(tmp_path: Path) -> None:
+async def test_program_cannot_control_the_terminal(tmp_path: Path) -> None:
     terminal = Terminal("exec", "--", *PAINT, cwd=tmp_path)
     assert await terminal.end() == 0
     assert terminal.said.replace("\r\n", "\n") == "\\x1b[2Jred\nhidden\\rshown \\x9b \\xff é\\x07\n"
@@ -483,7 +481,7 @@ async def test_raw_output_passes_control_characters_to_the_terminal(tmp_path: Pa
 
 
 @given(st.lists(st.binary(max_size=6), max_size=8))
-def test_filtered_output_does_not_depend_on_how_it_was_cut(parts: list[bytes]) -> None:
+def test_filtered_output_does_not_depend_on_chunk_boundaries(parts: list[bytes]) -> None:
     filtered, whole = TerminalFilter(), TerminalFilter()
     shown = b"".join(filtered.feed(part) for part in parts) + filtered.feed(b"", final=True)
     assert shown == whole.feed(b"".join(parts), final=True)

@@ -1,4 +1,4 @@
-"""`rookery exec --allow`: named hosts are reached, the others are not, for root and for ordinary users."""
+"""`rookery exec --allow`: only named hosts are reachable, for root and for unprivileged users."""
 
 import http.server
 import threading
@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_what_is_allowed_is_reached_and_nothing_else(port: int, tmp_path: Path) -> None:
+def test_only_allowed_hosts_are_reachable(port: int, tmp_path: Path) -> None:
     url = f"http://localhost:{port}/"
     done = run_cli("exec", "--allow", f"localhost:{port}", "--", "python3", "-c", FETCH, url, cwd=tmp_path)
     assert (done.code, done.out) == (0, "hello\n"), done.err
@@ -47,7 +47,9 @@ def test_what_is_allowed_is_reached_and_nothing_else(port: int, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_hosts_work_for_an_unprivileged_user(
+    port: int, own_folder: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, user = own_folder
     monkeypatch.setenv("TMPDIR", str(folder))
     url = f"http://localhost:{port}/"
@@ -69,7 +71,7 @@ def test_it_takes_no_rights(port: int, own_folder: tuple[Path, int], monkeypatch
         (["--provider", "subprocess", "--allow", "a.invalid"], "cannot restrict the network"),
     ],
 )
-def test_what_cannot_be_allowed_is_one_sentence_and_125(args: list[str], words: str, tmp_path: Path) -> None:
+def test_invalid_allow_rule_is_one_sentence_and_exit_code_125(args: list[str], words: str, tmp_path: Path) -> None:
     done = run_cli("exec", *args, "--", "true", cwd=tmp_path)
     assert (done.code, done.out) == (125, "")
     (line,) = [line for line in done.err.splitlines() if not line.startswith("warning: ")]

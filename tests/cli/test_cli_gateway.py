@@ -1,4 +1,4 @@
-"""`rookery gateway`: the command in a process of its own, with real signals, and its words about wrong input."""
+"""`rookery gateway` as a process: sessions, signals and invalid input."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ OWN_KEY = "an-admin-key-of-our-own"
 
 @asynccontextmanager
 async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tuple[Any, str, str]]:
-    """The command, where it serves, and the admin key that it made up, if it did."""
+    """Start the gateway; yield its process, its URL and its generated admin key, if any."""
     temp = cwd / "temp"
     temp.mkdir(exist_ok=True)
     async with start_command("gateway", *args, "--port", "0", cwd=cwd, TMPDIR=str(temp), **env) as process:
@@ -42,9 +42,9 @@ async def serving(*args: str | Path, cwd: Path, **env: str) -> AsyncIterator[tup
             key = ""
             if KEY_ENV not in env:
                 line = (await process.stdout.readline()).decode()
-                told = re.fullmatch(rf"admin key: (\S{{32}}) \(set {KEY_ENV} to choose it\)\n", line)
-                assert told, line
-                key = told[1]
+                match = re.fullmatch(rf"admin key: (\S{{32}}) \(set {KEY_ENV} to choose it\)\n", line)
+                assert match, line
+                key = match[1]
         yield process, found[1], key
 
 
@@ -52,7 +52,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def registered(url: str, key: str, **wish: Any) -> dict[str, str]:
+async def create_session(url: str, key: str, **wish: Any) -> dict[str, str]:
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{url}/rollouts", json=wish, headers={"Authorization": f"Bearer {key}"}) as answer,
@@ -62,26 +62,26 @@ async def registered(url: str, key: str, **wish: Any) -> dict[str, str]:
         return found
 
 
-def api_of(seat: dict[str, str]) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=seat["base_url"], api_key=seat["secret"], max_retries=0)
+def open_client(session: dict[str, str]) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["secret"], max_retries=0)
 
 
-# --------------------------------------------------------------------------------------------------- serving
+# ---- serving
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_left(
+async def test_printed_admin_key_works_and_a_signal_ends_the_gateway(
     number: signal.Signals, server: ModelServer, tmp_path: Path
 ) -> None:
     args = ("--upstream", server.url, "--model", "m", "--record", "plain", "--shards", "2")
     async with serving(*args, cwd=tmp_path) as (process, url, key):
-        seat = await registered(url, key, id="a")
-        async with api_of(seat) as api:
+        session = await create_session(url, key, id="a")
+        async with open_client(session) as api:
             answer = await api.chat.completions.create(model="m", messages=HI)
             assert answer.choices[0].message.content == "42"
         shards = processes.list_children(process.pid)
         assert len(shards) == 2
-        for pid in shards:  # neither arguments nor environment say what only the admin may know
+        for pid in shards:  # neither arguments nor environment contain the admin key
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         process.send_signal(number)
@@ -93,12 +93,10 @@ async def test_the_key_that_it_tells_works_and_a_signal_ends_it_with_nothing_lef
 
 
 @pytest.mark.long
-async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
-    server: ModelServer, tmp_path: Path
-) -> None:
+async def test_signal_ends_the_gateway_during_hanging_calls(server: ModelServer, tmp_path: Path) -> None:
     server.default = Answer(hold=asyncio.Event())
     async with serving("--upstream", server.url, "--record", "plain", cwd=tmp_path) as (process, url, key):
-        async with api_of(await registered(url, key)) as api:
+        async with open_client(await create_session(url, key)) as api:
             call = asyncio.create_task(api.chat.completions.create(model="m", messages=HI, stream=True))
             await server.wait_for_requests(1)
             began = asyncio.get_running_loop().time()
@@ -112,12 +110,12 @@ async def test_a_signal_ends_it_with_calls_under_way_that_would_never_end(
     await server.wait_for_disconnects(1)
 
 
-async def test_a_key_from_the_environment_is_used_and_printed_nowhere(server: ModelServer, tmp_path: Path) -> None:
+async def test_admin_key_from_the_environment_is_not_printed(server: ModelServer, tmp_path: Path) -> None:
     args = ("--upstream", server.url, "--record", "plain")
     async with serving(*args, cwd=tmp_path, ROOKERY_GATEWAY_KEY=OWN_KEY) as (process, url, _):
-        seat = await registered(url, OWN_KEY)
+        session = await create_session(url, OWN_KEY)
         async with aiohttp.ClientSession() as http:
-            for key in ("", "wrong", seat["secret"]):
+            for key in ("", "wrong", session["secret"]):
                 headers = {"Authorization": f"Bearer {key}"}
                 async with http.get(f"{url}/rollouts", headers=headers) as answer:
                     assert answer.status == 401
@@ -128,14 +126,14 @@ async def test_a_key_from_the_environment_is_used_and_printed_nowhere(server: Mo
     assert OWN_KEY not in done.err
 
 
-async def test_what_is_kept_in_a_folder_is_there_at_the_next_start(server: ModelServer, tmp_path: Path) -> None:
+async def test_sessions_in_a_directory_survive_a_restart(server: ModelServer, tmp_path: Path) -> None:
     args = ("--upstream", server.url, "--record", "plain", "--folder", tmp_path / "kept")
-    seat: dict[str, str] = {}
+    session: dict[str, str] = {}
     for life in range(2):
         more = ("--shards", str(1 + life))
         async with serving(*args, *more, cwd=tmp_path, ROOKERY_GATEWAY_KEY=OWN_KEY) as (process, url, _):
-            seat = seat or await registered(url, OWN_KEY, id="a")
-            async with api_of(seat | {"base_url": f"{url}/v1/rollouts/a"}) as api:
+            session = session or await create_session(url, OWN_KEY, id="a")
+            async with open_client(session | {"base_url": f"{url}/v1/rollouts/a"}) as api:
                 await api.chat.completions.create(model="m", messages=HI)
             headers = {"Authorization": f"Bearer {OWN_KEY}"}
             async with aiohttp.ClientSession() as http, http.get(f"{url}/rollouts/a", headers=headers) as answer:
@@ -144,7 +142,7 @@ async def test_what_is_kept_in_a_folder_is_there_at_the_next_start(server: Model
             assert (await wait_for_end(process)).code == 0
 
 
-async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(tmp_path: Path) -> None:
+async def test_gateway_records_tokens_of_the_embedded_policy(tmp_path: Path) -> None:
     args = (
         "--upstream",
         "embedded",
@@ -156,9 +154,9 @@ async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(
         "http://there/",
     )
     async with serving(*args, cwd=tmp_path) as (process, url, key):
-        seat = await registered(url, key, id="a")
-        assert seat["base_url"] == "http://there/v1/rollouts/a"
-        async with api_of(seat | {"base_url": f"{url}/v1/rollouts/a"}) as api:
+        session = await create_session(url, key, id="a")
+        assert session["base_url"] == "http://there/v1/rollouts/a"
+        async with open_client(session | {"base_url": f"{url}/v1/rollouts/a"}) as api:
             await api.chat.completions.create(model="policy", messages=HI, max_tokens=4)
         headers = {"Authorization": f"Bearer {key}"}
         where = f"{url}/rollouts/a/trajectory"
@@ -170,11 +168,11 @@ async def test_tokens_are_recorded_with_the_embedded_policy_and_its_chat_format(
         assert (await wait_for_end(process)).code == 0
 
 
-async def test_another_role_is_another_model(server: ModelServer, tmp_path: Path) -> None:
+async def test_each_role_has_its_own_model(server: ModelServer, tmp_path: Path) -> None:
     async with ModelServer("I judge") as judge:
         args = ("--upstream", server.url, "--record", "plain", "--role", f"judge={judge.url}")
         async with serving(*args, cwd=tmp_path) as (process, url, key):
-            async with api_of(await registered(url, key)) as api:
+            async with open_client(await create_session(url, key)) as api:
                 for model, text in (("judge", "I judge"), ("policy", "42")):
                     answer = await api.chat.completions.create(model=model, messages=HI)
                     assert answer.choices[0].message.content == text
@@ -182,7 +180,7 @@ async def test_another_role_is_another_model(server: ModelServer, tmp_path: Path
             assert (await wait_for_end(process)).code == 0
 
 
-# ------------------------------------------------------------------------------------------------ wrong input
+# ---- invalid input
 
 URL = ("--upstream", "http://127.0.0.1:1")
 
@@ -221,7 +219,7 @@ URL = ("--upstream", "http://127.0.0.1:1")
         ((*URL, "extra"), "unexpected extra argument"),
     ],
 )
-async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
+async def test_invalid_server_options_are_one_sentence_and_exit_code_2(
     args: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     port = () if "--port" in args else ("--port", "0")
@@ -230,7 +228,7 @@ async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_port_in_use_and_a_folder_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+async def test_port_in_use_and_invalid_directory_are_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = await rookery("gateway", *URL, "--port", port, cwd=tmp_path, TMPDIR=str(tmp_path))
@@ -241,10 +239,10 @@ async def test_a_port_in_use_and_a_folder_that_cannot_be_are_one_sentence(tmp_pa
     assert os.listdir(tmp_path) == ["file"]
 
 
-# ----------------------------------------------------------------------------------------------- what is told
+# ---- help and docs
 
 
-async def test_the_help_names_every_option_and_the_environment_that_is_read(tmp_path: Path) -> None:
+async def test_help_names_every_option_and_variable(tmp_path: Path) -> None:
     done = await rookery("gateway", "--help", cwd=tmp_path)
     for parameter in command.params:
         assert isinstance(parameter, click.Option)
@@ -254,10 +252,10 @@ async def test_the_help_names_every_option_and_the_environment_that_is_read(tmp_
         assert name in done.out
 
 
-def test_the_docs_have_a_row_for_every_option_of_this_command() -> None:
+def test_docs_list_every_option_of_the_gateway() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     (section,) = re.findall(r"^## rookery gateway\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     rows = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    told = set(re.findall(r"`(--[a-z-]+)", rows))
-    assert told == {option for parameter in command.params for option in parameter.opts}
+    match = set(re.findall(r"`(--[a-z-]+)", rows))
+    assert match == {option for parameter in command.params for option in parameter.opts}
     assert f"`{KEY_ENV}`" in section

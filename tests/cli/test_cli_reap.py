@@ -1,4 +1,4 @@
-"""`rookery reap`: ends what dead owners left, and never what a live one holds."""
+"""`rookery reap` removes sandboxes of dead owners and never those of live ones."""
 
 import json
 import os
@@ -30,14 +30,14 @@ from rookery.sandboxes import Command, ProviderHome, open_provider
 async def main():
     home = ProviderHome(folder=Path(sys.argv[1]), run=Path(sys.argv[1]).parent.name)
     provider = open_provider(sys.argv[2], home)
-    boxes = [await provider.create(SandboxSpec(wall=600), attempt="a") for _ in range(2)]
-    running = await boxes[0].start(Command(argv=("sh", "-c", "echo up; sleep 600")))
+    sandboxes = [await provider.create(SandboxSpec(wall=600), attempt="a") for _ in range(2)]
+    running = await sandboxes[0].start(Command(argv=("sh", "-c", "echo up; sleep 600")))
     async for _ in running.output():
         break
     keeper = (await (await provider.keeper()).status())["pid"] if sys.argv[2] == "local" else 0
     print(keeper, flush=True)
     for line in sys.stdin:  # its loop stands still: it cleans nothing by itself
-        result = await boxes[1].exec(Command(argv=("echo", "alive")))
+        result = await sandboxes[1].exec(Command(argv=("echo", "alive")))
         print(result.stdout.decode().strip(), flush=True)
 
 asyncio.run(main())
@@ -45,7 +45,7 @@ asyncio.run(main())
 
 
 class Owner:
-    """A process that holds two sandboxes of a run."""
+    """A process that owns two sandboxes of a run."""
 
     def __init__(self, run: Path, provider: str = "local") -> None:
         self.folder = run / "sandboxes"
@@ -61,7 +61,7 @@ class Owner:
         self.keeper = int(self.process.stdout.readline())
 
     def alive(self) -> bool:
-        """Whether its other sandbox still runs commands."""
+        """Return True if its second sandbox still runs commands."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -96,9 +96,7 @@ def owners(tmp_path: Path) -> Iterator[list[Owner]]:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_after_a_sigkill_of_owner_and_keeper_nothing_is_left_and_live_ones_stay(
-    tmp_path: Path, owners: list[Owner]
-) -> None:
+def test_reap_removes_sandboxes_of_a_killed_owner_and_keeps_live_ones(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [dead := Owner(tmp_path / "runs" / "dead"), live := Owner(tmp_path / "runs" / "live")]
     assert cgroups_of(dead.process.pid)
     dead.kill_both()
@@ -114,7 +112,7 @@ def test_after_a_sigkill_of_owner_and_keeper_nothing_is_left_and_live_ones_stay(
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_an_owner_that_died_alone_is_cleaned_after_too(tmp_path: Path, owners: list[Owner]) -> None:
+def test_reap_cleans_up_if_only_the_owner_died(tmp_path: Path, owners: list[Owner]) -> None:
     owners.append(dead := Owner(tmp_path / "runs" / "dead"))
     dead.kill()
     assert run_cli("reap", tmp_path / "runs", cwd=tmp_path).code == 0
@@ -123,7 +121,7 @@ def test_an_owner_that_died_alone_is_cleaned_after_too(tmp_path: Path, owners: l
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_one_run_is_enough_and_others_are_not_looked_at(tmp_path: Path, owners: list[Owner]) -> None:
+def test_reap_of_one_run_does_not_touch_others(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
     one.kill_both()
     other.kill_both()
@@ -134,8 +132,8 @@ def test_one_run_is_enough_and_others_are_not_looked_at(tmp_path: Path, owners: 
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, owners: list[Owner]) -> None:
-    """Whatever its leases say: the pids of another machine are not ours."""
+def test_reap_skips_live_runs_and_runs_of_other_machines(tmp_path: Path, owners: list[Owner]) -> None:
+    """Process IDs in the leases of another machine mean nothing here."""
     owners += [one := Owner(tmp_path / "runs" / "one"), other := Owner(tmp_path / "runs" / "other")]
     one.kill_both()
     other.kill_both()
@@ -152,7 +150,7 @@ def test_a_run_that_is_live_or_of_another_machine_is_left_alone(tmp_path: Path, 
     assert not one.folder.exists()
 
 
-def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]) -> None:
+def test_reap_removes_subprocess_sandboxes(tmp_path: Path, owners: list[Owner]) -> None:
     owners += [
         dead := Owner(tmp_path / "runs" / "dead", "subprocess"),
         live := Owner(tmp_path / "runs" / "live", "subprocess"),
@@ -162,7 +160,7 @@ def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]
     dead.process.send_signal(signal.SIGSTOP)
     for pid in guards:
         if processes.read_variable(pid, processes.COMMAND_VARIABLE) is None:
-            os.kill(pid, signal.SIGKILL)  # the guards: nobody cleans now
+            os.kill(pid, signal.SIGKILL)  # kill the guards, so that nothing else cleans up
     dead.kill()
     done = run_cli("reap", cwd=tmp_path)
     assert "runs/dead: ended 2 sandboxes" in done.out
@@ -171,7 +169,7 @@ def test_subprocess_sandboxes_are_reaped_too(tmp_path: Path, owners: list[Owner]
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path, owners: list[Owner]) -> None:
+def test_reap_ends_an_overdue_sandbox_of_a_live_owner(tmp_path: Path, owners: list[Owner]) -> None:
     owners.append(owner := Owner(tmp_path / "runs" / "late"))
     late = time.time() + leases.LEASE_SECONDS + 1
     busy = [lease.id for lease in leases.read_leases(owner.folder) if leases.find_marked(f"late/{lease.id}")]
@@ -181,7 +179,7 @@ def test_a_box_that_is_overdue_is_ended_although_its_owner_lives(tmp_path: Path,
     assert owner.alive()
 
 
-def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
+def test_reap_with_nothing_to_do_exits_with_0(tmp_path: Path) -> None:
     done = run_cli("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert (done.code, done.out, done.err) == (0, "nothing to remove in runs\n", "")
     found = json.loads(run_cli("reap", "--json", cwd=tmp_path, TMPDIR=str(tmp_path)).out)
@@ -193,25 +191,25 @@ def test_nothing_to_do_is_said_and_fine(tmp_path: Path) -> None:
     )
 
 
-async def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+async def test_invalid_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     (await rookery("reap", "nowhere", cwd=tmp_path)).assert_refused("nowhere does not exist")
     (await rookery("reap", "a", "b", cwd=tmp_path)).assert_refused("unexpected extra argument")
     (tmp_path / "file").write_text("")
     (await rookery("reap", "file", cwd=tmp_path)).assert_refused("no directory file")
 
 
-def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
-    """A folder of sandboxes may be somebody's own, with odd things in it."""
+def test_reap_does_not_change_directories_that_are_not_runs(tmp_path: Path) -> None:
+    """A directory named sandboxes may belong to the user and contain anything."""
     for name in ("mine", "sand/sandboxes"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    place = tmp_path / "runs" / "sand" / "sandboxes"
-    (place / "castle.txt").write_text("kept")
-    (place / "keeper-of-the-keys").mkdir()
-    (place / "keeper-1x-a").mkdir()
-    (place / "leases").mkdir()
-    (place / "leases" / "broken.json").write_text("{")
-    evil = leases.create_lease("../../mine", "r", "a", "subprocess", place)
-    (place / "leases" / "evil.json").write_bytes(json.dumps(_plain(evil) | {"owner_started": 1}).encode())
+    folder = tmp_path / "runs" / "sand" / "sandboxes"
+    (folder / "castle.txt").write_text("kept")
+    (folder / "keeper-of-the-keys").mkdir()
+    (folder / "keeper-1x-a").mkdir()
+    (folder / "leases").mkdir()
+    (folder / "leases" / "broken.json").write_text("{")
+    evil = leases.create_lease("../../mine", "r", "a", "subprocess", folder)
+    (folder / "leases" / "evil.json").write_bytes(json.dumps(_plain(evil) | {"owner_started": 1}).encode())
     before = sorted(tmp_path.rglob("*"))
     done = run_cli("reap", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.code == 0, done.err
@@ -227,16 +225,16 @@ def _plain(lease: leases.Lease) -> dict[str, object]:
 # ---- the reaper itself
 
 
-def test_a_keepers_folder_of_a_live_owner_is_not_touched(tmp_path: Path) -> None:
-    place = tmp_path / f"keeper-{os.getpid()}-abc"
-    place.mkdir()
+def test_keeper_directory_of_a_live_owner_is_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / f"keeper-{os.getpid()}-abc"
+    folder.mkdir()
     assert reap_keepers(tmp_path) == []
-    os.utime(place, (1, 1))  # older than the process that has the number now: another had it
-    assert reap_keepers(tmp_path) == [place.name]
-    assert not place.exists()
+    os.utime(folder, (1, 1))  # older than the process with this ID, so another process created it
+    assert reap_keepers(tmp_path) == [folder.name]
+    assert not folder.exists()
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_reap_does_not_follow_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")
     folder = tmp_path / "sandboxes"
@@ -246,7 +244,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "file").exists()
 
 
-def test_groups_are_removed_where_the_keeper_noted_them_and_only_empty_ones(tmp_path: Path) -> None:
+def test_only_empty_cgroups_that_the_keeper_recorded_are_removed(tmp_path: Path) -> None:
     import msgspec
 
     groups = tmp_path / "rookery"
@@ -256,19 +254,19 @@ def test_groups_are_removed_where_the_keeper_noted_them_and_only_empty_ones(tmp_
     assert sorted(path.name for path in groups.iterdir()) == ["7-aa-2", "7-bb-1"]
     assert remove_cgroups("", [str(groups)], seconds=0.0) == 0
     (groups / "7-aa-2" / "busy").rmdir()
-    place = tmp_path / "keeper-999999999-a"
-    place.mkdir()
+    folder = tmp_path / "keeper-999999999-a"
+    folder.mkdir()
     elsewhere = tmp_path / "other"
     (elsewhere / "7-aa-9").mkdir(parents=True)
-    (place / CGROUPS_FILE).write_bytes(
+    (folder / CGROUPS_FILE).write_bytes(
         msgspec.json.encode(KeeperCgroups("7-aa-", [str(groups), str(elsewhere), ""]))
     )
-    assert reap_keepers(tmp_path) == [place.name]
+    assert reap_keepers(tmp_path) == [folder.name]
     assert [path.name for path in groups.iterdir()] == ["7-bb-1"]
     assert (elsewhere / "7-aa-9").exists(), "no control group is called so"
 
 
-def test_a_scratch_folder_is_its_holders_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_directory_is_kept_until_its_holder_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rookery.sandboxes.reaper import reap_scratch
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

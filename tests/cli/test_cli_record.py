@@ -1,4 +1,4 @@
-"""`rookery run`: the kind of its upstream, its replicas, and how turns are recorded. The command, as a process."""
+"""`rookery run` as a process: upstream kinds, replicas and record modes."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ HERE = {"PYTHONPATH": f"{SRC}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def turns_of(folder: Path) -> list[list[Turn]]:
-    """By rollout."""
+    """Return the recorded turns by rollout."""
     with RunReader(folder) as reader:
         return [list(reader.turns(rollout)) for rollout in reader.each()]
 
@@ -39,7 +39,7 @@ def sampling(server: StandinServer) -> list[dict[str, Any]]:
 
 
 def shown(out: str) -> dict[str, tuple[str, str]]:
-    """Of a dry run: by name, the value and where it is from."""
+    """Parse the output of a dry run: value and origin by name."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if re.match(r"\S+\s{2,}\S", line)]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) >= 3}
 
@@ -48,7 +48,7 @@ def shown(out: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("record", ["tokens", "messages", "plain"])
-async def test_the_embedded_policy_is_recorded_as_asked_without_a_tokenizer(record: str, tmp_path: Path) -> None:
+async def test_embedded_policy_supports_all_record_modes_without_a_tokenizer(record: str, tmp_path: Path) -> None:
     done = await rookery(*RUN, "--policy", "embedded", "--record", record, cwd=tmp_path, **HERE)
     assert done.code == 0, done.err
     (folder,) = runs(tmp_path)
@@ -63,9 +63,7 @@ async def test_the_embedded_policy_is_recorded_as_asked_without_a_tokenizer(reco
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("record", ["tokens", "messages"])
-async def test_a_run_over_a_server_of_a_kind_asks_it_in_the_kinds_own_way(
-    kind: Any, record: str, tmp_path: Path
-) -> None:
+async def test_run_uses_the_api_of_the_upstream_kind(kind: Any, record: str, tmp_path: Path) -> None:
     more = ("--renderer", "embedded") if record == "tokens" else ("--record", record)
     async with standin_process(kind, weights=None) as server:
         done = await rookery(*RUN, "--policy", server.root, "--upstream-kind", kind, *more, cwd=tmp_path, **HERE)
@@ -79,7 +77,7 @@ async def test_a_run_over_a_server_of_a_kind_asks_it_in_the_kinds_own_way(
 # ---- replicas
 
 
-async def test_repeated_policies_are_replicas_and_all_of_them_get_work(tmp_path: Path) -> None:
+async def test_repeated_policies_are_replicas_that_all_get_calls(tmp_path: Path) -> None:
     async with standin_process("vllm", weights=None) as one, standin_process("vllm", weights=None) as two:
         done = await rookery(
             *("run", "arithmetic", "-n", "8", "-k", "2", "--runners", "2", "-c", "16"),
@@ -92,7 +90,7 @@ async def test_repeated_policies_are_replicas_and_all_of_them_get_work(tmp_path:
     assert min(work) > 0
 
 
-async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_path: Path) -> None:
+async def test_killed_replica_costs_no_rollout(tmp_path: Path) -> None:
     async with standin_process("vllm", weights=None) as one, standin_process("vllm", weights=None) as two:
         command = (
             *("run", "arithmetic", "-n", "20", "-k", "2", "--runners", "2", "-c", "16", "--json"),
@@ -112,7 +110,7 @@ async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_
     assert all(turn.sampled for turns in rollouts for turn in turns)
 
 
-# ---- what is wrong
+# ---- invalid options
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ async def test_a_replica_that_is_killed_in_the_middle_costs_the_run_nothing(tmp_
         (("--policy", "embedded", "--upstream-kind", "vllm"), "'embedded'"),
     ],
 )
-async def test_what_cannot_work_is_one_sentence_and_nothing_starts(
+async def test_invalid_record_options_are_refused_before_the_start(
     options: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     done = await rookery(*RUN, *options, cwd=tmp_path, **HERE)
@@ -142,9 +140,7 @@ async def test_what_cannot_work_is_one_sentence_and_nothing_starts(
 
 
 @pytest.mark.parametrize(("option", "value"), [("--record", "everything"), ("--upstream-kind", "gpt")])
-async def test_a_word_that_is_no_choice_is_refused_with_those_there_are(
-    option: str, value: str, tmp_path: Path
-) -> None:
+async def test_invalid_choice_is_refused_with_the_valid_ones(option: str, value: str, tmp_path: Path) -> None:
     done = await rookery(*RUN, "--policy", "embedded", option, value, cwd=tmp_path, **HERE)
     assert done.code == 2
     assert repr(value) in done.err
@@ -154,7 +150,7 @@ async def test_a_word_that_is_no_choice_is_refused_with_those_there_are(
 # ---- the dry run
 
 
-async def test_a_dry_run_shows_the_kind_that_an_address_says_and_how_turns_are_recorded(tmp_path: Path) -> None:
+async def test_dry_run_shows_upstream_kind_and_record_mode(tmp_path: Path) -> None:
     done = await rookery(*RUN, "--policy", "embedded", "--dry-run", cwd=tmp_path, **HERE)
     rows = shown(done.out)
     assert done.code == 0
@@ -165,7 +161,7 @@ async def test_a_dry_run_shows_the_kind_that_an_address_says_and_how_turns_are_r
     assert (rows["record"], rows["renderer"]) == (("tokens", "command line"), ("embedded", "default"))
 
 
-async def test_the_kind_and_the_record_come_from_the_file_and_the_variables_too(tmp_path: Path) -> None:
+async def test_upstream_kind_and_record_mode_can_come_from_file_and_variables(tmp_path: Path) -> None:
     (tmp_path / "rookery.toml").write_text(
         '[run]\npolicy = ["http://127.0.0.1:9", "http://127.0.0.1:10"]\nupstream-kind = "sglang"\n'
         'renderer = "embedded"\n'
@@ -180,7 +176,7 @@ async def test_the_kind_and_the_record_come_from_the_file_and_the_variables_too(
 
 
 @pytest.mark.needs("tokenizers")
-async def test_a_tokenizer_means_tokens(tmp_path: Path) -> None:
+async def test_tokenizer_implies_record_tokens(tmp_path: Path) -> None:
     done = await rookery(
         *RUN,
         *("--policy", "http://127.0.0.1:9", "--upstream-kind", "vllm", "--tokenizer", TOKENIZERS / "qwen3"),
@@ -198,7 +194,7 @@ async def test_a_tokenizer_means_tokens(tmp_path: Path) -> None:
 # ---- resume
 
 
-async def test_a_resume_keeps_the_kind_the_replicas_and_the_record(tmp_path: Path) -> None:
+async def test_resume_keeps_upstream_kind_replicas_and_record_mode(tmp_path: Path) -> None:
     async with standin_process("vllm", weights=None) as one, standin_process("vllm", weights=None) as two:
         command = (
             *("run", "arithmetic", "-n", "10", "-k", "2", "--runners", "1", "-c", "4"),
@@ -229,7 +225,7 @@ async def test_a_resume_keeps_the_kind_the_replicas_and_the_record(tmp_path: Pat
 # ---- the gateway
 
 
-async def test_a_gateway_before_the_embedded_policy_records_tokens_without_a_tokenizer(tmp_path: Path) -> None:
+async def test_gateway_with_the_embedded_policy_needs_no_tokenizer(tmp_path: Path) -> None:
     command = ("gateway", "--upstream", "embedded", "--record", "tokens", "--port", "0")
     async with start_command(*command, cwd=tmp_path, **HERE) as process:
         assert process.stdout is not None
@@ -240,7 +236,7 @@ async def test_a_gateway_before_the_embedded_policy_records_tokens_without_a_tok
         assert (await wait_for_end(process)).code == 0
 
 
-async def test_a_gateway_that_cannot_record_tokens_says_so_before_it_serves(tmp_path: Path) -> None:
+async def test_gateway_that_cannot_record_tokens_is_refused_at_the_start(tmp_path: Path) -> None:
     command = ("gateway", "--upstream", "http://127.0.0.1:9", "--record", "tokens", "--port", "0")
     (await rookery(*command, cwd=tmp_path, **HERE)).assert_refused("give its tokenizer")
     (await rookery(*command, "--renderer", "qwen9", cwd=tmp_path, **HERE)).assert_refused("'qwen9'")

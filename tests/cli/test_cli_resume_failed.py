@@ -75,7 +75,7 @@ async def test_failed_rollouts_run_again_and_count_once(here: Path, server: Mode
     assert nothing.code == 0
 
 
-async def test_a_cause_chooses_which_failed_rollouts_run_again(here: Path, server: ModelServer) -> None:
+async def test_cause_selects_the_failed_rollouts_to_run_again(here: Path, server: ModelServer) -> None:
     run = await failed_run(here, server, boom=(2,))
     again = await rookery("resume", run, "--failed", "--cause", "upstream", "--json", cwd=here)
     assert again.code == 3, again.err
@@ -102,7 +102,7 @@ async def test_rollouts_that_fail_again_keep_every_record(here: Path, server: Mo
             assert [len(reader.earlier(one)) for one in ("2.0", "2.1", "1.0")] == [tries, tries, 0]
 
 
-async def test_an_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_one(
+async def test_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_resume(
     here: Path, server: ModelServer
 ) -> None:
     run = await failed_run(here, server)
@@ -120,7 +120,7 @@ async def test_an_interrupted_resume_of_failed_rollouts_is_finished_by_a_plain_o
         assert [len(reader.earlier(name)) for name in ("1.0", "1.1")] == [1, 1]
 
 
-async def test_rows_that_are_no_valid_task_are_not_run_again(here: Path, server: ModelServer) -> None:
+async def test_invalid_rows_are_not_run_again(here: Path, server: ModelServer) -> None:
     (here / "tasks.jsonl").write_text(
         '{"id": "good", "prompt": "sum", "answer": 42}\n{"id": "bad", "prompt": 7}\n'
     )
@@ -132,7 +132,7 @@ async def test_rows_that_are_no_valid_task_are_not_run_again(here: Path, server:
         assert reader.counts() == {"completed": 1, "task.invalid": 1}
 
 
-async def test_a_quarantined_task_runs_again(here: Path, server: ModelServer) -> None:
+async def test_resume_failed_runs_a_quarantined_task_again(here: Path, server: ModelServer) -> None:
     code = ENVIRONMENT.replace('raise ValueError("boom in scoring")', 'raise rookery.TaskError("broken tests")')
     (here / "sums.py").write_text(code)
     tasks(here, 2, boom=(1,))

@@ -1,4 +1,4 @@
-"""`rookery run` and `resume`: what they say, what they keep, how they end."""
+"""`rookery run` and `resume`: output, records, exit codes, signals."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def noisy(ctx):
 """
 
 
-async def test_a_run_without_failures_is_exit_code_0_and_sums_up(here: Path, server: ModelServer) -> None:
+async def test_successful_run_exits_with_0_and_prints_a_summary(here: Path, server: ModelServer) -> None:
     done = await rookery(*RUN, "--policy", server.url, "-k", "3", "--runners", "1", cwd=here)
     assert done.code == 0, done.err
     folder = runs(here)[0]
@@ -56,9 +56,7 @@ async def test_a_run_without_failures_is_exit_code_0_and_sums_up(here: Path, ser
         ]
 
 
-async def test_failed_rollouts_are_exit_code_3_named_and_in_no_denominator(
-    here: Path, server: ModelServer
-) -> None:
+async def test_failed_rollouts_are_exit_code_3_and_in_no_denominator(here: Path, server: ModelServer) -> None:
     tasks(here, 8, boom=(2, 5))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", cwd=here)
     assert done.code == 3
@@ -69,7 +67,7 @@ async def test_failed_rollouts_are_exit_code_3_named_and_in_no_denominator(
     assert f"rookery show runs/{runs(here)[0].name} 2.0" in done.out
 
 
-async def test_one_cause_is_named_a_few_times_then_counted(here: Path, server: ModelServer) -> None:
+async def test_repeated_cause_is_printed_a_few_times_then_counted(here: Path, server: ModelServer) -> None:
     tasks(here, 30, boom=tuple(range(30)))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "--breaker", "off", cwd=here)
     assert done.code == 3
@@ -78,7 +76,7 @@ async def test_one_cause_is_named_a_few_times_then_counted(here: Path, server: M
     assert "30  bug.scoring" in done.out
 
 
-async def test_the_breaker_stops_the_run_with_exit_code_4(here: Path, server: ModelServer) -> None:
+async def test_breaker_stops_the_run_with_exit_code_4(here: Path, server: ModelServer) -> None:
     tasks(here, 200, boom=tuple(range(200)))
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "-c", "4", cwd=here)
     assert done.code == 4
@@ -87,7 +85,7 @@ async def test_the_breaker_stops_the_run_with_exit_code_4(here: Path, server: Mo
     assert "rookery resume" in done.out
 
 
-async def test_json_is_one_object_a_line_whatever_the_environment_prints(here: Path, server: ModelServer) -> None:
+async def test_json_is_one_object_per_line_even_if_the_environment_prints(here: Path, server: ModelServer) -> None:
     (here / "noisy.py").write_text(NOISY)
     done = await rookery(
         "run", "noisy.py", "--policy", server.url, "-k", "2", "--runners", "0", "--json", cwd=here
@@ -108,7 +106,7 @@ async def test_json_is_one_object_a_line_whatever_the_environment_prints(here: P
     assert "a rollout prints" in done.err
 
 
-async def test_json_ends_with_the_error_where_nothing_started(here: Path) -> None:
+async def test_json_ends_with_the_error_if_the_run_did_not_start(here: Path) -> None:
     done = await rookery(*RUN, "--json", cwd=here)
     assert done.code == 2
     assert done.events[-1]["event"] == "error"
@@ -117,9 +115,7 @@ async def test_json_ends_with_the_error_where_nothing_started(here: Path) -> Non
     assert done.err.startswith("error: ")
 
 
-async def test_a_reader_of_the_events_that_goes_away_does_not_stop_the_run(
-    here: Path, server: ModelServer
-) -> None:
+async def test_closed_event_pipe_does_not_stop_the_run(here: Path, server: ModelServer) -> None:
     hold = asyncio.Event()
     server.default = Answer("42", hold=hold)
     async with start_command(*RUN, "--policy", server.url, "--runners", "0", "--json", cwd=here) as process:
@@ -134,7 +130,7 @@ async def test_a_reader_of_the_events_that_goes_away_does_not_stop_the_run(
         assert reader.counts() == {"completed": 4}
 
 
-async def test_a_key_reaches_the_server_and_nothing_else(here: Path, server: ModelServer) -> None:
+async def test_api_key_reaches_only_the_server(here: Path, server: ModelServer) -> None:
     run = (*RUN, "--policy", server.url.replace("http://", f"http://user:{KEY}@"), "--runners", "1")
     done = await rookery(*run, cwd=here)
     assert done.code == 0, done.err
@@ -149,7 +145,7 @@ async def test_a_key_reaches_the_server_and_nothing_else(here: Path, server: Mod
     assert KEY.encode() not in kept
 
 
-async def test_values_reach_the_server_and_the_environment(here: Path, server: ModelServer) -> None:
+async def test_options_reach_the_server_and_the_environment(here: Path, server: ModelServer) -> None:
     run = (
         *RUN,
         "--policy",
@@ -171,7 +167,7 @@ async def test_values_reach_the_server_and_the_environment(here: Path, server: M
     assert len(server.requests) == 1
 
 
-async def test_a_limit_of_turns_truncates(here: Path, server: ModelServer) -> None:
+async def test_limit_of_turns_truncates(here: Path, server: ModelServer) -> None:
     server.default = Answer(None, calls=[("add", '{"a": 1, "b": 2}')], finish="tool_calls")
     done = await rookery(*RUN, "--policy", server.url, "--runners", "0", "--limit-turns", "3", cwd=here)
     assert done.code == 0, done.err
@@ -181,7 +177,7 @@ async def test_a_limit_of_turns_truncates(here: Path, server: ModelServer) -> No
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("runners", ["0", "1"])
-async def test_an_interrupt_ends_cleanly_and_a_resume_finishes(
+async def test_interrupted_run_ends_cleanly_and_resume_finishes_it(
     here: Path, server: ModelServer, number: signal.Signals, code: int, runners: str
 ) -> None:
     hold = asyncio.Event()
@@ -210,7 +206,7 @@ async def test_an_interrupt_ends_cleanly_and_a_resume_finishes(
 
 
 async def recorded(here: Path, count: int) -> None:
-    """Returns when so many rollouts are committed; polls, since only the journal knows."""
+    """Wait until this many rollouts are in the journal."""
     while True:
         with RunReader(runs(here)[0]) as reader:
             if sum(reader.counts().values()) >= count:
@@ -218,7 +214,7 @@ async def recorded(here: Path, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path, server: ModelServer) -> None:
+async def test_second_interrupt_exits_at_once_and_leaves_no_process(here: Path, server: ModelServer) -> None:
     (here / "stubborn.py").write_text(
         "import asyncio, rookery\n\n\n@rookery.environment(tasks=['a'])\nasync def stubborn(ctx):\n"
         "    await ctx.policy.chat(ctx.task.prompt)\n    while True:\n        try:\n"
@@ -242,7 +238,7 @@ async def test_a_second_interrupt_ends_at_once_and_leaves_no_process(here: Path,
 
 
 def runners_of(supervisor: int) -> list[int]:
-    """Runner processes that say they belong to this supervisor."""
+    """Return the runner processes of this supervisor."""
     found = []
     for name in os.listdir("/proc"):
         try:
@@ -254,7 +250,7 @@ def runners_of(supervisor: int) -> list[int]:
     return found
 
 
-async def test_kill_9_loses_nothing_that_was_recorded(here: Path, server: ModelServer) -> None:
+async def test_sigkill_loses_no_recorded_rollout(here: Path, server: ModelServer) -> None:
     tasks(here, 12)
     hold = asyncio.Event()
     server.then(*[Answer("42")] * 5)
@@ -278,9 +274,7 @@ async def test_kill_9_loses_nothing_that_was_recorded(here: Path, server: ModelS
         assert reader.counts() == {"completed": 12}
 
 
-async def test_a_finished_run_says_so_and_its_exit_code_is_that_of_its_records(
-    here: Path, server: ModelServer
-) -> None:
+async def test_resume_of_a_finished_run_exits_by_its_records(here: Path, server: ModelServer) -> None:
     run = (*RUN, "--policy", server.url, "--runners", "0")
     assert (await rookery(*run, cwd=here)).code == 0
     done = await rookery("resume", "latest", cwd=here)
@@ -293,7 +287,7 @@ async def test_a_finished_run_says_so_and_its_exit_code_is_that_of_its_records(
     assert again.events[-1]["exit_code"] == 3
 
 
-async def test_a_module_is_found_again_from_another_folder(here: Path, server: ModelServer) -> None:
+async def test_resume_finds_the_module_from_another_directory(here: Path, server: ModelServer) -> None:
     package = here / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -314,7 +308,7 @@ async def test_a_module_is_found_again_from_another_folder(here: Path, server: M
 
 
 @pytest.mark.long
-async def test_a_resume_can_name_a_server_that_has_moved(here: Path) -> None:
+async def test_resume_accepts_a_new_server_url(here: Path) -> None:
     async with (
         ModelServer(Answer("42", hold=asyncio.Event())) as first,
         start_command(*RUN, "--policy", first.url, "--runners", "0", cwd=here) as process,
@@ -343,7 +337,7 @@ async def test_dry_run_shows_each_value_with_its_origin(here: Path, server: Mode
     assert done.code == 0, done.err
     (event,) = done.events
     values = plain(event["values"])
-    assert values["per-task"] == (2, "command line")  # over the variable, which is over the file
+    assert values["per-task"] == (2, "command line")  # overrides the variable, which overrides the file
     assert values["concurrency"] == (5, "$ROOKERY_CONCURRENCY")
     assert values["seed"] == (9, "rookery.toml")
     assert values["policy"] == ([server.url], "rookery.toml")
@@ -375,7 +369,7 @@ async def test_dry_run_starts_nothing(here: Path, server: ModelServer) -> None:
     assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == ["sums.py", "tasks.jsonl"]
 
 
-async def test_dry_run_says_what_would_keep_the_run_from_starting(here: Path) -> None:
+async def test_dry_run_reports_what_would_prevent_the_start(here: Path) -> None:
     done = await rookery(*RUN, "--dry-run", cwd=here)
     assert done.code == 2
     assert "4 tasks" in done.out
@@ -387,7 +381,7 @@ async def test_dry_run_says_what_would_keep_the_run_from_starting(here: Path) ->
     assert "cannot write into sums.py" in done.err
 
 
-async def test_a_message_that_nobody_reads_does_not_change_the_exit_code() -> None:
+async def test_closed_stderr_does_not_change_the_exit_code() -> None:
     script = (
         "import sys\n"
         "from rookery.cli.errors import run_with_exit_code\n"
@@ -404,9 +398,7 @@ async def test_a_message_that_nobody_reads_does_not_change_the_exit_code() -> No
         assert await process.wait() == 3
 
 
-async def test_nobody_reading_what_is_said_does_not_change_what_a_run_comes_to(
-    here: Path, server: ModelServer
-) -> None:
+async def test_closed_output_does_not_change_the_result_of_a_run(here: Path, server: ModelServer) -> None:
     tasks(here, 3, boom=(1,))
     read, write = os.pipe()
     os.close(read)
@@ -424,9 +416,7 @@ async def test_nobody_reading_what_is_said_does_not_change_what_a_run_comes_to(
         assert reader.status == "finished"
 
 
-async def test_options_of_the_model_servers_are_read_from_the_command_line_and_from_a_file(
-    here: Path, server: ModelServer
-) -> None:
+async def test_upstream_options_come_from_command_line_and_file(here: Path, server: ModelServer) -> None:
     (here / "rookery.toml").write_text("[run]\nwait-for-upstream = 7\nreplica-concurrency = 3\n")
     run = ("run", "arithmetic", "--policy", server.url)
     shown = await rookery(*run, "--dry-run", "--json", "--replica-concurrency", "5", cwd=here)

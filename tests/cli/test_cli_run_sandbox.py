@@ -1,4 +1,4 @@
-"""`rookery run` and its sandboxes: what they may be, where that is said, and what if nothing isolates."""
+"""`rookery run` and its sandboxes: settings, their origins, and machines without isolation."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from tests.servers import Answer, ModelServer, Request
 
 __all__ = ["local_sandboxes", "without_isolation"]
 
-BOXED = """
+SANDBOXED = """
 import rookery
 from rookery.core import SandboxSpec
 
@@ -31,8 +31,8 @@ from rookery.sandboxes.protocol import Command
 @rookery.tool
 async def shout(ctx: rookery.Context) -> str:
     \"\"\"Shouts.\"\"\"
-    box = await ctx.sandbox()
-    return (await box.exec(Command(argv=("sh", "-c", "echo HI; pwd")))).stdout.decode()
+    sandbox = await ctx.sandbox()
+    return (await sandbox.exec(Command(argv=("sh", "-c", "echo HI; pwd")))).stdout.decode()
 
 
 class Opens(rookery.ToolEnvironment):
@@ -50,7 +50,7 @@ def dry(folder: Path, *args: str, env: str = "sums.py", **more: Any) -> CommandR
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-def test_the_default_is_the_best_and_says_so(here: Path) -> None:
+def test_dry_run_shows_the_default_sandbox(here: Path) -> None:
     found = rows(dry(here))
     assert (found["sandbox"]["value"], found["sandbox"]["origin"], found["sandbox"]["note"]) == (
         "local",
@@ -60,25 +60,25 @@ def test_the_default_is_the_best_and_says_so(here: Path) -> None:
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "default")
 
 
-def test_command_line_over_variable_over_file_over_environment(here: Path) -> None:
-    (here / "boxed.py").write_text(BOXED)
+def test_command_line_overrides_variable_file_and_environment(here: Path) -> None:
+    (here / "sandboxed.py").write_text(SANDBOXED)
     (here / "rookery.toml").write_text('[run]\nsandbox = "subprocess"\nnetwork = "model"\n')
-    found = rows(dry(here, "--network", "none", env="boxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some"))
+    found = rows(dry(here, "--network", "none", env="sandboxed.py", ROOKERY_NETWORK="allow", ROOKERY_IMAGE="some"))
     assert (found["sandbox"]["value"], found["sandbox"]["origin"]) == ("subprocess", "rookery.toml")
     assert found["sandbox"]["note"] == "not isolated: programs run as your user"
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("none", "command line")
     assert (found["sandbox.image"]["value"], found["sandbox.image"]["origin"]) == ("some", "$ROOKERY_IMAGE")
     assert (found["sandbox.pids"]["value"], found["sandbox.pids"]["origin"]) == (50, "environment's code")
-    found = rows(dry(here, env="boxed.py", ROOKERY_NETWORK="allow"))
+    found = rows(dry(here, env="sandboxed.py", ROOKERY_NETWORK="allow"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("allow", "$ROOKERY_NETWORK")
-    found = rows(dry(here, env="boxed.py"))
+    found = rows(dry(here, env="sandboxed.py"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("model", "rookery.toml")
     (here / "rookery.toml").unlink()
-    found = rows(dry(here, "--sandbox", "subprocess", env="boxed.py"))
+    found = rows(dry(here, "--sandbox", "subprocess", env="sandboxed.py"))
     assert (found["sandbox.network"]["value"], found["sandbox.network"]["origin"]) == ("all", "environment's code")
 
 
-def test_the_table_of_the_file_says_all_that_a_sandbox_is(here: Path) -> None:
+def test_sandbox_table_of_the_file_sets_all_fields(here: Path) -> None:
     table = '[run.sandbox]\nprovider = "subprocess"\nmemory = 1073741824\nallow = ["a.example"]\n'
     (here / "rookery.toml").write_text(f"[run]\nunsafe = true\n{table}")
     found = rows(dry(here))
@@ -104,7 +104,7 @@ def test_the_table_of_the_file_says_all_that_a_sandbox_is(here: Path) -> None:
         (["--sandbox", "subprocess", "--network", "model"], "cannot restrict the network"),
     ],
 )
-def test_what_cannot_be_is_said_before_the_start(args: list[str], words: str, here: Path) -> None:
+def test_invalid_sandbox_options_are_refused_before_the_start(args: list[str], words: str, here: Path) -> None:
     fixed = ("--tasks", "tasks.jsonl", "--policy", "http://localhost:9/v1")
     done = run_cli("run", "sums.py", *fixed, *args, cwd=here)
     done.assert_refused(*words.split(" ... "))
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_said_before_the_start(args: list[str], words: str, he
         ("[run.sandbox]\nprovder = 'x'", "provder"),
     ],
 )
-def test_a_file_that_cannot_be_is_named_with_its_key(text: str, words: str, here: Path) -> None:
+def test_invalid_sandbox_table_is_reported_with_its_key(text: str, words: str, here: Path) -> None:
     (here / "rookery.toml").write_text(f"[run]\n{text}\n")
     run_cli("run", "sums.py", "--policy", "http://localhost:9/v1", cwd=here).assert_refused("rookery.toml", words)
 
@@ -149,7 +149,7 @@ def config(folder: Path) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("local_sandboxes")
-async def test_a_run_has_boxes_by_default_and_its_config_says_which(here: Path) -> None:
+async def test_run_uses_sandboxes_by_default_and_records_the_provider(here: Path) -> None:
     async with ModelServer(_shouts) as server:
         done = await run(here, server)
         seen = [
@@ -161,7 +161,7 @@ async def test_a_run_has_boxes_by_default_and_its_config_says_which(here: Path) 
     assert config(here).sandbox.provider == "local"
 
 
-async def test_one_that_was_named_is_used_and_the_run_says_that_it_does_not_isolate(here: Path) -> None:
+async def test_named_provider_without_isolation_is_used_with_a_warning(here: Path) -> None:
     async with ModelServer(_shouts) as server:
         done = await run(here, server, "--sandbox", "subprocess")
     assert done.code == 0, done.err
@@ -169,7 +169,7 @@ async def test_one_that_was_named_is_used_and_the_run_says_that_it_does_not_isol
     assert config(here).sandbox.provider == "subprocess"
 
 
-async def test_where_nothing_isolates_what_needs_no_sandbox_runs_with_a_warning(
+async def test_environment_without_sandbox_runs_without_isolation_with_a_warning(
     here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
     done = await run(here, server, env="sums.py", before=without_isolation)
@@ -178,11 +178,11 @@ async def test_where_nothing_isolates_what_needs_no_sandbox_runs_with_a_warning(
     assert "sandboxes will be refused" in done.err
 
 
-async def test_where_nothing_isolates_what_is_known_to_need_one_does_not_start(
+async def test_environment_that_needs_a_sandbox_does_not_start_without_isolation(
     here: Path, without_isolation: tuple[str, ...], server: ModelServer
 ) -> None:
-    (here / "boxed.py").write_text(BOXED)
-    for env in ("tools", "boxed.py"):
+    (here / "sandboxed.py").write_text(SANDBOXED)
+    for env in ("tools", "sandboxed.py"):
         done = await run(here, server, env=env, before=without_isolation)
         done.assert_refused("rookery doctor", "--unsafe")
     assert runs(here) == []
@@ -192,7 +192,7 @@ async def test_where_nothing_isolates_what_is_known_to_need_one_does_not_start(
     assert "no provider isolates on this machine" in rows(done)["sandbox"]["note"]
 
 
-async def test_where_nothing_isolates_a_sandbox_is_refused_when_it_is_asked_for(
+async def test_sandbox_request_is_refused_without_isolation(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:
     async with ModelServer(_shouts) as server:
@@ -202,7 +202,7 @@ async def test_where_nothing_isolates_a_sandbox_is_refused_when_it_is_asked_for(
     assert config(here).sandbox.provider == "", "a resume must not take this for a choice"
 
 
-async def test_with_consent_it_runs_without_isolation_and_says_so(
+async def test_unsafe_runs_without_isolation_with_a_warning(
     here: Path, without_isolation: tuple[str, ...]
 ) -> None:
     async with ModelServer(_shouts) as server:

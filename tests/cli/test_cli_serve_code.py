@@ -1,4 +1,4 @@
-"""`rookery serve-code`: the command in a process of its own, with real clients and real signals."""
+"""`rookery serve-code` as a process, with real clients and signals."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ SLEEPS = {"source": "import time; time.sleep(60)"}
 
 @asynccontextmanager
 async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any, str]]:
-    """The command, and where it serves."""
+    """Start the server; yield its process and its URL."""
     temp = cwd / "temp"
     temp.mkdir(exist_ok=True)
     async with start_command("serve-code", "--port", "0", *args, cwd=cwd, TMPDIR=str(temp), **env) as process:
@@ -35,17 +35,17 @@ async def serving(*args: str, cwd: Path, **env: str) -> AsyncIterator[tuple[Any,
 
 
 async def until_idle(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Health, once no program is under way any more."""
+    """Wait until no program runs; return the health report."""
     async with asyncio.timeout(30):
         while True:
             async with http.get(f"{url}/healthz") as answer:
                 said: dict[str, Any] = await answer.json()
             if said["programs"] == 0:
                 return said
-            await asyncio.sleep(0.01)  # there is nothing to wait on: the other side is another process
+            await asyncio.sleep(0.01)
 
 
-async def test_it_answers_in_order_with_fields_named_and_ends_cleanly(tmp_path: Path) -> None:
+async def test_results_are_in_order_and_invalid_fields_are_named(tmp_path: Path) -> None:
     async with serving("--concurrency", "2", "--queue", "8", cwd=tmp_path) as (process, url):
         async with aiohttp.ClientSession() as http:
             programs = [
@@ -87,7 +87,7 @@ async def test_it_answers_in_order_with_fields_named_and_ends_cleanly(tmp_path: 
     assert list((tmp_path / "temp").iterdir()) == []
 
 
-async def test_a_client_that_goes_takes_its_programs_and_a_full_queue_says_when_to_come_again(
+async def test_disconnected_client_ends_its_programs_and_full_queue_returns_retry_after(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -102,14 +102,14 @@ async def test_a_client_that_goes_takes_its_programs_and_a_full_queue_says_when_
                 assert int(answer.headers["Retry-After"]) >= 1
             async with http.post(f"{url}/run_code", json={"programs": [quick]}) as answer:
                 assert answer.status == 200
-                mine.close()  # both places are taken: the other one's program runs once these are gone
+                mine.close()  # both slots are in use: the other program runs when these have ended
                 assert json.loads(await answer.content.readline())["stdout"] == "1\n"
         assert (await until_idle(http, url))["status"] == "ok"
         await until_only_spare(process.pid)
 
 
 async def until_only_spare(pid: int) -> None:
-    """No process of a program is left below the server."""
+    """Wait until the server has no child process of a program."""
     async with asyncio.timeout(30):
         while any("time.sleep" in words for words in _commands(pid)):
             await asyncio.sleep(0.01)
@@ -127,7 +127,7 @@ def _commands(top: int) -> list[str]:
     return found
 
 
-async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_sigterm_drains_running_programs_and_leaves_nothing(tmp_path: Path) -> None:
     waits = {"source": "import os\nprint('begun', flush=True)\nwhile not os.path.exists('/tmp/never'): pass"}
     async with (
         serving("--drain", "1", "--concurrency", "2", cwd=tmp_path) as (process, url),
@@ -138,7 +138,7 @@ async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(
             below = list(processes.list_children(process.pid))
             assert below
             process.send_signal(signal.SIGTERM)
-            with pytest.raises(aiohttp.ClientPayloadError):  # cut off, and seen to be
+            with pytest.raises(aiohttp.ClientPayloadError):  # the response is cut off, and the client notices
                 await answer.content.readline()
         done = await wait_for_end(process)
     assert (done.code, done.err) == (0, "")
@@ -146,7 +146,7 @@ async def test_at_sigterm_it_takes_no_more_lets_the_rest_end_and_leaves_nothing(
     assert list((tmp_path / "temp").iterdir()) == []
 
 
-async def test_with_a_key_nobody_runs_anything_without_it_and_it_is_in_no_output(tmp_path: Path) -> None:
+async def test_key_is_required_and_not_printed(tmp_path: Path) -> None:
     key = "a-key-that-nobody-may-see"
     async with serving(cwd=tmp_path, **{KEY_ENV: key}) as (process, url), aiohttp.ClientSession() as http:
         body = {"programs": [{"source": "import os; print(os.environ)"}]}
@@ -168,7 +168,7 @@ async def test_with_a_key_nobody_runs_anything_without_it_and_it_is_in_no_output
     assert (done.code, key in done.out + done.err) == (0, False)
 
 
-async def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
+async def test_invalid_serve_code_options_are_one_sentence(tmp_path: Path) -> None:
     (await rookery("serve-code", "--host", "0.0.0.0", cwd=tmp_path)).assert_refused(KEY_ENV)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -191,7 +191,7 @@ FOREIGN = [
 ]
 
 
-async def test_without_a_key_web_pages_of_others_are_refused(tmp_path: Path) -> None:
+async def test_requests_of_web_pages_are_refused_without_a_key(tmp_path: Path) -> None:
     body = json.dumps({"programs": [{"source": "print(1)"}]}).encode()
     async with serving(cwd=tmp_path) as (_, url), aiohttp.ClientSession() as http:
         for headers in FOREIGN:

@@ -1,4 +1,4 @@
-"""`rookery serve-embedded`: the command in a process of its own, with real signals."""
+"""`rookery serve-embedded` as a process, with real signals."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
-    """Its URL and the lines that say it."""
+    """Wait until the server is ready; return its URL and its output."""
     assert process.stdout is not None
     async with asyncio.timeout(60):
         lines = [(await process.stdout.readline()).decode() for _ in range(2)]
@@ -30,7 +30,7 @@ async def ready(process: asyncio.subprocess.Process) -> tuple[str, list[str]]:
     return found[1], lines
 
 
-async def test_it_says_where_it_serves_and_what_to_try(tmp_path: Path) -> None:
+async def test_server_prints_its_url_and_an_example(tmp_path: Path) -> None:
     async with start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process:
         url, lines = await ready(process)
         assert re.fullmatch(
@@ -47,7 +47,7 @@ async def test_it_says_where_it_serves_and_what_to_try(tmp_path: Path) -> None:
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
-async def test_sigterm_ends_it_with_streams_open_and_leaves_no_process(weights: Path, tmp_path: Path) -> None:
+async def test_sigterm_ends_the_server_during_streams(weights: Path, tmp_path: Path) -> None:
     command = ("serve-embedded", "--port", "0", "--weights", weights, "--concurrency", "1", "--verbose")
     async with start_command(*command, cwd=tmp_path) as process, aiohttp.ClientSession() as http:
         url, _ = await ready(process)
@@ -67,7 +67,7 @@ async def test_sigterm_ends_it_with_streams_open_and_leaves_no_process(weights: 
             await http.get(f"{url}/models")
 
 
-async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: Path) -> None:
+async def test_verbose_logs_every_request(weights: Path, tmp_path: Path) -> None:
     async with start_command(
         "serve-embedded", "--port", "0", "--weights", weights, "--verbose", cwd=tmp_path
     ) as process:
@@ -81,7 +81,7 @@ async def test_every_request_is_a_line_when_asked_for(weights: Path, tmp_path: P
 
 
 @pytest.mark.long
-async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+async def test_invalid_server_options_are_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = await rookery("serve-embedded", "--port", port, cwd=tmp_path)
@@ -95,7 +95,7 @@ async def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(tmp_path: P
         (await rookery("serve-embedded", *args, cwd=tmp_path)).assert_refused(words)
 
 
-async def test_requests_from_foreign_web_pages_are_rejected(tmp_path: Path, weights: Path) -> None:
+async def test_requests_of_web_pages_are_rejected(tmp_path: Path, weights: Path) -> None:
     async with (
         start_command("serve-embedded", "--port", "0", cwd=tmp_path) as process,
         aiohttp.ClientSession() as http,
@@ -113,9 +113,7 @@ async def test_requests_from_foreign_web_pages_are_rejected(tmp_path: Path, weig
             assert answer.status == 200
 
 
-async def test_a_web_page_cannot_swap_the_weights_of_a_server_that_others_reach(
-    tmp_path: Path, weights: Path
-) -> None:
+async def test_web_page_cannot_replace_the_weights_of_a_public_server(tmp_path: Path, weights: Path) -> None:
     async with start_command("serve-embedded", "--host", "0.0.0.0", "--port", "0", cwd=tmp_path) as process:
         url, _ = await ready(process)
         root = url.removesuffix("/v1").replace("0.0.0.0", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `export`, `init`: looking at runs, and making a first environment."""
+"""`ls`, `show`, `export` and `init`."""
 
 import asyncio
 import csv
@@ -19,7 +19,7 @@ RUN = ("run", "sums.py", "--tasks", "tasks.jsonl", "--runners", "0")
 
 @pytest.fixture
 async def ran(here: Path, server: ModelServer) -> Path:
-    """A run of six tasks, twice each; the second fails; the first answer tries to paint the screen."""
+    """A run of six tasks, two rollouts each. The second fails; the first reply contains terminal escapes."""
     tasks(here, 6, boom=(1,))
     server.then(
         Answer("one\x1b[2Jmoment", calls=[("add", '{"a": 20, "b": 22}')], finish="tool_calls", ids=[7, 8, 9])
@@ -30,7 +30,7 @@ async def ran(here: Path, server: ModelServer) -> Path:
     return here
 
 
-async def test_ls_lists_the_runs_and_says_when_there_are_none(ran: Path) -> None:
+async def test_ls_lists_the_runs(ran: Path) -> None:
     done = await rookery("ls", cwd=ran)
     assert done.code == 0
     assert runs(ran)[0].name in done.out
@@ -46,7 +46,7 @@ async def test_ls_lists_the_runs_and_says_when_there_are_none(ran: Path) -> None
     assert runs(ran)[0].name in (await rookery("ls", cwd=ran, ROOKERY_OUT="runs")).out
 
 
-async def test_show_gives_what_the_run_came_to_and_a_page_of_rollouts(ran: Path) -> None:
+async def test_show_prints_the_summary_and_a_page_of_rollouts(ran: Path) -> None:
     done = await rookery("show", "latest", "-n", "5", cwd=ran)
     assert done.code == 0
     assert "10 valid, 2 failed" in done.out
@@ -65,7 +65,7 @@ async def test_show_gives_what_the_run_came_to_and_a_page_of_rollouts(ran: Path)
     (await rookery("show", "latest", "--label", "nothing", cwd=ran)).assert_refused("no rollout")
 
 
-async def test_show_gives_a_rollouts_transcript_tokens_and_timings(ran: Path) -> None:
+async def test_show_prints_transcript_tokens_and_timings_of_a_rollout(ran: Path) -> None:
     done = await rookery("show", "latest", "0.0", cwd=ran)
     assert done.code == 0
     for word in (
@@ -88,7 +88,7 @@ async def test_show_gives_a_rollouts_transcript_tokens_and_timings(ran: Path) ->
     assert data["segments"]
 
 
-async def test_show_gives_a_failure_with_its_original_traceback(ran: Path) -> None:
+async def test_show_prints_the_original_traceback_of_a_failure(ran: Path) -> None:
     done = await asyncio.to_thread(
         subprocess.run, [*COMMAND, "show", "latest", "1.0"], cwd=ran, env=environ(), capture_output=True, text=True
     )
@@ -98,7 +98,7 @@ async def test_show_gives_a_failure_with_its_original_traceback(ran: Path) -> No
     assert 'raise ValueError("boom in scoring")' in done.stdout
 
 
-async def test_show_names_a_rollout_that_is_not_there(ran: Path) -> None:
+async def test_show_refuses_an_unknown_rollout(ran: Path) -> None:
     (await rookery("show", "latest", "99.0", cwd=ran)).assert_refused("no record of a rollout '99.0'")
 
 
@@ -142,7 +142,7 @@ async def test_export_writes_jsonl_and_parquet(ran: Path) -> None:
     )
 
 
-async def test_a_reader_that_goes_away_is_no_error_worth_words(ran: Path) -> None:
+async def test_closed_pipe_prints_no_error(ran: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
@@ -156,7 +156,7 @@ async def test_a_reader_that_goes_away_is_no_error_worth_words(ran: Path) -> Non
     assert err == b""
 
 
-async def test_init_makes_an_environment_that_runs_and_never_overwrites(
+async def test_init_creates_a_working_environment_and_never_overwrites(
     tmp_path: Path, server: ModelServer
 ) -> None:
     done = await rookery("init", "My sums", cwd=tmp_path)
@@ -178,12 +178,12 @@ async def test_init_makes_an_environment_that_runs_and_never_overwrites(
     (await rookery("init", "x", "/proc/nowhere", cwd=tmp_path)).assert_refused("cannot write into /proc/nowhere")
 
 
-async def test_a_label_that_no_rollout_has_is_named_with_those_that_there_are(ran: Path) -> None:
+async def test_unknown_label_is_refused_with_the_known_ones(ran: Path) -> None:
     (await rookery("show", "latest", "--label", "complete", cwd=ran)).assert_refused("'complete'", "'completed'")
     (await rookery("show", "latest", "--label", "zzz", cwd=ran)).assert_refused("'zzz'", "bug.scoring, completed")
 
 
-async def test_a_page_beyond_the_end_says_how_many_there_are(ran: Path) -> None:
+async def test_page_beyond_the_end_is_refused_with_the_number_of_pages(ran: Path) -> None:
     (await rookery("show", "latest", "-n", "5", "--page", "4", cwd=ran)).assert_refused(
         "page 4", "12 rollouts on 3 pages"
     )
@@ -193,7 +193,7 @@ async def test_a_page_beyond_the_end_says_how_many_there_are(ran: Path) -> None:
     (await rookery("show", "latest", "--task", "nobody", cwd=ran)).assert_refused("no rollouts of task 'nobody'")
 
 
-async def test_two_runs_with_different_settings_can_be_told_apart(here: Path, server: ModelServer) -> None:
+async def test_ls_shows_settings_in_which_runs_differ(here: Path, server: ModelServer) -> None:
     for temperature in ("0.25", "0.75"):
         done = await rookery(*RUN, "--policy", server.url, "--temperature", temperature, cwd=here)
         assert done.code == 0, done.err
@@ -208,7 +208,7 @@ async def test_two_runs_with_different_settings_can_be_told_apart(here: Path, se
     assert shown["settings"]["sampling"] == {"temperature": 0.75}
 
 
-async def test_a_default_that_is_given_is_no_difference(here: Path, server: ModelServer) -> None:
+async def test_explicit_default_is_not_a_difference(here: Path, server: ModelServer) -> None:
     for options in ((), ("--breaker", "0.5", "--attempts", "3")):
         done = await rookery(*RUN, "--policy", server.url, *options, cwd=here)
         assert done.code == 0, done.err
@@ -217,7 +217,7 @@ async def test_a_default_that_is_given_is_no_difference(here: Path, server: Mode
     assert not {"breaker", "retry"} & first.keys()
 
 
-async def test_what_an_environment_logs_is_shown_with_its_rollout(here: Path, server: ModelServer) -> None:
+async def test_show_prints_what_the_environment_logged(here: Path, server: ModelServer) -> None:
     (here / "logs.py").write_text(
         "import rookery\n"
         "@rookery.environment(tasks=['question'])\n"
@@ -242,7 +242,7 @@ async def test_what_an_environment_logs_is_shown_with_its_rollout(here: Path, se
     ]
 
 
-async def test_a_file_is_written_in_the_format_that_its_name_says_or_refused(ran: Path) -> None:
+async def test_export_format_follows_the_file_name(ran: Path) -> None:
     done = await rookery("export", "latest", "-o", "x.csv", cwd=ran)
     assert done.code == 0, done.err
     with (ran / "x.csv").open(newline="") as file:

@@ -1,4 +1,4 @@
-"""The command itself: help, names, and what is wrong with how it is called."""
+"""Help, command names and usage errors of `rookery`."""
 
 import subprocess
 import sys
@@ -53,17 +53,17 @@ async def test_every_command_has_help(name: str, tmp_path: Path) -> None:
         (["show"], "RUN"),
     ],
 )
-async def test_a_usage_error_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
+async def test_usage_error_is_one_sentence_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
     (await rookery(*args, cwd=tmp_path)).assert_refused(words)
 
 
-async def test_a_variable_of_the_environment_that_cannot_be_is_named(tmp_path: Path) -> None:
+async def test_invalid_environment_variable_is_named(tmp_path: Path) -> None:
     (await rookery("run", "x.py", cwd=tmp_path, ROOKERY_CONCURRENCY="lots")).assert_refused(
         "$ROOKERY_CONCURRENCY: 'lots' is not a whole number"
     )
 
 
-def test_our_own_bug_shows_its_traceback_asks_for_a_report_and_is_exit_code_1(
+def test_internal_error_prints_its_traceback_and_is_exit_code_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def broken() -> int:
@@ -77,7 +77,7 @@ def test_our_own_bug_shows_its_traceback_asks_for_a_report_and_is_exit_code_1(
 
 
 @pytest.mark.parametrize("kind", [UsageError, JournalError])
-def test_an_error_in_words_is_exit_code_2_without_a_traceback(
+def test_rookery_error_is_exit_code_2_without_a_traceback(
     kind: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused() -> int:
@@ -87,7 +87,7 @@ def test_an_error_in_words_is_exit_code_2_without_a_traceback(
     assert capsys.readouterr().err == "error: this cannot be\\x1b[2J\n"
 
 
-def test_ctrl_c_before_anything_was_started_is_exit_code_130() -> None:
+def test_ctrl_c_before_the_start_is_exit_code_130() -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The final table: every number at a glance, outcomes that add up, nothing wider than a terminal."""
+"""The summary table: its rows, outcomes that add up, and its width."""
 
 import re
 from math import sqrt
@@ -56,7 +56,7 @@ def summary(*records: Rollout, groups: int = 0, solved: int = 0) -> Summary:
 
 
 def rows(whole: Summary, session: Throughput | None = None) -> dict[str, list[str]]:
-    """The table by the name of its rows; rows without a name belong to the one above."""
+    """Parse the table by row name; rows without a name belong to the one above."""
     named: dict[str, list[str]] = {}
     name = ""
     for one in format_summary(whole, session)[1:]:
@@ -80,7 +80,7 @@ MIXED = (
 )
 
 
-def test_every_number_has_a_row_of_its_own() -> None:
+def test_every_number_has_its_own_row() -> None:
     found = rows(summary(*MIXED, groups=8, solved=5))
     assert found["tasks"] == ["16 5 solved at least once"]
     assert found["rollouts"] == ["16 12 valid, 3 failed, 1 cancelled"]
@@ -91,7 +91,7 @@ def test_every_number_has_a_row_of_its_own() -> None:
     assert found["rollouts/s"] == ["4.0 16 in 4.0s"]
 
 
-def test_outcomes_are_told_by_reason_and_cause_and_add_up_to_the_rollouts() -> None:
+def test_outcomes_are_listed_by_reason_and_cause_and_add_up() -> None:
     found = summary(*MIXED)
     outcomes = rows(found)["outcomes"]
     assert [one.split()[:2] for one in outcomes] == [
@@ -123,7 +123,7 @@ def test_no_row_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     found = summary(*MIXED, *levels, *GROUPED, groups=8, solved=5)
     found.planned += 1_000
     lines = format_summary(found)
-    assert max(len(click.unstyle(one)) for one in lines) == 80  # the long detail is cut to fit
+    assert max(len(click.unstyle(one)) for one in lines) == 80  # the long detail is truncated
 
 
 def test_rewards_between_0_and_1_have_a_mean_and_no_pass_rate() -> None:
@@ -152,7 +152,7 @@ def test_many_levels_take_several_rows_and_too_many_are_none() -> None:
     assert "levels" not in summary(record(0, Completed(), 1.0)).plain()
 
 
-def test_the_speed_is_that_of_this_process_or_of_the_time_something_was_under_way() -> None:
+def test_speed_is_that_of_this_process_or_of_the_busy_time() -> None:
     early = [record(n, Completed(), 1.0, span=(100.0, 102.0)) for n in range(4)]
     late = [record(n, Completed(), 1.0, span=(9_000.0, 9_002.0)) for n in range(4, 8)]  # resumed much later
     found = summary(*late, *early)
@@ -170,24 +170,24 @@ def test_a_run_without_records_has_no_rates() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=40))
-def test_time_under_way_is_counted_once_in_any_order(spans: list[tuple[int, int]]) -> None:
+def test_overlapping_busy_time_counts_once_in_any_order(spans: list[tuple[int, int]]) -> None:
     busy = BusyTime()
     for start, length in spans:
         busy.add(start, start + length)
     assert busy.seconds == len({at for start, length in spans for at in range(start, start + length)})
 
 
-def test_spans_are_bounded_and_the_smallest_gap_goes_first() -> None:
+def test_spans_are_bounded_by_closing_the_smallest_gap() -> None:
     busy = BusyTime()
     for at in range(MAX_SPANS):
         busy.add(1 + 100.0 * at, 2 + 100.0 * at)
     busy.add(5.0, 6.0)
     assert busy.seconds == MAX_SPANS + 1 + 3.0
-    busy.add(0.0, 50.0)  # an attempt that never began has no time
+    busy.add(0.0, 50.0)  # an attempt that never started has no time
     assert busy.seconds == MAX_SPANS + 1 + 3.0
 
 
-def test_the_program_is_written_as_it_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_name_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "bin folder" / "rookery"
     script.parent.mkdir()
     script.write_text("#!/bin/sh\n")
@@ -224,7 +224,7 @@ GROUPED = (
 )
 
 
-def test_the_standard_error_is_clustered_by_task_in_table_and_json() -> None:
+def test_standard_error_is_clustered_by_task_in_table_and_json() -> None:
     found = summary(*GROUPED)
     reward = found.plain()["reward"]
     assert (reward["valid"], reward["tasks"]) == (10, 3)
@@ -249,14 +249,14 @@ def test_one_rollout_per_task_has_no_pass_at_k() -> None:
     assert not {name for name in rows(summary(*MIXED)) if "@" in name}
 
 
-def test_one_task_alone_has_no_standard_error_and_no_interval() -> None:
+def test_single_task_has_no_standard_error_and_no_interval() -> None:
     reward = summary(*members("0", 1.0, 0.0, 1.0, 1.0)).plain()["reward"]
     assert reward["standard_error"] is None
     assert reward["interval95"] is None
     assert reward["pass@2"] == 1.0
 
 
-def test_an_unfinished_run_says_that_it_is_a_biased_sample() -> None:
+def test_unfinished_run_is_marked_as_a_biased_sample() -> None:
     found = summary(*GROUPED)
     assert found.plain()["biased_sample"] is False
     assert "unfinished" not in rows(found)

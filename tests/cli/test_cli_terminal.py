@@ -1,4 +1,4 @@
-"""What a person sees: the live picture on a terminal, numbers, and text that cannot touch the terminal."""
+"""The live display on a terminal, formatting of numbers, and escaping of control characters."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 class Terminal:
-    """The command on a terminal of its own."""
+    """Runs the command on a pseudo-terminal."""
 
     def __init__(self, *args: str, cwd: Path, **env: str) -> None:
         self.said = ""
@@ -65,10 +65,10 @@ class Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
-async def test_a_terminal_gets_a_live_picture_and_is_left_as_it_was(here: Path, server: ModelServer) -> None:
+async def test_terminal_shows_live_progress_and_is_restored(here: Path, server: ModelServer) -> None:
     tasks(here, 6, boom=(3,))
     hold = asyncio.Event()
-    # Which are held is said by the task: calls made together arrive in any order.
+    # The task decides which calls are held, because concurrent calls arrive in any order.
     held = ("sum 4", "sum 5")
     server.default = lambda request: Answer(
         "42", hold=hold if request.body["messages"][-1]["content"] in held else None
@@ -94,7 +94,7 @@ async def test_ctrl_c_on_a_terminal_shows_the_cursor_again(here: Path, server: M
     assert "rookery resume" in terminal.said
 
 
-async def test_no_color_is_heeded(here: Path, server: ModelServer) -> None:
+async def test_no_color_disables_colours(here: Path, server: ModelServer) -> None:
     run = ("run", "sums.py", "--tasks", "tasks.jsonl", "--policy", server.url, "--runners", "0")
     terminal = Terminal(*run, cwd=here, NO_COLOR="1", TERM="dumb")
     assert await terminal.end() == 0
@@ -124,19 +124,19 @@ def test_only_valid_rollouts_are_in_a_denominator() -> None:
 
 
 @pytest.mark.parametrize("name", ["completed", "truncated.time", "cancelled.user"])
-def test_a_way_to_end_is_no_failure(name: str) -> None:
+def test_label_of_a_result_is_not_a_failure(name: str) -> None:
     assert not is_failure(name)
     assert is_failure("sandbox.lost")
 
 
-def test_nothing_others_wrote_can_touch_the_terminal() -> None:
+def test_control_characters_in_text_are_escaped() -> None:
     assert escape_controls("a\x1b[2J\r\x00\x9b\u202eb\ud800") == "a\\x1b[2J\\r\\x00\\x9b\\u202eb\\ud800"
     assert escape_controls("Grüße, 世界\n\tok") == "Grüße, 世界\n\tok"
     assert one_line("a\n b\x07" + "x" * 500, 20) == "a b\\x07" + "x" * 12 + "…"
     assert truncate_middle("x" * 100, 10) == "xxxxx\n… 90 characters left out …\nxxxxx"
 
 
-def test_times_and_columns_are_short_and_aligned() -> None:
+def test_durations_are_short_and_columns_aligned() -> None:
     said = [format_duration(seconds) for seconds in (0.0, 0.012, 0.4, 12.2, 185, 7_800, 200_000)]
     assert said == ["0s", "12ms", "0.4s", "12s", "3m 05s", "2h 10m", "2d 7h"]
     assert format_table([["a", "1", "x"], ["bbb", "22", "y"]], right=frozenset({1})) == [

@@ -1,4 +1,4 @@
-"""`rookery validate`: tasks that can be solved and not be cheated pass, others are named."""
+"""`rookery validate`: tasks that can be solved and not cheated pass; others are reported."""
 
 import json
 import signal
@@ -22,17 +22,17 @@ BROKEN = ("broken", STRONG, "def add(a, b):\n    return 0\n")
 
 def folder_of(root: Path, *tasks: tuple[str, str, str], mode: str = "") -> Path:
     for name, script, solution in tasks:
-        place = root / name
+        folder = root / name
         for below in ("environment/seeds", "tests", "solution"):
-            (place / below).mkdir(parents=True)
-        (place / "instruction.md").write_text("Repair calc.py.")
-        (place / "environment/seeds/calc.py").write_text("def add(a, b):\n    return a - b\n")
-        (place / "tests/test.sh").write_text(script)
-        (place / "tests/driver.py").write_text(DRIVER)
-        (place / "tests/check.py").write_text(CHECK)
-        (place / "tests/inputs.json").write_text("[[1, 2]]")
-        (place / "tests/expected.json").write_text("[3]")
-        (place / "solution/solve.sh").write_text(f"cat > calc.py <<'E'\n{solution}E\n")
+            (folder / below).mkdir(parents=True)
+        (folder / "instruction.md").write_text("Repair calc.py.")
+        (folder / "environment/seeds/calc.py").write_text("def add(a, b):\n    return a - b\n")
+        (folder / "tests/test.sh").write_text(script)
+        (folder / "tests/driver.py").write_text(DRIVER)
+        (folder / "tests/check.py").write_text(CHECK)
+        (folder / "tests/inputs.json").write_text("[[1, 2]]")
+        (folder / "tests/expected.json").write_text("[3]")
+        (folder / "solution/solve.sh").write_text(f"cat > calc.py <<'E'\n{solution}E\n")
     return root
 
 
@@ -41,7 +41,7 @@ async def called(cwd: Path, *words: str | Path, seconds: float = 60.0) -> tuple[
     return ended.code, [json.loads(line) for line in ended.out.splitlines()]
 
 
-async def test_tasks_pass_or_are_named_and_a_validation_can_be_shown_again(tmp_path: Path) -> None:
+async def test_validation_reports_failed_tasks_and_can_be_shown_again(tmp_path: Path) -> None:
     folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
     code, events = await called(tmp_path, "tasks", "--no-cheats", "--provider", "local")
     report = events[-1]
@@ -59,7 +59,7 @@ async def test_tasks_pass_or_are_named_and_a_validation_can_be_shown_again(tmp_p
     assert again[-1]["tasks"] == report["tasks"]
 
 
-async def test_one_task_can_be_chosen_and_one_that_is_not_there_is_said(tmp_path: Path) -> None:
+async def test_validation_of_one_task_and_of_an_unknown_task(tmp_path: Path) -> None:
     folder_of(tmp_path / "tasks", GOOD, GIVING)
     wanted = ("--no-cheats", "--only", "good", "--provider", "local")
     code, events = await called(tmp_path, "tasks", *wanted)
@@ -75,7 +75,7 @@ async def test_one_task_can_be_chosen_and_one_that_is_not_there_is_said(tmp_path
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_every_cheat_is_tried_on_every_task(tmp_path: Path) -> None:
+async def test_every_task_is_tried_with_every_cheat(tmp_path: Path) -> None:
     folder_of(tmp_path / "tasks", GOOD)
     code, events = await called(tmp_path, "tasks", "--provider", "local", seconds=500.0)
     assert code == 0, events[-1]
@@ -84,7 +84,7 @@ async def test_every_cheat_is_tried_on_every_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_validation_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
+async def test_stopped_validation_can_be_resumed(tmp_path: Path) -> None:
     folder_of(tmp_path / "tasks", GOOD, GIVING, BROKEN)
     words = ("validate", "tasks", "--no-cheats", "--provider", "local", "-c", "1", "--json")
     async with start_command(*words, cwd=tmp_path) as process:
@@ -100,14 +100,14 @@ async def test_a_validation_that_was_stopped_is_gone_on_with(tmp_path: Path) -> 
     assert events[0]["done"] >= 1
 
 
-def test_each_variant_is_a_task_of_its_own(tmp_path: Path) -> None:
+def test_each_variant_is_its_own_task(tmp_path: Path) -> None:
     made = expand_variants(load_tasks(folder_of(tmp_path, GOOD)))
     assert len({task.id for task in made}) == len(made) == 2 + len(CHEATS)
     assert {split_variant(task.id)[0] for task in made} == {"good"}
     assert split_variant("a / b / nothing") == ("a / b", "nothing")
 
 
-def test_what_could_not_be_judged_has_not_passed() -> None:
+def test_task_that_could_not_be_judged_has_not_passed() -> None:
     def record(variant: str, reward: float | None, **info: Any) -> Rollout:
         outcome = Completed() if reward is not None else Failed("task", "scoring.missing", "no verdict", "score")
         return Rollout(

@@ -1,4 +1,4 @@
-"""How many threads the BLAS library of a process uses, and an environment that reports it from a runner."""
+"""Count the BLAS threads of a process, and an environment that reports them from a runner."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _GETTERS = ("openblas_get_num_threads", "scipy_openblas_get_num_threads", "MKL_G
 
 
 def blas_threads() -> list[int]:
-    """The number of threads of each BLAS library that this process has loaded, after it was used once."""
+    """Return the number of threads of each BLAS library in this process, after a first use."""
     square = np.ones((256, 256))
     assert (square @ square)[0, 0] == 256
     found = []
@@ -29,7 +29,7 @@ def blas_threads() -> list[int]:
 
 
 class ReportsBlasThreads(Environment):
-    """Keeps in its record how many BLAS threads the process has that runs it."""
+    """Records the number of BLAS threads of its process."""
 
     name = "reports-blas-threads"
 

@@ -1,4 +1,4 @@
-"""A model server and an engine for tests; afterwards nothing of either is left."""
+"""Fixtures and helpers for engine tests. After each test no process and no sandbox may be left."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rookery import Engine
+from rookery import Context, Engine, Environment
 from rookery.core import Group, Rollout
 from rookery.engine.retry import RetryPolicy
 from rookery.journal import RunReader
@@ -33,13 +33,13 @@ async def model() -> AsyncIterator[ModelServer]:
         yield server
 
 
-def engine(model: ModelServer, tmp_path: Path, env: Any = ENV, **options: Any) -> Engine:
+def build_engine(model: ModelServer, tmp_path: Path, env: Any = ENV, **options: Any) -> Engine:
     options.setdefault("runners", 0)
     options.setdefault("retry", QUICK)
     return Engine(env, policy=model.url, out=tmp_path / "runs", **options)
 
 
-async def gather(
+async def run_groups(
     model: ModelServer,
     tmp_path: Path,
     tasks: list[Any],
@@ -47,14 +47,14 @@ async def gather(
     stream: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Group]:
-    """All groups, by index."""
-    async with engine(model, tmp_path, **options) as made:
-        groups = [group async for group in made.groups(tasks, k=k, **(stream or {}))]
+    """Run these tasks and return all groups in the order of their index."""
+    async with build_engine(model, tmp_path, **options) as engine:
+        groups = [group async for group in engine.groups(tasks, k=k, **(stream or {}))]
     return sorted(groups, key=lambda group: group.index)
 
 
 def records(tmp_path: Path) -> list[Rollout]:
-    """Every terminal record of the newest run."""
+    """Return all final records of the newest run."""
     with RunReader(tmp_path / "runs" / "latest") as reader:
         return list(reader.each())
 
@@ -64,13 +64,51 @@ def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
         return [dict(event.payload) for event in reader.events(limit=100_000) if event.kind == kind]
 
 
+async def wait_for_heartbeats(engine: Engine) -> None:
+    """Wait until every runner has sent a message, which proves that its event loop ran since this call."""
+    start = asyncio.get_running_loop().time()
+    async with asyncio.timeout(60):
+        while any(runner.last_message < start for runner in engine.supervisor.pool.runners):
+            await asyncio.sleep(0.01)
+
+
+def advance_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the clock of the running event loop jump forward, so that a test need not wait."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+
+class GatedEnvironment(Environment):
+    """Calls the policy once, then waits until the gate of its question is open."""
+
+    name = "gated"
+
+    def __init__(self) -> None:
+        self.gates: dict[str, asyncio.Event] = {}
+
+    def close(self, *questions: int) -> None:
+        self.gates = {f"question {n}": asyncio.Event() for n in questions}
+
+    def open(self, question: int) -> None:
+        self.gates.pop(f"question {question}").set()
+
+    async def run(self, ctx: Context) -> None:
+        await ctx.policy.chat(ctx.task.prompt)
+        if (gate := self.gates.get(ctx.task.text)) is not None:
+            await gate.wait()
+
+    async def score(self, ctx: Context) -> float:
+        return 1.0
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Any:
+def check_leftovers(tmp_path: Path) -> Any:
     before = set(descendants(os.getpid()))
     yield
-    # What was there before, as an engine of containers that other tests share, goes on with its own.
+    # Processes that existed before the test, such as a shared container engine, are not checked.
     assert descendants(os.getpid(), without=before) == []
     for run in (tmp_path / "runs").glob("2*"):
-        boxes = run / "sandboxes"
-        assert not boxes.exists() or [path for path in boxes.rglob("*") if path.name != "leases"] == []
+        sandboxes = run / "sandboxes"
+        assert not sandboxes.exists() or [path for path in sandboxes.rglob("*") if path.name != "leases"] == []
         assert not (run / "control.sock").exists()

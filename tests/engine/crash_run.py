@@ -1,4 +1,4 @@
-"""A run in a process of its own, to be killed: `python -m tests.engine.crash_run new|resume FOLDER URL`."""
+"""A run in its own process, for tests that kill it: `python -m tests.engine.crash_run new|resume FOLDER URL`."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ async def main(what: str, folder: str, url: str) -> None:
             concurrency=8,
             breaker=None,
             limits=Limits(run=60),
-            # What a kill takes with it is not the rollout's fault; sandboxes killed by the test are infra.
+            # The test kills sandboxes, which counts as infra, so rollouts need many attempts.
             retry=RetryPolicy(attempts=50, base=0.001),
             stream={"k": K},
         )

@@ -1,4 +1,4 @@
-"""An environment that does what its task says, at the stage its task says: every way a rollout can misbehave."""
+"""Environments for engine tests: one misbehaves in every possible way, as its task requests."""
 
 import asyncio
 import ctypes
@@ -17,11 +17,11 @@ FOREVER = 3600.0
 
 
 class CustomError(Exception):
-    """What only this environment raises."""
+    """An exception that only this environment raises."""
 
 
 class Misbehaving(Environment):
-    """`task.data` maps a stage to a deed; without one the rollout asks the policy once and scores 1."""
+    """Performs the action that `task.data` names for a stage. By default calls the policy once and scores 1."""
 
     name = "misbehaving"
     limits = Limits(setup=20.0, run=20.0, score=20.0, teardown=5.0)
@@ -30,26 +30,26 @@ class Misbehaving(Environment):
         return [{"prompt": f"question {n}"} for n in range(4)]
 
     async def setup(self, ctx: Context) -> None:
-        await deed(ctx, "setup")
+        await action(ctx, "setup")
 
     async def run(self, ctx: Context) -> None:
-        await deed(ctx, "run")
+        await action(ctx, "run")
         ctx.state["reply"] = await ctx.policy.chat(ctx.task.prompt)
-        await deed(ctx, "after")
+        await action(ctx, "after")
 
     async def score(self, ctx: Context) -> Score | float:
-        value = await deed(ctx, "score")
+        value = await action(ctx, "score")
         return 1.0 if value is None else value
 
     async def teardown(self, ctx: Context) -> None:
-        await deed(ctx, "teardown")
+        await action(ctx, "teardown")
 
 
-async def deed(ctx: Context, stage: str) -> Any:
+async def action(ctx: Context, stage: str) -> Any:
     kind = ctx.task.data.get(stage)
     if kind is None:
         return None
-    if isinstance(kind, dict):  # by member or by attempt: {"0": deed} or {"attempt 1": deed}
+    if isinstance(kind, dict):  # by member or by attempt: {"0": action} or {"attempt 1": action}
         _, member, number = ctx.attempt.split(".")
         kind = kind.get(member, kind.get(f"attempt {number}"))
     match kind:
@@ -61,7 +61,7 @@ async def deed(ctx: Context, stage: str) -> Any:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_raises())
         case "recursion":
-            return await deed(ctx, stage)
+            return await action(ctx, stage)
         case "cancelled":
             raise asyncio.CancelledError
         case "cancel-self":
@@ -80,8 +80,8 @@ async def deed(ctx: Context, stage: str) -> Any:
         case "hang-in-policy":
             await ctx.policy.chat("hang")
         case "hang-in-sandbox":
-            box = await ctx.sandbox()
-            await box.exec(Command(argv=("sleep", "3600"), wall=FOREVER))
+            sandbox = await ctx.sandbox()
+            await sandbox.exec(Command(argv=("sleep", "3600"), wall=FOREVER))
         case "swallow":
             while True:
                 try:
@@ -120,8 +120,6 @@ async def deed(ctx: Context, stage: str) -> Any:
         case "spend-turns":
             while True:
                 await ctx.policy.chat(ctx.task.prompt)
-        case "wait-for-door":
-            await asyncio.sleep(0.2)
         case "odd-data":
             import numpy as np
 
@@ -144,16 +142,16 @@ async def deed(ctx: Context, stage: str) -> Any:
             return 0.5
         case "say":
             ctx.log.info("said", stage=stage)
-        case "loose-sleep":
+        case "background-sleep":
             ctx.state["sleeper"] = asyncio.create_task(asyncio.sleep(FOREVER), name="sleeper")
             await asyncio.sleep(0)
         case "count-sleepers":
             ctx.metrics["sleepers"] = sum(task.get_name() == "sleeper" for task in asyncio.all_tasks())
-        case "loose-task":
-            ctx.state["loose"] = asyncio.create_task(ctx.policy.chat("hang"))
+        case "background-call":
+            ctx.state["background"] = asyncio.create_task(ctx.policy.chat("hang"))
             await asyncio.sleep(0)
         case _:
-            raise AssertionError(f"unknown deed {kind!r}")
+            raise AssertionError(f"unknown action {kind!r}")
     return None
 
 
@@ -166,7 +164,7 @@ async def _exits() -> None:
 
 
 class Blocking(Environment):
-    """Stages as plain functions: they run off the loop."""
+    """Defines stages as plain functions, which run in threads."""
 
     def run(self, ctx: Context) -> None:  # type: ignore[override]
         time.sleep(FOREVER if ctx.task.id == "stuck" else 0.01)
@@ -177,18 +175,18 @@ class Blocking(Environment):
 
 
 class WithSandbox(Environment):
-    """Writes and reads a file in its sandbox, beside a child that would outlive it."""
+    """Writes and reads a file in its sandbox, and starts a child process that would outlive the command."""
 
     name = "with-sandbox"
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
+        sandbox = await ctx.sandbox()
         write = Command(argv=("sh", "-c", "setsid sleep 3600 >/dev/null 2>&1 & echo $$ > mine"))
-        while not (await box.exec(write)).ok:  # somebody killed the program, not the sandbox
+        while not (await sandbox.exec(write)).ok:  # a test killed the program, not the sandbox
             pass
-        ctx.state["data"] = await box.read("mine")
+        ctx.state["data"] = await sandbox.read("mine")
         for path, text in ctx.task.files.items():
-            assert (await box.read(path)).decode() == text
+            assert (await sandbox.read(path)).decode() == text
         await ctx.policy.chat(ctx.task.prompt)
 
     async def score(self, ctx: Context) -> float:
@@ -196,7 +194,7 @@ class WithSandbox(Environment):
 
 
 class Judged(Environment):
-    """Asks other roles than the policy."""
+    """Calls models of other roles than the policy."""
 
     roles = ("judge", "user")
 
@@ -209,7 +207,7 @@ class Judged(Environment):
 
 
 class Talking(Environment):
-    """A conversation of some turns, told piece by piece where its task says so."""
+    """Has a conversation of several turns, streamed if the task requests it."""
 
     name = "talking"
     limits = Limits(run=60.0)
@@ -217,12 +215,14 @@ class Talking(Environment):
     async def run(self, ctx: Context) -> None:
         messages = list(ctx.task.prompt)
         for _ in range(int(ctx.task.data.get("turns", 3))):
-            reply = await ctx.policy.chat(messages, on_delta=_nobody if ctx.task.data.get("streams") else None)
+            reply = await ctx.policy.chat(
+                messages, on_delta=_ignore_delta if ctx.task.data.get("streams") else None
+            )
             messages += [reply.message, Message("user", "more")]
 
     async def score(self, ctx: Context) -> float:
         return 1.0
 
 
-async def _nobody(_: Delta) -> None:
-    """Takes on_delta."""
+async def _ignore_delta(_: Delta) -> None:
+    """Ignore the delta; passing a callback makes the call stream."""

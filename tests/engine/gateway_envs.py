@@ -1,4 +1,4 @@
-"""Environments whose attempts open doors, as runners load them."""
+"""Environments whose attempts open gateway sessions. Runner processes import this module."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from rookery.sandboxes.protocol import Command
 
 
 class Agents(Environment):
-    """Starts the task's program in a box that reaches nothing but the gateway, and follows it to its end."""
+    """Runs the task's program in a sandbox that can reach only the gateway."""
 
     name = "agents"
     sandbox = SandboxSpec(network="model", memory=256 << 20, wall=60.0)
@@ -21,12 +21,12 @@ class Agents(Environment):
         return True
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
+        sandbox = await ctx.sandbox()
         program = str(ctx.task.data["program"])
-        async with ctx.gateway_session(box) as door:
-            env = {**door.environment(), "QUESTION": ctx.task.text}
-            work = asyncio.create_task(box.exec(Command(argv=("python3", "-I", "-c", program), env=env)))
-            spent = asyncio.create_task(door.wait_truncated(0.01))
+        async with ctx.gateway_session(sandbox) as session:
+            env = {**session.environment(), "QUESTION": ctx.task.text}
+            work = asyncio.create_task(sandbox.exec(Command(argv=("python3", "-I", "-c", program), env=env)))
+            spent = asyncio.create_task(session.wait_truncated(0.01))
             try:
                 await asyncio.wait({work, spent}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
@@ -38,7 +38,7 @@ class Agents(Environment):
                 for task in (work, spent):
                     task.cancel()
                 await asyncio.wait({work, spent})
-            record = await door.end()
+            record = await session.end()
             ctx.info["turns"] = len(record.turns)
         ctx.info["own"] = (await ctx.policy.chat("and now?")).text if ctx.task.data.get("after") else ""
 
@@ -46,31 +46,31 @@ class Agents(Environment):
         return 1.0 if ctx.info.get("said") else 0.0
 
 
-class Doorless(Agents):
-    """Opens a door and does not say so."""
+class UndeclaredGateway(Agents):
+    """Opens a gateway session without declaring `needs_gateway`."""
 
     @property
     def needs_gateway(self) -> bool:
         return False
 
 
-class Far(Environment):
-    """Its programs are elsewhere: they get the public address and a secret."""
+class RemoteProgram(Environment):
+    """Its program runs elsewhere and gets the public URL and the key of the session."""
 
-    name = "far"
+    name = "remote-program"
 
     @property
     def needs_gateway(self) -> bool:
         return True
 
     async def run(self, ctx: Context) -> None:
-        async with ctx.gateway_session() as door, aiohttp.ClientSession() as http:
-            ctx.info["url"] = door.url
+        async with ctx.gateway_session() as session, aiohttp.ClientSession() as http:
+            ctx.info["url"] = session.url
             body = {"messages": [{"role": "user", "content": ctx.task.text}]}
-            headers = {"Authorization": f"Bearer {door.key}"}
-            async with http.post(f"{door.url}/chat/completions", json=body, headers=headers) as answer:
+            headers = {"Authorization": f"Bearer {session.key}"}
+            async with http.post(f"{session.url}/chat/completions", json=body, headers=headers) as answer:
                 ctx.info["status"] = answer.status
-            await door.end()
+            await session.end()
 
     async def score(self, ctx: Context) -> float:
         return 1.0 if ctx.info["status"] == 200 else 0.0

@@ -1,4 +1,4 @@
-"""A provider that says its sandboxes take long to make, and remembers what it made: those of `local`."""
+"""A local provider that declares its sandboxes slow to create, and records which ones it created."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -9,13 +9,13 @@ from rookery.sandboxes.local.provider import LocalProvider, LocalSandbox
 
 
 class Provider(LocalProvider):
-    """`made` is of this process."""
+    """Records the sandboxes that this process created and closed."""
 
     poolable = True
     made: ClassVar[list[tuple[str, SandboxSpec]]] = []
     ended: ClassVar[list[str]] = []
     fetch: ClassVar[asyncio.Event | None] = None
-    """Creations tell of a third of an image, and wait for this."""
+    """If set, each creation reports the progress of an image pull and waits for this event."""
 
     async def create(self, spec: SandboxSpec, *, attempt: str, timeout: float = 60.0) -> LocalSandbox:
         Provider.made.append((attempt, spec))

@@ -1,7 +1,7 @@
-"""Runs over a server whose weights change, and a judge of what they sampled.
+"""Helpers for weight-sync tests: an engine with the vLLM stand-in, and checks of the sampled tokens.
 
-The vLLM stand-in really changes its weights. The oracle is a plain model of both: every sampled token must have
-the chance that the weights of its version gave it.
+The stand-in really changes its weights. The checks compute both models again: every sampled token must have the
+log probability that the weights of its version assign to it.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from tests.upstreams.embedded_reference import logprobs
 TALKING = "tests.engine.envs:Talking"
 LONG = Sampling(max_tokens=400, extra={"ignore_eos": True})
 NEW = 7
-"""The version of the second weights. The first have none: the server does not say."""
+"""Version of the second weights. The server reports no version for the first ones, which counts as 0."""
 
 
 def weights(version: int) -> Path:
     return small_weights(2, 2) if version == NEW else small_weights()
 
 
-async def push(server: StandinServer, version: int = NEW) -> None:
-    status, said = await server.post("/update_weights", {"update_info": {"path": str(weights(version))}})
-    assert status == 200, said
+async def load_new_weights(server: StandinServer, version: int = NEW) -> None:
+    status, reply = await server.post("/update_weights", {"update_info": {"path": str(weights(version))}})
+    assert status == 200, reply
 
 
-def engine(server: StandinServer, tmp_path: Path, env: str = TALKING, **options: Any) -> Engine:
+def build_engine(server: StandinServer, tmp_path: Path, env: str = TALKING, **options: Any) -> Engine:
     policy = UpstreamConfig(kind="vllm", urls=(server.root,))
     settings: dict[str, Any] = {
         "runners": 0,
@@ -49,26 +49,28 @@ def engine(server: StandinServer, tmp_path: Path, env: str = TALKING, **options:
     return Engine(env, policy=policy, out=tmp_path / "runs", **{**settings, **options})
 
 
-def talks(count: int, **data: Any) -> list[dict[str, Any]]:
+def conversations(count: int, **data: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"question {number}", **data} for number in range(count)]
 
 
 @asynccontextmanager
-async def taken(
-    made: Engine, server: StandinServer, tasks: list[dict[str, Any]], freeze: int = 0
+async def consuming(
+    engine: Engine, server: StandinServer, tasks: list[dict[str, Any]], freeze: int = 0
 ) -> AsyncIterator[list[Group]]:
-    """A consumer, which must come to its own end within the block. With `freeze`, the engine stands still before
-    the block, at an answer with so many tokens; else calls are under way."""
+    """Consume all groups in a task, which must end within the block; yield the list of groups.
+
+    With `freeze` the server is frozen at a reply of that many tokens when the block starts; otherwise calls run.
+    """
     groups: list[Group] = []
 
     async def take() -> None:
         groups.extend([group async for group in stream])
 
     async with asyncio.timeout(60):
-        while not all(link.ready for link in made.supervisor.pool.runners):  # so that all of them get work
+        while not all(link.ready for link in engine.supervisor.pool.runners):  # so that every runner gets rollouts
             await asyncio.sleep(0.005)
     with server.freezing(freeze):
-        stream = made.groups(tasks)
+        stream = engine.groups(tasks)
         task = asyncio.create_task(take())
         try:
             if freeze:
@@ -90,8 +92,8 @@ async def taken(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def judged(groups: list[Group], count: int, mode: PauseMode = "abort") -> list[Segment]:
-    """Nothing failed or ran twice; every token trains once, with the chance that its version's weights gave it."""
+def check_segments(groups: list[Group], count: int, mode: PauseMode = "abort") -> list[Segment]:
+    """Check that nothing failed or was retried, and that every token trains once with the right logprob."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * count
     assert {len(rollout.attempts) for rollout in rollouts} == {1}
@@ -102,22 +104,22 @@ def judged(groups: list[Group], count: int, mode: PauseMode = "abort") -> list[S
             range(rollout.usage.turns)
         )
     for segment in found:
-        matches(segment, mode)
+        check_logprobs(segment, mode)
     return found
 
 
-def matches(segment: Segment, mode: PauseMode) -> None:
+def check_logprobs(segment: Segment, mode: PauseMode) -> None:
     ids = np.frombuffer(segment.tokens, "<i4")
-    given = np.frombuffer(segment.logprobs, "<f4")
-    chances = {
+    recorded = np.frombuffer(segment.logprobs, "<f4")
+    expected = {
         version: logprobs(Weights.load(weights(version)), ids.tolist())[np.arange(len(ids) - 1), ids[1:]]
         for version in (0, NEW)
     }
     for span in segment.versions:
-        assert span.version in chances
+        assert span.version in expected
         for at in range(span.start, span.end):
-            near = {version: abs(each[at - 1] - given[at]) < 1e-3 for version, each in chances.items()}
-            # Kept, and not told when which token came: the older version may be said, never a newer one.
+            near = {version: abs(each[at - 1] - recorded[at]) < 1e-3 for version, each in expected.items()}
+            # In mode keep without streaming the old version may be recorded for tokens of the new one.
             assert near[span.version] or (mode == "keep" and span.version == 0 and near[NEW]), (span, at)
 
 
@@ -126,7 +128,7 @@ def versions(segments: list[Segment]) -> set[int]:
 
 
 def mixed_turns(segments: list[Segment]) -> int:
-    """Turns that two versions sampled: two spans that touch."""
+    """Count the turns sampled by two versions: adjacent spans."""
     return sum(
         left.end == right.start
         for segment in segments

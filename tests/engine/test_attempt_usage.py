@@ -1,4 +1,4 @@
-"""What an attempt used, against a sum over every moment."""
+"""Times of an attempt, compared with a sum over every moment."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +10,13 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([1, -1]), st.
 
 
 @given(STEPS, st.integers(0, 5))
-def test_time_in_which_several_wait_counts_once_and_up_to_now(
+def test_overlapping_waits_count_once_and_open_waits_count_until_now(
     steps: list[tuple[str, int, int]], last: int
 ) -> None:
     account, now = AttemptTimes(), 1_000
     waiting, waited = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
     for kind, step, passes in [*steps, ("model", 0, last)]:
-        step = max(step, -waiting[kind])  # noqa: PLW2901  (nobody leaves who did not come)
+        step = max(step, -waiting[kind])  # noqa: PLW2901  (a wait cannot end before it starts)
         if step:
             account.count_wait(kind, step, now)
             waiting[kind] += step
@@ -28,7 +28,7 @@ def test_time_in_which_several_wait_counts_once_and_up_to_now(
     assert (timing.queue, timing.model, timing.sandbox) == (2.0, waited["model"], waited["sandbox"])
 
 
-def test_pauses_of_all_stages_are_told_apart() -> None:
+def test_pauses_are_reported_separately_from_stage_times() -> None:
     account = AttemptTimes()
     account.end_stage("setup", 1.0, 0.5)
     account.end_stage("run", 4.0, 3.0)

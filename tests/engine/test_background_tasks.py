@@ -1,4 +1,4 @@
-"""Tasks that attempts start: whose they are, and when they end."""
+"""Tasks that attempts start end with the attempt, unless they are detached."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from rookery.engine.background_tasks import AttemptTasks, task_factory
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_task_ends_with_its_attempt_and_one_that_began_apart_does_not(
+def test_tasks_of_an_attempt_are_cancelled_with_it_and_detached_tasks_are_not(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     loop = new_loop()
@@ -23,7 +23,7 @@ def test_a_task_ends_with_its_attempt_and_one_that_began_apart_does_not(
         await asyncio.shield(never)
 
     async def begin() -> None:
-        """As an attempt's code does, some frames down."""
+        """Start tasks as code of an attempt does, some frames down."""
         started["own"] = asyncio.get_running_loop().create_task(hang())
         started["shared"] = asyncio.get_running_loop().create_task(more(), context=detached_context())
 
@@ -32,12 +32,12 @@ def test_a_task_ends_with_its_attempt_and_one_that_began_apart_does_not(
         await hang()
 
     async def attempt() -> None:
-        loose = AttemptTasks()
-        loose.track()
+        tasks = AttemptTasks()
+        tasks.track()
         await begin()
         while "of the shared" not in started:
             await asyncio.sleep(0)
-        assert await loose.cancel_all(5.0) == set()
+        assert await tasks.cancel_all(5.0) == set()
 
     try:
         loop.run_until_complete(attempt())

@@ -1,4 +1,4 @@
-"""Runner and shard processes have one BLAS thread each; the user's own process keeps its own."""
+"""Runner and shard processes have one BLAS thread each; the user's process is not changed."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from rookery.cli.run import pin_blas_threads
 from rookery.core.blas_threads import THREAD_VARIABLES, one_blas_thread
 from tests.engine.blas_probe import ReportsBlasThreads
-from tests.engine.conftest import engine
+from tests.engine.conftest import build_engine
 from tests.gateway.shard_kit import gateway
 from tests.servers import ModelServer
 
@@ -25,14 +25,14 @@ def unset_thread_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fresh_process_threads() -> list[int]:
-    """BLAS threads of a new process that Rookery did not start."""
+    """Return the number of BLAS threads of a process that Rookery did not start."""
     command = [sys.executable, "-m", "tests.engine.blas_probe"]
     return [int(word) for word in subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()]
 
 
 async def threads_in_runner(model: ModelServer, tmp_path: Path, env: object = ENV, runners: int = 1) -> list[int]:
-    async with engine(model, tmp_path, env=env, runners=runners) as made:
-        (group,) = [group async for group in made.groups(["question"])]
+    async with build_engine(model, tmp_path, env=env, runners=runners) as engine:
+        (group,) = [group async for group in engine.groups(["question"])]
     (rollout,) = group.valid
     assert (rollout.info["pid"] == os.getpid()) == (runners == 0)
     found: list[int] = rollout.info["blas"]
@@ -44,16 +44,16 @@ def test_every_unset_variable_is_set_to_one() -> None:
 
 
 @pytest.mark.parametrize("name", THREAD_VARIABLES)
-def test_a_variable_that_the_user_set_is_not_changed(name: str) -> None:
+def test_variables_set_by_the_user_are_not_changed(name: str) -> None:
     assert name not in one_blas_thread({name: "4"})
 
 
-def test_no_variable_is_added_that_would_override_one_that_the_user_set() -> None:
+def test_no_added_variable_overrides_one_set_by_the_user() -> None:
     assert one_blas_thread({"OMP_NUM_THREADS": "4"}) == {"VECLIB_MAXIMUM_THREADS": "1"}
     assert "OPENBLAS_NUM_THREADS" not in one_blas_thread({"GOTO_NUM_THREADS": "4"})
 
 
-async def test_a_runner_has_no_blas_pool(model: ModelServer, tmp_path: Path) -> None:
+async def test_runner_has_one_blas_thread(model: ModelServer, tmp_path: Path) -> None:
     before = dict(os.environ)
     found = await threads_in_runner(model, tmp_path)
     assert found
@@ -61,14 +61,14 @@ async def test_a_runner_has_no_blas_pool(model: ModelServer, tmp_path: Path) -> 
     assert dict(os.environ) == before
 
 
-async def test_the_users_own_thread_count_wins_in_a_runner(
+async def test_thread_count_set_by_the_user_applies_to_runners(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert await threads_in_runner(model, tmp_path) == fresh_process_threads()
 
 
-async def test_an_engine_without_runner_processes_leaves_the_users_threads_alone(
+async def test_engine_without_runner_processes_does_not_change_blas_threads(
     model: ModelServer, tmp_path: Path
 ) -> None:
     before = dict(os.environ)
@@ -84,7 +84,7 @@ async def test_a_gateway_shard_is_started_with_one_blas_thread(model: ModelServe
 
 
 @pytest.mark.parametrize(("runners", "threads"), [(0, None), (1, "1")])
-def test_the_command_line_limits_its_own_threads_only_beside_runners(
+def test_command_limits_its_own_blas_threads_only_if_it_has_runners(
     runners: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})

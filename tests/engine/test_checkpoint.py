@@ -1,4 +1,4 @@
-"""A trainer's checkpoint: the stream goes on exactly where it was, in another engine and another run."""
+"""Checkpoints of a trainer: a stream continues exactly, in another engine and another run."""
 
 import asyncio
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rookery.core import Group, UsageError
-from tests.engine.conftest import engine
+from tests.engine.conftest import build_engine
 from tests.servers import Answer, ModelServer
 
 
@@ -30,10 +30,10 @@ async def lives(
     taken: list[Group] = []
     state: Any = None
     for take in takes:
-        async with engine(model, tmp_path, concurrency=3, seed=7) as made:
+        async with build_engine(model, tmp_path, concurrency=3, seed=7) as engine:
             if state is not None:
-                made.load_state_dict(pickle.loads(state))
-            source = made.groups(TASKS, **{"k": 2, "buffer": 2, **stream})  # type: ignore[arg-type]
+                engine.load_state_dict(pickle.loads(state))
+            source = engine.groups(TASKS, **{"k": 2, "buffer": 2, **stream})  # type: ignore[arg-type]
             left = take
             while left is None or left > 0:
                 group = await anext(source, None)
@@ -41,7 +41,7 @@ async def lives(
                     break
                 taken.append(group)
                 left = None if left is None else left - 1
-            state = pickle.dumps(made.state_dict())
+            state = pickle.dumps(engine.state_dict())
     return taken, state
 
 
@@ -50,11 +50,11 @@ async def lives(
     [[None], [5, None], [0, None], [12, None], [1, 0, 0, 2, 1, None], [3, 3, 3, None]],
     ids=lambda takes: "-".join(map(str, takes)),
 )
-async def test_a_checkpoint_resumes_the_data_exactly(
+async def test_checkpoint_resumes_the_stream_exactly(
     model: ModelServer, tmp_path: Path, takes: list[int | None]
 ) -> None:
-    async with engine(model, tmp_path, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2)]
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        whole = [group async for group in engine.groups(TASKS, k=2)]
     taken, _ = await lives(model, tmp_path, takes)
     assert seeds(taken) == seeds(whole)
     for group in taken:
@@ -62,84 +62,82 @@ async def test_a_checkpoint_resumes_the_data_exactly(
         assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
 
 
-async def test_groups_under_way_survive_several_checkpoints_in_a_row(model: ModelServer, tmp_path: Path) -> None:
+async def test_open_groups_survive_several_checkpoints(model: ModelServer, tmp_path: Path) -> None:
     answer, gate = model.default, asyncio.Event()
     model.default = Answer("ok", hold=gate)
-    async with engine(model, tmp_path, concurrency=3) as made:
-        held = made.groups(TASKS)
+    async with build_engine(model, tmp_path, concurrency=3) as engine:
+        held = engine.groups(TASKS)
         await model.wait_for_requests(3)
-        state = made.state_dict()
+        state = engine.state_dict()
     model.default = answer
-    for concurrency in (3, 1):  # none of them is admitted again when the next checkpoint is made; then one
-        async with engine(model, tmp_path, concurrency=concurrency) as made:
-            made.load_state_dict(state)
-            held = made.groups(TASKS)
+    for concurrency in (3, 1):  # first no group is admitted before the next checkpoint, then one is
+        async with build_engine(model, tmp_path, concurrency=concurrency) as engine:
+            engine.load_state_dict(state)
+            held = engine.groups(TASKS)
             if concurrency == 1:
                 model.default = Answer("ok", hold=gate)
                 await model.wait_for_requests(4)
-            state = made.state_dict()
+            state = engine.state_dict()
     model.default = answer
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        assert len(seeds([group async for group in made.groups(TASKS)])) == 12
+    async with build_engine(model, tmp_path) as engine:
+        engine.load_state_dict(state)
+        assert len(seeds([group async for group in engine.groups(TASKS)])) == 12
     del held
 
 
-async def test_want_counts_from_the_call_also_after_a_checkpoint(model: ModelServer, tmp_path: Path) -> None:
+async def test_want_counts_from_the_call_after_a_checkpoint(model: ModelServer, tmp_path: Path) -> None:
     taken, _ = await lives(model, tmp_path, [2, 1, None, None, None], want=5, oversample=2)
     assert len(seeds(taken)) == 2 + 1 + 5 + 4
 
 
-async def test_a_checkpoint_needs_nothing_of_the_run_that_made_it(tmp_path: Path) -> None:
-    """Also where the server gives no token ids, so that there are turns without segments."""
+async def test_checkpoint_does_not_need_the_run_that_wrote_it(tmp_path: Path) -> None:
+    """Use a server without token IDs, so that there are turns without segments."""
     async with ModelServer(Answer("ok")) as plain:
-        async with engine(plain, tmp_path) as made:
-            stream = made.groups([row(0), row(1)])
+        async with build_engine(plain, tmp_path) as engine:
+            stream = engine.groups([row(0), row(1)])
             await anext(stream)
 
             async with asyncio.timeout(20):
-                while (await made.status())["streams"]["main"]["waiting"] < 1:
+                while (await engine.status())["streams"]["main"]["waiting"] < 1:
                     await asyncio.sleep(0.005)
-            state = made.state_dict()
-        async with engine(plain, tmp_path / "elsewhere") as other:
+            state = engine.state_dict()
+        async with build_engine(plain, tmp_path / "elsewhere") as other:
             other.load_state_dict(state)
             groups = [group async for group in other.groups([row(0), row(1)])]
         assert len(groups) == 1
         assert len(plain.requests) == 2
 
 
-async def test_a_checkpoint_of_several_streams_restores_each_by_its_name(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path) as made:
-        train, test = made.groups(TASKS, name="train"), made.groups(TASKS, name="test")
+async def test_checkpoint_restores_several_streams_by_name(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        train, test = engine.groups(TASKS, name="train"), engine.groups(TASKS, name="test")
         first = [await anext(train) for _ in range(3)] + [await anext(test)]
         assert len(first) == 4
-        state = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        assert len([group async for group in made.groups(TASKS, name="test")]) == 11
-        assert len([group async for group in made.groups(TASKS, name="train")]) == 9
-        assert len([group async for group in made.groups(TASKS, name="new")]) == 12
+        state = engine.state_dict()
+    async with build_engine(model, tmp_path) as engine:
+        engine.load_state_dict(state)
+        assert len([group async for group in engine.groups(TASKS, name="test")]) == 11
+        assert len([group async for group in engine.groups(TASKS, name="train")]) == 9
+        assert len([group async for group in engine.groups(TASKS, name="new")]) == 12
 
 
-async def test_a_stream_nobody_opened_since_stays_in_the_checkpoint(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS)
+async def test_unopened_stream_stays_in_the_next_checkpoint(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups(TASKS)
         for _ in range(5):
             await anext(stream)
-        state = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(state)
-        again = made.state_dict()
-    async with engine(model, tmp_path) as made:
-        made.load_state_dict(again)
-        assert len([group async for group in made.groups(TASKS)]) == 7
+        state = engine.state_dict()
+    async with build_engine(model, tmp_path) as engine:
+        engine.load_state_dict(state)
+        again = engine.state_dict()
+    async with build_engine(model, tmp_path) as engine:
+        engine.load_state_dict(again)
+        assert len([group async for group in engine.groups(TASKS)]) == 7
 
 
-async def test_a_state_that_is_none_of_ours_is_refused_in_words(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        state = made.state_dict()
+async def test_invalid_checkpoint_is_refused(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        state = engine.state_dict()
         for bad, words in [
             ({}, "not an engine checkpoint of format 1"),
             ({**state, "rookery": 2}, "not an engine checkpoint"),
@@ -148,24 +146,22 @@ async def test_a_state_that_is_none_of_ours_is_refused_in_words(model: ModelServ
             ({**state, "streams": "text"}, "corrupt"),
         ]:
             with pytest.raises(UsageError, match=words):
-                made.load_state_dict(bad)
-    async with engine(model, tmp_path, seed=9) as made:
+                engine.load_state_dict(bad)
+    async with build_engine(model, tmp_path, seed=9) as engine:
         with pytest.raises(UsageError, match="seed"):
-            made.load_state_dict(state)
+            engine.load_state_dict(state)
 
 
-async def test_a_stream_that_starts_over_draws_other_seeds_also_over_a_checkpoint(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path, seed=7) as made:
-        first = [group async for group in made.groups(TASKS)]
-        stream = made.groups(TASKS, restart=True)
+async def test_restarted_stream_uses_other_seeds_after_a_checkpoint(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        first = [group async for group in engine.groups(TASKS)]
+        stream = engine.groups(TASKS, restart=True)
         second = [await anext(stream) for _ in range(3)]
-        state = made.state_dict()
+        state = engine.state_dict()
         second += [group async for group in stream]
     assert not set(map(tuple, seeds(first).values())) & set(map(tuple, seeds(second).values()))
-    async with engine(model, tmp_path, seed=7) as made:
-        made.load_state_dict(state)
-        rest = seeds([group async for group in made.groups(TASKS)])
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        engine.load_state_dict(state)
+        rest = seeds([group async for group in engine.groups(TASKS)])
     assert len(rest) == len(TASKS) - 3
     assert rest.items() <= seeds(second).items()

@@ -1,4 +1,4 @@
-"""Retry, breaker, conviction: state in, decision out; no clock, no task, no sleep."""
+"""Retry policy, circuit breaker and crash attribution, tested as pure functions without a clock."""
 
 from collections import Counter
 from typing import Any
@@ -33,7 +33,7 @@ policies = st.builds(RetryPolicy, st.integers(1, 6), st.floats(0.001, 10.0), st.
 
 
 @given(policies, st.lists(failures, max_size=8), endings, jitters)
-def test_only_infra_faults_get_a_new_attempt(
+def test_only_infra_faults_are_retried(
     policy: RetryPolicy, before: list[Attempt], last: Attempt, jitter: float
 ) -> None:
     decision = policy.decide([*before, last], jitter)
@@ -44,9 +44,7 @@ def test_only_infra_faults_get_a_new_attempt(
 
 
 @given(policies, st.lists(st.tuples(st.booleans(), jitters), min_size=60, max_size=60))
-def test_the_budget_is_counted_and_every_rollout_ends(
-    policy: RetryPolicy, tries: list[tuple[bool, float]]
-) -> None:
+def test_retry_budget_bounds_the_charged_attempts(policy: RetryPolicy, tries: list[tuple[bool, float]]) -> None:
     history: list[Attempt] = []
     for charged, jitter in tries:
         history.append(ended(INFRA, charged=charged))
@@ -62,9 +60,7 @@ def test_the_budget_is_counted_and_every_rollout_ends(
 
 
 @given(policies, st.integers(1, 5), jitters)
-def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
-    policy: RetryPolicy, count: int, jitter: float
-) -> None:
+def test_back_off_grows_up_to_the_cap(policy: RetryPolicy, count: int, jitter: float) -> None:
     generous = RetryPolicy(2000, policy.base, policy.cap)
     delays = []
     for n in (count, count + 1, 1999):
@@ -77,14 +73,12 @@ def test_charged_attempts_wait_longer_each_time_up_to_the_cap(
 
 
 @given(policies, st.lists(failures, max_size=8), jitters)
-def test_a_sandbox_exhausted_by_its_own_programs_gets_no_new_attempt(
-    policy: RetryPolicy, before: list[Attempt], jitter: float
-) -> None:
+def test_exhausted_sandbox_is_not_retried(policy: RetryPolicy, before: list[Attempt], jitter: float) -> None:
     last = ended(Failed("infra", "sandbox.exhausted", "the sandbox ran out of memory"))
     assert policy.decide([*before, last], jitter) == Final(Truncated("lost"), minimum=True)
 
 
-def test_what_was_lost_with_somebody_elses_crash_runs_again_at_once_and_uncharged_up_to_a_bound() -> None:
+def test_attempts_lost_in_another_rollouts_crash_are_retried_uncharged_up_to_a_bound() -> None:
     policy = RetryPolicy(attempts=1)
     lost = ended(Failed("infra", "runner.lost", "a neighbour crashed"), charged=False)
     for n in range(1, MAX_UNCHARGED):
@@ -107,13 +101,11 @@ NEIGHBOUR = ended(INFRA, charged=False)
         ([LOSS, OTHER], False),
         ([LOSS, OTHER, LOSS], False),
         ([OTHER, LOSS, LOSS], True),
-        ([LOSS, NEIGHBOUR, LOSS], True),  # what a neighbour did is no attempt that went well
+        ([LOSS, NEIGHBOUR, LOSS], True),  # an attempt lost in another's crash does not interrupt the row
         ([NEIGHBOUR, LOSS], False),
     ],
 )
-def test_a_sandbox_lost_in_the_policys_own_command_twice_in_a_row_is_the_policys(
-    history: list[Attempt], final: bool
-) -> None:
+def test_policy_that_loses_its_sandbox_twice_in_a_row_is_responsible(history: list[Attempt], final: bool) -> None:
     decision = RetryPolicy(attempts=9).decide(history, 0.0)
     assert (decision == Final(Truncated("lost"), minimum=True)) == final
     assert isinstance(decision, Final) == final
@@ -131,7 +123,7 @@ def fed(breaker: CircuitBreaker, sequence: list[Outcome], under_way: int = 0) ->
     st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     st.sampled_from([1, 64]),
 )
-def test_the_breaker_opens_on_a_rate_over_a_minimum_exactly(
+def test_breaker_opens_at_the_failure_rate_over_a_minimum_of_attempts(
     sequence: list[tuple[Outcome, int]], rate: float, concurrency: int
 ) -> None:
     breaker = CircuitBreaker(rate, concurrency=concurrency)
@@ -154,20 +146,20 @@ def test_the_breaker_opens_on_a_rate_over_a_minimum_exactly(
         assert breaker.message == ""
 
 
-def test_a_few_early_failures_never_open_it() -> None:
+def test_few_early_failures_do_not_open_the_breaker() -> None:
     breaker = CircuitBreaker(0.5)
     assert not any(fed(breaker, [BUG] * (breaker.minimum - 1)))
     assert fed(breaker, [BUG]) == [True]
     assert fed(breaker, [BUG]) == [False], "it opens once"
 
 
-def test_attempts_still_under_way_count_among_those_that_did_not_fail() -> None:
-    """Failures are quick: of 64 begun together, the first 20 to end may be the only ones that fail."""
+def test_running_attempts_count_as_not_failed() -> None:
+    """Failures are fast: of 64 attempts started together, the first 20 to end may be the only failures."""
     assert not any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 20, under_way=44))
     assert any(fed(CircuitBreaker(0.5, concurrency=64), [INFRA] * 50, under_way=44))
 
 
-def test_old_failures_are_forgotten() -> None:
+def test_breaker_forgets_old_failures() -> None:
     breaker = CircuitBreaker(0.5)
     fed(breaker, [Completed()] * 40 + [BUG] * 30 + [Completed()] * 100)
     assert not any(fed(breaker, [BUG] * 50))
@@ -175,12 +167,12 @@ def test_old_failures_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("harmless", [TASK, Completed(), Truncated("time"), Cancelled("filtered")])
-def test_invalid_tasks_and_what_the_policy_does_never_open_it(harmless: Outcome) -> None:
+def test_invalid_tasks_and_results_of_the_policy_do_not_open_the_breaker(harmless: Outcome) -> None:
     breaker = CircuitBreaker(0.1)
     assert not any(fed(breaker, [harmless] * 500))
 
 
-def test_its_message_names_the_most_frequent_cause_and_what_to_do() -> None:
+def test_breaker_message_names_the_most_frequent_cause_and_the_next_step() -> None:
     breaker = CircuitBreaker(0.5)
     fed(breaker, [BUG, INFRA, INFRA] * 10)
     row = CAUSES["sandbox.lost"]
@@ -188,18 +180,18 @@ def test_its_message_names_the_most_frequent_cause_and_what_to_do() -> None:
         assert words in breaker.message
 
 
-def test_without_a_rate_it_never_opens() -> None:
+def test_breaker_without_a_rate_never_opens() -> None:
     assert not any(fed(CircuitBreaker(None), [BUG] * 500))
 
 
-# ---- conviction
+# ---- crash attribution
 
 names = st.lists(st.sampled_from([f"{n}.0" for n in range(6)]), min_size=1, max_size=6, unique=True)
 deaths: Any = st.sampled_from(["crashed", "blocked", "killed"])
 
 
 @given(names, deaths, st.none() | st.sampled_from(["0.0", "1.0", "9.9"]))
-def test_nobody_is_found_guilty_in_company(rollouts: list[str], death: Any, named: str | None) -> None:
+def test_no_rollout_is_found_guilty_beside_others(rollouts: list[str], death: Any, named: str | None) -> None:
     verdicts = CrashAttribution().attribute(rollouts, death, alone=False, blamed=named)
     assert list(verdicts) == rollouts
     assert "guilty" not in verdicts.values()
@@ -209,14 +201,14 @@ def test_nobody_is_found_guilty_in_company(rollouts: list[str], death: Any, name
 
 
 @pytest.mark.parametrize("death", ["crashed", "blocked"])
-def test_a_rollout_is_guilty_of_what_it_repeats_alone(death: Any) -> None:
+def test_rollout_that_crashes_its_runner_again_alone_is_guilty(death: Any) -> None:
     crashes = CrashAttribution()
     assert crashes.attribute(["1.0"], death, alone=False) == {"1.0": "suspect"}
     assert crashes.attribute(["1.0"], death, alone=True) == {"1.0": "guilty"}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=20))
-def test_a_runner_killed_from_outside_makes_a_lone_rollout_guilty_only_when_repeated(
+def test_lone_rollout_is_guilty_of_sigkills_only_after_several(
     kills: list[tuple[str, bool]],
 ) -> None:
     crashes = CrashAttribution()
@@ -230,7 +222,7 @@ def test_a_runner_killed_from_outside_makes_a_lone_rollout_guilty_only_when_repe
             alone[rollout] = 0
 
 
-def test_a_rollout_with_its_record_is_forgotten() -> None:
+def test_recorded_rollout_is_forgotten() -> None:
     crashes = CrashAttribution()
     for _ in range(KILLS_ALONE - 1):
         crashes.attribute(["1.0"], "killed", alone=True)
@@ -239,6 +231,6 @@ def test_a_rollout_with_its_record_is_forgotten() -> None:
     assert crashes.attribute(["1.0"], "killed", alone=True) == {"1.0": "suspect"}
 
 
-def test_an_empty_runner_makes_nobody_a_suspect() -> None:
+def test_crash_of_an_idle_runner_has_no_suspects() -> None:
     assert CrashAttribution().attribute([], "crashed", alone=False) == {}
     assert CrashAttribution().attribute([], "crashed", alone=True) == {}

@@ -1,5 +1,4 @@
-"""kill -9 at any moment, start again: finished rollouts are kept, unfinished ones run again, nothing counts twice,
-nothing is left behind."""
+"""SIGKILL at any moment: resume keeps finished rollouts, runs the others again and leaves nothing behind."""
 
 import asyncio
 import os
@@ -17,7 +16,7 @@ from rookery.core import Completed, UsageError
 from rookery.engine import Engine
 from rookery.journal import RunReader
 from rookery.sandbox_runtime import processes
-from tests.engine.conftest import engine, records
+from tests.engine.conftest import build_engine, records
 from tests.engine.crash_run import TASKS, K
 from tests.processes import cmdline, descendants
 from tests.servers import ModelServer
@@ -26,7 +25,7 @@ KINDS = ["supervisor", "runner", "guard", "payload"]
 
 
 def victim(kind: str, supervisor: int, rng: random.Random) -> int | None:
-    """A process of this kind, if there is one at the moment."""
+    """Return a process of this kind, or None if there is none at the moment."""
     if kind == "supervisor":
         return supervisor
     tree = descendants(supervisor)
@@ -42,7 +41,7 @@ Launch = Callable[[str, Path, str], Awaitable[asyncio.subprocess.Process]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Launch]:
-    """Starts runs in processes of their own; none outlives its test, however that ends."""
+    """Return a function that starts a run in its own process; all of them are killed after the test."""
     started: list[asyncio.subprocess.Process] = []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -62,7 +61,7 @@ async def start() -> AsyncIterator[Launch]:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.timeout(180)
-async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
+async def test_sigkill_at_any_moment_loses_duplicates_and_leaves_nothing(
     model: ModelServer, tmp_path: Path, start: Launch, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -112,7 +111,7 @@ async def test_kill_9_at_any_moment_loses_doubles_and_leaves_nothing(
     ] == []
 
 
-async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
+async def test_killed_supervisor_ends_all_its_processes_within_seconds(
     model: ModelServer, tmp_path: Path, start: Launch
 ) -> None:
     folder = tmp_path / "runs"
@@ -120,7 +119,7 @@ async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
     await model.wait_for_requests(6)
     tree = []
     for pid in descendants(run.pid):
-        with suppress(ProcessLookupError):  # short commands come and go
+        with suppress(ProcessLookupError):  # short commands start and end
             tree.append(os.pidfd_open(pid))
     run.kill()
     await run.wait()
@@ -137,29 +136,29 @@ async def test_a_supervisor_killed_takes_everything_it_owned_with_it_in_seconds(
     assert len(records(tmp_path)) == TASKS * K
 
 
-async def test_a_second_resume_of_a_live_run_is_refused(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert made.folder is not None
+async def test_second_resume_of_a_live_run_is_refused(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert engine.folder is not None
         with pytest.raises(Exception, match=str(os.getpid())):
-            async with Engine.resume(made.folder, env="tests.engine.envs:Misbehaving"):
+            async with Engine.resume(engine.folder, env="tests.engine.envs:Misbehaving"):
                 pass
-        groups = [group async for group in made.groups(["a"])]
+        groups = [group async for group in engine.groups(["a"])]
     assert len(groups) == 1
 
 
-async def test_resuming_a_finished_run_runs_nothing(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert [group.index async for group in made.groups(["a", "b"])] == [0, 1]
+async def test_resume_of_a_finished_run_runs_nothing(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert [group.index async for group in engine.groups(["a", "b"])] == [0, 1]
     async with Engine.resume(tmp_path / "runs" / "latest") as again:
         assert [group async for group in again.groups()] == []
     assert len(model.requests) == 2
 
 
-async def test_an_object_from_python_is_resumed_from_python(model: ModelServer, tmp_path: Path) -> None:
+async def test_run_with_an_environment_object_is_resumed_from_python(model: ModelServer, tmp_path: Path) -> None:
     from tests.engine.envs import Misbehaving
 
-    async with engine(model, tmp_path, env=Misbehaving()) as made:
-        await anext(made.groups(["a", "b"]))
+    async with build_engine(model, tmp_path, env=Misbehaving()) as engine:
+        await anext(engine.groups(["a", "b"]))
     with pytest.raises(UsageError, match=r"Engine\.resume"):
         Engine.resume(tmp_path / "runs" / "latest")
     async with Engine.resume(tmp_path / "runs" / "latest", env=Misbehaving()) as again:

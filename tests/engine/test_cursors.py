@@ -1,4 +1,4 @@
-"""A stream has a name and a cursor: later calls go on, `want` counts from the call, starting over is explicit."""
+"""Cursors of streams: later calls continue, `want` counts from the call, and a restart is explicit."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ import pytest
 
 from rookery import Engine, SyncEngine
 from rookery.core import Group, UsageError, label
-from tests.engine.conftest import ENV, QUICK, engine, events, records
+from tests.engine.conftest import ENV, QUICK, build_engine, events, records
 from tests.servers import Answer, ModelServer, Request
 
 
@@ -34,60 +34,60 @@ def seeds(groups: list[Group]) -> dict[str, list[int]]:
     return {group.task.id: [rollout.seed for rollout in group.rollouts] for group in groups}
 
 
-async def take(made: Engine, tasks: Any = None, **options: Any) -> list[Group]:
+async def take(engine: Engine, tasks: Any = None, **options: Any) -> list[Group]:
     chosen = TASKS if tasks is None else tasks
-    return [group async for group in made.groups(chosen, **{"k": 2, "want": 4, **options})]
+    return [group async for group in engine.groups(chosen, **{"k": 2, "want": 4, **options})]
 
 
-async def test_one_call_per_training_step_goes_through_the_tasks(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2, name="whole")]
-        steps = [await take(made) for _ in range(4)]
+async def test_one_call_per_training_step_iterates_over_the_tasks(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        whole = [group async for group in engine.groups(TASKS, k=2, name="whole")]
+        steps = [await take(engine) for _ in range(4)]
     assert [ids(groups) for groups in steps] == [names(0, 1, 2, 3), names(4, 5, 6, 7), names(8, 9, 10, 11), []]
     assert len({tuple(rollout) for groups in steps for rollout in seeds(groups).values()}) == len(whole)
 
 
-async def test_a_stream_in_parts_draws_the_seeds_of_one_in_one_piece(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2)]
-    async with engine(model, tmp_path, seed=7) as made:
-        parts = [group for _ in range(3) for group in await take(made)]
+async def test_stream_in_several_calls_uses_the_seeds_of_a_single_call(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        whole = [group async for group in engine.groups(TASKS, k=2)]
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        parts = [group for _ in range(3) for group in await take(engine)]
     assert seeds(parts) == seeds(whole)
 
 
 @pytest.mark.parametrize("endless", [False, True])
-async def test_epochs_go_on_over_calls(model: ModelServer, tmp_path: Path, endless: bool) -> None:
-    async with engine(model, tmp_path) as made:
-        steps = [await take(made, TASKS[:3], epochs=None if endless else 2) for _ in range(2)]
-        last = await take(made, TASKS[:3], epochs=None if endless else 2, want=1)
+async def test_epochs_continue_over_calls(model: ModelServer, tmp_path: Path, endless: bool) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        steps = [await take(engine, TASKS[:3], epochs=None if endless else 2) for _ in range(2)]
+        last = await take(engine, TASKS[:3], epochs=None if endless else 2, want=1)
     assert [ids(groups) for groups in steps] == [names(0, 0, 1, 2), names(0, 1, 1, 2) if endless else names(1, 2)]
     assert len(last) == endless
 
 
-async def test_starting_over_is_explicit_and_draws_other_seeds(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        first, again = await take(made), await take(made, restart=True)
-        after = await take(made)
+async def test_restart_uses_other_seeds(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        first, again = await take(engine), await take(engine, restart=True)
+        after = await take(engine)
     assert ids(first) == ids(again) == names(0, 1, 2, 3)
     assert not set(map(tuple, seeds(first).values())) & set(map(tuple, seeds(again).values()))
     assert ids(after) == names(4, 5, 6, 7)
 
 
-async def test_a_stream_at_its_end_hands_out_nothing_and_says_so(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert len([group async for group in made.groups(TASKS, name="eval")]) == 12
-        assert [group async for group in made.groups(TASKS, name="eval")] == []
-        assert len([group async for group in made.groups(TASKS, name="eval", restart=True)]) == 12
+async def test_finished_stream_delivers_nothing_and_records_an_event(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert len([group async for group in engine.groups(TASKS, name="eval")]) == 12
+        assert [group async for group in engine.groups(TASKS, name="eval")] == []
+        assert len([group async for group in engine.groups(TASKS, name="eval", restart=True)]) == 12
     assert [event["stream"] for event in events(tmp_path, "stream.at_end")] == ["eval"]
 
 
-async def test_another_list_of_tasks_begins_at_its_first(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert ids(await take(made, TASKS[:6])) == names(0, 1, 2, 3)
-        assert ids(await take(made, TASKS[6:])) == names(6, 7, 8, 9)
+async def test_another_list_of_tasks_starts_at_its_first_task(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert ids(await take(engine, TASKS[:6])) == names(0, 1, 2, 3)
+        assert ids(await take(engine, TASKS[6:])) == names(6, 7, 8, 9)
 
 
-async def test_one_iterator_is_never_gone_through_twice(model: ModelServer, tmp_path: Path) -> None:
+async def test_iterator_of_tasks_is_not_consumed_twice(model: ModelServer, tmp_path: Path) -> None:
     asked: list[int] = []
 
     def endless() -> Iterator[dict[str, Any]]:
@@ -95,70 +95,70 @@ async def test_one_iterator_is_never_gone_through_twice(model: ModelServer, tmp_
             asked.append(n)
             yield row(n)
 
-    async with engine(model, tmp_path, concurrency=2) as made:
+    async with build_engine(model, tmp_path, concurrency=2) as engine:
         source = endless()
-        steps = [await take(made, source, oversample=1) for _ in range(3)]
+        steps = [await take(engine, source, oversample=1) for _ in range(3)]
         assert [ids(groups) for groups in steps] == [names(0, 1, 2, 3), names(4, 5, 6, 7), names(8, 9, 10, 11)]
         assert asked == list(range(len(asked)))
-        # A new iterator of the same tasks is gone through up to the cursor.
-        assert ids(await take(made, endless(), oversample=1)) == names(12, 13, 14, 15)
+        # A new iterator over the same tasks is consumed up to the cursor.
+        assert ids(await take(engine, endless(), oversample=1)) == names(12, 13, 14, 15)
 
 
-async def test_surplus_groups_of_a_call_are_the_first_of_the_next(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, concurrency=32) as made:
-        steps = [await take(made, oversample=3) for _ in range(3)]
+async def test_surplus_groups_are_delivered_first_by_the_next_call(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, concurrency=32) as engine:
+        steps = [await take(engine, oversample=3) for _ in range(3)]
     assert [ids(groups) for groups in steps] == [names(0, 1, 2, 3), names(4, 5, 6, 7), names(8, 9, 10, 11)]
 
 
-async def test_a_stream_left_in_the_middle_goes_on_without_losing_or_repeating_a_group(
+async def test_abandoned_stream_continues_without_losing_or_repeating_a_group(
     model: ModelServer, tmp_path: Path
 ) -> None:
     taken: list[Group] = []
-    async with engine(model, tmp_path, concurrency=3, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2)]
-    async with engine(model, tmp_path, concurrency=3, seed=7) as made:
+    async with build_engine(model, tmp_path, concurrency=3, seed=7) as engine:
+        whole = [group async for group in engine.groups(TASKS, k=2)]
+    async with build_engine(model, tmp_path, concurrency=3, seed=7) as engine:
         while True:
             before = len(taken)
-            async for group in made.groups(TASKS, k=2, buffer=3):
+            async for group in engine.groups(TASKS, k=2, buffer=3):
                 taken.append(group)
                 if len(taken) == before + 2:
-                    break  # and at once the next call, before the loop has turned
+                    break  # the next call follows before the event loop runs again
             if len(taken) == before:
                 break
     assert seeds(taken) == seeds(whole)
     assert len(taken) == len(whole)
 
 
-async def test_finished_groups_nobody_took_are_handed_out_first_and_do_not_run_again(
+async def test_untaken_finished_groups_are_delivered_first_and_not_run_again(
     model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS, k=2)
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups(TASKS, k=2)
         first = await anext(stream)
         async with asyncio.timeout(60):
-            while (await made.status())["streams"]["main"]["waiting"] < 11:
+            while (await engine.status())["streams"]["main"]["waiting"] < 11:
                 await asyncio.sleep(0.005)
         await stream.aclose()
         asked = len(model.requests)
         groups = [first]
         for want in (1, 2, 3, None):
-            groups += await take(made, want=want)
+            groups += await take(engine, want=want)
         assert len(model.requests) == asked
     assert ids(groups) == names(*range(12))
     assert {label(record.outcome) for record in records(tmp_path)} == {"completed"}
 
 
-async def test_another_k_runs_groups_again_that_nobody_took(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS[:4], k=2)
+async def test_untaken_groups_run_again_for_another_k(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups(TASKS[:4], k=2)
         await anext(stream)
         async with asyncio.timeout(60):
-            while (await made.status())["streams"]["main"]["waiting"] < 3:
+            while (await engine.status())["streams"]["main"]["waiting"] < 3:
                 await asyncio.sleep(0.005)
-        state = made.state_dict()
+        state = engine.state_dict()
         await stream.aclose()
-        groups = await take(made, TASKS[:4], k=3)
-    async with engine(model, tmp_path) as other:
+        groups = await take(engine, TASKS[:4], k=3)
+    async with build_engine(model, tmp_path) as other:
         other.load_state_dict(state)
         restored = await take(other, TASKS[:4], k=3)
     for found in (groups, restored):
@@ -166,14 +166,14 @@ async def test_another_k_runs_groups_again_that_nobody_took(model: ModelServer, 
         assert {len(group.rollouts) for group in found} == {3}
 
 
-async def test_an_open_stream_is_not_opened_again(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS)
-        state = made.state_dict()
+async def test_open_stream_cannot_be_opened_again(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups(TASKS)
+        state = engine.state_dict()
         with pytest.raises(UsageError):
-            made.groups(TASKS)
+            engine.groups(TASKS)
         with pytest.raises(UsageError):
-            made.load_state_dict(state)
+            engine.load_state_dict(state)
         await stream.aclose()
 
 
@@ -181,89 +181,91 @@ async def test_an_open_stream_is_not_opened_again(model: ModelServer, tmp_path: 
 
 
 @pytest.mark.parametrize("wants", [[4, 4, 4], [5, 7], [1, 0, 3, 8]], ids=str)
-async def test_calls_and_checkpoints_mix(model: ModelServer, tmp_path: Path, wants: list[int]) -> None:
-    """Each call in a new engine, from a checkpoint made between two calls or before the stream ended."""
-    async with engine(model, tmp_path, seed=7) as made:
-        whole = [group async for group in made.groups(TASKS, k=2)]
+async def test_stream_continues_over_calls_and_checkpoints(
+    model: ModelServer, tmp_path: Path, wants: list[int]
+) -> None:
+    """Each call is in a new engine, restored from a checkpoint between two calls or before the stream ended."""
+    async with build_engine(model, tmp_path, seed=7) as engine:
+        whole = [group async for group in engine.groups(TASKS, k=2)]
     taken: list[Group] = []
     state: Any = None
     for want in wants:
-        async with engine(model, tmp_path, concurrency=3, seed=7) as made:
+        async with build_engine(model, tmp_path, concurrency=3, seed=7) as engine:
             if state is not None:
-                made.load_state_dict(pickle.loads(state))
-            part = await take(made, want=want, oversample=1)
+                engine.load_state_dict(pickle.loads(state))
+            part = await take(engine, want=want, oversample=1)
             assert len(part) == want
             taken += part
-            state = pickle.dumps(made.state_dict())
+            state = pickle.dumps(engine.state_dict())
             if len(taken) == len(TASKS):
-                assert await take(made, want=None) == []
+                assert await take(engine, want=None) == []
     assert seeds(taken) == seeds(whole)
     assert len(taken) == len(whole)
 
 
-async def test_a_checkpoint_loaded_into_a_used_engine_wins_over_its_cursor(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path) as made:
-        await take(made)
-        state = made.state_dict()
-        assert ids(await take(made)) == names(4, 5, 6, 7)
-        made.load_state_dict(state)
-        assert ids(await take(made)) == names(4, 5, 6, 7)
-        made.load_state_dict(state)
-        assert ids(await take(made, restart=True)) == names(0, 1, 2, 3)
+async def test_loaded_checkpoint_replaces_the_cursor_of_a_used_engine(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        await take(engine)
+        state = engine.state_dict()
+        assert ids(await take(engine)) == names(4, 5, 6, 7)
+        engine.load_state_dict(state)
+        assert ids(await take(engine)) == names(4, 5, 6, 7)
+        engine.load_state_dict(state)
+        assert ids(await take(engine, restart=True)) == names(0, 1, 2, 3)
 
 
-# ---- steps, without a loop, from another process
+# ---- steps, sync engine, client process
 
 
-async def test_steps_go_on_over_calls_and_checkpoints(model: ModelServer, tmp_path: Path) -> None:
+async def test_steps_continue_over_calls_and_checkpoints(model: ModelServer, tmp_path: Path) -> None:
     numbers: list[int] = []
     taken: list[Group] = []
     state: Any = None
     for _ in range(2):
-        async with engine(model, tmp_path) as made:
+        async with build_engine(model, tmp_path) as engine:
             if state is not None:
-                made.load_state_dict(state)
+                engine.load_state_dict(state)
             for _ in range(2):
-                stream = made.steps(TASKS, k=2, groups=3, lag=1)
+                stream = engine.steps(TASKS, k=2, groups=3, lag=1)
                 step = await anext(stream)
                 numbers.append(step.number)
                 taken += step.groups
                 await stream.aclose()
-            state = made.state_dict()
+            state = engine.state_dict()
     assert numbers == [0, 1, 2, 3]
     assert ids(taken) == names(*range(12))
 
 
-async def test_steps_start_over_when_asked_to(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
+async def test_steps_restart_on_request(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
         for _ in range(2):
-            async with made.steps(TASKS, k=2, groups=3, lag=0, restart=True) as stream:
+            async with engine.steps(TASKS, k=2, groups=3, lag=0, restart=True) as stream:
                 step = await anext(stream)
                 assert (step.number, ids(list(step.groups))) == (0, names(0, 1, 2))
 
 
-async def test_a_client_of_another_process_goes_on_where_it_left(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert made.folder is not None
+async def test_remote_stream_continues_where_it_ended(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert engine.folder is not None
         taken: list[Group] = []
-        async with await Engine.connect(made.folder) as remote:
+        async with await Engine.connect(engine.folder) as remote:
             for _ in range(2):
                 taken += [group async for group in remote.groups(TASKS, k=2, want=3)]
             async for group in remote.groups(TASKS, k=2):
                 taken.append(group)
-                break  # and at once the next call
+                break  # the next call follows at once
             taken += [group async for group in remote.groups(TASKS, k=2, want=2)]
             state = await remote.state_dict()
-        async with await Engine.connect(made.folder) as other:  # the cursor is the engine's
+        async with await Engine.connect(engine.folder) as other:  # the cursor is the engine's
             await other.load_state_dict(state)
             taken += [group async for group in other.groups(TASKS, k=2)]
             assert ids([group async for group in other.groups(TASKS, k=2, want=2, restart=True)]) == names(0, 1)
     assert ids(taken) == names(*range(12))
 
 
-async def test_a_client_that_goes_away_leaves_what_it_did_not_take(model: ModelServer, tmp_path: Path) -> None:
+async def test_groups_that_a_disconnected_client_did_not_take_are_delivered_later(
+    model: ModelServer, tmp_path: Path
+) -> None:
     gate = asyncio.Event()
 
     def play(request: Request) -> Answer:
@@ -271,9 +273,9 @@ async def test_a_client_that_goes_away_leaves_what_it_did_not_take(model: ModelS
         return Answer("ok", prompt_ids=[1], ids=[2], logprobs=[-0.5], hold=gate if slow else None)
 
     model.default = play
-    async with engine(model, tmp_path, concurrency=1) as made:
-        assert made.folder is not None
-        remote = await Engine.connect(made.folder)
+    async with build_engine(model, tmp_path, concurrency=1) as engine:
+        assert engine.folder is not None
+        remote = await Engine.connect(engine.folder)
         stream = remote.groups(TASKS[:4])
         first = await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
@@ -281,26 +283,26 @@ async def test_a_client_that_goes_away_leaves_what_it_did_not_take(model: ModelS
         await remote.close()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(60):
-            while (await made.status())["in_flight"]:
+            while (await engine.status())["in_flight"]:
                 await asyncio.sleep(0.005)
         gate.set()
-        rest = [group async for group in made.groups(TASKS[:4])]
+        rest = [group async for group in engine.groups(TASKS[:4])]
     assert ids([first, *rest]) == names(0, 1, 2, 3)
 
 
-async def test_an_engine_without_a_loop_goes_on_too(model: ModelServer, tmp_path: Path) -> None:
+async def test_sync_engine_continues_streams(model: ModelServer, tmp_path: Path) -> None:
     def work() -> list[list[str]]:
-        with SyncEngine(ENV, policy=model.url, out=tmp_path / "runs", runners=0, retry=QUICK) as made:
-            found = [ids(list(made.groups(TASKS, k=2, want=3))) for _ in range(2)]
-            for group in made.groups(TASKS, k=2):
+        with SyncEngine(ENV, policy=model.url, out=tmp_path / "runs", runners=0, retry=QUICK) as engine:
+            found = [ids(list(engine.groups(TASKS, k=2, want=3))) for _ in range(2)]
+            for group in engine.groups(TASKS, k=2):
                 found.append(ids([group]))
                 break
-            state = made.state_dict()
-            rest = ids(list(made.groups(TASKS, k=2)))
-            made.load_state_dict(state)
-            assert ids(list(made.groups(TASKS, k=2))) == rest
+            state = engine.state_dict()
+            rest = ids(list(engine.groups(TASKS, k=2)))
+            engine.load_state_dict(state)
+            assert ids(list(engine.groups(TASKS, k=2))) == rest
             found.append(rest)
-            return [*found, ids(list(made.groups(TASKS, k=2, want=1, restart=True)))]
+            return [*found, ids(list(engine.groups(TASKS, k=2, want=1, restart=True)))]
 
     first, second, third, rest, again = await asyncio.to_thread(work)
     assert (first, second, again) == (names(0, 1, 2), names(3, 4, 5), names(0))
@@ -310,10 +312,10 @@ async def test_an_engine_without_a_loop_goes_on_too(model: ModelServer, tmp_path
 # ---- a resumed run
 
 
-async def test_a_resumed_run_goes_on_call_by_call(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, stream={"k": 2}) as made:
-        assert len(await take(made)) == 4
-    folder = made.folder
+async def test_resumed_run_continues_over_calls(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, stream={"k": 2}) as engine:
+        assert len(await take(engine)) == 4
+    folder = engine.folder
     assert folder is not None
     async with Engine.resume(folder) as again:
         parts = [[group async for group in again.groups(want=3)] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A model server that hangs is infra and retried elsewhere; a policy that writes for too long is Truncated."""
+"""A hung model server is infra and retried elsewhere; a policy that generates for too long is truncated."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from tests.servers import Answer, ModelServer, Request, raw_server
 
 
 class Asks(Environment):
-    """Asks the policy once; streamed where the task says so."""
+    """Calls the policy once, streamed if the task requests it."""
 
     name = "asks"
 
@@ -33,7 +33,7 @@ class Asks(Environment):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is examined soon; servers have long to answer, as they must on a busy machine."""
+    """Examine silent calls soon, but give servers much time to respond, as a busy machine requires."""
     for name, seconds in (("HEALTH_SECONDS", 60.0), ("SAMPLE_SECONDS", 60.0), ("STALL_SECONDS", 1.0)):
         monkeypatch.setattr(hang_detector, name, seconds)
     monkeypatch.setattr(hang_detector, "METRICS_GAP_SECONDS", 0.2)
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def hung_server() -> AsyncIterator[str]:
-    """A server that lists its models once, for the check at the start, and then accepts and never answers."""
+    """A server that lists its models once, for the check at the start, then accepts calls and never responds."""
     listed = False
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,7 +74,7 @@ def causes(rollout: Rollout) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(
+async def test_run_deadline_at_a_hung_server_is_infra_with_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 1.0)
@@ -91,7 +91,7 @@ async def test_a_run_deadline_at_a_hung_server_is_infra_with_its_evidence(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_hung_replica_of_two_costs_one_attempt(
+async def test_hung_replica_costs_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(hang_detector, "HEALTH_SECONDS", 5.0)
@@ -99,10 +99,10 @@ async def test_one_hung_replica_of_two_costs_one_attempt(
         async with hung_server() as bad:
             rollout = await played(tmp_path, bad, good.url, stream=stream, limits=Limits(run=10.0))
         assert rollout.outcome == Completed()
-        assert causes(rollout) in ([""], ["upstream.hung", ""])  # affinity chooses the first replica
+        assert causes(rollout) in ([""], ["upstream.hung", ""])  # prefix affinity chooses the first replica
 
 
-async def test_a_policy_that_writes_for_too_long_is_truncated_with_its_evidence(tmp_path: Path) -> None:
+async def test_policy_that_generates_for_too_long_is_truncated_with_evidence(tmp_path: Path) -> None:
     never = asyncio.Event()
 
     def play(request: Request) -> Answer:
@@ -119,12 +119,12 @@ async def test_a_policy_that_writes_for_too_long_is_truncated_with_its_evidence(
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent calls are examined again and again, so that no deadline races with a busy machine."""
+    """Examine silent calls repeatedly, so that the test does not depend on the machine's speed."""
     monkeypatch.setattr(hang_detector, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(hang_detector, "CHECK_SECONDS", 0.1)
 
 
-async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path, watched: None) -> None:
+async def test_stream_that_stops_is_hung_and_retried(tmp_path: Path, watched: None) -> None:
     async with standin("vllm") as server:
         await server.fault(after_events=3, then="stall")
         rollout = await played(tmp_path, server.url, stream=True, kind="vllm", limits=Limits(run=300.0))
@@ -132,9 +132,7 @@ async def test_a_stream_that_stops_is_hung_and_run_again(tmp_path: Path, watched
     assert rollout.attempts[0].evidence["upstream"][0]["bytes"] > 0
 
 
-async def test_an_answer_that_never_comes_from_an_idle_engine_is_hung_and_run_again(
-    tmp_path: Path, watched: None
-) -> None:
+async def test_missing_reply_of_an_idle_server_is_hung_and_retried(tmp_path: Path, watched: None) -> None:
     async with standin("sglang", weights=None) as server:
         await server.fault(after_bytes=0, then="stall")
         rollout = await played(tmp_path, server.url, kind="sglang", limits=Limits(run=300.0))

@@ -1,4 +1,4 @@
-"""The eight invariants of the engine, each by the name its docstring gives it (the eighth is in test_crash.py)."""
+"""The guarantees of the engine, named as in its docstring. The eighth is tested in test_crash.py."""
 
 import asyncio
 import gc
@@ -12,7 +12,7 @@ import pytest
 from rookery.core import Cancelled, Completed, Failed, Group, Limits, Rollout, Truncated, label
 from rookery.engine import Stopped
 from rookery.engine.attempt import RunningAttempt
-from tests.engine.conftest import engine, events, gather, records
+from tests.engine.conftest import build_engine, events, records, run_groups
 from tests.servers import ModelServer
 
 MODES = pytest.mark.parametrize("runners", [0, 2], ids=["in-process", "two-runners"])
@@ -24,21 +24,21 @@ def row(**data: Any) -> dict[str, Any]:
 
 async def test_every_admitted_rollout_gets_exactly_one_terminal_record(model: ModelServer, tmp_path: Path) -> None:
     tasks = [row(), row(run="raise"), row(score="nan"), row(run={"1": "sandbox-lost"}), row(setup="exit")] * 4
-    groups = await gather(model, tmp_path, tasks, k=3, runners=2, breaker=None)
+    groups = await run_groups(model, tmp_path, tasks, k=3, runners=2, breaker=None)
     assert len(groups) == 20
     written = records(tmp_path)
     assert len(written) == 60
     assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(20) for m in range(3)}
-    handed = {record.id: record.outcome for group in groups for record in group.rollouts}
-    assert handed == {record.id: record.outcome for record in written}
+    delivered = {record.id: record.outcome for group in groups for record in group.rollouts}
+    assert delivered == {record.id: record.outcome for record in written}
 
 
 @MODES
 async def test_nothing_one_rollout_does_cancels_another(model: ModelServer, tmp_path: Path, runners: int) -> None:
-    deeds = ["raise", "group", "recursion", "cancelled", "cancel-self", "exit", "interrupt"]
+    actions = ["raise", "group", "recursion", "cancelled", "cancel-self", "exit", "interrupt"]
     stages = ["setup", "run", "after", "score"]
-    tasks = [row(**{stage: {"1": deed}}) for stage in stages for deed in deeds]
-    groups = await gather(model, tmp_path, tasks, k=3, runners=runners, breaker=None)
+    tasks = [row(**{stage: {"1": action}}) for stage in stages for action in actions]
+    groups = await run_groups(model, tmp_path, tasks, k=3, runners=runners, breaker=None)
     assert len(groups) == len(tasks)
     for group in groups:
         assert [type(rollout.outcome) for rollout in group.rollouts] == [Completed, Failed, Completed], (
@@ -50,11 +50,11 @@ async def test_nothing_one_rollout_does_cancels_another(model: ModelServer, tmp_
         assert failed.traceback
 
 
-async def test_a_failed_teardown_is_an_event_and_never_a_changed_outcome(
+async def test_failed_teardown_is_an_event_and_does_not_change_the_outcome(
     model: ModelServer, tmp_path: Path
 ) -> None:
-    tasks = [row(teardown=deed) for deed in ("raise", "cancelled", "exit", "hang")]
-    groups = await gather(model, tmp_path, tasks, limits=Limits(teardown=0.05))
+    tasks = [row(teardown=action) for action in ("raise", "cancelled", "exit", "hang")]
+    groups = await run_groups(model, tmp_path, tasks, limits=Limits(teardown=0.05))
     assert [group.rollouts[0].outcome for group in groups] == [Completed()] * 4
     assert [group.rewards for group in groups] == [[1.0]] * 4
     assert len(events(tmp_path, "teardown.failed")) == 4
@@ -64,9 +64,9 @@ async def test_a_failed_teardown_is_an_event_and_never_a_changed_outcome(
 async def test_a_group_always_returns_k_records_in_order_of_one_shape(
     model: ModelServer, tmp_path: Path, runners: int
 ) -> None:
-    deeds = {"0": "raise", "1": "hang-in-policy", "2": "exit", "4": "sandbox-lost", "6": "spend-turns"}
-    (group,) = await gather(
-        model, tmp_path, [row(run=deeds)], k=8, runners=runners, limits=Limits(run=4.0, turns=3), breaker=None
+    actions = {"0": "raise", "1": "hang-in-policy", "2": "exit", "4": "sandbox-lost", "6": "spend-turns"}
+    (group,) = await run_groups(
+        model, tmp_path, [row(run=actions)], k=8, runners=runners, limits=Limits(run=4.0, turns=3), breaker=None
     )
     assert [rollout.member for rollout in group.rollouts] == list(range(8))
     assert all(isinstance(rollout, Rollout) and isinstance(rollout.segments, list) for rollout in group.rollouts)
@@ -87,20 +87,20 @@ async def test_a_group_always_returns_k_records_in_order_of_one_shape(
 
 
 @MODES
-async def test_five_hundred_rollouts_three_raise_after_their_generation(
+async def test_exceptions_after_the_generation_fail_three_of_500_rollouts(
     model: ModelServer, tmp_path: Path, runners: int
 ) -> None:
-    """The known incident: an exception after the generation had returned took the whole step with it."""
+    """In other systems an exception after the generation has failed the whole step."""
     bad = {17: "raise", 250: "group", 499: "cancelled"}
     tasks = [row(after=bad.get(n)) for n in range(500)]
-    groups = await gather(model, tmp_path, tasks, runners=runners)
+    groups = await run_groups(model, tmp_path, tasks, runners=runners)
     outcomes = {group.index: group.rollouts[0].outcome for group in groups}
     assert len(outcomes) == len(records(tmp_path)) == 500
     assert sum(isinstance(outcome, Completed) for outcome in outcomes.values()) == 497
     for n in bad:
         failed = outcomes[n]
         assert isinstance(failed, Failed)
-        assert "in deed" in failed.traceback
+        assert "in action" in failed.traceback
 
 
 @MODES
@@ -111,7 +111,7 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
     hangs = "run" if stage == "after" else stage
     limits = msgspec.structs.replace(Limits(setup=20.0, run=20.0, score=20.0), **{hangs: 1.5})
     tasks = [row(**{stage: {"0": "hang"}})]
-    (group,) = await gather(model, tmp_path, tasks, k=2, limits=limits, runners=runners)
+    (group,) = await run_groups(model, tmp_path, tasks, k=2, limits=limits, runners=runners)
     first, second = group.rollouts
     assert isinstance(first.outcome, Failed)
     assert (first.outcome.fault, first.outcome.cause) == ("bug", "bug.hung")
@@ -119,51 +119,51 @@ async def test_every_stage_has_a_deadline_that_the_engine_enforces(
     assert second.outcome == Completed()
 
 
-@pytest.mark.parametrize("deed", ["hang-in-policy", "hang-in-sandbox"])
-async def test_a_run_deadline_while_the_policy_or_its_sandbox_works_is_truncated_time_and_scored(
-    model: ModelServer, tmp_path: Path, deed: str
+@pytest.mark.parametrize("action", ["hang-in-policy", "hang-in-sandbox"])
+async def test_run_deadline_while_policy_or_sandbox_works_truncates_and_scores(
+    model: ModelServer, tmp_path: Path, action: str
 ) -> None:
-    (group,) = await gather(model, tmp_path, [row(run=deed, score="tell-truncated")], limits=Limits(run=0.3))
+    (group,) = await run_groups(model, tmp_path, [row(run=action, score="tell-truncated")], limits=Limits(run=0.3))
     assert group.rollouts[0].outcome == Truncated("time")
     assert group.rollouts[0].info == {"truncated": "time"}
     assert group.rewards == [0.5]
 
 
-async def test_a_setup_or_score_deadline_in_a_sandbox_or_model_is_infra(
+async def test_setup_or_score_deadline_in_a_sandbox_or_model_call_is_infra(
     model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [row(setup="hang-in-sandbox"), row(score="hang-in-policy")]
-    groups = await gather(model, tmp_path, tasks, limits=Limits(setup=0.3, score=0.3), breaker=None)
+    groups = await run_groups(model, tmp_path, tasks, limits=Limits(setup=0.3, score=0.3), breaker=None)
     assert [label(group.rollouts[0].outcome) for group in groups] == ["engine.setup", "scoring.timeout"]
     assert [len(group.rollouts[0].attempts) for group in groups] == [3, 3]
 
 
 @pytest.mark.long
-async def test_what_swallows_its_cancellation_gets_its_record_and_its_runner_is_replaced(
+async def test_rollout_that_swallows_its_cancellation_is_recorded_and_its_runner_replaced(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with engine(model, tmp_path, runners=1, limits=Limits(run=3.0), concurrency=4) as made:
-        before = made.pids()[1:]
-        groups = [group async for group in made.groups([row(run="swallow"), row(), row()])]
+    async with build_engine(model, tmp_path, runners=1, limits=Limits(run=3.0), concurrency=4) as engine:
+        before = engine.pids()[1:]
+        groups = [group async for group in engine.groups([row(run="swallow"), row(), row()])]
         by_task = {group.index: label(group.rollouts[0].outcome) for group in groups}
         assert by_task == {0: "bug.uncancellable", 1: "completed", 2: "completed"}
-        more = [group async for group in made.groups([row()] * 3)]
+        more = [group async for group in engine.groups([row()] * 3)]
         assert [label(group.rollouts[0].outcome) for group in more] == ["completed"] * 3
         async with asyncio.timeout(20):
-            while set(made.pids()) & set(before):
+            while set(engine.pids()) & set(before):
                 await asyncio.sleep(0.01)
-        assert len(made.pids()) == 2
+        assert len(engine.pids()) == 2
 
 
-async def test_blocking_stages_run_off_the_loop(model: ModelServer, tmp_path: Path) -> None:
-    groups = await gather(model, tmp_path, ["a", "b", "c"], env="tests.engine.envs:Blocking")
+async def test_blocking_stages_run_in_threads(model: ModelServer, tmp_path: Path) -> None:
+    groups = await run_groups(model, tmp_path, ["a", "b", "c"], env="tests.engine.envs:Blocking")
     assert all(group.rollouts[0].info["thread"].startswith("rookery-run") for group in groups)
     assert [group.rewards for group in groups] == [[1.0]] * 3
 
 
 async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        stream = made.groups([row(run="hang-in-policy"), row(run="loose-task", after="hang")])
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups([row(run="hang-in-policy"), row(run="background-call", after="hang")])
         await model.wait_for_requests(3)
         await stream.aclose()
         await model.wait_for_disconnects(2)
@@ -171,11 +171,11 @@ async def test_cancelling_reaches_the_upstream(model: ModelServer, tmp_path: Pat
 
 
 @MODES
-async def test_teardown_happens_also_after_a_cancellation_and_after_half_a_setup(
+async def test_teardown_runs_after_a_cancellation_and_after_a_failed_setup(
     model: ModelServer, tmp_path: Path, runners: int
 ) -> None:
-    async with engine(model, tmp_path, runners=runners) as made:
-        stream = made.groups([row(run="hang-in-policy", teardown="say"), row(setup="raise", teardown="say")])
+    async with build_engine(model, tmp_path, runners=runners) as engine:
+        stream = engine.groups([row(run="hang-in-policy", teardown="say"), row(setup="raise", teardown="say")])
         assert (await anext(stream)).index == 1
         await model.wait_for_requests(1)
         await stream.aclose()
@@ -183,18 +183,16 @@ async def test_teardown_happens_also_after_a_cancellation_and_after_half_a_setup
     assert events(tmp_path, "teardown.failed") == []
 
 
-async def test_a_task_the_environment_forgot_does_not_outlive_its_attempt_in_a_runner(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    tasks = [row(run="loose-sleep")] * 3 + [row(run="count-sleepers")]
-    groups = await gather(model, tmp_path, tasks, runners=1, concurrency=1)
+async def test_forgotten_task_ends_with_its_attempt_in_a_runner(model: ModelServer, tmp_path: Path) -> None:
+    tasks = [row(run="background-sleep")] * 3 + [row(run="count-sleepers")]
+    groups = await run_groups(model, tmp_path, tasks, runners=1, concurrency=1)
     assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 4
     assert groups[3].rollouts[0].metrics == {"sleepers": 0.0}
 
 
 async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, runners=1) as made:
-        stream = made.groups([row(run="hang-in-sandbox", after="hang")] * 3)
+    async with build_engine(model, tmp_path, runners=1) as engine:
+        stream = engine.groups([row(run="hang-in-sandbox", after="hang")] * 3)
         leases = tmp_path / "runs" / "latest" / "sandboxes" / "leases"
         while len(list(leases.glob("*.json"))) < 3:
             await asyncio.sleep(0.01)
@@ -205,12 +203,12 @@ async def test_cancelling_reaches_the_sandbox(model: ModelServer, tmp_path: Path
 
 
 @MODES
-async def test_outer_cancellation_is_not_swallowed_and_cancels_everything(
+async def test_cancelling_the_consumer_cancels_everything(
     model: ModelServer, tmp_path: Path, runners: int
 ) -> None:
     async def consume() -> None:
-        async with engine(model, tmp_path, runners=runners) as made:
-            async for _ in made.groups(
+        async with build_engine(model, tmp_path, runners=runners) as engine:
+            async for _ in engine.groups(
                 [row(run="hang-in-policy"), row(run="hang"), row(run="hang-in-sandbox")], k=4
             ):
                 pass
@@ -227,7 +225,7 @@ async def test_outer_cancellation_is_not_swallowed_and_cancels_everything(
 async def test_the_original_exception_with_its_traceback_is_in_the_record_and_the_log(
     model: ModelServer, tmp_path: Path, runners: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await gather(model, tmp_path, [row(run="raise"), row(score="group")], runners=runners)
+    await run_groups(model, tmp_path, [row(run="raise"), row(score="group")], runners=runners)
     logs = caplog.text + "".join(
         path.read_text() for path in (tmp_path / "runs" / "latest" / "logs").glob("*.log")
     )
@@ -246,28 +244,26 @@ async def test_failures_above_a_rate_stop_admission_with_a_clear_message(
     model: ModelServer, tmp_path: Path
 ) -> None:
     with pytest.raises(Stopped, match=r"bug\.environment") as caught:
-        await gather(model, tmp_path, [row(run="raise")] * 500, concurrency=8)
+        await run_groups(model, tmp_path, [row(run="raise")] * 500, concurrency=8)
     assert "rookery resume" in str(caught.value)
     assert 20 <= len(records(tmp_path)) <= 40
     assert events(tmp_path, "stopped")
 
 
-async def test_a_few_failures_do_not_open_the_breaker(model: ModelServer, tmp_path: Path) -> None:
+async def test_few_failures_do_not_stop_the_run(model: ModelServer, tmp_path: Path) -> None:
     tasks = [row(run="raise" if n % 3 == 0 else None) for n in range(90)]
-    groups = await gather(model, tmp_path, tasks)
+    groups = await run_groups(model, tmp_path, tasks)
     assert len(groups) == 90
 
 
-async def test_new_attempts_are_for_infra_faults_only_budgeted_and_counted(
-    model: ModelServer, tmp_path: Path
-) -> None:
+async def test_only_infra_faults_are_retried_and_counted(model: ModelServer, tmp_path: Path) -> None:
     tasks = [
         row(run={"attempt 1": "sandbox-lost", "attempt 2": "sandbox-lost"}),
         row(run="sandbox-lost"),
         row(run="raise"),
         row(run="task-broken"),
     ]
-    groups = await gather(model, tmp_path, tasks, breaker=None)
+    groups = await run_groups(model, tmp_path, tasks, breaker=None)
     rollouts = [group.rollouts[0] for group in groups]
     assert [len(rollout.attempts) for rollout in rollouts] == [3, 3, 1, 1]
     assert [label(rollout.outcome) for rollout in rollouts] == [
@@ -284,12 +280,12 @@ async def test_new_attempts_are_for_infra_faults_only_budgeted_and_counted(
     ]
 
 
-async def test_a_task_fault_quarantines_the_task(model: ModelServer, tmp_path: Path) -> None:
+async def test_task_fault_quarantines_the_task(model: ModelServer, tmp_path: Path) -> None:
     tasks = [{"id": "broken", **row(setup="task-broken")}, {"id": "fine", **row()}]
-    groups = await gather(model, tmp_path, tasks, k=4, stream={"epochs": 3}, concurrency=1)
+    groups = await run_groups(model, tmp_path, tasks, k=4, stream={"epochs": 3}, concurrency=1)
     labels = [[label(rollout.outcome) for rollout in group.rollouts] for group in groups]
     assert labels == [["task.setup"] * 4, ["completed"] * 4] * 3
-    # Attempted once; the other eleven end with the same cause without having run.
+    # One attempt ran; the other eleven rollouts end with the same cause without one.
     assert (
         sum(len(rollout.attempts) for group in groups for rollout in group.rollouts if group.task.id == "broken")
         == 1
@@ -297,8 +293,8 @@ async def test_a_task_fault_quarantines_the_task(model: ModelServer, tmp_path: P
     assert [event["task"] for event in events(tmp_path, "task.quarantined")] == ["broken"]
 
 
-async def test_an_invalid_row_is_quarantined_and_the_others_run(model: ModelServer, tmp_path: Path) -> None:
-    groups = await gather(model, tmp_path, [row(), {"no": "prompt"}, row()], k=2)
+async def test_invalid_row_is_quarantined_and_the_others_run(model: ModelServer, tmp_path: Path) -> None:
+    groups = await run_groups(model, tmp_path, [row(), {"no": "prompt"}, row()], k=2)
     assert [[label(rollout.outcome) for rollout in group.rollouts] for group in groups] == [
         ["completed"] * 2,
         ["task.invalid"] * 2,
@@ -307,22 +303,22 @@ async def test_an_invalid_row_is_quarantined_and_the_others_run(model: ModelServ
     assert len(model.requests) == 4
 
 
-async def test_a_reward_that_is_no_finite_number_in_its_range_is_a_fault_and_not_a_zero(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    groups = await gather(model, tmp_path, [row(score=deed) for deed in ("nan", "nothing", "too-much", "half")])
+async def test_invalid_reward_is_a_fault_and_not_zero(model: ModelServer, tmp_path: Path) -> None:
+    groups = await run_groups(
+        model, tmp_path, [row(score=action) for action in ("nan", "nothing", "too-much", "half")]
+    )
     assert [label(group.rollouts[0].outcome) for group in groups] == ["bug.reward"] * 3 + ["completed"]
     assert [group.rewards for group in groups] == [[None], [None], [None], [0.5]]
 
 
-async def test_budgets_truncate_and_what_is_there_is_scored(model: ModelServer, tmp_path: Path) -> None:
+async def test_spent_budgets_truncate_the_rollout_and_it_is_scored(model: ModelServer, tmp_path: Path) -> None:
     tasks = [
         {**row(run="spend-turns"), "limits": {"turns": 3}},
         {**row(run="spend-turns"), "limits": {"tokens": 7}},
         {**row(run="truncate")},
         {**row(), "limits": {"context": 4}},
     ]
-    groups = await gather(model, tmp_path, tasks)
+    groups = await run_groups(model, tmp_path, tasks)
     assert [label(group.rollouts[0].outcome) for group in groups] == [
         "truncated.turns",
         "truncated.tokens",
@@ -333,71 +329,69 @@ async def test_budgets_truncate_and_what_is_there_is_scored(model: ModelServer, 
     assert all(group.rewards == [1.0] for group in groups)
 
 
-async def test_a_loose_task_does_not_outlive_its_attempt(model: ModelServer, tmp_path: Path) -> None:
-    groups = await gather(model, tmp_path, [row(run="loose-task")])
+async def test_background_task_ends_with_its_attempt(model: ModelServer, tmp_path: Path) -> None:
+    groups = await run_groups(model, tmp_path, [row(run="background-call")])
     assert groups[0].rollouts[0].outcome == Completed()
     await model.wait_for_disconnects(1)
 
 
 async def test_sandboxes_are_closed_with_their_attempt(model: ModelServer, tmp_path: Path) -> None:
     tasks = ["a", {"prompt": "b", "files": {"data/in.txt": "héllo\n"}}]
-    groups: list[Group] = await gather(model, tmp_path, tasks, k=4, env="tests.engine.envs:WithSandbox", runners=2)
+    groups: list[Group] = await run_groups(
+        model, tmp_path, tasks, k=4, env="tests.engine.envs:WithSandbox", runners=2
+    )
     assert [group.rewards for group in groups] == [[1.0] * 4] * 2
 
 
-async def test_a_blocking_stage_past_its_deadline_costs_its_runner_and_nobody_else(
+async def test_blocking_stage_past_its_deadline_replaces_its_runner_and_fails_alone(
     model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(
+    async with build_engine(
         model, tmp_path, env="tests.engine.envs:Blocking", runners=1, concurrency=4, limits=Limits(run=3.0)
-    ) as made:
-        before = made.pids()
-        groups = [group async for group in made.groups([row(), {"id": "stuck", **row()}, row(), row()])]
+    ) as engine:
+        before = engine.pids()
+        groups = [group async for group in engine.groups([row(), {"id": "stuck", **row()}, row(), row()])]
         outcomes = {group.task.id: label(group.rollouts[0].outcome) for group in groups}
         assert Counter(outcomes.values()) == {"completed": 3, "bug.hung": 1}
         assert outcomes["stuck"] == "bug.hung"
-        assert [group.rewards async for group in made.groups([row()])] == [[1.0]]
+        assert [group.rewards async for group in engine.groups([row()])] == [[1.0]]
         async with asyncio.timeout(20):
-            while set(made.pids()[1:]) & set(before):
+            while set(engine.pids()[1:]) & set(before):
                 await asyncio.sleep(0.01)
-        assert len(made.pids()) == 2
+        assert len(engine.pids()) == 2
 
 
 @MODES
-async def test_what_an_environment_keeps_becomes_plain_data(
+async def test_values_stored_by_an_environment_become_plain_data(
     model: ModelServer, tmp_path: Path, runners: int
 ) -> None:
     tasks = [row(run="odd-data"), row(run="bad-metrics"), row(run="bad-info"), row()]
-    groups = await gather(model, tmp_path, tasks, runners=runners)
+    groups = await run_groups(model, tmp_path, tasks, runners=runners)
     assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"] * 4
     first, second, *_ = (group.rollouts[0] for group in groups)
     assert first.metrics == {"float32": 0.5, "int": 3.0, "plain": 1.0}
     assert set(first.info) == {"array", "3", "set", "path"}
     assert second.metrics == {}
-    assert "many" in str(second.info)  # shown where it can be shown
+    assert "many" in str(second.info)  # kept as text
     (logged,) = events(tmp_path, "log.info")
     assert logged["message"] == "odd"
 
 
-async def test_an_ended_attempt_is_freed_at_once_and_not_by_the_collector(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    """Garbage in cycles made runners grow by half a kilobyte a rollout, and cost a fifth of our own CPU."""
+async def test_ended_attempt_is_freed_without_garbage_collection(model: ModelServer, tmp_path: Path) -> None:
+    """Reference cycles would make runners grow by half a kilobyte per rollout and cost CPU time."""
     gc.collect()
-    before = [
-        thing for thing in gc.get_objects() if isinstance(thing, RunningAttempt)
-    ]  # of tests that left one stuck
+    before = [thing for thing in gc.get_objects() if isinstance(thing, RunningAttempt)]  # left by other tests
     gc.disable()
     try:
-        await gather(model, tmp_path, [row()] * 30)
+        await run_groups(model, tmp_path, [row()] * 30)
         found = [thing for thing in gc.get_objects() if isinstance(thing, RunningAttempt)]
         assert [thing for thing in found if thing not in before] == []
     finally:
         gc.enable()
 
 
-async def test_a_limit_of_the_run_wins_over_the_tasks(model: ModelServer, tmp_path: Path) -> None:
+async def test_limit_of_the_run_overrides_the_limit_of_a_task(model: ModelServer, tmp_path: Path) -> None:
     tasks = [{**row(run="spend-turns"), "limits": {"turns": 5}}, row(run="spend-turns")]
-    groups = await gather(model, tmp_path, tasks, limits=Limits(turns=2))
+    groups = await run_groups(model, tmp_path, tasks, limits=Limits(turns=2))
     assert [group.rollouts[0].usage.turns for group in groups] == [2, 2]
     assert [label(group.rollouts[0].outcome) for group in groups] == ["truncated.turns"] * 2

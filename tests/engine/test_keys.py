@@ -1,4 +1,4 @@
-"""Keys go to the server they are meant for, and into no file."""
+"""API keys are sent only to their server and written to no file."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.servers import ModelServer
 
 
 @pytest.mark.parametrize("runners", [0, 1])
-async def test_a_key_goes_to_its_own_server_and_into_no_file(
+async def test_api_key_is_sent_to_its_server_and_written_to_no_file(
     tmp_path: Path, runners: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOKERY_API_KEY", "sk-policy-secret")

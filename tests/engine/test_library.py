@@ -1,4 +1,4 @@
-"""The library's other doors: the synchronous twin, and an engine in another process."""
+"""The synchronous engine, and an engine in another process."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from rookery import Engine, SyncEngine
 from rookery.core import Group, RookeryError, Task, UsageError, label
 from rookery.engine import EngineConfig, remote_engine
 from rookery.engine.control_server import HELLO_BYTES, KEY, SOCKET
-from tests.engine.conftest import ENV, QUICK, engine, gather
+from tests.engine.conftest import ENV, QUICK, build_engine, run_groups
 from tests.servers import ModelServer
 
 
@@ -31,13 +31,13 @@ def seeds(groups: list[Group]) -> dict[str, list[int]]:
 
 
 async def until(condition: Any) -> None:
-    """Bounded: something another process or the engine does in its own time."""
+    """Wait up to a minute until a condition holds."""
     async with asyncio.timeout(20):
         while not await condition():
             await asyncio.sleep(0.005)
 
 
-# ---- the synchronous twin
+# ---- the synchronous engine
 
 
 def sync(url: str, tmp_path: Path, **options: Any) -> SyncEngine:
@@ -45,7 +45,7 @@ def sync(url: str, tmp_path: Path, **options: Any) -> SyncEngine:
 
 
 class Threads:
-    """Which threads are there that were not there before."""
+    """Finds threads that did not exist before."""
 
     def __init__(self) -> None:
         self.before = set(threading.enumerate())
@@ -55,24 +55,24 @@ class Threads:
         return {thread.name for thread in threading.enumerate() if thread not in self.before}
 
 
-async def test_the_synchronous_twin_gives_the_same_and_leaves_no_thread(
+async def test_sync_engine_returns_the_same_groups_and_leaves_no_thread(
     model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [row(n, score={"0": "half"}) for n in range(6)]
-    expected = await gather(model, tmp_path, tasks, k=2)
+    expected = await run_groups(model, tmp_path, tasks, k=2)
 
     def work() -> list[Group]:
         threads = Threads()
-        with sync(model.url, tmp_path) as made:
-            groups = list(made.groups(tasks, k=2))
+        with sync(model.url, tmp_path) as engine:
+            groups = list(engine.groups(tasks, k=2))
             assert "rookery-engine" in threads.new
-            with made.paused():
-                assert made.status()["paused"]
-            assert not made.status()["paused"]
-            assert made.folder is not None
+            with engine.paused():
+                assert engine.status()["paused"]
+            assert not engine.status()["paused"]
+            assert engine.folder is not None
         assert threads.new == set()
         with pytest.raises(UsageError, match="not open"):
-            made.groups(tasks)
+            engine.groups(tasks)
         return groups
 
     groups = sorted(await asyncio.to_thread(work), key=lambda group: group.index)
@@ -84,15 +84,15 @@ async def test_the_synchronous_twin_gives_the_same_and_leaves_no_thread(
 
 
 @pytest.mark.parametrize("how", ["raise", "drop the iterator", "keep the iterator", "never begin"])
-async def test_leaving_the_block_early_ends_everything_and_the_thread(
+async def test_leaving_the_sync_engine_early_ends_rollouts_and_thread(
     model: ModelServer, tmp_path: Path, how: str
 ) -> None:
     kept: list[Any] = []
     tasks = [row(n, **({} if n == 0 else {"run": "hang-in-policy"})) for n in range(9)]
 
     def block() -> None:
-        with sync(model.url, tmp_path, concurrency=4) as made:
-            groups = made.groups(tasks)
+        with sync(model.url, tmp_path, concurrency=4) as engine:
+            groups = engine.groups(tasks)
             kept.append(groups)
             if how == "never begin":
                 return
@@ -108,7 +108,7 @@ async def test_leaving_the_block_early_ends_everything_and_the_thread(
         with pytest.raises(ZeroDivisionError) if how == "raise" else nullcontext():
             block()
         assert threads.new == set()
-        kept.clear()  # closing an iterator of a closed engine is nothing
+        kept.clear()  # closing an iterator of a closed engine has no effect
 
     await asyncio.to_thread(work)
     await until(idle(model))
@@ -121,7 +121,7 @@ def idle(model: ModelServer) -> Any:
     return check
 
 
-async def test_a_synchronous_engine_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
+async def test_sync_engine_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
     def work() -> None:
         threads = Threads()
         with pytest.raises(RookeryError), sync("http://127.0.0.1:1", tmp_path):
@@ -173,7 +173,7 @@ asyncio.run(main())
 
 
 class Client:
-    """Another process, told line by line what to do."""
+    """A client process that executes one command per line."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -216,18 +216,18 @@ async def client(url: str | Path) -> AsyncIterator[Client]:
             await process.wait()
 
 
-async def test_another_process_gets_groups_pauses_and_state(model: ModelServer, tmp_path: Path) -> None:
+async def test_client_process_gets_groups_and_state_and_can_pause(model: ModelServer, tmp_path: Path) -> None:
     tasks = [row(n, **({"score": {"0": "half"}} if n % 2 else {})) for n in range(8)]
-    here = await gather(model, tmp_path, tasks, k=2)
-    async with engine(model, tmp_path, listen="tcp://127.0.0.1:0", seed=0) as made:
-        assert made.folder is not None
-        assert made._control is not None
-        assert (made.folder / SOCKET).stat().st_mode & 0o077 == 0
-        assert (made.folder / KEY).stat().st_mode & 0o077 == 0
-        assert (made.folder / KEY).read_text() in made._control.url
-        async with client(made.folder) as near, client(made._control.url) as far:
-            for each, name in ((near, "main"), (far, "far")):
-                assert (await each.heard())["run"] == str(made.folder)
+    here = await run_groups(model, tmp_path, tasks, k=2)
+    async with build_engine(model, tmp_path, listen="tcp://127.0.0.1:0", seed=0) as engine:
+        assert engine.folder is not None
+        assert engine._control is not None
+        assert (engine.folder / SOCKET).stat().st_mode & 0o077 == 0
+        assert (engine.folder / KEY).stat().st_mode & 0o077 == 0
+        assert (engine.folder / KEY).read_text() in engine._control.url
+        async with client(engine.folder) as near, client(engine._control.url) as remote:
+            for each, name in ((near, "main"), (remote, "remote-program")):
+                assert (await each.heard())["run"] == str(engine.folder)
                 got = await each.do("groups", tasks=tasks, k=2, name=name)
                 assert sorted(got["groups"])[1][1:2] == [[0.5, 1.0]]
                 assert all(trained == [2, 2] for *_, trained in got["groups"])
@@ -236,7 +236,7 @@ async def test_another_process_gets_groups_pauses_and_state(model: ModelServer, 
                 kept = await each.do("groups", tasks=tasks, k=2, name=f"{name} 2", want=3, keep="informative")
                 assert sorted(task for task, *_ in kept["groups"]) == ["t1", "t3", "t5"]
                 assert await each.do("pause") == {"paused": True}
-                assert (await made.status())["paused"]
+                assert (await engine.status())["paused"]
                 assert await each.do("resume") == {"paused": False}
                 assert (await each.do("state"))["state"][:2] == [1, 0]
                 wrong = await each.do("groups", tasks=tasks, keep="shiny")
@@ -245,12 +245,10 @@ async def test_another_process_gets_groups_pauses_and_state(model: ModelServer, 
                 assert (await each.do("groups", nonsense=1))["kind"] == "RookeryError"
 
 
-async def test_a_client_that_is_killed_takes_its_streams_and_its_pause_with_it(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path, concurrency=3) as made:
-        assert made.folder is not None
-        async with client(made.folder) as gone:
+async def test_killed_client_ends_its_streams_and_its_pause(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, concurrency=3) as engine:
+        assert engine.folder is not None
+        async with client(engine.folder) as gone:
             await gone.heard()
             await gone.do("open", tasks=[row(n, run="hang-in-policy") for n in range(9)])
             await model.wait_for_requests(3)
@@ -259,25 +257,25 @@ async def test_a_client_that_is_killed_takes_its_streams_and_its_pause_with_it(
         await model.wait_for_disconnects(3)
 
         async def empty() -> bool:
-            return (await made.status())["in_flight"] == 0
+            return (await engine.status())["in_flight"] == 0
 
         await until(empty)
-        async with client(made.folder) as gone:
+        async with client(engine.folder) as gone:
             await gone.heard()
             assert await gone.do("pause") == {"paused": True}
-            stream = made.groups([row(20)])
+            stream = engine.groups([row(20)])
             gone.process.send_signal(signal.SIGKILL)
             await gone.process.wait()
         async with asyncio.timeout(20):
             groups = [group async for group in stream]
         assert [label(group.rollouts[0].outcome) for group in groups] == ["completed"]
-        assert not (await made.status())["paused"]
+        assert not (await engine.status())["paused"]
 
 
-async def test_over_tcp_nothing_is_answered_before_the_key_was_shown(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path, listen="tcp://127.0.0.1:0") as made:
-        assert made._control is not None
-        url = made._control.url
+async def test_tcp_client_must_send_the_key_first(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path, listen="tcp://127.0.0.1:0") as engine:
+        assert engine._control is not None
+        url = engine._control.url
         address = url.rpartition("@")[2]
         for wrong in (f"tcp://{address}", f"tcp://wrong@{address}"):
             with pytest.raises(UsageError, match="key is wrong or missing"):
@@ -288,14 +286,14 @@ async def test_over_tcp_nothing_is_answered_before_the_key_was_shown(model: Mode
         async with asyncio.timeout(60):
             assert await reader.read() == b"", "a large frame of a stranger is not waited for"
         writer.close()
-        async with await Engine.connect(url) as far:
-            assert (await far.status())["paused"] is False
+        async with await Engine.connect(url) as remote:
+            assert (await remote.status())["paused"] is False
     with pytest.raises(UsageError, match=f"no engine answers at tcp://{address}") as caught:
         await Engine.connect(url)
     assert url not in str(caught.value)
 
 
-async def test_what_is_no_engine_is_said_and_not_waited_for(
+async def test_connecting_to_something_else_fails_within_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "CONNECT_SECONDS", 0.2)
@@ -309,38 +307,36 @@ async def test_what_is_no_engine_is_said_and_not_waited_for(
             await Engine.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
 
 
-async def test_an_engine_that_goes_away_ends_its_clients_calls_in_words(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path) as made:
-        assert made.folder is not None
-        far = await Engine.connect(made.folder)
-        stream = far.groups([row(0, run="hang-in-policy")])
+async def test_calls_of_clients_fail_when_the_engine_ends(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert engine.folder is not None
+        remote = await Engine.connect(engine.folder)
+        stream = remote.groups([row(0, run="hang-in-policy")])
         waiting = asyncio.ensure_future(anext(stream))
         await model.wait_for_requests(1)
     with pytest.raises(RookeryError, match="closed the connection"):
         await waiting
     with pytest.raises(RookeryError, match="closed the connection"):
-        await far.status()
-    await far.close()
+        await remote.status()
+    await remote.close()
 
 
 async def test_pauses_of_one_client_nest(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        assert made.folder is not None
-        async with await Engine.connect(made.folder) as far:
-            async with far.paused():
-                async with far.paused():
+    async with build_engine(model, tmp_path) as engine:
+        assert engine.folder is not None
+        async with await Engine.connect(engine.folder) as remote:
+            async with remote.paused():
+                async with remote.paused():
                     pass
-                assert (await far.status())["paused"]
-            assert not (await far.status())["paused"]
+                assert (await remote.status())["paused"]
+            assert not (await remote.status())["paused"]
             with pytest.raises(UsageError, match="plain data"):
-                await anext(far.groups([row(0)], keep=lambda group: True))
+                await anext(remote.groups([row(0)], keep=lambda group: True))
 
 
-async def test_tasks_may_be_texts_rows_or_tasks(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        groups = [group async for group in made.groups(["one", {"prompt": "two"}, Task(id="three")])]
+async def test_tasks_can_be_texts_rows_or_task_objects(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        groups = [group async for group in engine.groups(["one", {"prompt": "two"}, Task(id="three")])]
     assert sorted(group.task.text for group in groups) == ["", "one", "two"]
 
 
@@ -350,7 +346,7 @@ async def test_tasks_may_be_texts_rows_or_tasks(model: ModelServer, tmp_path: Pa
     ["asyncio.run(main())", "with SyncEngine(play, policy=URL, out=OUT, runners=1) as e: print(list(e.groups()))"],
     ids=["async", "sync"],
 )
-async def test_a_script_without_a_guard_is_told_so_and_starts_no_runners_of_runners(
+async def test_script_without_main_guard_is_refused_and_starts_no_nested_runners(
     model: ModelServer, tmp_path: Path, start: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -387,14 +383,14 @@ async def main():
     assert b"1.0" in said
 
 
-def test_an_unknown_option_is_named_with_the_known_ones_and_a_suggestion() -> None:
+def test_unknown_option_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"concurency .*breaker, concurrency, .*did you mean 'concurrency'\?"):
         Engine(ENV, policy="embedded", concurency=3)
     with pytest.raises(UsageError, match="environment"):
         Engine(ENV, policy="embedded", environment="other")
 
 
-def test_options_with_fields_are_accepted_as_dictionaries() -> None:
+def test_struct_options_are_accepted_as_dictionaries() -> None:
     engine = Engine(
         ENV,
         policy="embedded",
@@ -421,11 +417,11 @@ def test_options_with_fields_are_accepted_as_dictionaries() -> None:
         {"retry": 3},
     ],
 )
-def test_wrong_fields_of_options_are_refused_at_construction(option: dict[str, Any]) -> None:
+def test_wrong_fields_of_struct_options_are_refused_at_construction(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Engine(ENV, policy="embedded", **option)
 
 
-def test_settings_beside_a_configuration_are_refused() -> None:
+def test_arguments_beside_a_configuration_are_refused() -> None:
     with pytest.raises(UsageError, match="not from both"):
         Engine(ENV, config=EngineConfig(environment=ENV), runners=3)

@@ -1,4 +1,4 @@
-"""A rollout that fails after its environment returned fails alone: merging, loading, export, sending."""
+"""A rollout that fails after its environment returned (merge, load, export, send) fails alone."""
 
 import asyncio
 import csv
@@ -19,17 +19,17 @@ from rookery.engine import group_transfer
 from rookery.journal import RunReader, loading, store
 from rookery.journal.export import export
 from rookery.training import check_batch, make_batch
-from tests.engine.conftest import engine, records
+from tests.engine.conftest import build_engine, records
 from tests.servers import ModelServer
 
 K = 3
 TASKS = [{"id": f"t{n}", "prompt": f"q{n}", "data": {"score": {"0": "half"}}} for n in range(6)]
 
 
-async def finished(made: Engine, groups: int = len(TASKS)) -> None:
-    """Wait until so many groups wait for their consumer."""
+async def finished(engine: Engine, groups: int = len(TASKS)) -> None:
+    """Wait until this many groups are ready for the consumer."""
     async with asyncio.timeout(60):
-        while (await made.status())["streams"]["main"]["waiting"] < groups:
+        while (await engine.status())["streams"]["main"]["waiting"] < groups:
             await asyncio.sleep(0.005)
 
 
@@ -42,7 +42,7 @@ def outcomes(groups: list[Group]) -> dict[str, str]:
 
 
 def whole(groups: list[Group], failed: dict[str, str], k: int = K) -> None:
-    """Every group has k records of one shape, in order; exactly these failed, each with its traceback."""
+    """Check that every group has k records in order and that exactly these failed, each with a traceback."""
     assert sorted(group.task.id for group in groups) == sorted(row["id"] for row in TASKS)
     for group in groups:
         assert [one.member for one in group.rollouts] == list(range(k))
@@ -68,7 +68,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def payload_of(folder: Path, rollout: str) -> tuple[Path, int, int]:
-    """The token file, offset and length of a rollout's first turn."""
+    """Return the token file, offset and length of a rollout's first turn."""
     with RunReader(folder) as reader:
         record = reader.rollout(rollout)
     assert record is not None
@@ -77,22 +77,22 @@ def payload_of(folder: Path, rollout: str) -> tuple[Path, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_flipped_bytes_fail_their_rollouts_alone(model: ModelServer, tmp_path: Path, seed: int) -> None:
+async def test_corrupt_token_bytes_fail_only_their_rollouts(model: ModelServer, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     names = [f"{group}.{member}" for group in range(len(TASKS)) for member in range(K)]
     chosen = sorted(rng.sample(names, rng.randint(1, len(names))))
-    async with engine(model, tmp_path) as made:
-        stream = made.groups(TASKS, k=K)
-        await finished(made)
-        assert made.folder is not None
+    async with build_engine(model, tmp_path) as engine:
+        stream = engine.groups(TASKS, k=K)
+        await finished(engine)
+        assert engine.folder is not None
         for name in chosen:
-            path, offset, length = payload_of(made.folder, name)
+            path, offset, length = payload_of(engine.folder, name)
             flip(path, offset + rng.randrange(12 + length))
-        state = made.state_dict()
+        state = engine.state_dict()
         groups = [group async for group in stream]
     expected = dict.fromkeys(chosen, "engine.tokens")
     whole(groups, expected)
-    # The journal says the same: newest record failed, first one kept, nothing of it in a denominator.
+    # In the journal the newest record is failed and counts in no denominator; the first one is kept.
     stored = {record.id: record for record in records(tmp_path)}
     assert len(stored) == len(names)
     assert {name for name, record in stored.items() if isinstance(record.outcome, Failed)} == set(chosen)
@@ -102,21 +102,21 @@ async def test_flipped_bytes_fail_their_rollouts_alone(model: ModelServer, tmp_p
     batch = make_batch(groups)
     check_batch(batch, groups)
     assert batch.counts.valid == len(names) - len(chosen)
-    async with engine(model, tmp_path) as other:
+    async with build_engine(model, tmp_path) as other:
         other.load_state_dict(state)
         whole([group async for group in other.groups(TASKS, k=K)], expected)
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "emptied", "a folder"])
-async def test_a_token_file_that_is_gone_fails_its_rollouts_and_not_the_stream(
+async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
     model: ModelServer, tmp_path: Path, how: str
 ) -> None:
-    async with engine(model, tmp_path, runners=2, concurrency=4) as made:
-        stream = made.groups(TASKS, k=K)
-        await finished(made)
-        assert made.folder is not None
-        victim = payload_of(made.folder, "0.0")[0]
-        with RunReader(made.folder) as reader:
+    async with build_engine(model, tmp_path, runners=2, concurrency=4) as engine:
+        stream = engine.groups(TASKS, k=K)
+        await finished(engine)
+        assert engine.folder is not None
+        victim = payload_of(engine.folder, "0.0")[0]
+        with RunReader(engine.folder) as reader:
             lost = {one.id for one in reader.each() if one.tokens[0].file == victim.name}
         match how:
             case "missing":
@@ -128,7 +128,7 @@ async def test_a_token_file_that_is_gone_fails_its_rollouts_and_not_the_stream(
             case _:
                 victim.unlink()
                 victim.mkdir()
-        made.state_dict()
+        engine.state_dict()
         whole([group async for group in stream], dict.fromkeys(lost, "engine.tokens"))
 
 
@@ -137,7 +137,7 @@ async def test_a_token_file_that_is_gone_fails_its_rollouts_and_not_the_stream(
 
 @contextmanager
 def broken_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[Exception]) -> Iterator[None]:
-    """Merging the turns of these rollouts raises."""
+    """Make the merge of these rollouts' turns raise."""
     merge: Callable[..., list[Segment]] = loading.build_segments
 
     def raising(turns: list[Turn]) -> list[Segment]:
@@ -151,15 +151,15 @@ def broken_merge(monkeypatch: pytest.MonkeyPatch, broken: set[str], error: type[
 
 
 @pytest.mark.parametrize("error", [ValueError, AssertionError, RecursionError, MemoryError])
-async def test_an_exception_in_the_merge_fails_its_rollout_alone(
+async def test_exception_while_merging_turns_fails_only_its_rollout(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     broken = {"0.1", "2.0", "2.1", "2.2"}
     with broken_merge(monkeypatch, broken, error):
-        async with engine(model, tmp_path) as made:
-            stream = made.groups(TASKS, k=K)
-            await finished(made)
-            made.state_dict()
+        async with build_engine(model, tmp_path) as engine:
+            stream = engine.groups(TASKS, k=K)
+            await finished(engine)
+            engine.state_dict()
             groups = [group async for group in stream]
     whole(groups, dict.fromkeys(broken, "bug.merge"))
     assert all(
@@ -167,12 +167,12 @@ async def test_an_exception_in_the_merge_fails_its_rollout_alone(
     )
 
 
-async def test_steps_go_on_past_a_rollout_that_cannot_be_merged(
+async def test_steps_continue_after_a_rollout_that_cannot_be_merged(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with broken_merge(monkeypatch, {"0.0", "3.2"}, ValueError):
-        async with engine(model, tmp_path) as made:
-            steps = [step async for step in made.steps(TASKS, k=K, groups=2)]
+        async with build_engine(model, tmp_path) as engine:
+            steps = [step async for step in engine.steps(TASKS, k=K, groups=2)]
     assert len(steps) == 3
     whole([group for step in steps for group in step.groups], {"0.0": "bug.merge", "3.2": "bug.merge"})
 
@@ -182,16 +182,16 @@ async def test_steps_go_on_past_a_rollout_that_cannot_be_merged(
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("tokens", [False, True])
-async def test_an_export_has_a_row_for_every_rollout_and_names_those_that_cannot_be_loaded(
+async def test_export_has_a_row_for_every_rollout_and_marks_unloadable_ones(
     model: ModelServer, tmp_path: Path, kind: Any, tokens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with engine(model, tmp_path) as made:
-        assert len([group async for group in made.groups(TASKS, k=K)]) == len(TASKS)
-        assert made.folder is not None
-        path, offset, _ = payload_of(made.folder, "1.2")
+    async with build_engine(model, tmp_path) as engine:
+        assert len([group async for group in engine.groups(TASKS, k=K)]) == len(TASKS)
+        assert engine.folder is not None
+        path, offset, _ = payload_of(engine.folder, "1.2")
         flip(path, offset + 20)
     out = tmp_path / f"out.{kind}"
-    with broken_merge(monkeypatch, {"3.0"}, ValueError), RunReader(made.folder) as reader:
+    with broken_merge(monkeypatch, {"3.0"}, ValueError), RunReader(engine.folder) as reader:
         done = export(reader, out, kind=kind, tokens=tokens)
     assert (done.rollouts, done.damaged) == (len(TASKS) * K, 2)
     rows: list[dict[str, Any]]
@@ -214,7 +214,7 @@ async def test_an_export_has_a_row_for_every_rollout_and_names_those_that_cannot
         assert row["damage"]
         assert "Traceback" in row["outcome"]["traceback"]
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
-    shown = CliRunner().invoke(app, ["show", str(made.folder), "1.2"])
+    shown = CliRunner().invoke(app, ["show", str(engine.folder), "1.2"])
     assert shown.exit_code == 0
     assert "engine.tokens" in shown.output
 
@@ -222,7 +222,7 @@ async def test_an_export_has_a_row_for_every_rollout_and_names_those_that_cannot
 # ---- the control socket
 
 
-async def test_a_client_gets_whole_groups_when_rollouts_cannot_be_loaded_or_sent(
+async def test_client_gets_complete_groups_if_rollouts_cannot_be_loaded_or_sent(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = group_transfer.encoder.encode
@@ -234,19 +234,19 @@ async def test_a_client_gets_whole_groups_when_rollouts_cannot_be_loaded_or_sent
             return encode(value)
 
     monkeypatch.setattr(group_transfer, "encoder", Encoder())
-    monkeypatch.setattr(group_transfer, "PART_BYTES", 1)  # every rollout travels alone
+    monkeypatch.setattr(group_transfer, "PART_BYTES", 1)  # every rollout is sent on its own
     with broken_merge(monkeypatch, {"2.2"}, ValueError):
-        async with engine(model, tmp_path) as made:
-            assert made.folder is not None
-            async with await Engine.connect(made.folder) as remote:
+        async with build_engine(model, tmp_path) as engine:
+            assert engine.folder is not None
+            async with await Engine.connect(engine.folder) as remote:
                 groups = [group async for group in remote.groups(TASKS, k=K)]
                 assert isinstance(await remote.state_dict(), dict)
     whole(groups, {"2.2": "bug.merge", "4.1": "bug.send"})
 
 
-async def test_a_rollout_larger_than_a_frame_fails_alone(model: ModelServer, tmp_path: Path) -> None:
-    async with engine(model, tmp_path) as made:
-        (group,) = [group async for group in made.groups(TASKS[:1], k=K)]
+async def test_rollout_larger_than_a_frame_fails_alone(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        (group,) = [group async for group in engine.groups(TASKS[:1], k=K)]
     large = msgspec.structs.replace(group.rollouts[1], info={"text": "x" * 5000})
     group = msgspec.structs.replace(group, rollouts=(group.rollouts[0], large, group.rollouts[2]))
     back = group_transfer.join_group(group_transfer.split_group(group, limit=5000))
@@ -257,15 +257,13 @@ async def test_a_rollout_larger_than_a_frame_fails_alone(model: ModelServer, tmp
     assert outcomes([group_transfer.join_group([part])]) == {"0.0": "ok", "0.1": "ok", "0.2": "bug.send"}
 
 
-async def test_a_group_on_its_way_to_a_client_that_goes_away_is_put_back(
-    model: ModelServer, tmp_path: Path
-) -> None:
-    async with engine(model, tmp_path) as made:
-        assert made.folder is not None
-        async with await Engine.connect(made.folder) as remote:
+async def test_group_sent_to_a_disconnected_client_is_put_back(model: ModelServer, tmp_path: Path) -> None:
+    async with build_engine(model, tmp_path) as engine:
+        assert engine.folder is not None
+        async with await Engine.connect(engine.folder) as remote:
             stream = remote.groups(TASKS, k=K)
             first = await anext(stream)
-            for _ in range(5):  # whenever it comes, a cancelled `anext` loses no group
+            for _ in range(5):  # a cancelled `anext` must not lose a group at any moment
                 waiting = asyncio.ensure_future(anext(stream))
                 await asyncio.sleep(0)
                 waiting.cancel()
@@ -274,7 +272,7 @@ async def test_a_group_on_its_way_to_a_client_that_goes_away_is_put_back(
     whole([first, *rest], {})
 
 
-async def test_a_record_that_the_journal_cannot_hold_fails_alone(
+async def test_record_that_cannot_be_encoded_fails_alone(
     model: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = store._pack
@@ -286,7 +284,7 @@ async def test_a_record_that_the_journal_cannot_hold_fails_alone(
             return pack.encode(value)
 
     monkeypatch.setattr(store, "_pack", Pack())
-    async with engine(model, tmp_path) as made:
-        groups = [group async for group in made.groups(TASKS, k=K)]
+    async with build_engine(model, tmp_path) as engine:
+        groups = [group async for group in engine.groups(TASKS, k=K)]
     whole(groups, {"1.1": "bug.rookery"})
     assert len(records(tmp_path)) == len(TASKS) * K

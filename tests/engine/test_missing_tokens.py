@@ -1,4 +1,4 @@
-"""A server that returns no token IDs is reported early, counted, and refused where a trainer needs tokens."""
+"""A server that returns no token IDs is reported early, counted, and refused if a trainer needs tokens."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ async def test_make_batch_refuses_groups_without_token_ids(tmp_path: Path) -> No
             make_batch(groups)
 
 
-async def test_export_of_tokens_is_refused_where_there_are_none(tmp_path: Path) -> None:
+async def test_export_of_tokens_is_refused_without_token_ids(tmp_path: Path) -> None:
     async with ModelServer("ok") as server:
         folder, _, _ = await collected(server, tmp_path)
     with RunReader(folder) as reader:
@@ -92,7 +92,7 @@ async def test_export_of_tokens_is_refused_where_there_are_none(tmp_path: Path) 
         assert not (tmp_path / target).exists()
 
 
-async def test_export_marks_rollouts_that_lack_a_part_of_their_token_ids(tmp_path: Path) -> None:
+async def test_export_marks_rollouts_with_missing_token_ids(tmp_path: Path) -> None:
     async with ModelServer(TOLD) as server:
         server.then(Answer("ok"))
         folder, _, _ = await collected(server, tmp_path, concurrency=1)
@@ -103,7 +103,7 @@ async def test_export_marks_rollouts_that_lack_a_part_of_their_token_ids(tmp_pat
     assert sum(bool(row["segments"]) for row in rows) >= 5
 
 
-async def test_steps_are_refused_where_the_server_returns_no_token_ids(tmp_path: Path) -> None:
+async def test_steps_are_refused_if_the_server_returns_no_token_ids(tmp_path: Path) -> None:
     async with (
         ModelServer("ok") as server,
         Engine(TwoTurns(), policy=server.url, record="messages", runners=0, out=tmp_path / "runs") as engine,
@@ -114,7 +114,7 @@ async def test_steps_are_refused_where_the_server_returns_no_token_ids(tmp_path:
             engine.steps(ROWS, k=2, groups=1, name="again")
 
 
-async def test_steps_are_refused_at_once_where_a_run_records_no_tokens(tmp_path: Path) -> None:
+async def test_steps_are_refused_at_once_if_the_run_records_no_tokens(tmp_path: Path) -> None:
     async with (
         ModelServer(TOLD) as server,
         Engine(TwoTurns(), policy=server.url, record="plain", runners=0, out=tmp_path / "runs") as engine,
@@ -123,7 +123,7 @@ async def test_steps_are_refused_at_once_where_a_run_records_no_tokens(tmp_path:
             engine.steps(ROWS, k=2, groups=1)
 
 
-async def test_steps_go_on_where_the_server_returns_token_ids(tmp_path: Path) -> None:
+async def test_steps_work_if_the_server_returns_token_ids(tmp_path: Path) -> None:
     async with (
         ModelServer(TOLD) as server,
         Engine(TwoTurns(), policy=server.url, record="messages", runners=0, out=tmp_path / "runs") as engine,

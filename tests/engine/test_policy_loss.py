@@ -1,4 +1,4 @@
-"""Killing one's own sandbox must not buy a free try, and a machine's failure must not cost the policy anything."""
+"""A policy that kills its own sandbox gets no free retry; a failure of the machine does not cost it a reward."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from rookery.core import Truncated, label
-from tests.engine.conftest import QUICK, gather
+from tests.engine.conftest import QUICK, run_groups
 from tests.servers import Answer, ModelServer, Request
 
 KILL_THE_GUARD = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
 
 
 def scripted(*programs: str) -> ModelServer:
-    """Asks for each program in turn through the `python` tool, then answers 42."""
+    """A model that runs each program with the `python` tool, then answers 42."""
 
     def play(request: Request) -> Answer:
         done = sum(message["role"] == "tool" for message in request.body["messages"])
@@ -29,22 +29,20 @@ TASK = {"prompt": "what is six times seven?", "answer": "42"}
 
 
 @pytest.mark.parametrize("runners", [0, 2])
-async def test_a_policy_that_kills_its_sandbox_twice_is_truncated_lost_at_the_minimum_reward(
-    tmp_path: Path, runners: int
-) -> None:
+async def test_policy_that_kills_its_sandbox_twice_gets_the_minimum_reward(tmp_path: Path, runners: int) -> None:
     async with scripted(KILL_THE_GUARD) as model:
-        (group,) = await gather(
+        (group,) = await run_groups(
             model, tmp_path, [TASK], k=2, env="tools", runners=runners, retry=QUICK, sandbox="subprocess"
-        )  # elsewhere a program cannot reach its guard
+        )  # with other providers a program cannot reach its guard
     for rollout in group.rollouts:
         assert rollout.outcome == Truncated("lost")
         assert rollout.reward == 0.0
         assert [label(attempt.outcome) for attempt in rollout.attempts] == ["sandbox.lost", "sandbox.lost"]
         assert rollout.valid
-        assert rollout.segments  # what it sampled on the way trains
+        assert rollout.segments  # its sampled tokens train
 
 
-async def test_a_program_that_ends_badly_is_an_observation_and_the_rollout_goes_on(tmp_path: Path) -> None:
+async def test_failed_program_is_an_observation_and_the_rollout_continues(tmp_path: Path) -> None:
     programs = [
         "print(6 * 7)",
         "raise ValueError('no')",
@@ -52,7 +50,7 @@ async def test_a_program_that_ends_badly_is_an_observation_and_the_rollout_goes_
         "import sys; sys.exit(3)",
     ]
     async with scripted(*programs) as model:
-        (group,) = await gather(model, tmp_path, [TASK], env="tools", runners=1)
+        (group,) = await run_groups(model, tmp_path, [TASK], env="tools", runners=1)
         seen = [message["content"] for message in model.requests[-1].body["messages"] if message["role"] == "tool"]
     assert label(group.rollouts[0].outcome) == "completed"
     assert group.rewards == [1.0]

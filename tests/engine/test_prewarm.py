@@ -1,4 +1,4 @@
-"""Sandboxes that are made ahead of need: what a run expects, who gets them, and that none is made for nothing."""
+"""Prewarming of sandboxes: what a run expects, which runner prepares it, and that no surplus is created."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ from rookery.engine.task_source import plan_groups
 from rookery.environments.loader import EnvironmentRef
 from rookery.sandboxes.images.progress import ImageProgress
 from rookery.sandboxes.protocol import Command
-from tests.engine.conftest import engine, events
+from tests.engine.conftest import build_engine, events
 from tests.engine.pooled import Provider
 from tests.sandboxes.plugins import plugin
 from tests.servers import ModelServer
@@ -36,7 +36,7 @@ TASKS = [Task(id=f"t{n}", prompt=(Message("user", str(n)),)) for n in range(8)]
 NAMES = ["a", "b", "c", "d"]
 
 
-# ---- what will begin
+# ---- demand and plan
 
 
 @given(
@@ -51,13 +51,13 @@ NAMES = ["a", "b", "c", "d"]
         max_size=6,
     ),
 )
-def test_no_more_is_dealt_than_is_wanted_and_what_was_dealt_stays(most: int, rounds: list[Any]) -> None:
-    ahead = PrewarmPlan(most)
+def test_plan_assigns_no_more_than_the_demand_and_keeps_assignments(most: int, rounds: list[Any]) -> None:
+    count_prewarmed = PrewarmPlan(most)
     before: dict[str, Counter[str]] = {}
     for wanted, busy, without in rounds:
         dealt = {
             name: Counter({task.id: n for task, n in has})
-            for name, has in ahead.assign(iter(wanted), busy, without).items()
+            for name, has in count_prewarmed.assign(iter(wanted), busy, without).items()
         }
         assert dealt.keys() == busy.keys()
         window: Counter[str] = Counter()
@@ -73,17 +73,17 @@ def test_no_more_is_dealt_than_is_wanted_and_what_was_dealt_stays(most: int, rou
         before = dealt
 
 
-def test_what_is_new_goes_to_who_has_the_least_to_do() -> None:
-    ahead = PrewarmPlan(8)
-    dealt = ahead.assign([(TASKS[0], 4), (TASKS[1], 2)], {"a": 3, "b": 0, "c": 1})
+def test_new_rollouts_are_assigned_to_the_least_loaded_runner() -> None:
+    count_prewarmed = PrewarmPlan(8)
+    dealt = count_prewarmed.assign([(TASKS[0], 4), (TASKS[1], 2)], {"a": 3, "b": 0, "c": 1})
     loads = {"a": 3, "b": 0, "c": 1}
     for name, has in dealt.items():
         loads[name] += sum(number for _, number in has)
     assert max(loads.values()) - min(loads.values()) <= 1
-    assert ahead.start_rollout("t1", ["a", "b", "c"]) in [
+    assert count_prewarmed.start_rollout("t1", ["a", "b", "c"]) in [
         name for name, has in dealt.items() if (TASKS[1], 1) in has
     ]
-    assert ahead.start_rollout("unheard of", ["a"]) is None
+    assert count_prewarmed.start_rollout("unheard of", ["a"]) is None
 
 
 @given(
@@ -93,18 +93,18 @@ def test_what_is_new_goes_to_who_has_the_least_to_do() -> None:
     st.integers(0, 2),
     st.lists(st.sampled_from(["begin", "end", "again", "take", "drop"]), max_size=40),
 )
-def test_no_more_is_expected_than_will_still_begin(
-    k: int, count: int, want: int | None, oversample: int, deeds: list[str]
+def test_demand_never_exceeds_the_rollouts_that_will_start(
+    k: int, count: int, want: int | None, oversample: int, actions: list[str]
 ) -> None:
-    """Counted at every moment of a stream against all that it could begin from there on without a retry."""
+    """Compare the demand at every moment with all rollouts that the stream can still start without a retry."""
     tasks = TASKS[:count]
     schedule = GroupScheduler(k=k, want=want, oversample=oversample, buffer=2)
     channel = GroupChannel("main", schedule, (PlannedGroup(n, n, task) for n, task in enumerate(tasks)), None)
     flying = []
     begun: Counter[str] = Counter()
     again: Counter[str] = Counter()
-    for deed in deeds:
-        if deed == "begin":
+    for action in actions:
+        if action == "begin":
             pick = schedule.next_rollout(0.0)
             while pick is None and schedule.can_open_group() and (found := channel.next_group()) is not None:
                 schedule.open_group(found.ordinal, found.task, 0.0)
@@ -112,19 +112,19 @@ def test_no_more_is_expected_than_will_still_begin(
             if pick is not None:
                 flying.append(pick)
                 begun[pick.group.task.id] += 1
-        elif deed == "again" and flying:
+        elif action == "again" and flying:
             pick = flying.pop()
             again[pick.group.task.id] += 1
             schedule.requeue(pick, 0.0, 0.0)
-        elif deed in ("end", "drop") and flying:
+        elif action in ("end", "drop") and flying:
             pick = flying.pop(0)
             name = pick.id
             record = Rollout(id=name, group=0, member=pick.member, task="t", outcome=None)  # type: ignore[arg-type]
             if schedule.finish(pick, record):
-                schedule.resolve_group(pick.group, kept=deed == "end")
+                schedule.resolve_group(pick.group, kept=action == "end")
                 for group in schedule.pop_surplus():
                     flying = [one for one in flying if one.group is not group]
-        elif deed == "take" and schedule.buffered:
+        elif action == "take" and schedule.buffered:
             schedule.mark_taken()
         expected: Counter[str] = Counter()
         for task, number in iter_demand(schedule, iter_upcoming(tasks, 1, channel)):
@@ -138,7 +138,7 @@ def test_no_more_is_expected_than_will_still_begin(
 
 
 @given(st.integers(1, 5), st.sampled_from([1, 2, 3]), st.integers(0, 12), st.data())
-def test_a_stream_that_goes_on_after_a_checkpoint_expects_what_it_will_draw(
+def test_demand_after_a_checkpoint_matches_the_tasks_to_come(
     count: int, epochs: int, pulled: int, data: st.DataObject
 ) -> None:
     tasks = TASKS[:count]
@@ -157,7 +157,7 @@ def test_a_stream_that_goes_on_after_a_checkpoint_expects_what_it_will_draw(
         assert seen[0] == drawn.task.id
 
 
-def test_a_resumed_run_expects_what_is_missing_of_its_groups() -> None:
+def test_demand_of_a_resumed_run_is_its_missing_rollouts() -> None:
     sources = [PlannedGroup(0, 0, TASKS[0], finished={0: None, 2: None}), PlannedGroup(1, 1, TASKS[1])]  # type: ignore[dict-item]
     channel = GroupChannel("main", GroupScheduler(k=4), sources, None)
     assert list(iter_upcoming(sources, 1, channel)) == [(TASKS[0], 2), (TASKS[1], 4)]
@@ -165,7 +165,7 @@ def test_a_resumed_run_expects_what_is_missing_of_its_groups() -> None:
     assert list(iter_upcoming(sources, 1, channel)) == [(TASKS[1], 4)]
 
 
-def test_nothing_is_taken_from_an_iterator() -> None:
+def test_demand_takes_nothing_from_an_iterator() -> None:
     drawn = []
 
     def source() -> Iterator[Task]:
@@ -178,7 +178,7 @@ def test_nothing_is_taken_from_an_iterator() -> None:
     assert drawn == []
 
 
-def test_streams_take_turns() -> None:
+def test_round_robin_alternates_between_streams() -> None:
     one, two = ([(task, 1) for task in some] for some in (TASKS[:3], TASKS[3:5]))
     assert [task.id for task, _ in round_robin([iter(one), iter(two)])] == ["t0", "t3", "t1", "t4", "t2"]
 
@@ -187,7 +187,7 @@ def test_streams_take_turns() -> None:
 
 
 class Working(Environment):
-    """Needs as much memory as its task says; its sandbox has to be empty."""
+    """Requests the memory that its task names, and fails if its sandbox is not empty."""
 
     name = "working"
 
@@ -203,10 +203,10 @@ class Working(Environment):
         return replace(spec, memory=task.data.get("memory", 64) * MB)
 
     async def run(self, ctx: Context) -> None:
-        box = await ctx.sandbox()
-        found = await box.exec(Command(argv=("ls", "-A")))
-        ctx.info |= {"files": found.stdout.decode(), "memory": ctx.spec.memory, "box": box.id}
-        await box.write("mine", ctx.attempt.encode())
+        sandbox = await ctx.sandbox()
+        found = await sandbox.exec(Command(argv=("ls", "-A")))
+        ctx.info |= {"files": found.stdout.decode(), "memory": ctx.spec.memory, "sandbox": sandbox.id}
+        await sandbox.write("mine", ctx.attempt.encode())
         await ctx.policy.chat(ctx.task.prompt)
 
     async def score(self, ctx: Context) -> float:
@@ -214,7 +214,7 @@ class Working(Environment):
 
 
 class Idle(Working):
-    """Says that it needs sandboxes only by what it does: nothing."""
+    """Never requests a sandbox."""
 
     @property
     def needs_sandbox(self) -> bool:
@@ -225,7 +225,7 @@ class Idle(Working):
 
 
 class Undecided(Working):
-    """Asks for another sandbox than it said."""
+    """Requests another sandbox than it declared."""
 
     async def run(self, ctx: Context) -> None:
         await ctx.sandbox(SandboxSpec(memory=99 * MB))
@@ -238,77 +238,77 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Provider]:
     folder.mkdir()
     plugin(folder, "slow", check="return []", module="tests.engine.pooled")
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)  # a slow machine hits too
+    monkeypatch.setattr("rookery.sandboxes.pools.WAIT_SECONDS", 30.0)  # a slow machine must have hits too
     Provider.made, Provider.ended, Provider.fetch = [], [], None
     return Provider
 
 
-def ahead(slow: type[Provider]) -> list[SandboxSpec]:
+def count_prewarmed(slow: type[Provider]) -> list[SandboxSpec]:
     return [spec for attempt, spec in slow.made if attempt == "pool"]
 
 
-async def test_attempts_get_sandboxes_that_were_made_ahead_and_no_more_are_made_than_they_ask_for(
+async def test_attempts_use_prewarmed_sandboxes_and_no_surplus_is_created(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [{"prompt": str(n), "memory": 64 + 16 * (n % 2)} for n in range(6)]
-    async with engine(model, tmp_path, Working(), sandbox="slow", concurrency=2) as made:
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=2) as made:
         groups = [group async for group in made.groups(tasks, k=2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 12
     assert {rollout.info["files"] for rollout in rollouts} == {""}
-    assert len({rollout.info["box"] for rollout in rollouts}) == 12
+    assert len({rollout.info["sandbox"] for rollout in rollouts}) == 12
     for group in groups:
         assert {one.info["memory"] for one in group.rollouts} == {group.task.data["memory"] * MB}
     (said,) = events(tmp_path, "sandboxes.opened")
     assert said["warm"] + said["made"] == 12
     assert len(slow.made) == 12
-    assert said["warm"] >= 8  # all but the first ones, which ask at once
-    assert {spec.memory for spec in ahead(slow)} == {64 * MB, 80 * MB}
+    assert said["warm"] >= 8  # all but the first attempts, which request at once
+    assert {spec.memory for spec in count_prewarmed(slow)} == {64 * MB, 80 * MB}
 
 
-async def test_a_box_that_an_attempt_used_is_never_another_ones(
+async def test_used_sandbox_is_never_given_to_another_attempt(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(model, tmp_path, Working(), sandbox="slow", concurrency=1) as made:
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", concurrency=1) as made:
         groups = [group async for group in made.groups(["q"], k=5)]
     (group,) = groups
     assert [one.info["files"] for one in group.rollouts] == [""] * 5
-    assert len({one.info["box"] for one in group.rollouts}) == 5
+    assert len({one.info["sandbox"] for one in group.rollouts}) == 5
 
 
-async def test_evaluating_one_task_makes_one_sandbox(
+async def test_evaluating_one_task_creates_one_sandbox(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(model, tmp_path, Working(), sandbox="slow", warm=500) as made:
+    async with build_engine(model, tmp_path, Working(), sandbox="slow", warm=500) as made:
         assert len([group async for group in made.groups(["q"], k=1)]) == 1
     assert len(slow.made) == 1
 
 
 @pytest.mark.parametrize("environment", [Idle, Working])
-async def test_where_nothing_is_asked_for_or_no_pool_is_wanted_nothing_is_made_ahead(
+async def test_nothing_is_prewarmed_without_requests_or_without_a_pool(
     slow: type[Provider], model: ModelServer, tmp_path: Path, environment: type[Working]
 ) -> None:
     warm = 0 if environment is Working else 8
-    async with engine(model, tmp_path, environment(), sandbox="slow", warm=warm, concurrency=2) as made:
+    async with build_engine(model, tmp_path, environment(), sandbox="slow", warm=warm, concurrency=2) as made:
         assert len([group async for group in made.groups(["a", "b", "c", "d"])]) == 4
-    assert ahead(slow) == []
+    assert count_prewarmed(slow) == []
 
 
-async def test_an_environment_that_asks_for_another_than_it_said_has_no_more_made_ahead(
+async def test_prewarming_stops_if_attempts_request_another_sandbox_than_declared(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
-    async with engine(model, tmp_path, Undecided(), sandbox="slow", warm=2, concurrency=1) as made:
+    async with build_engine(model, tmp_path, Undecided(), sandbox="slow", warm=2, concurrency=1) as made:
         groups = [group async for group in made.groups([str(n) for n in range(12)])]
     assert len(groups) == 12
-    assert len(ahead(slow)) <= 4
+    assert len(count_prewarmed(slow)) <= 4
     assert len(slow.ended) == len(slow.made)
 
 
-async def test_a_task_whose_sandbox_cannot_be_told_ends_in_its_setup_and_others_go_on(
+async def test_task_with_an_invalid_sandbox_fails_in_setup_and_others_continue(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     tasks = [{"prompt": "a", "broken": "the moon"}, {"prompt": "b"}]
-    async with engine(model, tmp_path, Working(), sandbox="slow") as made:
+    async with build_engine(model, tmp_path, Working(), sandbox="slow") as made:
         groups = sorted([group async for group in made.groups(tasks, k=2)], key=lambda one: one.index)
     broken, well = groups
     for rollout in broken.rollouts:
@@ -319,10 +319,10 @@ async def test_a_task_whose_sandbox_cannot_be_told_ends_in_its_setup_and_others_
 
 
 @pytest.mark.usefixtures("slow")
-async def test_runner_processes_are_told_what_will_begin_there(model: ModelServer, tmp_path: Path) -> None:
+async def test_runner_processes_get_prewarm_requests(model: ModelServer, tmp_path: Path) -> None:
     tasks = [{"prompt": str(n), "memory": 64 + 16 * n} for n in range(10)]
     env = "tests.engine.test_prewarm:Working"
-    async with engine(model, tmp_path, env, sandbox="slow", runners=2, concurrency=2) as made:
+    async with build_engine(model, tmp_path, env, sandbox="slow", runners=2, concurrency=2) as made:
         groups = [group async for group in made.groups(tasks, k=2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert [label(rollout.outcome) for rollout in rollouts] == ["completed"] * 20
@@ -332,8 +332,8 @@ async def test_runner_processes_are_told_what_will_begin_there(model: ModelServe
     assert sum(one["warm"] for one in said) > 0
 
 
-class Told(RunnerHandle):
-    """A runner that only listens."""
+class RecordingRunner(RunnerHandle):
+    """A runner handle that records what it is sent."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, None)  # type: ignore[arg-type]
@@ -344,8 +344,8 @@ class Told(RunnerHandle):
         self.heard.append(message)
 
 
-def test_a_rollout_goes_to_the_runner_that_expects_it_and_each_hears_only_what_is_new() -> None:
-    links = [Told("a"), Told("b")]
+def test_rollout_goes_to_the_runner_that_prewarmed_it_and_unchanged_requests_are_not_sent() -> None:
+    links = [RecordingRunner("a"), RecordingRunner("b")]
     fleet: Any = SimpleNamespace(runners=links, capacity=2)
     telling = Prewarmer(fleet, 4)
     channel = GroupChannel(
@@ -367,16 +367,16 @@ def test_a_rollout_goes_to_the_runner_that_expects_it_and_each_hears_only_what_i
     telling.update([channel])
     assert [len(link.heard) for link in links] == heard
     links[0].running.update(dict.fromkeys("abcd"))
-    assert telling.find_runner("t2") is None  # it has twice its part already
+    assert telling.find_runner("t2") is None  # it already has twice its share
     telling.update([])
     assert [link.prewarmed for link in links] == [[], []]
 
 
-async def test_what_is_fetched_is_in_the_status_until_it_is_there(
+async def test_status_shows_image_pulls_until_they_end(
     slow: type[Provider], model: ModelServer, tmp_path: Path
 ) -> None:
     slow.fetch = asyncio.Event()
-    async with engine(model, tmp_path, Working(), sandbox="slow") as made:
+    async with build_engine(model, tmp_path, Working(), sandbox="slow") as made:
         stream = made.groups(["q"])
         first = asyncio.ensure_future(anext(stream))
         async with asyncio.timeout(30):
@@ -390,12 +390,12 @@ async def test_what_is_fetched_is_in_the_status_until_it_is_there(
     assert len(events(tmp_path, "image.ready")) == 1
 
 
-def test_the_same_image_is_named_once_and_of_many_only_some() -> None:
+def test_progress_lists_each_image_once_and_only_a_few() -> None:
     images = [{"image": f"i{n % 4}", "step": "unpacking", "done": n, "total": 0} for n in range(8)]
     assert describe_image_pulls(images) == ["unpacking i0", "unpacking i1", "2 more images"]
 
 
-# ---- one process
+# ---- one factory
 
 
 def settings(tmp_path: Path, **others: Any) -> RunSettings:
@@ -410,63 +410,70 @@ def settings(tmp_path: Path, **others: Any) -> RunSettings:
     )
 
 
-async def until(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def test_a_paused_process_makes_none_ahead(slow: type[Provider], tmp_path: Path) -> None:
-    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=True)
-    boxes.prewarm(PrewarmRequest([("t0", 2)], [TASKS[0]]))
-    asked = await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")  # who asks is served
+async def test_nothing_is_prewarmed_during_a_pause(slow: type[Provider], tmp_path: Path) -> None:
+    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=True)
+    factory.prewarm(PrewarmRequest([("t0", 2)], [TASKS[0]]))
+    asked = await factory.open(factory.build_spec(TASKS[0]), "1.0.1")  # a request is still served
     assert [attempt for attempt, _ in slow.made] == ["1.0.1"]
-    boxes.pause_prewarming(paused=False)
-    await until(lambda: len(ahead(slow)) > 0)
+    factory.pause_prewarming(paused=False)
+    await wait_until(lambda: len(count_prewarmed(slow)) > 0)
     await asked.close()
-    await boxes.close()
+    await factory.close()
     assert len(slow.ended) == len(slow.made)
 
 
-async def test_what_an_attempt_has_not_asked_for_yet_is_kept_for_it(slow: type[Provider], tmp_path: Path) -> None:
-    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
-    boxes.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
-    await until(lambda: len(slow.made) == 1)
-    boxes.expect("1.0.1", TASKS[0])
-    boxes.prewarm(PrewarmRequest([], []))
-    box = await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")
-    assert [attempt for attempt, _ in slow.made] == ["pool"]
-    await box.close()
-    boxes.expect("1.1.1", TASKS[0])
-    await until(lambda: len(slow.made) == 2)
-    boxes.stop_expecting("1.1.1")  # it never asked
-    await until(lambda: len(slow.ended) == 2)
-    await boxes.close()
-
-
-async def test_what_is_asked_for_is_counted_off_once_whatever_changes_meanwhile(
+async def test_warm_sandbox_is_kept_for_an_attempt_that_has_not_requested_it(
     slow: type[Provider], tmp_path: Path
 ) -> None:
-    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    factory.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
+    await wait_until(lambda: len(slow.made) == 1)
+    factory.expect("1.0.1", TASKS[0])
+    factory.prewarm(PrewarmRequest([], []))
+    sandbox = await factory.open(factory.build_spec(TASKS[0]), "1.0.1")
+    assert [attempt for attempt, _ in slow.made] == ["pool"]
+    await sandbox.close()
+    factory.expect("1.1.1", TASKS[0])
+    await wait_until(lambda: len(slow.made) == 2)
+    factory.stop_expecting("1.1.1")  # it never requested one
+    await wait_until(lambda: len(slow.ended) == 2)
+    await factory.close()
+
+
+async def test_requested_sandbox_is_subtracted_once_from_the_expected_ones(
+    slow: type[Provider], tmp_path: Path
+) -> None:
+    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
     for name in ("1.0.1", "1.1.1"):
-        boxes.expect(name, TASKS[0])
-    await until(lambda: sum(len(ready) for pool in boxes._pools.values() for ready in pool._ready.values()) == 2)
+        factory.expect(name, TASKS[0])
+    await wait_until(
+        lambda: sum(len(ready) for pool in factory._pools.values() for ready in pool._ready.values()) == 2
+    )
     before = asyncio.current_task()
-    opening = asyncio.create_task(boxes.open(boxes.build_spec(TASKS[0]), "1.0.1"))
-    while not asyncio.all_tasks() - {before, opening}:  # it has asked, and the pool is about to hear of it
+    opening = asyncio.create_task(factory.open(factory.build_spec(TASKS[0]), "1.0.1"))
+    while not asyncio.all_tasks() - {
+        before,
+        opening,
+    }:  # the request was made, and the pool has not processed it yet
         await asyncio.sleep(0)
-    boxes.prewarm(PrewarmRequest([], []))
-    opened = [await opening, await boxes.open(boxes.build_spec(TASKS[0]), "1.1.1")]
+    factory.prewarm(PrewarmRequest([], []))
+    opened = [await opening, await factory.open(factory.build_spec(TASKS[0]), "1.1.1")]
     assert [attempt for attempt, _ in slow.made] == ["pool", "pool"]
     assert not slow.ended
-    for box in opened:
-        await box.close()
-    await boxes.close()
+    for sandbox in opened:
+        await sandbox.close()
+    await factory.close()
 
 
 @pytest.fixture
 async def with_attempts() -> AsyncIterator[None]:
-    """The loop of a runner: tasks are those of the attempt that started them."""
+    """Use the task factory of a runner, which assigns tasks to attempts."""
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()
     loop.set_task_factory(task_factory)
@@ -475,47 +482,47 @@ async def with_attempts() -> AsyncIterator[None]:
 
 
 @pytest.mark.usefixtures("with_attempts")
-async def test_the_end_of_an_attempt_does_not_end_what_was_started_for_others(
+async def test_end_of_an_attempt_does_not_cancel_prewarming_for_others(
     slow: type[Provider], tmp_path: Path
 ) -> None:
     slow.fetch = asyncio.Event()
-    boxes = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
-    loose = AttemptTasks()
+    factory = SandboxFactory(settings(tmp_path, warm=4), Working(), lambda _: None, paused=False)
+    tasks = AttemptTasks()
 
     async def attempt() -> None:
-        loose.track()
-        boxes.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
-        await until(lambda: len(slow.made) == 1)
-        assert await loose.cancel_all(1.0) == set()
+        tasks.track()
+        factory.prewarm(PrewarmRequest([("t0", 1)], [TASKS[0]]))
+        await wait_until(lambda: len(slow.made) == 1)
+        assert await tasks.cancel_all(1.0) == set()
 
     await asyncio.create_task(attempt())
     slow.fetch.set()
-    await (await boxes.open(boxes.build_spec(TASKS[0]), "1.0.1")).close()
+    await (await factory.open(factory.build_spec(TASKS[0]), "1.0.1")).close()
     assert [attempt for attempt, _ in slow.made] == ["pool"]
-    await boxes.close()
+    await factory.close()
 
 
-async def test_a_sandbox_that_comes_when_its_attempt_is_just_cancelled_is_closed(
+async def test_sandbox_ready_at_the_moment_of_cancellation_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    boxes = SandboxFactory(settings(tmp_path), Working(), lambda _: None, paused=False)
+    factory = SandboxFactory(settings(tmp_path), Working(), lambda _: None, paused=False)
 
     def cancelled_in_time(work: Any) -> Any:
         monkeypatch.undo()
         started = start_detached(work)
-        started.add_done_callback(lambda _: opening.cancel())  # before it hears that there is one
+        started.add_done_callback(lambda _: opening.cancel())  # before it learns that the sandbox exists
         return started
 
     monkeypatch.setattr("rookery.engine.sandbox_factory.start_detached", cancelled_in_time)
-    opening = asyncio.create_task(boxes.open(SandboxSpec(provider="local"), "1.0.1"))
+    opening = asyncio.create_task(factory.open(SandboxSpec(provider="local"), "1.0.1"))
     await asyncio.wait({opening})
     assert opening.cancelled()
-    assert len(boxes._closing) == 1
-    await until(lambda: not boxes._closing)
-    await boxes.close()
+    assert len(factory._closing) == 1
+    await wait_until(lambda: not factory._closing)
+    await factory.close()
 
 
-def test_a_budget_is_shared_out_over_the_runners(tmp_path: Path) -> None:
+def test_pool_budget_is_divided_among_the_runners(tmp_path: Path) -> None:
     alone, shared = (build_pool_budget(settings(tmp_path, warm=10, share=share)) for share in (1, 4))
     assert (alone.max_warm, shared.max_warm) == (10, 3)
     assert (alone.max_starting, shared.max_starting) == (4, 1)
@@ -525,13 +532,13 @@ def test_a_budget_is_shared_out_over_the_runners(tmp_path: Path) -> None:
     assert 0 < shared.memory < alone.memory
 
 
-def test_progress_of_an_image_is_told_at_each_step_and_now_and_then(tmp_path: Path) -> None:
-    told: list[Any] = []
-    boxes = SandboxFactory(settings(tmp_path), Working(), told.append, paused=False)
+def test_image_progress_is_sent_at_each_step_and_at_intervals(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    factory = SandboxFactory(settings(tmp_path), Working(), sent.append, paused=False)
     for done in range(1000):
-        boxes._on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
-    boxes._on_image(ImageProgress(image="i", step="unpacking"))
-    boxes._on_image(ImageProgress(image="i", step="ready"))
-    assert [one.step for one in told[-2:]] == ["unpacking", "ready"]
-    assert told[0] == ImageUpdate("i", "fetching", 0, 1000)
-    assert len(told) < 100
+        factory._on_image(ImageProgress(image="i", step="fetching", done=done, total=1000))
+    factory._on_image(ImageProgress(image="i", step="unpacking"))
+    factory._on_image(ImageProgress(image="i", step="ready"))
+    assert [one.step for one in sent[-2:]] == ["unpacking", "ready"]
+    assert sent[0] == ImageUpdate("i", "fetching", 0, 1000)
+    assert len(sent) < 100

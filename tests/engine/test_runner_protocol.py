@@ -1,4 +1,4 @@
-"""Frames and messages between the processes, and the user's data made plain before it enters them."""
+"""Frames and messages between processes, and the conversion of user data to plain data."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ from rookery.engine import framing, runner_protocol
 from rookery.engine.framing import MAX_FRAME, FramedConnection, FramingError
 from rookery.engine.plain_data import LEFT_OUT, MAX_DEPTH, MAX_SIZE, plain_data, plain_numbers
 from tests.core.strategies import json_values, values_of
-from tests.engine.conftest import engine
+from tests.engine.conftest import build_engine
 from tests.servers import ModelServer
 
 TO_RUNNER = [
@@ -62,7 +62,7 @@ def receiver(decoder: Any = runner_protocol.from_runner_decoder) -> tuple[Framed
 @pytest.mark.parametrize("kind", [*TO_RUNNER, *FROM_RUNNER], ids=lambda kind: kind.__name__)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_every_message_comes_out_as_it_went_in(kind: Any, data: st.DataObject) -> None:
+def test_messages_survive_encoding_and_decoding(kind: Any, data: st.DataObject) -> None:
     message = data.draw(values_of(kind))
     decoder: Any = runner_protocol.to_runner_decoder if kind in TO_RUNNER else runner_protocol.from_runner_decoder
     again = decoder.decode(framing.encoder.encode(message))
@@ -115,7 +115,7 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
         narrow.data_received(struct.pack("<I", 11))
 
 
-def test_bytes_that_are_no_message_are_an_error() -> None:
+def test_invalid_frame_is_an_error() -> None:
     reader, got = receiver()
     with pytest.raises(msgspec.DecodeError):
         reader.data_received(struct.pack("<I", 2) + b"\xc1\xc1")
@@ -124,24 +124,24 @@ def test_bytes_that_are_no_message_are_an_error() -> None:
 
 @asynccontextmanager
 async def joined(before_write: Any = None) -> AsyncIterator[tuple[FramedConnection, list[Any], asyncio.Event]]:
-    """A wire whose other end is a real socket."""
+    """Yield a connection and the socket at its other end."""
     got: list[Any] = []
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
-    far = FramedConnection(runner_protocol.from_runner_decoder, got.append, lambda _: gone.set())
+    remote = FramedConnection(runner_protocol.from_runner_decoder, got.append, lambda _: gone.set())
     near = FramedConnection(runner_protocol.to_runner_decoder, got.append, lambda _: None, before_write)
-    await loop.create_unix_connection(lambda: far, sock=theirs)
+    await loop.create_unix_connection(lambda: remote, sock=theirs)
     await loop.create_unix_connection(lambda: near, sock=ours)
     try:
         yield near, got, gone
     finally:
         near.close()
-        far.close()
+        remote.close()
         await asyncio.sleep(0)
 
 
-async def test_messages_of_one_tick_leave_in_one_write_in_order() -> None:
+async def test_messages_of_one_loop_iteration_are_written_at_once_in_order() -> None:
     writes: list[int] = []
     async with joined(lambda: writes.append(1)) as (near, got, gone):
         for number in range(50):
@@ -154,16 +154,16 @@ async def test_messages_of_one_tick_leave_in_one_write_in_order() -> None:
     assert got == [runner_protocol.Paused(number) for number in range(50)]
 
 
-async def test_closing_sends_what_was_said_before() -> None:
+async def test_closing_sends_queued_messages() -> None:
     async with joined() as (near, got, gone):
         near.send(runner_protocol.Heartbeat())
         near.close()
-        near.send(runner_protocol.Heartbeat())  # nobody is there any more
+        near.send(runner_protocol.Heartbeat())  # the peer is gone
         await gone.wait()
     assert got == [runner_protocol.Heartbeat()]
 
 
-async def test_what_was_taken_back_is_not_sent() -> None:
+async def test_dropped_messages_are_not_sent() -> None:
     async with joined() as (near, got, gone):
         near.send(runner_protocol.Paused(1))
         near.drop_unsent()
@@ -239,7 +239,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_whatever_was_kept_is_encoded(name: str) -> None:
+def test_any_stored_value_can_be_encoded(name: str) -> None:
     for fields in ({"x": ODD[name]}, ODD[name]):
         kept = plain_data(fields)
         packed = msgspec.msgpack.encode(kept)
@@ -250,11 +250,11 @@ def test_whatever_was_kept_is_encoded(name: str) -> None:
 
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=4), json_values, max_size=4))
-def test_plain_data_comes_out_as_it_went_in(fields: dict[str, Any]) -> None:
+def test_plain_data_is_returned_unchanged(fields: dict[str, Any]) -> None:
     assert plain_data(fields) == fields
 
 
-def test_what_is_not_plain_is_shown_and_what_is_too_large_is_said() -> None:
+def test_objects_become_their_repr_and_large_values_placeholders() -> None:
     kept = plain_data(
         {name: ODD[name] for name in ("set", "array", "scalar", "time", "silent", "enum", "int key")}
     )
@@ -275,7 +275,7 @@ def test_what_is_not_plain_is_shown_and_what_is_too_large_is_said() -> None:
     assert plain_data([1]) == {"value": [1]}
 
 
-def test_metrics_are_numbers_and_what_is_none_is_shown() -> None:
+def test_numeric_metrics_become_floats_and_others_plain_data() -> None:
     numbers, others = plain_numbers(
         {"a": 1, "b": np.float32(0.5), "c": True, "d": "x", "e": None, "f": 10**400, 7: 2}
     )
@@ -288,12 +288,10 @@ def test_metrics_are_numbers_and_what_is_none_is_shown() -> None:
 
 
 @pytest.mark.parametrize("runners", [0, 1], ids=["in-process", "one-runner"])
-async def test_what_one_rollout_kept_never_stops_the_others(
-    model: ModelServer, tmp_path: Path, runners: int
-) -> None:
+async def test_unusual_stored_values_fail_no_rollout(model: ModelServer, tmp_path: Path, runners: int) -> None:
     names = [*ODD, "(metrics)", "(log)", "(no info)", "(raises)"]
     tasks = [Task(id=name, data={"name": name}) for name in names]
-    async with engine(
+    async with build_engine(
         model, tmp_path, env="tests.engine.test_runner_protocol:Keeping", runners=runners
     ) as made_engine:
         groups = {group.task.id: group async for group in made_engine.groups(tasks)}
@@ -303,23 +301,23 @@ async def test_what_one_rollout_kept_never_stops_the_others(
     assert all(len(group.rollouts[0].attempts) == 1 for group in groups.values())
 
 
-async def test_metrics_that_are_no_mapping_keep_nobody_waiting(model: ModelServer, tmp_path: Path) -> None:
+async def test_metrics_that_are_not_a_mapping_do_not_block_the_run(model: ModelServer, tmp_path: Path) -> None:
     try:
         async with (
             asyncio.timeout(60),
-            engine(model, tmp_path, env="tests.engine.test_runner_protocol:Keeping") as made_engine,
+            build_engine(model, tmp_path, env="tests.engine.test_runner_protocol:Keeping") as made_engine,
         ):
             tasks = [Task(id="m", data={"name": "(no metrics)"})]
             assert len([group async for group in made_engine.groups(tasks)]) == 1
     finally:
-        gc.collect()  # an exception that nobody took is logged here, not inside of the next test's report
+        gc.collect()  # an unretrieved exception is logged here, not during the next test
 
 
 from rookery import Context, Environment  # noqa: E402  (the environment of the test above)
 
 
-class Keeping(Environment):
-    """Keeps what its task names."""
+class StoresValues(Environment):
+    """Stores the values that its task names."""
 
     async def run(self, ctx: Context) -> None:
         match ctx.task.data["name"]:

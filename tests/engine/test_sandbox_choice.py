@@ -1,4 +1,4 @@
-"""Which sandbox an attempt gets: what the run says, then what the environment says, then the best there is."""
+"""The sandbox of an attempt: settings of the run, then of the environment, then the best provider."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rookery.core import SandboxSpec, UsageError
 from rookery.engine import Engine
 from rookery.environments import Environment
 from rookery.sandboxes import ProviderChoice
-from tests.engine.conftest import engine, events
+from tests.engine.conftest import build_engine, events
 from tests.servers import ModelServer
 
 POLICY = "http://localhost:9/v1"
@@ -28,11 +28,11 @@ class Boxed(Plain):
 
 
 class Asks(Plain):
-    """Asks for a sandbox of its own making, without naming who makes it."""
+    """Requests its own spec without a provider."""
 
     async def run(self, ctx) -> None:  # type: ignore[no-untyped-def]
-        box = await ctx.sandbox(SandboxSpec(pids=33))
-        ctx.info["got"] = (box._inner.provider, box._inner.spec.pids)
+        sandbox = await ctx.sandbox(SandboxSpec(pids=33))
+        ctx.info["got"] = (sandbox._inner.provider, sandbox._inner.spec.pids)
 
 
 @pytest.fixture
@@ -41,27 +41,27 @@ def nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes, "best_provider", lambda spec=None: best)
 
 
-def test_an_environment_may_name_its_provider_and_the_run_goes_over_it() -> None:
-    made = Engine(Boxed(), policy=POLICY, runners=0)
-    assert made.sandbox == Boxed.sandbox
-    assert made.config.sandbox == SandboxSpec(provider="subprocess")
+def test_provider_of_the_run_overrides_that_of_the_environment() -> None:
+    engine = Engine(Boxed(), policy=POLICY, runners=0)
+    assert engine.sandbox == Boxed.sandbox
+    assert engine.config.sandbox == SandboxSpec(provider="subprocess")
     over = Engine(Boxed(), policy=POLICY, runners=0, sandbox=SandboxSpec(provider="local", pids=7))
     assert over.sandbox == SandboxSpec(provider="local", pids=7, network="all")
 
 
-def test_what_was_named_goes_over_also_where_it_is_the_default() -> None:
-    made = Engine(Boxed(), policy=POLICY, runners=0, sandbox_named=("network",))
-    assert (made.sandbox.network, made.sandbox.pids) == ("none", 50)
+def test_explicit_default_overrides_the_environment() -> None:
+    engine = Engine(Boxed(), policy=POLICY, runners=0, sandbox_named=("network",))
+    assert (engine.sandbox.network, engine.sandbox.pids) == ("none", 50)
 
 
 @pytest.mark.usefixtures("nothing_isolates")
-def test_where_nothing_isolates_nothing_is_settled_for_and_who_needs_one_is_refused() -> None:
+def test_environment_that_needs_a_sandbox_is_refused_without_isolation() -> None:
     class Needs(Plain):
         sandbox = SandboxSpec(pids=3)
 
-    made = Engine(Plain(), policy=POLICY, runners=0)
-    assert made.sandbox.provider == made.config.sandbox.provider == ""
-    made.check_sandbox()
+    engine = Engine(Plain(), policy=POLICY, runners=0)
+    assert engine.sandbox.provider == engine.config.sandbox.provider == ""
+    engine.check_sandbox()
     with pytest.raises(UsageError, match=r"local: Not here\..*--unsafe"):
         Engine(Needs(), policy=POLICY, runners=0).check_sandbox()
     consented = Engine(Needs(), policy=POLICY, runners=0, sandbox=SandboxSpec(untrusted_ok=True))
@@ -69,18 +69,21 @@ def test_where_nothing_isolates_nothing_is_settled_for_and_who_needs_one_is_refu
     consented.check_sandbox()
 
 
-async def test_a_spec_without_a_provider_is_made_by_the_runs(tmp_path: Path) -> None:
+async def test_spec_without_a_provider_uses_that_of_the_run(tmp_path: Path) -> None:
     async with ModelServer("42") as model:
         options = {"env": Asks(), "runners": 0, "sandbox": "subprocess"}
-        async with engine(model, tmp_path, **options) as made:
-            (group,) = [group async for group in made.groups(["?"])]
+        async with build_engine(model, tmp_path, **options) as engine:
+            (group,) = [group async for group in engine.groups(["?"])]
     assert group.rollouts[0].info["got"] == ["subprocess", 33]
 
 
 @pytest.mark.usefixtures("nothing_isolates")
-async def test_a_sandbox_that_nobody_consented_to_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
-    async with ModelServer("42") as model, engine(model, tmp_path, env=Asks(), runners=0, breaker=None) as made:
-        (group,) = [group async for group in made.groups(["?"])]
+async def test_sandbox_without_isolation_is_refused_without_consent(tmp_path: Path) -> None:
+    async with (
+        ModelServer("42") as model,
+        build_engine(model, tmp_path, env=Asks(), runners=0, breaker=None) as engine,
+    ):
+        (group,) = [group async for group in engine.groups(["?"])]
     outcome = group.rollouts[0].outcome
     assert outcome.cause == "sandbox.refused"  # type: ignore[union-attr]
     assert "--unsafe" in outcome.detail  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The schedule of a stream of groups, by simulation: any order of endings, any filter, any pace of consumer."""
+"""Simulations of the scheduler: any order of completion, any filter, any speed of the consumer."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ def record(pick: OpenRollout, outcome: Outcome | None = None) -> Rollout:
 
 @dataclass
 class Simulation:
-    """Does what the supervisor does with a stream, one event at a time."""
+    """Uses a scheduler like the supervisor does, one event at a time."""
 
     stream: GroupScheduler
     tasks: int
@@ -107,7 +107,7 @@ class Simulation:
         self.stream.mark_taken()
 
     def finish(self, pace: int) -> None:
-        """Everything still under way ends, oldest last; the consumer takes what there is."""
+        """End all running rollouts, the oldest last; the consumer takes all groups."""
         for _ in range(100_000):
             self.admit()
             if self.stream.done and not self.running and not self.queue:
@@ -129,7 +129,7 @@ class Simulation:
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_the_first_wanted_groups_in_order_of_admission_are_handed_out_whatever_ends_first(
+def test_first_wanted_groups_by_admission_are_delivered_in_any_order_of_completion(
     data: st.DataObject,
 ) -> None:
     draw = data.draw
@@ -172,19 +172,17 @@ def test_the_first_wanted_groups_in_order_of_admission_are_handed_out_whatever_e
     st.integers(1, 6),
     st.integers(1, 3),
 )
-def test_over_sampling_does_not_prefer_short_rollouts(
-    kept: list[bool], want: int, oversample: int, k: int
-) -> None:
-    """Each group has its own duration; the selection is the same in whichever order they end."""
+def test_oversampling_does_not_prefer_short_rollouts(kept: list[bool], want: int, oversample: int, k: int) -> None:
+    """Each group has its own duration; the selection does not depend on the order of completion."""
     chosen = []
-    for pace in (0, -1):  # the oldest first; the newest, that is the shortest, first
+    for pace in (0, -1):  # the oldest first; the newest, which is the shortest, first
         game = Simulation(GroupScheduler(k=k, want=want, oversample=oversample), 40, 64, kept)
         game.finish(pace)
         chosen.append(set(game.handed))
     assert chosen[0] == chosen[1] == game.expected()
 
 
-def test_a_straggler_holds_its_own_place_and_nothing_else() -> None:
+def test_straggler_occupies_one_slot_only() -> None:
     game = Simulation(GroupScheduler(k=2), tasks=50, concurrency=2, verdicts=[True])
     game.admit()
     straggler = game.running[0]
@@ -198,7 +196,7 @@ def test_a_straggler_holds_its_own_place_and_nothing_else() -> None:
     assert (game.pulled, len(game.handed), game.running) == (50, 49, [straggler])
 
 
-def test_a_straggler_in_an_over_sampled_stream_holds_back_only_what_is_not_certain() -> None:
+def test_straggler_in_an_oversampled_stream_delays_only_undecided_groups() -> None:
     game = Simulation(GroupScheduler(k=1, want=4, oversample=2), tasks=50, concurrency=9, verdicts=[True])
     game.admit()
     assert len(game.running) == 6
@@ -211,13 +209,13 @@ def test_a_straggler_in_an_over_sampled_stream_holds_back_only_what_is_not_certa
     assert game.stream.done
 
 
-def test_a_slow_consumer_slows_admission() -> None:
+def test_slow_consumer_slows_admission() -> None:
     game = Simulation(GroupScheduler(k=1, buffer=3), tasks=100, concurrency=2, verdicts=[True])
     for _ in range(100):
         game.admit()
         if game.running:
             game.end(0)
-    # With two places free at once, two groups could open for the last place in the buffer.
+    # With two free slots, two groups could be opened for the last slot of the buffer.
     assert (len(game.queue), game.pulled, game.running) == (4, 4, [])
     game.take()
     game.admit()
@@ -227,13 +225,13 @@ def test_a_slow_consumer_slows_admission() -> None:
     assert game.pulled == 6
 
 
-def test_a_stream_that_has_enough_opens_no_group_any_more() -> None:
+def test_stream_with_enough_groups_opens_no_more() -> None:
     game = Simulation(GroupScheduler(k=1, want=2, oversample=3), tasks=50, concurrency=9, verdicts=[True])
     game.finish(0)
     assert (game.pulled, game.stream.can_open_group(), game.stream.done) == (5, False, True)
 
 
-def test_dropped_groups_are_replaced_until_there_are_enough_or_no_more_tasks() -> None:
+def test_dropped_groups_are_replaced_until_enough_are_kept_or_tasks_end() -> None:
     some = Simulation(GroupScheduler(k=2, want=3), tasks=100, concurrency=4, verdicts=[False, False, True])
     some.finish(0)
     assert (some.handed, some.pulled) == ([2, 5, 8], 9)
@@ -253,7 +251,7 @@ def picks(stream: GroupScheduler, now: float) -> list[tuple[int, int]]:
     return got
 
 
-def test_one_that_runs_again_goes_before_those_that_never_ran_in_order_of_admission() -> None:
+def test_retries_run_before_new_rollouts_in_order_of_admission() -> None:
     stream = GroupScheduler(k=2)
     for position in range(3):
         open_one(stream, position)
@@ -264,7 +262,7 @@ def test_one_that_runs_again_goes_before_those_that_never_ran_in_order_of_admiss
     assert picks(stream, 9.0) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_a_delayed_one_is_not_picked_before_its_time() -> None:
+def test_delayed_rollout_is_not_returned_before_its_time() -> None:
     stream = GroupScheduler(k=1)
     open_one(stream, 0)
     pick = stream.next_rollout(0.0)
@@ -273,21 +271,23 @@ def test_a_delayed_one_is_not_picked_before_its_time() -> None:
     assert (stream.next_rollout(2.9), stream.next_rollout(3.0)) == (None, pick)
 
 
-def test_who_waits_longer_than_the_limit_is_overdue_wherever_it_stands() -> None:
+def test_rollout_that_waits_longer_than_the_limit_is_overdue() -> None:
     stream = GroupScheduler(k=3)
     group = open_one(stream, 0)
     first, second = stream.next_rollout(0.0), stream.next_rollout(0.0)
     assert first is not None
     assert second is not None
-    stream.requeue(first, 9.0, 0.0)  # fresh again, and ahead of the one that has waited from the start
-    stream.requeue(second, 0.0, 2.0)  # due at 2, and nobody picked since
+    stream.requeue(
+        first, 9.0, 0.0
+    )  # its waiting time starts again; it is queued before the one that waits from the start
+    stream.requeue(second, 0.0, 2.0)  # due at 2, and not returned since
     assert [pick.member for pick in stream.pop_overdue(11.0, 10.0)] == [2]
     assert [pick.member for pick in stream.pop_overdue(13.0, 10.0)] == [1]
     assert picks(stream, 13.0) == [(0, 0)]
     assert group.rollouts[1].waiting_since == 2.0
 
 
-def test_a_pause_is_nobodys_waiting_time() -> None:
+def test_pause_does_not_count_as_waiting_time() -> None:
     stream = GroupScheduler(k=1)
     open_one(stream, 0)
     stream.exclude_wait(100.0)
@@ -295,7 +295,7 @@ def test_a_pause_is_nobodys_waiting_time() -> None:
     assert len(stream.pop_overdue(111.0, 10.0)) == 1
 
 
-def test_a_suspect_that_finds_no_runner_is_overdue_too() -> None:
+def test_suspect_without_a_runner_becomes_overdue() -> None:
     stream = GroupScheduler(k=1)
     open_one(stream, 0)
     pick = stream.next_rollout(0.0)
@@ -307,7 +307,7 @@ def test_a_suspect_that_finds_no_runner_is_overdue_too() -> None:
     assert (stream.suspect_count, stream.next_suspect()) == (0, None)
 
 
-def test_suspects_are_picked_only_to_run_alone() -> None:
+def test_suspects_only_run_alone() -> None:
     stream = GroupScheduler(k=1)
     open_one(stream, 0)
     pick = stream.next_rollout(0.0)
@@ -319,7 +319,7 @@ def test_suspects_are_picked_only_to_run_alone() -> None:
     assert (stream.suspect_count, stream.next_suspect(), pick.group.rollouts[0].waiting_since) == (0, None, 3.0)
 
 
-def test_members_that_an_earlier_process_ended_do_not_run_again() -> None:
+def test_members_finished_by_an_earlier_process_do_not_run_again() -> None:
     stream = GroupScheduler(k=3)
     group = OpenGroup(0, 0, Task(id="0"), 3)
     done = {member: record(OpenRollout(group, member)) for member in (0, 2)}
@@ -332,13 +332,13 @@ def test_members_that_an_earlier_process_ended_do_not_run_again() -> None:
         stream.finish(rollout, record(rollout))
 
 
-def test_wanting_none_is_done_at_once() -> None:
+def test_stream_that_wants_no_groups_is_done_at_once() -> None:
     stream = GroupScheduler(k=1, want=0, oversample=3)
     assert stream.done
     assert GroupScheduler(k=1, want=1).can_open_group()
 
 
 @pytest.mark.parametrize("bad", [{"k": 0}, {"buffer": 0}, {"want": -1}, {"oversample": -1}])
-def test_impossible_numbers_are_refused(bad: dict[str, int]) -> None:
+def test_invalid_scheduler_numbers_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         GroupScheduler(**{"k": 1, **bad})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The run's seed reaches model servers: one for each call, the same in every run with the same seed."""
+"""Seeds of model calls are derived from the run's seed: one per call, equal in runs with the same seed."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.servers import ModelServer
 
 
 class TwoTurns(Environment):
-    """Asks the policy twice."""
+    """Calls the policy twice."""
 
     name = "two-turns"
 
@@ -28,12 +28,12 @@ class TwoTurns(Environment):
 
 @pytest.fixture
 async def server() -> AsyncIterator[ModelServer]:
-    async with ModelServer("ok") as made:
-        yield made
+    async with ModelServer("ok") as running:
+        yield running
 
 
 async def seeds(server: ModelServer, out: Path, **options: Any) -> dict[str, int | None]:
-    """The seed of each call, by what was asked: three rollouts of each of two tasks, two turns each."""
+    """Run two tasks with three rollouts of two turns each; return the seeds of the calls by prompt."""
     server.requests.clear()
     async with Engine(TwoTurns(), policy=server.url, out=out, runners=0, **options) as engine:
         groups = [group async for group in engine.groups([{"prompt": "a"}, {"prompt": "b"}], k=3)]
@@ -41,7 +41,7 @@ async def seeds(server: ModelServer, out: Path, **options: Any) -> dict[str, int
     return {one.body["messages"][-1]["content"]: one.body.get("seed") for one in server.requests}
 
 
-async def test_each_call_has_a_seed_of_its_own_and_a_run_with_the_same_seed_has_the_same(
+async def test_each_call_has_its_own_seed_and_equal_runs_have_equal_seeds(
     server: ModelServer, tmp_path: Path
 ) -> None:
     found = await seeds(server, tmp_path, seed=7)
@@ -52,22 +52,22 @@ async def test_each_call_has_a_seed_of_its_own_and_a_run_with_the_same_seed_has_
     assert (await seeds(server, tmp_path, seed=0)).keys() == found.keys()
 
 
-async def test_a_run_without_a_seed_sends_none(server: ModelServer, tmp_path: Path) -> None:
+async def test_run_without_a_seed_sends_no_seeds(server: ModelServer, tmp_path: Path) -> None:
     assert set((await seeds(server, tmp_path)).values()) == {None}
 
 
-async def test_a_seed_in_the_sampling_wins(server: ModelServer, tmp_path: Path) -> None:
+async def test_seed_in_the_sampling_parameters_overrides_the_run(server: ModelServer, tmp_path: Path) -> None:
     assert set((await seeds(server, tmp_path, seed=7, sampling=Sampling(seed=3))).values()) == {3}
 
 
-async def test_a_server_that_refuses_seeds_is_asked_without(server: ModelServer, tmp_path: Path) -> None:
+async def test_server_that_rejects_seeds_is_called_without(server: ModelServer, tmp_path: Path) -> None:
     server.unsupported_fields = {"seed"}
     await seeds(server, tmp_path, seed=7, concurrency=1)
     assert sum("seed" in one.body for one in server.requests) == 1
 
 
 @pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-async def test_engines_draw_the_same_from_the_same_seed(speaks: EngineName, tmp_path: Path) -> None:
+async def test_engines_sample_the_same_with_the_same_seed(speaks: EngineName, tmp_path: Path) -> None:
     async def answers(seed: int, out: Path) -> dict[str, bytes]:
         policy = UpstreamConfig(kind=speaks, urls=(server.url,))
         sampling = Sampling(temperature=1.0, max_tokens=12)

@@ -1,4 +1,4 @@
-"""What the end of a stage means, asked without running anything."""
+"""Outcomes of stages, decided by a pure function."""
 
 import asyncio
 
@@ -29,13 +29,15 @@ from rookery.engine.stage_outcome import StageEnd, decide_outcome
         ("score", False, "bug.hung"),
     ],
 )
-def test_whose_a_deadline_is_depends_on_what_was_waited_for(stage: Stage, on_others: bool, expected: str) -> None:
+def test_fault_of_a_deadline_depends_on_what_the_stage_waited_for(
+    stage: Stage, on_others: bool, expected: str
+) -> None:
     end = StageEnd(stage=stage, error=asyncio.CancelledError(), expired=3.0, waited_on_others=on_others)
     assert label(decide_outcome(end)) == expected
     assert label(decide_outcome(StageEnd(stage=stage, expired=3.0, waited_on_others=on_others))) == expected
 
 
-def test_a_deadline_at_a_model_server_that_hangs_or_fails_is_infra() -> None:
+def test_deadline_during_a_hung_or_failed_model_call_is_infra() -> None:
     hung = StageEnd(
         stage="run", error=asyncio.CancelledError(), expired=3.0, waited_on_others=True, hung="no bytes for 13 s"
     )
@@ -49,7 +51,7 @@ def test_a_deadline_at_a_model_server_that_hangs_or_fails_is_infra() -> None:
 
 
 @pytest.mark.parametrize("stage", ["setup", "run", "score"])
-def test_an_exception_that_carries_its_own_fault_keeps_it(stage: Stage) -> None:
+def test_exception_with_a_fault_keeps_it(stage: Stage) -> None:
     lost = SandboxError("gone")
     for error in (lost, BaseExceptionGroup("both", [ValueError("x"), lost])):
         outcome = decide_outcome(StageEnd(stage=stage, error=error))
@@ -57,20 +59,20 @@ def test_an_exception_that_carries_its_own_fault_keeps_it(stage: Stage) -> None:
         assert (outcome.fault, outcome.cause, outcome.stage) == ("infra", "sandbox.lost", stage)
 
 
-def test_a_cancellation_nobody_asked_for_is_the_environments_bug() -> None:
+def test_unrequested_cancellation_is_a_bug_of_the_environment() -> None:
     outcome = decide_outcome(StageEnd(stage="run", error=asyncio.CancelledError()))
     assert label(outcome) == "bug.environment"
     asked = StageEnd(stage="run", error=asyncio.CancelledError(), cancelled="filtered", expired=1.0)
     assert decide_outcome(asked) == Cancelled("filtered")
 
 
-def test_a_spent_budget_truncates_whatever_was_made_of_the_exception() -> None:
+def test_spent_budget_truncates_even_if_its_exception_was_replaced() -> None:
     assert decide_outcome(StageEnd(stage="run")) == Completed()
     assert decide_outcome(StageEnd(stage="run", truncated="turns")) == Truncated("turns")
     assert decide_outcome(StageEnd(stage="run", error=Truncation("context"))) == Truncated("context")
     assert label(decide_outcome(StageEnd(stage="score", error=Truncation("turns")))) == "bug.scoring"
 
 
-def test_an_exit_is_called_one() -> None:
+def test_exit_has_its_own_cause() -> None:
     for error in (SystemExit(3), KeyboardInterrupt()):
         assert label(decide_outcome(StageEnd(stage="setup", error=error))) == "bug.exit"

@@ -1,4 +1,4 @@
-"""The pace of a stream of steps, played through with rollouts of any length."""
+"""Simulations of the staleness bound with rollouts of any duration."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +9,8 @@ from rookery.engine.staleness import StalenessBound
 from tests.gateway.scripted import ANY_SPEED
 
 
-class Play:
-    """A trainer and rollouts that take their time, without an engine: groups of one, a tick at a time."""
+class Simulation:
+    """Simulates a trainer and rollouts without an engine: groups of one rollout, one tick at a time."""
 
     def __init__(self, size: int, lag: int, lengths: list[int], width: int) -> None:
         self.pace = StalenessBound(size, lag)
@@ -46,7 +46,7 @@ class Play:
             self.ready += [out.index for out in self.stream.resolve_group(pick.group, kept=index not in drops)]
 
     def step(self, drops: set[int]) -> list[int]:
-        """What the next step trains on; waits as long as it has to, within what all rollouts take together."""
+        """Return the groups of the next step; fail if it waits longer than all rollouts take together."""
         self.pace.start_step(self.version, self.taken)
         for _ in range(sum(self.lengths) + 3 * len(self.lengths) + 9):
             ending = self.stream.done
@@ -77,10 +77,10 @@ plays = given(
 
 @settings(ANY_SPEED, max_examples=300)
 @plays
-def test_no_group_is_ever_too_old_and_none_is_dropped_for_its_age(
+def test_no_group_becomes_too_old_and_none_is_dropped_for_its_age(
     size: int, lag: int, lengths: list[int], width: int, drops: set[int], training: list[int], repeats: list[int]
 ) -> None:
-    play = Play(size, lag, lengths, width)
+    play = Simulation(size, lag, lengths, width)
     trained: list[int] = []
     steps = 0
     while chosen := play.step(drops):
@@ -90,7 +90,7 @@ def test_no_group_is_ever_too_old_and_none_is_dropped_for_its_age(
         steps += 1
         for _ in range(training[steps % len(training)]):
             play.tick(drops)
-        play.version += steps % repeats[steps % len(repeats)] == 0  # a version may be trained on more than once
+        play.version += steps % repeats[steps % len(repeats)] == 0  # several steps may train on one version
     assert sorted(trained) == [index for index in range(len(lengths)) if index not in drops]
 
 
@@ -99,7 +99,7 @@ def test_no_group_is_ever_too_old_and_none_is_dropped_for_its_age(
 def test_sampling_runs_as_far_ahead_as_the_lag_allows(
     size: int, lag: int, lengths: list[int], width: int, drops: set[int], training: list[int], repeats: list[int]
 ) -> None:
-    play = Play(size, lag, lengths, width=1000)
+    play = Simulation(size, lag, lengths, width=1000)
     while play.step(set()):
         for _ in range(max(lengths) + 2):
             play.tick(set())

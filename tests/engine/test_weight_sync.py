@@ -1,4 +1,4 @@
-"""New weights under a run: who asks, in which mode, and what goes wrong."""
+"""Weight syncs during a run: modes, clients, failures and dying runners."""
 
 import asyncio
 import os
@@ -14,42 +14,42 @@ from rookery import Engine, SyncEngine
 from rookery.core import Group, Sampling, label
 from rookery.upstreams import UpstreamConfig
 from rookery.upstreams.protocol import PauseMode
-from tests.engine.conftest import events
+from tests.engine.conftest import events, wait_for_heartbeats
 from tests.engine.sync_kit import (
     NEW,
     TALKING,
-    engine,
-    judged,
-    matches,
+    build_engine,
+    check_logprobs,
+    check_segments,
+    consuming,
+    conversations,
+    load_new_weights,
     mixed_turns,
-    push,
-    taken,
-    talks,
     versions,
 )
 from tests.engine_standins import StandinServer, small_weights, standin
 
-# ---- new weights while rollouts are under way
+# ---- syncs during rollouts
 
 
 @pytest.mark.parametrize("runners", [0, pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 @pytest.mark.parametrize("streams", [True, False])
-async def test_new_weights_under_way_cost_callers_nothing_but_time(
+async def test_weight_sync_only_delays_running_calls(
     runners: int, mode: PauseMode, streams: bool, tmp_path: Path
 ) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=runners) as made,
-        taken(made, server, talks(12, streams=streams), 0 if mode == "drain" else 20) as groups,
+        build_engine(server, tmp_path, runners=runners) as engine,
+        consuming(engine, server, conversations(12, streams=streams), 0 if mode == "drain" else 20) as groups,
     ):
-        async with made.upstream.sync(NEW, lambda: push(server), mode=mode):
-            assert (await made.status())["paused"]
+        async with engine.upstream.sync(NEW, lambda: load_new_weights(server), mode=mode):
+            assert (await engine.status())["paused"]
             if mode != "keep":
                 assert await server.running() == (0, 0)
-        assert made.upstream.version == NEW
-        assert not (await made.status())["paused"]
-    segments = judged(groups, 12, mode)
+        assert engine.upstream.version == NEW
+        assert not (await engine.status())["paused"]
+    segments = check_segments(groups, 12, mode)
     assert versions(segments) == {0, NEW}
     if mode == "abort" or (mode == "keep" and streams):
         assert mixed_turns(segments) > 0
@@ -60,9 +60,7 @@ async def test_new_weights_under_way_cost_callers_nothing_but_time(
 
 @pytest.mark.parametrize("runners", [0, 2])
 @pytest.mark.parametrize("ends", ["load", "block", "cancelled in load", "cancelled in block", "thread"])
-async def test_a_sync_that_does_not_come_to_its_end_resumes_with_the_version_before(
-    runners: int, ends: str, tmp_path: Path
-) -> None:
+async def test_failed_sync_resumes_with_the_previous_version(runners: int, ends: str, tmp_path: Path) -> None:
     reached = asyncio.Event()
 
     async def load() -> None:
@@ -75,33 +73,33 @@ async def test_a_sync_that_does_not_come_to_its_end_resumes_with_the_version_bef
     def blocking() -> None:
         raise ZeroDivisionError
 
-    async def sync(made: Engine) -> None:
-        async with made.upstream.sync(NEW, blocking if ends == "thread" else load):
+    async def sync(engine: Engine) -> None:
+        async with engine.upstream.sync(NEW, blocking if ends == "thread" else load):
             if ends == "block":
                 raise ZeroDivisionError
             await asyncio.Event().wait()
 
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=runners) as made,
-        taken(made, server, talks(6), 10) as groups,
+        build_engine(server, tmp_path, runners=runners) as engine,
+        consuming(engine, server, conversations(6), 10) as groups,
     ):
-        task = asyncio.create_task(sync(made))
+        task = asyncio.create_task(sync(engine))
         if ends.startswith("cancelled"):
             await reached.wait()
             task.cancel()
         with pytest.raises(asyncio.CancelledError if ends.startswith("cancelled") else ZeroDivisionError):
             await task
-        assert not (await made.status())["paused"]
-    assert versions(judged(groups, 6)) == {0}
+        assert not (await engine.status())["paused"]
+    assert versions(check_segments(groups, 6)) == {0}
 
 
-async def test_a_load_that_is_no_coroutine_runs_beside_the_loop(tmp_path: Path) -> None:
+async def test_load_that_is_not_a_coroutine_runs_in_a_thread(tmp_path: Path) -> None:
     names: list[str] = []
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path) as made,
-        made.upstream.sync(NEW, lambda: names.append(threading.current_thread().name)),
+        build_engine(server, tmp_path) as engine,
+        engine.upstream.sync(NEW, lambda: names.append(threading.current_thread().name)),
     ):
         pass
     assert names
@@ -111,30 +109,30 @@ async def test_a_load_that_is_no_coroutine_runs_beside_the_loop(tmp_path: Path) 
 # ---- runners that die
 
 
-async def killed_and_replaced(made: Engine) -> None:
-    """SIGKILL for the runner with the most rollouts; returns when there is another one, ready."""
-    fleet = made.supervisor.pool
-    count = len(fleet.runners)
-    (pid,) = max(fleet.runners, key=lambda link: len(link.running)).pids()
+async def kill_runner_and_wait_for_replacement(engine: Engine) -> None:
+    """Kill the runner with the most rollouts and wait until its replacement is ready."""
+    pool = engine.supervisor.pool
+    count = len(pool.runners)
+    (pid,) = max(pool.runners, key=lambda link: len(link.running)).pids()
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        while pid in made.pids() or len(fleet.runners) < count or not all(link.ready for link in fleet.runners):
+        while pid in engine.pids() or len(pool.runners) < count or not all(link.ready for link in pool.runners):
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.long
-async def test_a_runner_that_is_killed_during_a_pause_is_replaced_by_one_that_starts_paused(
+async def test_runner_killed_during_a_pause_is_replaced_by_a_paused_one(
     tmp_path: Path,
 ) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=2) as made,
-        taken(made, server, talks(12, streams=True), 20) as groups,
-        made.upstream.sync(NEW, lambda: push(server)),
+        build_engine(server, tmp_path, runners=2) as engine,
+        consuming(engine, server, conversations(12, streams=True), 20) as groups,
+        engine.upstream.sync(NEW, lambda: load_new_weights(server)),
     ):
-        await killed_and_replaced(made)
+        await kill_runner_and_wait_for_replacement(engine)
         asked = len(await server.requests())
-        await asyncio.sleep(0.2)  # a chance for a call that must not come
+        await wait_for_heartbeats(engine)
         sampling = [each for each in (await server.requests())[asked:] if "generate" in each["path"]]
         assert sampling == []
         assert await server.running() == (0, 0)
@@ -143,77 +141,79 @@ async def test_a_runner_that_is_killed_during_a_pause_is_replaced_by_one_that_st
     assert max(len(rollout.attempts) for rollout in rollouts) == 2
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     for segment in segments:
-        matches(segment, "abort")
+        check_logprobs(segment, "abort")
     assert NEW in versions(segments)
     again = [segment for rollout in rollouts if len(rollout.attempts) == 2 for segment in rollout.segments]
     assert versions(again) == {NEW}
 
 
-async def test_a_runner_that_dies_and_is_born_while_a_pause_settles_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_runner_replaced_while_a_pause_starts_does_not_block_the_pause(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=2, sampling=Sampling(max_tokens=200)) as made,
-        taken(made, server, talks(8, turns=1), 5) as groups,
+        build_engine(server, tmp_path, runners=2, sampling=Sampling(max_tokens=200)) as engine,
+        consuming(engine, server, conversations(8, turns=1), 5) as groups,
     ):
-        # Frozen behind our back: nothing can drain until the engine goes on.
-        pause = asyncio.create_task(made.upstream.pause("drain", timeout=60))
-        await killed_and_replaced(made)
+        # The server is frozen, so no call can drain until it resumes.
+        pause = asyncio.create_task(engine.upstream.pause("drain", timeout=60))
+        await kill_runner_and_wait_for_replacement(engine)
         assert not pause.done()
         assert (await server.post("/resume"))[0] == 200
-        async with asyncio.timeout(20):  # far below the pause's own timeout: the newborn is not waited for
+        async with asyncio.timeout(
+            20
+        ):  # far below the timeout of the pause, which does not wait for the new runner
             await pause
-        await made.upstream.resume()
+        await engine.upstream.resume()
     assert {label(group.rollouts[0].outcome) for group in groups} == {"completed"}
 
 
-async def test_a_version_that_is_named_without_a_pause_reaches_every_runner_and_those_born_later(
+async def test_version_set_without_a_pause_reaches_all_runners_and_later_ones(
     tmp_path: Path,
 ) -> None:
-    async with standin("vllm") as server, engine(server, tmp_path, runners=2, concurrency=2) as made:
-        await made.upstream.resume(NEW)
-        assert not (await made.status())["paused"]
-        first = [group async for group in made.groups(talks(4, turns=1), name="first")]
-        for pid in made.pids()[1:]:
+    async with standin("vllm") as server, build_engine(server, tmp_path, runners=2, concurrency=2) as engine:
+        await engine.upstream.resume(NEW)
+        assert not (await engine.status())["paused"]
+        first = [group async for group in engine.groups(conversations(4, turns=1), name="first")]
+        for pid in engine.pids()[1:]:
             os.kill(pid, signal.SIGKILL)
-        second = [group async for group in made.groups(talks(4, turns=1), name="second")]
+        second = [group async for group in engine.groups(conversations(4, turns=1), name="second")]
     for groups in (first, second):
         assert {
             span.version for group in groups for segment in group.rollouts[0].segments for span in segment.versions
         } == {NEW}
 
 
-async def test_pausing_without_naming_a_version_leaves_the_upstreams_own(tmp_path: Path) -> None:
+async def test_pause_without_a_version_keeps_the_upstreams_own(tmp_path: Path) -> None:
     policy = f"embedded:{small_weights(3, 5)}"
     async with Engine(
         TALKING, policy=policy, runners=0, out=tmp_path / "runs", sampling=Sampling(max_tokens=5)
-    ) as made:
-        async with made.paused():
+    ) as engine:
+        async with engine.paused():
             pass
-        groups = [group async for group in made.groups(talks(2, turns=1))]
+        groups = [group async for group in engine.groups(conversations(2, turns=1))]
     found = {
         span.version for group in groups for segment in group.rollouts[0].segments for span in segment.versions
     }
     assert found == {5}
 
 
-# ---- from elsewhere
+# ---- other clients
 
 
-async def test_another_process_syncs_as_the_engines_own_does(tmp_path: Path) -> None:
+async def test_client_process_can_sync_weights(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=1) as made,
-        taken(made, server, talks(8), 20) as groups,
-        await Engine.connect(str(made.folder)) as far,
+        build_engine(server, tmp_path, runners=1) as engine,
+        consuming(engine, server, conversations(8), 20) as groups,
+        await Engine.connect(str(engine.folder)) as remote,
     ):
         with pytest.raises(ZeroDivisionError):
-            async with far.upstream.sync(3, lambda: 1 / 0):
+            async with remote.upstream.sync(3, lambda: 1 / 0):
                 raise AssertionError("never loaded")
-        assert (far.upstream.version, made.upstream.version) == (0, 0)
-        async with far.upstream.sync(NEW, lambda: push(server)):
-            assert (await far.status())["paused"]
-        assert (far.upstream.version, made.upstream.version) == (NEW, NEW)
-    assert versions(judged(groups, 8)) == {0, NEW}
+        assert (remote.upstream.version, engine.upstream.version) == (0, 0)
+        async with remote.upstream.sync(NEW, lambda: load_new_weights(server)):
+            assert (await remote.status())["paused"]
+        assert (remote.upstream.version, engine.upstream.version) == (NEW, NEW)
+    assert versions(check_segments(groups, 8)) == {0, NEW}
 
 
 DIES = """
@@ -231,44 +231,44 @@ asyncio.run(main())
 """
 
 
-async def test_a_client_that_dies_in_its_sync_leaves_nothing_paused_and_no_version(tmp_path: Path) -> None:
+async def test_client_that_dies_in_its_sync_leaves_no_pause_and_no_version(tmp_path: Path) -> None:
     async with (
         standin("vllm") as server,
-        engine(server, tmp_path, runners=1) as made,
-        taken(made, server, talks(6), 10) as groups,
+        build_engine(server, tmp_path, runners=1) as engine,
+        consuming(engine, server, conversations(6), 10) as groups,
     ):
         client = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             DIES,
-            str(made.folder),
+            str(engine.folder),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
         assert client.stdout is not None
         async with asyncio.timeout(60):
             assert await client.stdout.readline() == b"paused\n"
-            assert (await made.status())["paused"]
+            assert (await engine.status())["paused"]
             client.kill()
             await client.wait()
-            while (await made.status())["paused"]:
+            while (await engine.status())["paused"]:
                 await asyncio.sleep(0.01)
-    assert versions(judged(groups, 6)) == {0}
+    assert versions(check_segments(groups, 6)) == {0}
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_synchronous_twin_syncs_from_its_callers_thread(fails: bool, tmp_path: Path) -> None:
+async def test_sync_engine_loads_weights_in_the_callers_thread(fails: bool, tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def load(push: Callable[[], None]) -> None:
+    def load(load_new_weights: Callable[[], None]) -> None:
         seen.append(threading.current_thread().name)
-        push()
+        load_new_weights()
         if fails:
             raise ZeroDivisionError
 
     def use(server: StandinServer, loop: asyncio.AbstractEventLoop) -> tuple[list[Group], int]:
         def pushed() -> None:
-            asyncio.run_coroutine_threadsafe(push(server), loop).result(30)
+            asyncio.run_coroutine_threadsafe(load_new_weights(server), loop).result(30)
 
         policy = UpstreamConfig(kind="vllm", urls=(server.root,))
         with SyncEngine(
@@ -279,14 +279,14 @@ async def test_the_synchronous_twin_syncs_from_its_callers_thread(fails: bool, t
             rendering={"name": "embedded"},
             sampling=Sampling(max_tokens=20),
             out=tmp_path / "runs",
-        ) as made:
+        ) as engine:
             try:
-                with made.sync(NEW, lambda: load(pushed)):
-                    assert made.status()["paused"]
+                with engine.sync(NEW, lambda: load(pushed)):
+                    assert engine.status()["paused"]
             except ZeroDivisionError:
                 assert fails
-            assert not made.status()["paused"]
-            return list(made.groups(talks(3))), made._engine.upstream.version
+            assert not engine.status()["paused"]
+            return list(engine.groups(conversations(3))), engine._engine.upstream.version
 
     async with standin("vllm") as server:
         loop = asyncio.get_running_loop()

@@ -236,7 +236,7 @@ async def test_a_run_has_one_tunnel_and_its_doors_tell_its_address(
     monkeypatch.setattr(run_services, "make_tunnel", server.tunnel)
     async with ModelServer() as model:
         async with Engine(
-            "tests.engine.gateway_envs:Far",
+            "tests.engine.gateway_envs:RemoteProgram",
             policy=f"{model.url}/v1",
             out=tmp_path / "runs",
             runners=0,

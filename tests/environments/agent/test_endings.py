@@ -1,6 +1,7 @@
 """However an agent ends, and whatever it tries, the failure stays where it happened."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,9 @@ import pytest
 
 from rookery.core import Limits, Truncated, label
 from rookery.engine.retry import RetryPolicy
+from rookery.environments import Context
 from rookery.environments.agent import AgentEnvironment
+from rookery.sandboxes.protocol import Command
 from tests.cli.sandbox_kit import local_sandboxes
 from tests.environments.agent import agent_envs
 from tests.environments.agent.kit import all_of, left_behind, program, scripted, scripted_engine
@@ -78,17 +81,33 @@ async def test_an_agents_deadline_at_a_hung_model_server_is_infra(tmp_path: Path
     assert (seen["verdict"], seen["report"]["health"]) == ("hung", "ok")
 
 
-async def test_a_deadline_of_the_run_is_kept_a_moment_before_it(tmp_path: Path) -> None:
-    text = "ask(messages)\nprint(42, flush=True)\nwhile True: time.sleep(60)"
-    env = AgentEnvironment("program", script=program(tmp_path, text))
-    for seconds in (2.0, 10.0, 60.0):  # on a busy machine the program needs longer until it prints
-        async with (
-            ModelServer(scripted("ok")) as server,
-            scripted_engine(server, env, tmp_path, limits=Limits(run=seconds)) as made,
-        ):
-            (found,) = await all_of(made, [ROW])
-        if found.reward == 1.0:
-            break
+class ClockStartsAtMarker(AgentEnvironment):
+    """Stops the run clock until the agent has created the file /tmp/marker in its sandbox."""
+
+    async def run(self, ctx: Context) -> None:
+        with contextlib.ExitStack() as stopped:
+            stopped.enter_context(ctx.pause_clock())
+            starting = asyncio.create_task(self._start_clock(ctx, stopped))
+            try:
+                await super().run(ctx)
+            finally:
+                starting.cancel()
+
+    async def _start_clock(self, ctx: Context, stopped: contextlib.ExitStack) -> None:
+        sandbox = await ctx.sandbox()
+        while not (await sandbox.exec(Command(argv=("test", "-e", "/tmp/marker")))).ok:
+            pass
+        stopped.close()
+
+
+async def test_agent_is_stopped_shortly_before_the_run_deadline_and_scored(tmp_path: Path) -> None:
+    text = "ask(messages)\nprint(42, flush=True)\nopen('/tmp/marker', 'w').close()\nwhile True: time.sleep(60)"
+    env = ClockStartsAtMarker("program", script=program(tmp_path, text))
+    async with (
+        ModelServer(scripted("ok")) as server,
+        scripted_engine(server, env, tmp_path, limits=Limits(run=2.0)) as made,
+    ):
+        (found,) = await all_of(made, [ROW])
     assert label(found.outcome) == "truncated.time", found.outcome
     assert (found.reward, found.usage.turns) == (1.0, 1)
 
