@@ -149,15 +149,15 @@ async def test_full_disk_stops_the_run_and_resume_loses_nothing(
     name = next(path.name for path in folder.glob("2*"))
     subprocess.run(["mount", "-o", "remount,size=32m", str(folder)], check=True)
     with RunReader(folder / name) as reader:
-        before = {record.id: record.seed for record in reader.each()}
+        before = {record.id: record.seed for record in reader.iter_rollouts()}
     assert 0 < len(before) < 60
     again = await rookery("resume", folder / name, cwd=here)
     assert again.code == 0, again.err
     with RunReader(folder / name) as reader:
-        after = {record.id: record.seed for record in reader.each()}
+        after = {record.id: record.seed for record in reader.iter_rollouts()}
         assert len(after) == 60
         assert before.items() <= after.items()
-        assert all(reader.turns(record) for record in reader.each())
+        assert all(reader.turns(record) for record in reader.iter_rollouts())
 
 
 @pytest.mark.needs("mount")

@@ -97,7 +97,7 @@ async def test_same_seed_gives_the_same_rollouts(tmp_path: Path) -> None:
         done = await rookery("demo", "-n", "3", "-k", "2", "--seed", seed, "--json", cwd=tmp_path)
         assert done.code == 0, done.err
         with RunReader(runs(tmp_path)[-1]) as reader:
-            sampled.append([[turn.sampled for turn in reader.turns(record)] for record in reader.each()])
+            sampled.append([[turn.sampled for turn in reader.turns(record)] for record in reader.iter_rollouts()])
         shutil.rmtree(tmp_path / "runs")
     assert sampled[0] == sampled[1] != sampled[2]
 

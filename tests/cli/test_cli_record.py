@@ -26,7 +26,7 @@ HERE = {"PYTHONPATH": f"{SRC}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 def turns_of(folder: Path) -> list[list[Turn]]:
     """Return the recorded turns by rollout."""
     with RunReader(folder) as reader:
-        return [list(reader.turns(rollout)) for rollout in reader.each()]
+        return [list(reader.turns(rollout)) for rollout in reader.iter_rollouts()]
 
 
 def asked(server: StandinServer) -> list[dict[str, Any]]:

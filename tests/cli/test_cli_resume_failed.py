@@ -42,7 +42,7 @@ async def test_failed_rollouts_run_again_and_count_once(here: Path, server: Mode
     run = await failed_run(here, server)
     with RunReader(run) as reader:
         assert reader.counts() == {"completed": 6, "upstream.error": 2}
-        before = {one.id: one for one in reader.each()}
+        before = {one.id: one for one in reader.iter_rollouts()}
     plain = await rookery("resume", run, cwd=here)
     assert plain.code == 3
     assert "--failed" in plain.err
@@ -55,7 +55,7 @@ async def test_failed_rollouts_run_again_and_count_once(here: Path, server: Mode
     with RunReader(run) as reader:
         assert reader.counts() == {"completed": 8}
         assert reader.mean_reward() == 1.0
-        for one in reader.each():
+        for one in reader.iter_rollouts():
             earlier = reader.earlier(one.id)
             if isinstance(before[one.id].outcome, Failed):
                 assert [old.record for old in earlier] == [before[one.id]]
@@ -162,6 +162,6 @@ async def test_rollouts_with_corrupt_tokens_run_again(
     assert done.code == 0, done.err
     with RunReader(run) as reader:
         assert reader.counts() == {"completed": 4}
-        assert [bool(reader.earlier(one.id)) for one in reader.each()] == [False, False, True, False]
-        for one in reader.each():
+        assert [bool(reader.earlier(one.id)) for one in reader.iter_rollouts()] == [False, False, True, False]
+        for one in reader.iter_rollouts():
             assert reader.turns(one)

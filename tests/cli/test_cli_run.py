@@ -51,7 +51,7 @@ async def test_successful_run_exits_with_0_and_prints_a_summary(here: Path, serv
     assert "\x1b" not in done.out + done.err
     with RunReader(folder) as reader:
         assert reader.status == "finished"
-        assert [record.id for record in reader.each()] == [
+        assert [record.id for record in reader.iter_rollouts()] == [
             f"{group}.{member}" for group in range(4) for member in range(3)
         ]
 

@@ -56,7 +56,7 @@ async def run_groups(
 def records(tmp_path: Path) -> list[Rollout]:
     """Return all final records of the newest run."""
     with RunReader(tmp_path / "runs" / "latest") as reader:
-        return list(reader.each())
+        return list(reader.iter_rollouts())
 
 
 def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ async def test_sigkill_at_any_moment_loses_duplicates_and_leaves_nothing(
     assert await asyncio.wait_for(run.wait(), 120) == 0
     assert kills
     with RunReader(folder / "latest") as reader:
-        written = list(reader.each())
+        written = list(reader.iter_rollouts())
         assert Counter(record.id for record in written) == {f"{g}.{m}": 1 for g in range(TASKS) for m in range(K)}
         assert {record.task for record in written} == {task.id for task in reader.tasks()}
         assert reader.status == "finished"

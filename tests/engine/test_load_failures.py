@@ -117,7 +117,7 @@ async def test_missing_token_file_fails_its_rollouts_and_not_the_stream(
         assert engine.folder is not None
         victim = payload_of(engine.folder, "0.0")[0]
         with RunReader(engine.folder) as reader:
-            lost = {one.id for one in reader.each() if one.tokens[0].file == victim.name}
+            lost = {one.id for one in reader.iter_rollouts() if one.tokens[0].file == victim.name}
         match how:
             case "missing":
                 victim.unlink()

@@ -70,7 +70,7 @@ def test_kill_9_loses_nothing_committed_and_doubles_nothing(run: Path, seed: int
                     committed.add(tuple(map(int, line.split())))  # type: ignore[arg-type]
         kills += 1
         with RunReader(run) as reader:
-            records = list(reader.each())
+            records = list(reader.iter_rollouts())
             keys = [(one.group, one.member) for one in records]
             assert len(keys) == len(set(keys))
             assert committed <= set(keys)

@@ -77,7 +77,7 @@ def test_pages_and_labels(run: Path) -> None:
     with RunReader(run) as reader:
         assert [one.group for one in reader.rollouts(2, 3)] == [7, 6, 5]
         assert [one.group for one in reader.rollouts(label="sandbox.lost")] == [9, 7, 5, 3, 1]
-        assert [one.group for one in reader.each(page=3)] == list(range(10))
+        assert [one.group for one in reader.iter_rollouts(page=3)] == list(range(10))
         assert reader.rollout("3.0") == record(3, 0, outcome=lost)
         assert reader.rollout("nope") is None
         assert reader.mean_reward() == 0.5
@@ -235,7 +235,7 @@ def test_one_corrupt_record_does_not_hide_the_others(run: Path) -> None:
         connection.execute("UPDATE rollouts SET record = x'c1c1' WHERE member = 1")
         connection.commit()
     with RunReader(run) as reader:
-        found = list(reader.each())
+        found = list(reader.iter_rollouts())
         assert [one.id for one in found] == ["0.0", "0.1", "0.2"]
         assert [one.reward for one in found] == [0.5, None, 0.5]
         outcome = found[1].outcome

@@ -184,19 +184,6 @@ async def test_a_cancelled_waiter_disturbs_nobody(run: Path) -> None:
         assert waiter.cancelled()
 
 
-async def test_the_queue_is_bounded(run: Path) -> None:
-    with Journal.create(run, {}, bound=10) as journal:
-        most = 0
-        for i in range(300):
-            await journal.room()
-            journal.add_rollout(record(i, 0))
-            most = max(most, journal.backlog)
-        assert most <= 10
-        await journal.committed()
-    with RunReader(run) as reader:
-        assert reader.counts() == {"completed": 300}
-
-
 def test_what_is_not_plain_data_is_its_senders_failure_alone(run: Path) -> None:
     import msgspec
 
@@ -313,7 +300,7 @@ def test_a_second_writer_is_refused_with_the_pid_and_a_killed_one_lets_go(run: P
 
 def test_two_locks_in_one_process_are_refused_too(run: Path) -> None:
     with open_lock(run), pytest.raises(UsageError, match=f"pid {os.getpid()}"):
-        open_lock(run, patience=0.0)
+        open_lock(run, timeout=0.0)
     open_lock(run).close()
 
 

@@ -113,19 +113,19 @@ def test_what_fails_leaves_nothing_and_is_made_by_the_next(own_cache):
         raise UsageError("no")
 
     with pytest.raises(UsageError, match="no"):
-        cache.once("k", broken, "it")
+        cache.get_or_create("k", broken, "it")
     assert not _listed(own_cache / "content")
     assert not _listed(own_cache / "work")
-    place = cache.once("k", lambda folder: (folder / "whole").write_text("x"), "it")
+    place = cache.get_or_create("k", lambda folder: (folder / "whole").write_text("x"), "it")
     assert os.listdir(place) == ["whole"]
-    assert cache.once("k", broken, "it") == place
+    assert cache.get_or_create("k", broken, "it") == place
 
 
 def test_a_wait_for_another_is_bounded(own_cache, monkeypatch):
     cache = TaskCache().open()
     monkeypatch.setattr("rookery.tasks.cache.WAIT_SECONDS", 0.05)
-    with cache.alone("k", "it"), pytest.raises(UsageError, match="another process"):
-        cache.once("k", lambda _: None, "the thing")
+    with cache.lock_key("k", "it"), pytest.raises(UsageError, match="another process"):
+        cache.get_or_create("k", lambda _: None, "the thing")
 
 
 def test_the_cache_is_not_readable_by_other_users(own_cache):

@@ -166,7 +166,7 @@ def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(t
     assert "--unused DAYS" in err
     code, out, err = run(capsys, "prune", "--all", "--runs", tmp_path / "runs", "--json")
     done = json.loads(out)
-    assert (code, len(done["removed"]), done["kept_asked"]) == (0, 1, 1)
+    assert (code, len(done["removed"]), done["kept_on_request"]) == (0, 1, 1)
     assert [one["key"] for one in map(json.loads, run(capsys, "cached", "--json")[1].splitlines())] == [
         Path(tasks[0].data["swe"]["folder"]).name
     ]

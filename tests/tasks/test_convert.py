@@ -84,7 +84,7 @@ def test_what_is_lost_is_said_by_task_and_field(tmp_path):
 def test_what_only_rookery_reads_is_said(tmp_path):
     kit.harbor(tmp_path / "h" / "a", '[environment]\ndocker_image = "python:3.12"\n[agent]\ntimeout_sec = 5\n')
     (done,) = convert(load_tasks(tmp_path / "h"), tmp_path / "o", "open-instruct")
-    assert {"workdir", "network", "steps[0].timeout", "steps[0].verifier"} == set(done.aside)
+    assert {"workdir", "network", "steps[0].timeout", "steps[0].verifier"} == set(done.rookery_only)
 
 
 def test_a_task_that_the_format_has_no_place_for_is_left_out(tmp_path):

@@ -129,9 +129,9 @@ def test_the_key_is_the_librarys_and_is_in_no_message(tmp_path, own_cache):
 
 def test_who_waited_takes_the_answer_of_who_asked(own_cache, monkeypatch):
     class Waited(TaskCache):
-        def alone(self, key, what):
+        def lock_key(self, key, what):
             self.remember("team/tasks@main", COMMIT)  # as another process would, while we wait
-            return super().alone(key, what)
+            return super().lock_key(key, what)
 
     monkeypatch.setattr(hub_module, "_import_hub", lambda: pytest.fail("asked again"))
     assert hub_module._resolve_commit(hub_module.parse_reference("hf:team/tasks"), Waited().open()) == COMMIT

@@ -62,7 +62,7 @@ def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, 
     for number, (size, used, _) in enumerate(entries):
         made(cache, f"k{number}", size * block, 1_000 + used)
     marked = {mark: {f"k{n}" for n, entry in enumerate(entries) if entry[2] == mark} for mark in "uk"}
-    before = {one.key: one for one in cache.listed()}
+    before = {one.key: one for one in cache.list_entries()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_users, "find_users", lambda _: {key: {1} for key in marked["u"]})
         done = cache.prune(
@@ -73,7 +73,7 @@ def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, 
     assert gone | left == set(before)
     assert not gone & left
     assert not gone & (marked["u"] | marked["k"])
-    assert done.held == sum(before[key].bytes for key in left)
+    assert done.remaining == sum(before[key].bytes for key in left)
     assert done.bytes == sum(before[key].bytes for key in gone)
     free = [one for one in before.values() if one.key not in marked["u"] | marked["k"]]
     old = {one.key for one in free if one.used < 1_000 + older}
@@ -86,8 +86,8 @@ def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, 
             assert all(other.used >= one.used for other in free if other.key in left)
     if gone - old:  # and the last of them was needed
         last = max((before[key] for key in gone - old), key=lambda one: one.used)
-        assert done.held + last.bytes > budget * block
-    if done.held > budget * block:
+        assert done.remaining + last.bytes > budget * block
+    if done.remaining > budget * block:
         assert left <= marked["u"] | marked["k"]
 
 
@@ -96,7 +96,7 @@ def test_what_a_live_process_loaded_stays_until_it_ends(tmp_path, own_cache, mor
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     cache = TaskCache()
     with holding(archive, *more) as pid:
-        (one,) = cache.listed()
+        (one,) = cache.list_entries()
         assert more or one.used_by == (pid,)
         assert one.used_by
         done = cache.prune(budget=0)
@@ -127,7 +127,7 @@ def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
     with holding(rows):
         pass
     cache = TaskCache()
-    (one,) = cache.listed()
+    (one,) = cache.list_entries()
     assert (one.what, one.used_by) == ("", ())
     folder = str(cache.content / one.key)
     assert not is_registered(folder)
@@ -190,4 +190,4 @@ def test_a_cache_that_is_removed_as_a_whole_is_begun_anew(tmp_path, own_cache):
     processes.remove_tree(str(own_cache))
     assert not load_tasks(archive)[0].invalid
     assert TaskCache().prune(budget=0).kept_in_use == 1
-    assert isinstance(TaskCache().listed()[0], CacheEntry)
+    assert isinstance(TaskCache().list_entries()[0], CacheEntry)

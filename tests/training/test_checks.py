@@ -21,12 +21,12 @@ def batch_of_two() -> Batch:
 
 
 def moved(batch: Batch, *names: str, by: int = 1) -> Batch:
-    return batch.changed(**{name: np.roll(getattr(batch, name), by) for name in names})
+    return batch.replace_columns(**{name: np.roll(getattr(batch, name), by) for name in names})
 
 
 def without(batch: Batch, place: int) -> dict[str, Any]:
     """All columns without one token."""
-    return batch.each(lambda _, column: np.delete(column, place, axis=0))
+    return batch.map_columns(lambda _, column: np.delete(column, place, axis=0))
 
 
 DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
@@ -39,54 +39,55 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     ),
     "shifted tokens": (lambda batch: moved(batch, "tokens"), "differs from the record"),
     "a dropped version": (
-        lambda batch: batch.changed(
+        lambda batch: batch.replace_columns(
             versions=np.where(np.arange(len(batch)) == 2, -1, batch.versions).astype(np.int32)
         ),
         "without a version",
     ),
     "all versions the same": (
-        lambda batch: batch.changed(versions=np.where(batch.mask, 9, -1).astype(np.int32)),
+        lambda batch: batch.replace_columns(versions=np.where(batch.mask, 9, -1).astype(np.int32)),
         "differs from the record",
     ),
-    "a lost token": (lambda batch: batch.changed(**without(batch, 2)), "offsets do not divide"),
+    "a lost token": (lambda batch: batch.replace_columns(**without(batch, 2)), "offsets do not divide"),
     "a lost token, offsets corrected": (
-        lambda batch: batch.changed(**without(batch, 2), offsets=np.array([0, 3, 7])),
+        lambda batch: batch.replace_columns(**without(batch, 2), offsets=np.array([0, 3, 7])),
         "more or fewer trained tokens",
     ),
     "a doubled token": (
-        lambda batch: batch.changed(
-            **batch.each(lambda _, column: np.insert(column, 2, column[2], axis=0)), offsets=np.array([0, 5, 9])
+        lambda batch: batch.replace_columns(
+            **batch.map_columns(lambda _, column: np.insert(column, 2, column[2], axis=0)),
+            offsets=np.array([0, 5, 9]),
         ),
         "more or fewer trained tokens",
     ),
     "a doubled segment": (
         lambda batch: msgspec.structs.replace(
             batch,
-            **batch.each(lambda _, column: np.concatenate([column[:4], column])),
+            **batch.map_columns(lambda _, column: np.concatenate([column[:4], column])),
             offsets=np.array([0, 4, 8, 12]),
             segments=batch.segments.take(np.array([0, 0, 1])),
         ),
         "twice",
     ),
-    "a column of the wrong length": (lambda batch: batch.changed(weights=batch.weights[:-1]), "weights"),
+    "a column of the wrong length": (lambda batch: batch.replace_columns(weights=batch.weights[:-1]), "weights"),
     "a column of the wrong type": (
-        lambda batch: batch.changed(logprobs=batch.logprobs.astype(np.float64)),
+        lambda batch: batch.replace_columns(logprobs=batch.logprobs.astype(np.float64)),
         "logprobs",
     ),
     "a logprob that became NaN": (
-        lambda batch: batch.changed(logprobs=np.where(batch.mask, np.nan, 0).astype(np.float32)),
+        lambda batch: batch.replace_columns(logprobs=np.where(batch.mask, np.nan, 0).astype(np.float32)),
         "without a usable logprob",
     ),
     "weights of a mean taken anew": (
-        lambda batch: batch.changed(weights=batch.weights * 2),
+        lambda batch: batch.replace_columns(weights=batch.weights * 2),
         "weights of another rollout",
     ),
     "another rollout's advantages": (
-        lambda batch: batch.changed(advantages=-batch.advantages),
+        lambda batch: batch.replace_columns(advantages=-batch.advantages),
         "advantages of another rollout",
     ),
     "the first token trains": (
-        lambda batch: batch.changed(
+        lambda batch: batch.replace_columns(
             mask=np.ones(len(batch), dtype=bool), versions=np.full(len(batch), 3, dtype=np.int32)
         ),
         "preceding token",
@@ -120,7 +121,7 @@ def test_any_change_of_what_was_recorded_is_found(
         changed[place] = column[place - 1]
     assume(changed.tobytes() != column.tobytes())
     with pytest.raises(BatchError):
-        check_batch(batch.changed(**{name: changed}))
+        check_batch(batch.replace_columns(**{name: changed}))
 
 
 @settings(max_examples=25, deadline=None)

@@ -117,7 +117,7 @@ def test_a_rollout_with_a_segment_longer_than_a_row_is_left_out_and_counted(
 
 def test_leaving_out_keeps_columns_of_the_trainers_own() -> None:
     batch = make_batch([group(0, rollout(0, 0, 1.0), rollout(0, 1, 0.0, [segment([0] * 9 + [1])]))])
-    own = batch.changed(advantages=np.where(batch.mask, 7.0, 0.0).astype(np.float32))
+    own = batch.replace_columns(advantages=np.where(batch.mask, 7.0, 0.0).astype(np.float32))
     packed = pack(own, 8)
     assert packed.left_out == ("0.1",)
     assert [row.advantages.max() for row in packed] == [7.0]

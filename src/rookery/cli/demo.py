@@ -188,7 +188,7 @@ def _pick_examples(summary: "Summary") -> tuple[Rollout | None, Rollout | None]:
     right: tuple[tuple[float, bool], Rollout] | None = None
     try:
         with RunReader(summary.path) as reader:
-            for _, members in groupby(reader.each(), key=lambda record: record.group):
+            for _, members in groupby(reader.iter_rollouts(), key=lambda record: record.group):
                 group = [record for record in members if record.valid]
                 solved = any(record.reward == 1.0 for record in group)
                 for record in group:

@@ -96,7 +96,7 @@ def _reap_run(sandboxes: Path) -> dict[str, Any]:
             )
             return result
         try:
-            lock = open_lock(run, patience=0.0)
+            lock = open_lock(run, timeout=0.0)
         except UsageError:  # the run is running
             result["live"] = len(leases.read_leases(sandboxes))
             return result

@@ -156,7 +156,7 @@ async def _serve(
             server = Server(
                 service.handle,
                 service.admit,
-                format_error=service.worded,
+                format_error=service.encode_error,
                 internal_error=service.failure,
                 quota=Quota(bytes=HELD_BYTES),
             )

@@ -125,7 +125,7 @@ def _explain_empty_page(reader: "RunReader", group: str | None, values: dict[str
 def _filter_rollouts(reader: "RunReader", group: str | None, values: dict[str, Any]) -> "Iterator[Rollout]":
     from rookery.core import Failed, label
 
-    for record in reader.each():
+    for record in reader.iter_rollouts():
         if group is not None and record.group != int(group):
             if record.group > int(group):
                 return

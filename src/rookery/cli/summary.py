@@ -130,7 +130,7 @@ def read_summary(reader: "RunReader", *, k: int | None = None) -> Summary:
     group = -1
     groups = solved = 0
     counted = False
-    for record in reader.each():
+    for record in reader.iter_rollouts():
         if record.group != group:
             group, counted, groups = record.group, False, groups + 1
         stats.add(record)

@@ -159,9 +159,9 @@ def convert(
             click.echo(click.style(f"{name}: left out: {one_line(one.problem, 500)}", fg="red"), err=True)
         if one.lost:
             click.echo(f"{name}: lost: {one_line(', '.join(one.lost), 500)}", err=True)
-        if one.aside:
+        if one.rookery_only:
             click.echo(
-                f"{name}: kept where only Rookery reads it: {one_line(', '.join(one.aside), 500)}", err=True
+                f"{name}: kept where only Rookery reads it: {one_line(', '.join(one.rookery_only), 500)}", err=True
             )
     if not json:
         from pathlib import Path

@@ -48,7 +48,7 @@ def list_cache(json: bool) -> int:
     from rookery.tasks.cache import TaskCache
 
     cache = TaskCache()
-    found = cache.listed()
+    found = cache.list_entries()
     if json:
         for one in found:
             click.echo(msgspec.json.encode(one))
@@ -116,12 +116,12 @@ def prune(to: int | None, everything: bool, unused: float | None, root: str | No
     for one in _merge_rows(list(done.removed)):
         click.echo(f"removed {one_line(one.what, 80)}, {format_bytes(one.bytes)}")
     count = f"{plural(len(done.removed), 'entry')}, {plural(done.leftovers, 'leftover')}"
-    click.echo(f"freed {format_bytes(done.bytes)}: {count}; {format_bytes(done.held)} left")
+    click.echo(f"freed {format_bytes(done.bytes)}: {count}; {format_bytes(done.remaining)} left")
     if done.kept_in_use:
         click.echo(f"kept {plural(done.kept_in_use, 'entry')} in use", err=True)
-    if done.kept_asked:
-        click.echo(f"kept {plural(done.kept_asked, 'entry')} that unfinished runs need", err=True)
-    if to is None and unused is None and not everything and done.held:
+    if done.kept_on_request:
+        click.echo(f"kept {plural(done.kept_on_request, 'entry')} that unfinished runs need", err=True)
+    if to is None and unused is None and not everything and done.remaining:
         click.echo("use --to SIZE, --unused DAYS or --all to remove more", err=True)
     return 0
 
@@ -147,7 +147,7 @@ def _find_cached_folders(cache: "TaskCache", tasks: "Iterable[Task]") -> dict[st
     for task in tasks:
         described = task.data.get(DATA_KEY)
         folder = str(described.get("folder", "")) if isinstance(described, dict) else ""
-        if key := cache.key_at(folder):
+        if key := cache.find_key(folder):
             found.setdefault(key, folder)
     return found
 
@@ -161,7 +161,7 @@ def lock_cached_tasks(tasks: "Iterable[Task]", stream: "Mapping[str, Any]") -> N
     cache = TaskCache()
     found = _find_cached_folders(cache, tasks)
     with contextlib.suppress(OSError):  # a read-only cache cannot be pruned either
-        cache.hold(found)
+        cache.register(found)
     gone = [folder for folder in found.values() if not Path(folder).is_dir()]
     if gone:
         sources = (stream.get("tasks"), stream.get("task_data"))

@@ -271,7 +271,7 @@ def _report(folder: Path, events: "JsonLines | None") -> int:
 
     with RunReader(folder) as reader:
         rows = [(row.id, row.detail) for row in reader.task_rows() if row.status == "quarantined"]
-        report = summarize_validation(reader.each(), rows)
+        report = summarize_validation(reader.iter_rollouts(), rows)
     failed = sum(not one.passed for one in report)
     code = Exit.FAILED if failed else Exit.OK
     if events is not None:

@@ -116,7 +116,7 @@ def _write(
     for kind in sorted(buckets):  # in the order of the constants: a group is inserted before its status changes
         rows = buckets[kind]
         if one_by_one:
-            rows = [row for row in rows if _accepted(connection, kind, row, refused)]
+            rows = [row for row in rows if _write_one(connection, kind, row, refused)]
         else:
             connection.executemany(_STATEMENTS[kind], rows)
         if kind == ADD_ROLLOUT:
@@ -124,7 +124,7 @@ def _write(
                 totals.add(row)
 
 
-def _accepted(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], refused: list[str]) -> bool:
+def _write_one(connection: sqlite3.Connection, kind: int, row: tuple[Any, ...], refused: list[str]) -> bool:
     try:
         connection.execute(_STATEMENTS[kind], row)
     except sqlite3.IntegrityError as error:

@@ -48,7 +48,7 @@ def rows(reader: RunReader, *, tokens: bool = False) -> Iterator[dict[str, Any]]
     """Yield one plain object per record."""
     run = run_facts(reader)
     group, task = -1, _task_facts(None)
-    for record in reader.each():
+    for record in reader.iter_rollouts():
         if record.group != group:
             group, task = record.group, _task_facts(reader.task_of(record.group))
         yield _row(reader, record, task, run, tokens=tokens)
@@ -78,11 +78,11 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
 def _task_facts(task: Task | None) -> dict[str, Any]:
     if task is None:
         return {"answer": None, "task_data": {}}
-    data = {name: _bounded(msgspec.to_builtins(value, str_keys=True)) for name, value in task.data.items()}
+    data = {name: _limit_size(msgspec.to_builtins(value, str_keys=True)) for name, value in task.data.items()}
     return {"answer": data.get("answer"), "task_data": data}
 
 
-def _bounded(value: Any) -> Any:
+def _limit_size(value: Any) -> Any:
     size = len(_json.encode(value))
     return value if size <= MAX_TASK_VALUE else {"left_out_bytes": size}
 
@@ -97,13 +97,13 @@ def _row(
         turns = load_turns(record, reader.tokens)
         messages = [msgspec.to_builtins(message) for message in build_transcript(turns)]
         merged = merge_turns(record, turns) if record.valid else []
-        parts = [_segment(one) for one in merged] if tokens else []
+        parts = [_dump_segment(one) for one in merged] if tokens else []
         if tokens and record.valid and record.usage.without_tokens:
             damage = f"{record.usage.without_tokens} of {record.usage.turns} turns have no token IDs"
     except Exception as error:  # noqa: BLE001  (it fails this rollout alone)
         messages, parts, damage = [], [], describe(error)
         record = mark_failed(record, error, cause=MERGE)
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "id": f"r{record.id}",
         "group": record.group,
         "member": record.member,
@@ -111,27 +111,27 @@ def _row(
         **task,
         "seed": record.seed,
         "label": label(record.outcome),
-        "outcome": _outcome(record.outcome),
+        "outcome": _dump_outcome(record.outcome),
         "reward": record.reward,
-        "rewards": _finite(record.rewards),
-        "metrics": _finite(record.metrics),
+        "rewards": _drop_non_finite(record.rewards),
+        "metrics": _drop_non_finite(record.metrics),
         "info": record.info,
         "messages": messages,
         "usage": msgspec.structs.asdict(record.usage),
         "timing": msgspec.structs.asdict(record.timing),
         "attempts": [
-            {**msgspec.structs.asdict(attempt), "outcome": _outcome(attempt.outcome)}
+            {**msgspec.structs.asdict(attempt), "outcome": _dump_outcome(attempt.outcome)}
             for attempt in record.attempts
         ],
         "damage": damage,
         "run": run,
     }
     if tokens:
-        found["segments"] = parts
-    return found
+        row["segments"] = parts
+    return row
 
 
-def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> tuple[T, bool]:
+def _convert_or_fail(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> tuple[T, bool]:
     """Convert a row, or, if a format cannot hold it, the row as `Failed` and without its content.
 
     Also says whether the rollout could not be loaded or converted.
@@ -151,22 +151,22 @@ def _converted(one: dict[str, Any], convert: Callable[[dict[str, Any]], T]) -> t
             "attempts": [],
             "damage": describe(error),
             "label": label(outcome),
-            "outcome": _outcome(outcome),
+            "outcome": _dump_outcome(outcome),
             **({"segments": []} if "segments" in one else {}),
         }
         return convert({**one, **empty}), True
 
 
-def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
+def _drop_non_finite(numbers: dict[str, float]) -> dict[str, float | None]:
     # JSON cannot represent infinity and NaN.
     return {name: value if isfinite(value) else None for name, value in numbers.items()}
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _dump_outcome(outcome: Outcome) -> dict[str, Any]:
     return {"kind": outcome.__struct_config__.tag, **msgspec.structs.asdict(outcome)}
 
 
-def _segment(segment: Segment) -> dict[str, Any]:
+def _dump_segment(segment: Segment) -> dict[str, Any]:
     n = len(segment)
     return {
         "tokens": list(struct.unpack(f"<{n}i", segment.tokens)),
@@ -174,11 +174,11 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "logprobs": list(struct.unpack(f"<{n}f", segment.logprobs)),
         "versions": [{"start": span.start, "end": span.end, "version": span.version} for span in segment.versions],
         "turns": list(segment.turns),
-        "extras": {name: _extra(extra) for name, extra in segment.extras.items()},
+        "extras": {name: _dump_extra(extra) for name, extra in segment.extras.items()},
     }
 
 
-def _extra(extra: Extra) -> dict[str, Any]:
+def _dump_extra(extra: Extra) -> dict[str, Any]:
     return {"dtype": extra.dtype, "width": extra.width, "data": b64encode(extra.data).decode()}
 
 
@@ -197,7 +197,7 @@ def export_jsonl(
 def _check_tokens(reader: RunReader) -> None:
     """Raise if no turn of the valid rollouts has token IDs: there are no segments to write."""
     turns = missing = 0
-    for record in reader.each():
+    for record in reader.iter_rollouts():
         if record.valid:
             turns += record.usage.turns
             missing += record.usage.without_tokens
@@ -211,7 +211,7 @@ def _check_tokens(reader: RunReader) -> None:
 def _write_lines(reader: RunReader, out: IO[str], tokens: bool, progress: Progress | None) -> Exported:
     done = damaged = 0
     for one in rows(reader, tokens=tokens):
-        text, bad = _converted(one, _json.encode)
+        text, bad = _convert_or_fail(one, _json.encode)
         out.write(text.decode())
         out.write("\n")
         done += 1
@@ -236,7 +236,7 @@ def _write_csv(reader: RunReader, out: IO[str], tokens: bool, progress: Progress
     writer = csv.DictWriter(out, [*COLUMNS, *(("segments",) if tokens else ())], lineterminator="\n")
     writer.writeheader()
     for one in rows(reader, tokens=tokens):
-        cells, bad = _converted(one, lambda row: {name: _cell(value) for name, value in row.items()})
+        cells, bad = _convert_or_fail(one, lambda row: {name: _cell(value) for name, value in row.items()})
         writer.writerow(cells)
         done += 1
         damaged += bad
@@ -281,7 +281,7 @@ def export_parquet(
                 bad = sum(one["damage"] is not None for one in page)
             except Exception:  # noqa: BLE001  (one of the rows is the reason: convert each alone)
                 alone = [
-                    _converted(one, lambda row: pa.Table.from_pylist([_columns(row)], schema=schema))
+                    _convert_or_fail(one, lambda row: pa.Table.from_pylist([_columns(row)], schema=schema))
                     for one in page
                 ]
                 table = pa.concat_tables([found for found, _ in alone])
@@ -312,12 +312,14 @@ COLUMNS = (
 
 
 def _columns(one: dict[str, Any]) -> dict[str, Any]:
-    found = {**one, **{name: _json.encode(one[name]).decode() for name in _AS_JSON}}
-    found["rewards"], found["metrics"] = list(one["rewards"].items()), list(one["metrics"].items())
-    found["usage"] = {**one["usage"], "others": list(one["usage"]["others"].items())}
+    columns = {**one, **{name: _json.encode(one[name]).decode() for name in _AS_JSON}}
+    columns["rewards"], columns["metrics"] = list(one["rewards"].items()), list(one["metrics"].items())
+    columns["usage"] = {**one["usage"], "others": list(one["usage"]["others"].items())}
     if "segments" in one:
-        found["segments"] = [{**part, "extras": _json.encode(part["extras"]).decode()} for part in one["segments"]]
-    return found
+        columns["segments"] = [
+            {**part, "extras": _json.encode(part["extras"]).decode()} for part in one["segments"]
+        ]
+    return columns
 
 
 def from_columns(one: dict[str, Any]) -> dict[str, Any]:

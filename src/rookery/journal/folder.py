@@ -76,11 +76,11 @@ def find_run(spec: str, root: Path) -> Path:
     if len(found) == 1:
         return (root / found[0]).resolve()
     if found:
-        raise UsageError(f"{spec!r} matches {len(found)} runs: {_some(found)}; type more of the name")
+        raise UsageError(f"{spec!r} matches {len(found)} runs: {_list_some(found)}; type more of the name")
     from difflib import get_close_matches
 
     near = [name for name in names if spec in name] or get_close_matches(spec, names, _NEAR, 0.4) or names
-    hint = f"similar runs: {_some(near)}" if near else f"{root} has no runs"
+    hint = f"similar runs: {_list_some(near)}" if near else f"{root} has no runs"
     raise UsageError(f"no run {spec!r} in {root}; {hint}")
 
 
@@ -98,7 +98,7 @@ def run_names(root: Path) -> list[str]:
     return sorted(names, reverse=True)
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     shown = ", ".join(names[:_NEAR])
     return f"{shown}, …" if len(names) > _NEAR else shown
 
@@ -116,10 +116,10 @@ class RunLock(ClosesOnExit):
             os.close(fd)
 
 
-def open_lock(folder: Path, *, patience: float = 0.5) -> RunLock:
+def open_lock(folder: Path, *, timeout: float = 0.5) -> RunLock:
     """Acquire the lock of a run, or raise `UsageError` with the PID of its holder.
 
-    `patience` is the number of seconds to try. `is_locked` holds the lock for an instant in other processes, which
+    `timeout` is the number of seconds to try. `is_locked` holds the lock for an instant in other processes, which
     must not be mistaken for a second writer.
     """
     path = folder / LOCK
@@ -128,7 +128,7 @@ def open_lock(folder: Path, *, patience: float = 0.5) -> RunLock:
     except OSError as error:
         raise JournalError(f"cannot open {path}: {error.strerror}") from error
     try:
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -53,7 +53,7 @@ _tokens = msgspec.msgpack.Decoder(_Tokens).decode
 _RECORD = "id, group_idx, member, task, record"
 
 
-def _decoded(rollout_id: str, group: int, member: int, task: str, record: bytes) -> Rollout:
+def _decode_record(rollout_id: str, group: int, member: int, task: str, record: bytes) -> Rollout:
     """Decode a record. A corrupt record is returned as `Failed`, so that it does not hide the others."""
     try:
         return _rollout(record)
@@ -189,9 +189,9 @@ class RunReader(ClosesOnExit):
         """Return records in the order in which they were committed."""
         where, values = ("WHERE label = ?", (label,)) if label is not None else ("", ())
         query = f"SELECT {_RECORD} FROM rollouts {where} ORDER BY seq LIMIT ? OFFSET ?"  # noqa: S608
-        return [_decoded(*row) for row in self._all(query, *values, limit, offset)]
+        return [_decode_record(*row) for row in self._all(query, *values, limit, offset)]
 
-    def each(self, *, page: int = PAGE) -> Iterator[Rollout]:
+    def iter_rollouts(self, *, page: int = PAGE) -> Iterator[Rollout]:
         """Yield every record, ordered by group and member."""
         group, member = -1, -1
         query = (
@@ -200,17 +200,17 @@ class RunReader(ClosesOnExit):
         )
         while rows := self._all(query, group, member, page):
             for row in rows:
-                yield _decoded(*row)
+                yield _decode_record(*row)
             group, member = rows[-1][1:3]
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         """Return the record with this ID, or None."""
-        place = parse_rollout_id(rollout_id)
-        if place is None:
+        ids = parse_rollout_id(rollout_id)
+        if ids is None:
             return None
         query = f"SELECT {_RECORD} FROM rollouts WHERE group_idx = ? AND member = ?"  # noqa: S608
-        rows = self._all(query, *place)
-        return _decoded(*rows[0]) if rows else None
+        rows = self._all(query, *ids)
+        return _decode_record(*rows[0]) if rows else None
 
     def task_of(self, group: int) -> Task | None:
         """Return the task of a group."""
@@ -243,7 +243,7 @@ class RunReader(ClosesOnExit):
         query = "SELECT ts, reason, record FROM superseded WHERE rollout_id = ? ORDER BY seq"
         group, member = parse_rollout_id(rollout_id) or (-1, -1)
         return [
-            Superseded(ts, reason, _decoded(rollout_id, group, member, "", record))
+            Superseded(ts, reason, _decode_record(rollout_id, group, member, "", record))
             for ts, reason, record in self._all(query, rollout_id)
         ]
 
@@ -405,7 +405,7 @@ class _JournalPoller:
         if not events and not rows:
             self._version = version
             return None
-        return [*events, *(_decoded(*row[1:]) for row in rows)]
+        return [*events, *(_decode_record(*row[1:]) for row in rows)]
 
 
 def list_runs(root: Path, *, limit: int | None = None) -> list[RunSummary]:

@@ -3,7 +3,6 @@
 - Every admitted rollout has at most one final record. A second one is refused, and the caller is told.
 - A batch is committed completely or not at all. Committed writes survive a `kill -9`.
 - An error of the disk is raised in every waiter, with what to do.
-- The queue is bounded: `room` waits while it is full.
 - `close` ends the thread, releases the lock and retries once what a full disk refused.
 """
 
@@ -51,6 +50,7 @@ from rookery.journal.schema import (
 Listener: TypeAlias = Callable[[JournalError | None], None]
 """Callback of a commit: None on success, else the error."""
 BOUND = 10_000
+"""Number of queued writes at which a batch is committed without waiting for more."""
 LINGER = 0.02
 """Seconds to wait for further writes before a batch is committed. At 3,000 records per second, a record costs 39
 microseconds of CPU time without the wait and 21 with it. A longer wait gains little."""
@@ -70,7 +70,7 @@ class UnencodableError(JournalError):
 class Journal(ClosesOnExit):
     """Writer of one run.
 
-    Methods that add records can be called from any thread; `committed` and `room` are awaited.
+    Methods that add records can be called from any thread; `committed` is awaited.
     """
 
     def __init__(
@@ -236,11 +236,6 @@ class Journal(ClosesOnExit):
         future: asyncio.Future[None] = loop.create_future()
         if self._wait(loop, lambda error: _resolve_future(future, error)):
             await future
-
-    async def room(self) -> None:
-        """Wait until the queue is below its limit."""
-        while self.backlog >= self._bound:
-            await self.committed()
 
     def flush(self) -> None:
         """Do the same as `committed` without an event loop."""

@@ -304,8 +304,8 @@ def _run_in_thread(main: Callable[[], Any]) -> list[ProgramResult]:
     async def run_tracked() -> list[ProgramResult]:
         state["loop"], state["task"] = asyncio.get_running_loop(), asyncio.current_task()
         started.set()
-        found: list[ProgramResult] = await main()
-        return found
+        results: list[ProgramResult] = await main()
+        return results
 
     def call() -> None:
         try:
@@ -328,8 +328,8 @@ def _run_in_thread(main: Callable[[], Any]) -> list[ProgramResult]:
         raise
     if "error" in state:
         raise state["error"]
-    found: list[ProgramResult] = state["result"]
-    return found
+    results: list[ProgramResult] = state["result"]
+    return results
 
 
 def apply_check(check: OutputCheck, program: Program, result: ProgramResult) -> ProgramResult:

@@ -88,7 +88,7 @@ class CodeService:
         }
         await answers[request.path](request, out)
 
-    def worded(self, status: int, text: str) -> bytes:
+    def encode_error(self, status: int, text: str) -> bytes:
         return _encode_error(text or str(status))
 
     @property
@@ -106,8 +106,7 @@ class CodeService:
     def _check_key(self, request: Request) -> None:
         if not self._key:
             return
-        given = request.headers.get("authorization", "")
-        scheme, _, word = given.partition(" ")
+        scheme, _, word = request.headers.get("authorization", "").partition(" ")
         word = word.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not hmac.compare_digest(word.encode("utf-8", "replace"), self._key.encode()):
             raise self._refuse(401, "the API key is missing or wrong", ((b"www-authenticate", b"Bearer"),))
@@ -170,16 +169,16 @@ class CodeService:
             raise UsageError('the body must be an object: {"programs": […], "limits": {…}}')
         if extra := set(data) - {"programs", "limits"}:
             raise UsageError(f"unknown field {min(extra)}; the fields are programs and limits")
-        given = data.get("programs")
-        if not isinstance(given, list):
+        rows = data.get("programs")
+        if not isinstance(rows, list):
             raise UsageError("programs must be a list")
-        if len(given) > min(MAX_PROGRAMS, self._queue):
+        if len(rows) > min(MAX_PROGRAMS, self._queue):
             raise UsageError(
-                f"programs must have at most {min(MAX_PROGRAMS, self._queue)} entries, got {len(given)}"
+                f"programs must have at most {min(MAX_PROGRAMS, self._queue)} entries, got {len(rows)}"
             )
         limits = parse_limits(data.get("limits"))
         self._check_ceiling(limits, "limits")
-        programs = [parse_program(one, f"programs[{at}]") for at, one in enumerate(given)]
+        programs = [parse_program(one, f"programs[{at}]") for at, one in enumerate(rows)]
         for at, program in enumerate(programs):
             self._check_ceiling(program.limits, f"programs[{at}].limits")
             for number, case in enumerate(program.cases):

@@ -74,13 +74,13 @@ class SharedProviders:
         key = msgspec.msgpack.encode(spec)
         async with self._lock:
             if key not in self._resolved:
-                found, refusal = await asyncio.to_thread(resolve_spec, spec)
+                resolved, refusal = await asyncio.to_thread(resolve_spec, spec)
                 if refusal:
                     raise SandboxError(refusal, cause="sandbox.refused")
-                provider = self._provider(found.provider)
-                if problems := await asyncio.to_thread(provider.check, found):
+                provider = self._provider(resolved.provider)
+                if problems := await asyncio.to_thread(provider.check, resolved):
                     raise SandboxError(" ".join(problems), cause="sandbox.refused")
-                self._resolved[key] = found
+                self._resolved[key] = resolved
             return self._resolved[key]
 
     async def create(self, spec: SandboxSpec) -> Sandbox:

@@ -61,7 +61,7 @@ def _is_close(expected: str, got: str, tolerance: float) -> bool:
     want, have = float(expected), float(got)
     if not isfinite(want) or not isfinite(have):
         return False  # beyond the range of a float
-    room = max(tolerance, tolerance * abs(want))
-    if not isfinite(room) or not isfinite(want - have):
+    allowed = max(tolerance, tolerance * abs(want))
+    if not isfinite(allowed) or not isfinite(want - have):
         return abs(Fraction(want) - Fraction(have)) <= Fraction(tolerance) * max(Fraction(1), abs(Fraction(want)))
-    return abs(want - have) <= room
+    return abs(want - have) <= allowed

@@ -280,13 +280,13 @@ def get_compile_spec(spec: SandboxSpec, limits: ProgramLimits) -> SandboxSpec:
 
     A compiler gets what `spec` allows, up to `COMPILE_LIMITS`, and at least the limits of the program.
     """
-    roomy = apply_limits(spec, COMPILE_LIMITS)
-    found: dict[str, int] = {}
+    spec_for_compiler = apply_limits(spec, COMPILE_LIMITS)
+    limits_for_compiler: dict[str, int] = {}
     for name in ("memory", "pids", "disk"):
         most: int | None = getattr(spec, name)
-        room: int = min(getattr(roomy, name), most) if most else getattr(roomy, name)
-        found[name] = max(room, getattr(limits, name) or 0)
-    return msgspec.structs.replace(roomy, **found)
+        allowed: int = min(getattr(spec_for_compiler, name), most) if most else getattr(spec_for_compiler, name)
+        limits_for_compiler[name] = max(allowed, getattr(limits, name) or 0)
+    return msgspec.structs.replace(spec_for_compiler, **limits_for_compiler)
 
 
 def _compile_failure(program: Program, made: CompileResult) -> ProgramResult:

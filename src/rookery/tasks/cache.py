@@ -60,16 +60,16 @@ class CachePruneResult(msgspec.Struct, frozen=True, kw_only=True):
     leftovers: int = 0
     """Staging directories of killed processes."""
     bytes: int = 0
-    held: int = 0
+    remaining: int = 0
     """Bytes that remain."""
     kept_in_use: int = 0
     """Entries that were due for removal but are in use."""
-    kept_asked: int = 0
+    kept_on_request: int = 0
 
 
 def default_directory() -> Path:
-    if said := os.environ.get(VARIABLE):
-        return Path(said).expanduser().absolute()
+    if configured := os.environ.get(VARIABLE):
+        return Path(configured).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "rookery" / "tasks"
 
 
@@ -102,31 +102,31 @@ class TaskCache:
             ) from error
         return self
 
-    def once(self, key: str, make: Callable[[Path], None], what: str) -> Path:
+    def get_or_create(self, key: str, make: Callable[[Path], None], what: str) -> Path:
         """Return the directory of a key. If it is missing, `make` fills an empty directory with the content."""
-        return self.all_once({key: make}, what)[key]
+        return self.get_or_create_all({key: make}, what)[key]
 
-    def all_once(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> dict[str, Path]:
+    def get_or_create_all(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> dict[str, Path]:
         """Return the directories of several keys, creating those that are missing. They are synced to disk
         together."""
-        places = {key: self.content / key for key in makers}
+        paths = {key: self.content / key for key in makers}
         with contextlib.suppress(OSError):  # the cache does not exist yet, or is read-only
-            self.hold(makers)
-        if all(place.is_dir() for place in places.values()):
-            return places
+            self.register(makers)
+        if all(path.is_dir() for path in paths.values()):
+            return paths
         self.open()
         try:
-            self.hold(makers)
+            self.register(makers)
         except OSError as error:
             raise UsageError(f"cannot write to the task cache {self.folder}: {error.strerror or error}") from error
-        with self.alone(next(iter(makers)) if len(makers) == 1 else "many", what):
-            missing = {key: make for key, make in makers.items() if not places[key].is_dir()}
+        with self.lock_key(next(iter(makers)) if len(makers) == 1 else "many", what):
+            missing = {key: make for key, make in makers.items() if not paths[key].is_dir()}
             if missing:
                 self._make(missing, what)
-        return places
+        return paths
 
     def _make(self, makers: Mapping[str, Callable[[Path], None]], what: str) -> None:
-        with self.working() as work:
+        with self.staging() as work:
             try:
                 for key, make in makers.items():
                     (work / key).mkdir()
@@ -145,7 +145,7 @@ class TaskCache:
                 ) from error
 
     @contextlib.contextmanager
-    def alone(self, key: str, what: str) -> Iterator[None]:
+    def lock_key(self, key: str, what: str) -> Iterator[None]:
         """Hold the lock of one key, which excludes other processes."""
         from rookery.sandboxes.images import file_locks
 
@@ -165,49 +165,49 @@ class TaskCache:
             lock.remove()
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Path]:
+    def staging(self) -> Iterator[Path]:
         """Create a staging directory. It is removed at the end of the block or, after a crash, by a later call."""
         from rookery.sandboxes.images.staging import StagingArea
 
-        with StagingArea(self.folder).create() as (place, _):
-            yield place
+        with StagingArea(self.folder).create() as (path, _):
+            yield path
 
     # ---- who uses what
 
-    def hold(self, keys: Iterable[str]) -> None:
+    def register(self, keys: Iterable[str]) -> None:
         """Register the use of content by this process until it ends. Call this before checking that the content
         exists."""
         for key in cache_users.register(self.folder, keys):
             with contextlib.suppress(OSError):
                 os.utime(self.content / key)
 
-    def key_at(self, path: str) -> str:
+    def find_key(self, path: str) -> str:
         """Return the key of the content that contains a path, or an empty string."""
-        place = f"{self.content}{os.sep}"
-        return path[len(place) :].partition(os.sep)[0] if path.startswith(place) else ""
+        prefix = f"{self.content}{os.sep}"
+        return path.removeprefix(prefix).partition(os.sep)[0] if path.startswith(prefix) else ""
 
-    def listed(self) -> list[CacheEntry]:
+    def list_entries(self) -> list[CacheEntry]:
         """Return all entries, most recently used first."""
         if not self.content.is_dir():
             return []
         users = cache_users.find_users(self.folder)
-        found = [self._cached(place, users) for place in self.content.iterdir()]
+        found = [self._read_entry(path, users) for path in self.content.iterdir()]
         return sorted((one for one in found if one is not None), key=lambda one: -one.used)
 
-    def _cached(self, place: Path, users: Mapping[str, set[int]]) -> CacheEntry | None:
+    def _read_entry(self, path: Path, users: Mapping[str, set[int]]) -> CacheEntry | None:
         what = ""
-        if not place.name.startswith(ROW_PREFIX):
+        if not path.name.startswith(ROW_PREFIX):
             try:
-                what = (self.folder / "about" / place.name).read_text(errors="replace")
+                what = (self.folder / "about" / path.name).read_text(errors="replace")
             except OSError:
                 what = "created by an earlier version"
         try:
-            count, total = _measure(place)
-            used = place.stat().st_mtime
+            count, total = _measure(path)
+            used = path.stat().st_mtime
         except OSError:  # removed meanwhile
             return None
-        pids = tuple(sorted(users.get(place.name, ())))
-        return CacheEntry(key=place.name, what=what, bytes=total, files=count, used=used, used_by=pids)
+        pids = tuple(sorted(users.get(path.name, ())))
+        return CacheEntry(key=path.name, what=what, bytes=total, files=count, used=used, used_by=pids)
 
     def prune(
         self, *, budget: int | None = None, older: float = 0.0, keep: Collection[str] = frozenset()
@@ -221,17 +221,17 @@ class TaskCache:
         from rookery.sandboxes.images.staging import DetachedDirectory, StagingArea, removing_on_exit
 
         self.open()
-        works = StagingArea(self.folder)
-        leftovers = works.remove_leftovers()
-        everything = self.listed()[::-1]
-        held = sum(one.bytes for one in everything)
-        gone: list[CacheEntry] = []
-        aside: list[DetachedDirectory] = []
-        busy = asked = 0
+        staging_area = StagingArea(self.folder)
+        leftovers = staging_area.remove_leftovers()
+        everything = self.list_entries()[::-1]
+        remaining = sum(one.bytes for one in everything)
+        removed: list[CacheEntry] = []
+        detached: list[DetachedDirectory] = []
+        in_use = on_request = 0
         # Directories are only detached under the lock and deleted after it, so that other processes do not wait
         # for that.
         with (
-            removing_on_exit(aside),
+            removing_on_exit(detached),
             file_locks.acquire_lock(
                 self.folder / "locks" / "prune",
                 exclusive=True,
@@ -241,20 +241,25 @@ class TaskCache:
         ):
             users = cache_users.find_users(self.folder)
             for one in everything:
-                if not (one.used < older or (budget is not None and held > budget)):
+                if not (one.used < older or (budget is not None and remaining > budget)):
                     continue
                 if one.key in users or one.key in keep:
-                    busy += one.key in users
-                    asked += one.key not in users
+                    in_use += one.key in users
+                    on_request += one.key not in users
                     continue
                 with contextlib.suppress(FileNotFoundError):  # another process prunes too
-                    aside.append(works.detach(self.content / one.key))
+                    detached.append(staging_area.detach(self.content / one.key))
                     (self.folder / "about" / one.key).unlink(missing_ok=True)
-                    gone.append(one)
-                    held -= one.bytes
-        freed = sum(one.bytes for one in gone)
+                    removed.append(one)
+                    remaining -= one.bytes
+        freed = sum(one.bytes for one in removed)
         return CachePruneResult(
-            removed=tuple(gone), leftovers=leftovers, bytes=freed, held=held, kept_in_use=busy, kept_asked=asked
+            removed=tuple(removed),
+            leftovers=leftovers,
+            bytes=freed,
+            remaining=remaining,
+            kept_in_use=in_use,
+            kept_on_request=on_request,
         )
 
     def recall(self, name: str) -> tuple[str, float]:
@@ -272,10 +277,10 @@ class TaskCache:
         half.rename(path)
 
 
-def _measure(place: Path) -> tuple[int, int]:
+def _measure(path: Path) -> tuple[int, int]:
     """Return the number of files and the disk space that they use."""
     count = total = 0
-    for here, folders, names in os.walk(place):
+    for here, folders, names in os.walk(path):
         for name in (*folders, *names):
             with contextlib.suppress(FileNotFoundError):
                 total += Path(here, name).lstat().st_blocks * 512
@@ -287,7 +292,7 @@ def is_registered(folder: str) -> bool:
     """Return whether a task's directory needs no registration: it is registered already, or is not in the
     cache."""
     cache = TaskCache()
-    key = cache.key_at(folder)
+    key = cache.find_key(folder)
     return not key or cache_users.is_registered(cache.folder, key)
 
 
@@ -295,7 +300,7 @@ def register_use(folder: str) -> bool:
     """Register the use of a task's directory until this process ends. Return False if the directory is gone."""
     cache = TaskCache()
     with contextlib.suppress(OSError):
-        cache.hold([cache.key_at(folder)])
+        cache.register([cache.find_key(folder)])
     return Path(folder).is_dir()
 
 

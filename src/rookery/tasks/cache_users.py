@@ -82,7 +82,7 @@ def find_users(cache: Path) -> dict[str, set[int]]:
     """Return the process IDs of running processes by key."""
     from rookery.sandboxes.images import file_locks
 
-    held = file_locks.list_holders()
+    holders = file_locks.list_holders()
     found: dict[str, set[int]] = {}
     for path in (cache / "locks").glob(_USER_FILES):
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def find_users(cache: Path) -> dict[str, set[int]]:
                 lock.remove()
                 continue
             info = path.stat()
-            pids = set(held.get((info.st_dev, info.st_ino), ()))
+            pids = set(holders.get((info.st_dev, info.st_ino), ()))
             for key in path.read_text().split():
                 found.setdefault(key, set()).update(pids)
     return found

@@ -33,7 +33,7 @@ class ConversionResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     task: str
     lost: tuple[str, ...] = ()
     """Fields that the written task does not have."""
-    aside: tuple[str, ...] = ()
+    rookery_only: tuple[str, ...] = ()
     """Fields that only Rookery reads in the new format."""
     problem: str = ""
     """Why the task was left out."""
@@ -91,7 +91,7 @@ def _write_folder(task: Task, root: Path, kind: TaskFormat) -> ConversionResult:
     try:
         described = get_swe_task(task)
         folder.mkdir()
-        aside = kind.write(described, folder)
+        rookery_only = kind.write(described, folder)
     except RookeryError as problem:
         shutil.rmtree(folder, ignore_errors=True)
         return ConversionResult(task=name, problem=str(problem))
@@ -101,7 +101,7 @@ def _write_folder(task: Task, root: Path, kind: TaskFormat) -> ConversionResult:
         shutil.rmtree(folder)
         return ConversionResult(task=name, problem=problems.summary or "the written task cannot be read again")
     lost = (*sorted(find_differences(described, read)), *_find_extra_fields(task, described))
-    return ConversionResult(task=name, lost=lost, aside=tuple(aside))
+    return ConversionResult(task=name, lost=lost, rookery_only=tuple(rookery_only))
 
 
 def _find_extra_fields(task: Task, described: SweTask) -> list[str]:

@@ -89,19 +89,19 @@ def _digest_entry(piece: TreeEntry) -> str:
 
 def describe_task(task: SweTask) -> dict[str, Any]:
     """Describe a task by everything except its location and its format."""
-    said: dict[str, Any] = {
+    description: dict[str, Any] = {
         name: msgspec.to_builtins(getattr(task, name))
         for name in task.__struct_fields__
         if name not in ("format", "folder", "steps", "files", "image")
     }
     image = task.image
     if image is not None and image.startswith(DOCKERFILE_PREFIX):
-        said["image"] = {
+        description["image"] = {
             "built": digest_files((FileMapping(source=image.removeprefix(DOCKERFILE_PREFIX), target=""),))
         }
     else:
-        said["image"] = image
-    said["steps"] = []
+        description["image"] = image
+    description["steps"] = []
     for number, step in enumerate(task.steps):
         one: dict[str, Any] = {
             name: msgspec.to_builtins(getattr(step, name))
@@ -115,8 +115,8 @@ def describe_task(task: SweTask) -> dict[str, Any]:
         one["files"] = digest_files((*(task.files if not number else ()), *step.files))
         one["tests"], one["solution"] = digest_files(step.tests), digest_files(step.solution)
         one["setup"] = Path(step.setup).read_text() if step.setup else ""
-        said["steps"].append(one)
-    return said
+        description["steps"].append(one)
+    return description
 
 
 def find_differences(one: SweTask, other: SweTask) -> list[str]:

@@ -83,18 +83,18 @@ class Harbor:
             build=build,
             metadata=settings.metadata,
         )
-        return merge_sidecar(task, settings.aside, "metadata.rookery", problems) if settings.aside else task
+        return merge_sidecar(task, settings.sidecar, "metadata.rookery", problems) if settings.sidecar else task
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
         _HarborWriter(task, folder).write()
         read = self.read(folder, task.id, ProblemCollector(task.id), ReadOptions())
-        said = make_sidecar(task, read)
-        if said:
+        sidecar = make_sidecar(task, read)
+        if sidecar:
             document = tomllib.loads((folder / CONFIG_FILE).read_text())
             # As JSON, because TOML has no null.
-            document.setdefault("metadata", {})["rookery"] = {"json": json.dumps(said)}
+            document.setdefault("metadata", {})["rookery"] = {"json": json.dumps(sidecar)}
             (folder / CONFIG_FILE).write_bytes(msgspec.toml.encode(document))
-        return list_fields(said)
+        return list_fields(sidecar)
 
 
 def _parse_image_or_build(here: TaskFolder, settings: HarborConfig) -> tuple[str | None, float | None]:

@@ -60,16 +60,16 @@ class ConfigTable:
         for key in keys:
             self.take(key)
 
-    def useless(self, key: str, why: str) -> None:
+    def warn_if_set(self, key: str, why: str) -> None:
         """Warn about a known key that has no effect here."""
         if self.take(key) not in (None, [], {}, "", 0, False):
             self.problems.warn(self.where(key), why)
 
-    def impossible(self, key: str, why: str) -> None:
+    def refuse_if_set(self, key: str, why: str) -> None:
         if self.take(key) not in (None, [], {}, "", 0, False):
             self.problems.error(self.where(key), why)
 
-    def rest(self) -> None:
+    def warn_unknown(self) -> None:
         for key in self._left:
             self.problems.warn(self.where(str(key)[:80]), "is unknown and has no effect")
 
@@ -88,15 +88,15 @@ class HarborConfig:
         self.problems = problems
         self.variables = variables
         top = ConfigTable(document, "", problems)
-        self._version(top)
+        self._check_version(top)
         metadata = top.take("metadata") or {}
         if not isinstance(metadata, dict):
             problems.error("metadata", "must be a table")
             metadata = {}
-        self.aside = self._aside(metadata.pop("rookery", None))
+        self.sidecar = self._sidecar_fields(metadata.pop("rookery", None))
         self.metadata: dict[str, Any] = _to_json_data(metadata)
         if (about := top.take("task")) is not None:
-            self._about(about)
+            self._task_table(about)
         top.ignore("source", "multi_step_reward_mode")
         agent = top.table("agent")
         self.timeout = agent.number("timeout_sec")
@@ -107,17 +107,17 @@ class HarborConfig:
         mode, hosts = self._network(agent)
         if mode is not None:
             self.network, self.allow = mode, hosts
-        agent.rest()
+        agent.warn_unknown()
         solution = top.table("solution")
         self.solve_env = self._env(solution)
-        solution.rest()
+        solution.warn_unknown()
         self.verifier = self._verifier(top.table("verifier"), None)
         steps = top.take("steps")
         if steps is not None and (not isinstance(steps, list) or len(steps) > 1_000):
             problems.error("steps", "must be a list of at most 1,000 tables")
             steps = None
         self.steps = [ConfigTable(table, f"steps[{n}]", problems) for n, table in enumerate(steps or [])]
-        self._names(steps or [])
+        self._check_step_names(steps or [])
         self.rewards: Literal["mean", "final"] = "mean"
         strategy = top.take("multi_step_reward_strategy")
         if strategy == "final":
@@ -125,14 +125,14 @@ class HarborConfig:
         elif strategy not in (None, "mean"):
             problems.error("multi_step_reward_strategy", "must be 'mean' or 'final'")
         self._artifacts = top.take("artifacts")
-        top.rest()
+        top.warn_unknown()
 
-    def _names(self, steps: list[Any]) -> None:
+    def _check_step_names(self, steps: list[Any]) -> None:
         names = [str(step.get("name")) for step in steps if isinstance(step, dict)]
         for name in {name for name in names if names.count(name) > 1}:
             self.problems.error("steps", f"{name[:80]!r} is the name of several steps")
 
-    def _version(self, top: ConfigTable) -> None:
+    def _check_version(self, top: ConfigTable) -> None:
         key = "schema_version" if top.has("schema_version") else "version"
         version = top.take(key)
         top.ignore("version")
@@ -144,7 +144,7 @@ class HarborConfig:
         elif int(major) != 1:
             self.problems.error(key, f"version {str(version)[:40]} is not supported: supported are 1.4 and older")
 
-    def _about(self, about: object) -> None:
+    def _task_table(self, about: object) -> None:
         keys = ConfigTable(about, "task", self.problems)
         name = keys.take("name")
         if not isinstance(name, str) or not name.strip():
@@ -154,24 +154,24 @@ class HarborConfig:
         elif isinstance(about, dict):
             self.metadata["task"] = _to_json_data(about)
 
-    def _aside(self, said: object) -> dict[str, Any]:
-        if said is None:
+    def _sidecar_fields(self, table: object) -> dict[str, Any]:
+        if table is None:
             return {}
-        if not isinstance(said, dict):
+        if not isinstance(table, dict):
             self.problems.error("metadata.rookery", "must be a table")
             return {}
-        said = dict(said)
-        packed = said.pop("json", None)
+        table = dict(table)
+        packed = table.pop("json", None)
         if packed is None:
-            return said
+            return table
         try:
             more = msgspec.json.decode(packed) if isinstance(packed, str) else None
         except msgspec.DecodeError:
             more = None
         if not isinstance(more, dict):
             self.problems.error("metadata.rookery.json", "must be an object, as JSON")
-            return said
-        return {**said, **more}
+            return table
+        return {**table, **more}
 
     def _environment(self, keys: ConfigTable) -> None:
         problems = self.problems
@@ -199,11 +199,11 @@ class HarborConfig:
         system = keys.take("os")
         if system is not None and str(system).lower() != "linux":
             problems.error("environment.os", "only Linux is supported")
-        keys.impossible("tpu", "TPUs are not supported")
+        keys.refuse_if_set("tpu", "TPUs are not supported")
         keys.ignore("gpu_types")
-        keys.useless("skills_dir", "skills are not copied for an agent")
-        keys.useless("healthcheck", "is not run: wait in setup.sh instead")
-        keys.rest()
+        keys.warn_if_set("skills_dir", "skills are not copied for an agent")
+        keys.warn_if_set("healthcheck", "is not run: wait in setup.sh instead")
+        keys.warn_unknown()
 
     def _size(self, keys: ConfigTable, key: str, old: str) -> int | None:
         """Return a size in bytes, from a number of megabytes or an older string."""
@@ -217,13 +217,13 @@ class HarborConfig:
             self.problems.error(keys.where(old), f"{str(text)[:40]!r} is not a size like '2G' or '512M'")
             return size
         shift = {"K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
-        said = int(float(match[1]) * (1 << shift))
-        if size is not None and size != said:
-            self.problems.error(keys.where(old), f"is {said:,} bytes, but {key} is {size:,}")
-        if said <= 0:
+        parsed = int(float(match[1]) * (1 << shift))
+        if size is not None and size != parsed:
+            self.problems.error(keys.where(old), f"is {parsed:,} bytes, but {key} is {size:,}")
+        if parsed <= 0:
             self.problems.error(keys.where(old), "must be above 0")
             return size
-        return said
+        return parsed
 
     def _network(self, keys: ConfigTable) -> tuple[TaskNetwork | None, tuple[str, ...]]:
         mode, hosts = keys.take("network_mode"), keys.take("allowed_hosts")
@@ -301,10 +301,10 @@ class HarborConfig:
         if mode not in (None, "shared", "separate"):
             problems.error(keys.where("environment_mode"), "must be 'shared' or 'separate'")
         network, allow = self._network(keys)
-        keys.impossible("environment", "tests run in the image of the task; a separate image is not supported")
-        keys.useless("collect", "collect commands are not run: list artifacts instead")
-        keys.useless("continuous", "tests run only after the agent has submitted")
-        keys.rest()
+        keys.refuse_if_set("environment", "tests run in the image of the task; a separate image is not supported")
+        keys.warn_if_set("collect", "collect commands are not run: list artifacts instead")
+        keys.warn_if_set("continuous", "tests run only after the agent has submitted")
+        keys.warn_unknown()
         below = above or Verifier(mode="shared", reward_from_exit=False)
         return msgspec.structs.replace(
             below,
@@ -328,7 +328,7 @@ class HarborConfig:
             problems.error(
                 agent.where("network_mode"), "all steps of a task have the same network: set it in [agent]"
             )
-        agent.rest()
+        agent.warn_unknown()
         verifier = self._verifier(keys.table("verifier"), self.verifier)
         enough = keys.take("min_reward")
         parts: dict[str, float] = {}
@@ -341,9 +341,9 @@ class HarborConfig:
         elif enough is not None and not _is_number(enough):
             problems.error(field, "must be a finite number or a table of them")
             enough = None
-        keys.useless("healthcheck", "is not run: wait in workdir/setup.sh instead")
-        keys.useless("artifacts", "artifacts of a step are ignored: list them for the task")
-        keys.rest()
+        keys.warn_if_set("healthcheck", "is not run: wait in workdir/setup.sh instead")
+        keys.warn_if_set("artifacts", "artifacts of a step are ignored: list them for the task")
+        keys.warn_unknown()
         return StepSettings(timeout, verifier, float(enough) if enough is not None else None, parts)
 
     def artifacts(self, workdir: str) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def fetch(reference: HubReference) -> Path:
     cache = TaskCache().open()
     commit = _resolve_commit(reference, cache)
     key = make_key("hub", reference.repo, commit, reference.path)
-    place = cache.once(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
+    place = cache.get_or_create(key, lambda folder: _fetch_into(reference, commit, folder), reference.text)
     rows = place / reference.path
     return rows if reference.path and rows.is_file() else place
 
@@ -76,7 +76,7 @@ def _resolve_commit(reference: HubReference, cache: TaskCache) -> str:
         return reference.revision
     began = time.time()
     name = f"{reference.repo}@{reference.revision}"
-    with cache.alone(make_key("ask", name), reference.text):
+    with cache.lock_key(make_key("ask", name), reference.text):
         known, when = cache.recall(name)
         if known and when >= began:  # another process resolved it while this one waited
             return known

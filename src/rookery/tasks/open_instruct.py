@@ -24,7 +24,7 @@ from rookery.tasks.sidecar import list_fields, make_sidecar, merge_sidecar
 from rookery.tasks.swe import SOLUTION, TESTS, WORKSPACE, SweStep, SweTask
 from rookery.tasks.task_folder import TaskFolder, parse_image
 
-ASIDE: Final = "rookery.json"
+SIDECAR_FILE: Final = "rookery.json"
 SEEDS: Final = "environment/seeds"
 DOCKERFILE: Final = "environment/image"
 """Where a conversion stores the build context of an image."""
@@ -42,13 +42,13 @@ class OpenInstruct:
 
     def read(self, folder: Path, id: str, problems: ProblemCollector, options: ReadOptions) -> SweTask | None:  # noqa: A002, ARG002
         here = TaskFolder(folder, problems)
-        said: Any = None
-        if here.has(ASIDE) and (text := here.text(ASIDE)) is not None:
+        sidecar: Any = None
+        if here.has(SIDECAR_FILE) and (text := here.text(SIDECAR_FILE)) is not None:
             try:
-                said = msgspec.json.decode(text)
+                sidecar = msgspec.json.decode(text)
             except msgspec.DecodeError as error:
-                problems.error(ASIDE, f"is not valid JSON: {error}")
-        workdir = said.get("workdir", WORKSPACE) if isinstance(said, dict) else WORKSPACE
+                problems.error(SIDECAR_FILE, f"is not valid JSON: {error}")
+        workdir = sidecar.get("workdir", WORKSPACE) if isinstance(sidecar, dict) else WORKSPACE
         instruction = here.text("instruction.md", needed=True)
         image = here.text("image.txt") if here.has("image.txt") else None
         if image is not None:
@@ -74,7 +74,7 @@ class OpenInstruct:
                 ),
             ),
         )
-        return merge_sidecar(task, said, ASIDE, problems) if said is not None else task
+        return merge_sidecar(task, sidecar, SIDECAR_FILE, problems) if sidecar is not None else task
 
     def write(self, task: SweTask, folder: Path) -> list[str]:
         if len(task.steps) > 1:
@@ -91,7 +91,7 @@ class OpenInstruct:
         if step.setup:
             shutil.copyfile(step.setup, folder / "setup.sh")
             (folder / "setup.sh").chmod(0o755)
-        said = make_sidecar(task, self.read(folder, task.id, ProblemCollector(task.id), ReadOptions()))
-        if said:
-            (folder / ASIDE).write_bytes(msgspec.json.format(msgspec.json.encode(said)) + b"\n")
-        return list_fields(said)
+        sidecar = make_sidecar(task, self.read(folder, task.id, ProblemCollector(task.id), ReadOptions()))
+        if sidecar:
+            (folder / SIDECAR_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sidecar)) + b"\n")
+        return list_fields(sidecar)

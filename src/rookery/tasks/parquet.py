@@ -28,17 +28,17 @@ _NUMBERS = re.compile(r"[-_.]?[0-9]+(?:-of-[0-9]+)?$")
 def find_shards(folder: Path) -> tuple[Path, ...]:
     """Return the files of the only split in a directory or its `data`. Raise `UsageError` if there are several
     splits."""
-    for place in (folder, folder / "data"):
-        found = sorted(path for path in place.glob(f"*{SUFFIX}") if path.is_file())
-        splits = sorted({_NUMBERS.sub("", path.stem) for path in found})
+    for directory in (folder, folder / "data"):
+        shards = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
+        splits = sorted({_NUMBERS.sub("", path.stem) for path in shards})
         if len(splits) > 1:
             names = ", ".join(repr(name)[:40] for name in splits[:5])
             raise UsageError(
                 f"{folder} contains several splits ({names}): name the files, such as "
-                f"{place.relative_to(folder) / splits[0]}*{SUFFIX}"
+                f"{directory.relative_to(folder) / splits[0]}*{SUFFIX}"
             )
-        if found:
-            return tuple(found)
+        if shards:
+            return tuple(shards)
     return ()
 
 
@@ -77,8 +77,8 @@ def _read_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _convert_struct(value: dict[str, Any], kinds: dict[str, Any], pa: Any) -> dict[str, Any]:
-    found = {name: _convert_value(value.get(name), kind, pa) for name, kind in kinds.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    values = {name: _convert_value(value.get(name), kind, pa) for name, kind in kinds.items()}
+    return {name: one for name, one in values.items() if one is not None}
 
 
 def _convert_value(value: Any, kind: Any, pa: Any) -> Any:

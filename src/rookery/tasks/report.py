@@ -79,8 +79,8 @@ class ProblemCollector:
 
     def _add(self, field: str, problem: str, *, warning: bool) -> None:
         if len(self.items) < MAX_PROBLEMS:
-            said = escape_surrogates(problem)[:MAX_PROBLEM_LENGTH]
-            self.items.append(TaskProblem(self.task, escape_surrogates(field)[:200], said, warning))
+            text = escape_surrogates(problem)[:MAX_PROBLEM_LENGTH]
+            self.items.append(TaskProblem(self.task, escape_surrogates(field)[:200], text, warning))
 
     @property
     def has_errors(self) -> bool:
@@ -92,8 +92,8 @@ class ProblemCollector:
         return summarize_problems(self.items)
 
 
-def summarize_problems(found: Sequence[TaskProblem]) -> str:
-    return "; ".join(f"{one.field}: {one.problem}" for one in found if not one.warning)
+def summarize_problems(problems: Sequence[TaskProblem]) -> str:
+    return "; ".join(f"{one.field}: {one.problem}" for one in problems if not one.warning)
 
 
 def _make_printable(text: str) -> str:

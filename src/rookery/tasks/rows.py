@@ -49,12 +49,12 @@ class RowParser:
         self,
         kind: str,
         where: str,
-        own: frozenset[str] = frozenset(),
+        own_limits: frozenset[str] = frozenset(),
         swe_rows: "SweRowParser | None" = None,
         folder: Path | None = None,
     ) -> None:
         self._where = where
-        self._own = own
+        self._own_limits = own_limits
         self._swe_rows = swe_rows
         self._folder = folder
         self._ids = TaskIds(kind)
@@ -77,28 +77,28 @@ class RowParser:
                     _parse_files(row.files)
                     return check_journalable(row)
                 raise InvalidRow(f"a row must be an object with a prompt, got {_type_name(row)}")
-            given = row.get("id")
+            row_id = row.get("id")
             if self._swe_rows is not None and not _SWE_MARKERS.isdisjoint(row) and _is_swe_row(row):
-                name = self._box_name(row, number)
+                name = self._swe_task_name(row, number)
                 return check_journalable(_confine_paths(self._swe_rows.task(row, name), self._folder))
-            name = self._ids.spare(number) if given is None else self._ids.claim(given)
-            return check_journalable(_confine_paths(_parse_task(row, name, self._own), self._folder))
+            name = self._ids.next_free(number) if row_id is None else self._ids.claim(row_id)
+            return check_journalable(_confine_paths(_parse_task(row, name, self._own_limits), self._folder))
         except InvalidRow as problem:
             return self.invalid(str(problem), number, name=name)
 
     def invalid(self, problem: str, number: int, *, name: str = "") -> Task:
         """Return a placeholder for an invalid row; it carries the validation error."""
-        return Task(id=name or self._ids.spare(number), invalid=f"{self._where} {number}: {problem}")
+        return Task(id=name or self._ids.next_free(number), invalid=f"{self._where} {number}: {problem}")
 
-    def _box_name(self, row: dict[str, Any], number: int) -> str:
+    def _swe_task_name(self, row: dict[str, Any], number: int) -> str:
         """Return the ID of the row, else that of its task directory if it is not in use."""
-        if (given := row.get("id")) is not None:
-            return self._ids.claim(given)
+        if (row_id := row.get("id")) is not None:
+            return self._ids.claim(row_id)
         config = row.get("env_config")
         try:
             return self._ids.claim(config.get("task_id") if isinstance(config, dict) else None)
         except InvalidRow:
-            return self._ids.spare(number)
+            return self._ids.next_free(number)
 
 
 def _is_swe_row(row: dict[str, Any]) -> bool:
@@ -114,19 +114,19 @@ class TaskIds:
         self._kind = kind
         self._ids: set[str] = set()
 
-    def claim(self, given: object) -> str:
-        if isinstance(given, int) and not isinstance(given, bool):
-            given = f"{given:d}" if -(2**63) <= given < 2**64 else ""
-        if not isinstance(given, str):
-            raise InvalidRow(f"id must be a string or an integer, got {_type_name(given)}")
-        if not given or len(given) > MAX_ID or not given.isprintable():
-            raise InvalidRow(f"id must be 1 to {MAX_ID} printable characters, got {given[:40]!r}")
-        if given in self._ids:
-            raise InvalidRow(f"id {given!r} is already the id of another row")
-        self._ids.add(given)
-        return given
+    def claim(self, row_id: object) -> str:
+        if isinstance(row_id, int) and not isinstance(row_id, bool):
+            row_id = f"{row_id:d}" if -(2**63) <= row_id < 2**64 else ""
+        if not isinstance(row_id, str):
+            raise InvalidRow(f"id must be a string or an integer, got {_type_name(row_id)}")
+        if not row_id or len(row_id) > MAX_ID or not row_id.isprintable():
+            raise InvalidRow(f"id must be 1 to {MAX_ID} printable characters, got {row_id[:40]!r}")
+        if row_id in self._ids:
+            raise InvalidRow(f"id {row_id!r} is already the id of another row")
+        self._ids.add(row_id)
+        return row_id
 
-    def spare(self, number: int) -> str:
+    def next_free(self, number: int) -> str:
         first = found = f"{self._kind}-{number:06d}"
         n = 1
         while found in self._ids:
@@ -145,7 +145,7 @@ def check_journalable(task: Task) -> Task:
     return task
 
 
-def _parse_task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
+def _parse_task(row: dict[Any, Any], name: str, own_limits: frozenset[str]) -> Task:
     data = row.get("data")
     if data is None:
         data = {}
@@ -168,11 +168,15 @@ def _parse_task(row: dict[Any, Any], name: str, own: frozenset[str]) -> Task:
     if image is not None:
         image = _parse_image(image)
     limits = row.get("limits")
-    if own and isinstance(limits, dict) and (theirs := {key: limits[key] for key in limits if key in own}):
+    if (
+        own_limits
+        and isinstance(limits, dict)
+        and (theirs := {key: limits[key] for key in limits if key in own_limits})
+    ):
         if "limits" in data:
             raise InvalidRow("limits is both a field of the row and of its data; keep one")
         data = data | {"limits": theirs}
-        limits = {key: value for key, value in limits.items() if key not in own}
+        limits = {key: value for key, value in limits.items() if key not in own_limits}
     return Task(
         id=name,
         prompt=parse_prompt(row.get("prompt")),

@@ -29,7 +29,7 @@ def make_sidecar(task: SweTask, read: SweTask | None) -> dict[str, Any]:
     """Return the fields to store beside a task whose written form is read as `read`."""
     if read is None:
         return {}
-    said = {
+    fields = {
         name: msgspec.to_builtins(getattr(task, name))
         for name in TASK_FIELDS
         if getattr(task, name) != getattr(read, name)
@@ -42,32 +42,32 @@ def make_sidecar(task: SweTask, read: SweTask | None) -> dict[str, Any]:
         }
         for step, other in zip(task.steps, read.steps, strict=True)
     ]
-    return {**said, "steps": steps} if any(steps) else said
+    return {**fields, "steps": steps} if any(steps) else fields
 
 
-def list_fields(said: dict[str, Any]) -> list[str]:
+def list_fields(fields: dict[str, Any]) -> list[str]:
     """Return the names of the stored fields."""
-    names = [name for name in said if name != "steps"]
-    for number, step in enumerate(said.get("steps", [])):
+    names = [name for name in fields if name != "steps"]
+    for number, step in enumerate(fields.get("steps", [])):
         names += [f"steps[{number}].{name}" for name in step]
     return names
 
 
-def merge_sidecar(task: SweTask, said: object, field: str, problems: ProblemCollector) -> SweTask:
+def merge_sidecar(task: SweTask, fields: object, field: str, problems: ProblemCollector) -> SweTask:
     """Return the task with the stored fields. `field` names their location in messages; empty for the fields of
     a row."""
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         problems.error(field, "must be an object")
         return task
     at = f"{field}." if field else ""
-    known = {name: value for name, value in said.items() if name in TASK_FIELDS}
-    for name in said.keys() - {*TASK_FIELDS, "steps", TEST_TIMEOUT_KEY}:
+    known = {name: value for name, value in fields.items() if name in TASK_FIELDS}
+    for name in fields.keys() - {*TASK_FIELDS, "steps", TEST_TIMEOUT_KEY}:
         problems.error(f"{at}{str(name)[:80]}", "is not a known field")
-    steps = said.get("steps", [])
+    steps = fields.get("steps", [])
     if not isinstance(steps, list) or len(steps) > len(task.steps):
         problems.error(f"{at}steps", "must be a list with at most one object per step of the task")
         return task
-    made = []
+    merged_steps = []
     for number, step in enumerate(task.steps):
         more = steps[number] if number < len(steps) else {}
         where = f"{at}steps[{number}]"
@@ -77,18 +77,18 @@ def merge_sidecar(task: SweTask, said: object, field: str, problems: ProblemColl
         for name in more.keys() - {*STEP_FIELDS, TEST_TIMEOUT_KEY}:
             problems.error(f"{where}.{str(name)[:80]}", "is not a known field")
         put = _set_fields(step, {name: more[name] for name in STEP_FIELDS if name in more}, where, problems)
-        own = TEST_TIMEOUT_KEY in more
+        has_own = TEST_TIMEOUT_KEY in more
         seconds = task_folder.parse_number(
-            more.get(TEST_TIMEOUT_KEY) if own else said.get(TEST_TIMEOUT_KEY),
-            f"{where}.{TEST_TIMEOUT_KEY}" if own else f"{at}{TEST_TIMEOUT_KEY}",
+            more.get(TEST_TIMEOUT_KEY) if has_own else fields.get(TEST_TIMEOUT_KEY),
+            f"{where}.{TEST_TIMEOUT_KEY}" if has_own else f"{at}{TEST_TIMEOUT_KEY}",
             problems,
         )
         verifier = more.get("verifier")
         if seconds is not None and not (isinstance(verifier, dict) and "timeout" in verifier):
             put = msgspec.structs.replace(put, verifier=msgspec.structs.replace(put.verifier, timeout=seconds))
-        made.append(put)
+        merged_steps.append(put)
     whole: SweTask = _set_fields(
-        msgspec.structs.replace(task, steps=tuple(made) or task.steps), known, field, problems
+        msgspec.structs.replace(task, steps=tuple(merged_steps) or task.steps), known, field, problems
     )
     check_task(whole, at, problems)
     return whole

@@ -2,7 +2,7 @@
 
 Guarantees:
 - Task directories are absolute paths, so that a run can be resumed from any directory.
-- An invalid task stays in its resolved, with all its problems.
+- An invalid task stays in its position, with all its problems.
 - The same directory gives the same IDs in the same order.
 - A local path takes precedence over an installed taskset of the same name.
 """
@@ -122,7 +122,7 @@ def unpack_once(archive: Path) -> Path:
         raise UsageError(f"cannot read the archive {archive}: {error.strerror or error}") from None
     real = os.path.realpath(archive)
     key = make_key("archive", real, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
-    return TaskCache().once(key, lambda folder: unpack(Path(real), folder), f"the archive {archive}")
+    return TaskCache().get_or_create(key, lambda folder: unpack(Path(real), folder), f"the archive {archive}")
 
 
 class SourceReader:
@@ -136,7 +136,7 @@ class SourceReader:
         self._given = ReadOptions(variables)
         self._formats: list[TaskFormat] | None = None
         self._data: Path | None = None
-        self.swe_rows = SweRowParser(self._named)
+        self.swe_rows = SweRowParser(self._read_named)
 
     @property
     def formats(self) -> list[TaskFormat]:
@@ -176,13 +176,13 @@ class SourceReader:
         try:
             name = ids.claim(path.name)
         except InvalidRow as problem:
-            name = ids.spare(number)
+            name = ids.next_free(number)
             problems.task = name
             problems.error("folder", f"its name cannot be the ID of a task: {problem}")
         problems.task = name
-        return self._made(one.format, path, name, problems)
+        return self._make_task(one.format, path, name, problems)
 
-    def _made(self, kind: TaskFormat, path: Path, name: str, problems: ProblemCollector) -> Task:
+    def _make_task(self, kind: TaskFormat, path: Path, name: str, problems: ProblemCollector) -> Task:
         task = None
         try:
             task = kind.read(path, name, problems, self._given)
@@ -202,7 +202,7 @@ class SourceReader:
 
     # ---- rows
 
-    def _named(self, name: str, problems: ProblemCollector) -> Task | None:
+    def _read_named(self, name: str, problems: ProblemCollector) -> Task | None:
         """Return the task of a directory of task data."""
         field = "env_config.task_id"
         bad = not name or name in (".", "..") or "/" in name or not name.isprintable()
@@ -225,8 +225,8 @@ class SourceReader:
             hint = "" if self._task_data is not None else "; pass the right directory with --task-data"
             problems.error(field, f"{data} contains no task {name!r}{hint}")
             return None
-        made = self._made(kind, path, name, problems)
-        return None if made.invalid else made
+        task = self._make_task(kind, path, name, problems)
+        return None if task.invalid else task
 
     def _task_data_folder(self) -> Path | None:
         if self._data is None:

@@ -180,26 +180,25 @@ def with_test_timeout(task: SweTask, run: float | None, default: float | None) -
     return msgspec.structs.replace(task, steps=tuple(timed(step) for step in task.steps))
 
 
-def limits_with_test_timeout(task: Task, said: Limits, run: Limits, default: float | None) -> Limits:
-    """Return the limits `said` of a rollout, with stages that are long enough for the test timeout that
-    applies.
+def limits_with_test_timeout(task: Task, limits: Limits, run: Limits, default: float | None) -> Limits:
+    """Return the limits of a rollout, with stages that are long enough for the test timeout that applies.
 
     Only limits derived from the task's timeouts are changed. Limits that the run or a row sets explicitly stay.
     """
     try:
         described = get_swe_task(task)
     except TaskError:  # reported by the setup of its attempts
-        return said
-    timed = with_test_timeout(described, said.test_timeout, default)
+        return limits
+    timed = with_test_timeout(described, limits.test_timeout, default)
     if timed is described or not described.steps:
-        return said
+        return limits
     before, after = derive_limits(described), derive_limits(timed)
     changed = {
         name: getattr(after, name)
         for name in ("run", "score")
         if getattr(run, name) is None and getattr(task.limits, name) == getattr(before, name) is not None
     }
-    return msgspec.structs.replace(said, **changed)
+    return msgspec.structs.replace(limits, **changed)
 
 
 def get_swe_task(task: Task) -> SweTask:

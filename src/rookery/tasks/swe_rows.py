@@ -108,24 +108,24 @@ class SweRowParser:
 
     def finish(self) -> None:
         if self._makers:
-            self._cache.all_once(self._makers, "the files of the rows")
+            self._cache.get_or_create_all(self._makers, "the files of the rows")
 
     def _task(self, row: dict[str, Any], name: str, problems: ProblemCollector) -> Task | None:
         config = row.get("env_config")
         config = config if isinstance(config, dict) else {}
         others = {key: value for key, value in row.items() if key not in _KNOWN_KEYS}
         prompt: tuple[Message, ...] = ()
-        given = row.get("prompt", row.get("messages"))
-        if given is not None:
+        content = row.get("prompt", row.get("messages"))
+        if content is not None:
             try:
-                prompt = parse_prompt(given)
+                prompt = parse_prompt(content)
             except InvalidRow as problem:
                 problems.error("prompt", str(problem))
         image = row.get("image") or config.get("image")
         if image is not None and not isinstance(image, str):
             problems.error("image", "must be the name of an image")
             image = None
-        made: SweTask | None
+        described: SweTask | None
         if "task_id" in config:
             for key in sorted(row.keys() & {*_STEP_KEYS, "steps", "dockerfile"}):
                 problems.error(key, "a row with a task_id takes its files from the directory of that task")
@@ -136,33 +136,33 @@ class SweRowParser:
             found = self._find(wanted, problems)
             if found is None:
                 return None
-            made = msgspec.structs.replace(get_swe_task(found), id=name)
-            said = {key: row[key] for key in (*TASK_FIELDS, TEST_TIMEOUT_KEY) if key in row}
+            described = msgspec.structs.replace(get_swe_task(found), id=name)
+            overrides = {key: row[key] for key in (*TASK_FIELDS, TEST_TIMEOUT_KEY) if key in row}
             if TEST_TIMEOUT_KEY in config:
-                said.setdefault(TEST_TIMEOUT_KEY, config[TEST_TIMEOUT_KEY])
-            if said:
-                made = merge_sidecar(made, said, "", problems)
+                overrides.setdefault(TEST_TIMEOUT_KEY, config[TEST_TIMEOUT_KEY])
+            if overrides:
+                described = merge_sidecar(described, overrides, "", problems)
         else:
-            made = self._inline(row, name, problems)
-        if made is None:
+            described = self._inline(row, name, problems)
+        if described is None:
             return None
         if image is not None:
-            made = msgspec.structs.replace(made, image=parse_image(image, "image", problems))
-        if prompt and made.steps[0].instruction not in "\n".join(message.text for message in prompt):
-            prompt = (*prompt, Message("user", made.steps[0].instruction))
+            described = msgspec.structs.replace(described, image=parse_image(image, "image", problems))
+        if prompt and described.steps[0].instruction not in "\n".join(message.text for message in prompt):
+            prompt = (*prompt, Message("user", described.steps[0].instruction))
         if isinstance(data := others.pop("data", {}), dict):
             others = {**data, **others}
         else:
             problems.error("data", "must be an object")
         limits = NO_LIMITS
-        if (given := others.pop("limits", None)) is not None:
+        if (content := others.pop("limits", None)) is not None:
             try:
-                limits = parse_limits(given)
+                limits = parse_limits(content)
             except InvalidRow as problem:
                 problems.error("limits", str(problem))
         if problems.has_errors:  # limits cannot be derived from invalid values
             return None
-        task = make_task(made, prompt)
+        task = make_task(described, prompt)
         return msgspec.structs.replace(task, data={**others, **task.data}, limits=limits.over(task.limits))
 
     def _inline(self, row: dict[str, Any], name: str, problems: ProblemCollector) -> SweTask | None:
@@ -177,31 +177,31 @@ class SweRowParser:
             workdir = WORKSPACE
         # Parsed twice, because the name of the directory depends on its content.
         draft = _RowFiles(ProblemCollector(name))
-        draft.all(row, tables, Path("/"), workdir)
-        place = self._cache.content / f"row-{draft.digest()}"
+        draft.add_all(row, tables, Path("/"), workdir)
+        folder = self._cache.content / f"row-{draft.digest()}"
         writing = _RowFiles(problems)
-        files, image, steps = writing.all(row, tables, place, workdir)
+        files, image, steps = writing.add_all(row, tables, folder, workdir)
         task = SweTask(
             id=name,
             format=FORMAT,
-            folder=str(place),
+            folder=str(folder),
             steps=steps,
             image=image,
             files=files,
             workdir=workdir,
             env=parse_env(row.get("env"), "env", problems),
         )
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             key: row[key]
             for key in (*TASK_FIELDS, TEST_TIMEOUT_KEY)
             if key in row and key not in ("workdir", "env")
         }
-        said["steps"] = [
+        fields["steps"] = [
             {key: one[key] for key in (*STEP_FIELDS, TEST_TIMEOUT_KEY) if key in one} for one in tables
         ]
-        task = merge_sidecar(task, said, "", problems)
+        task = merge_sidecar(task, fields, "", problems)
         if not problems.has_errors:
-            self._makers[place.name] = writing.write
+            self._makers[folder.name] = writing.write
         return task
 
 
@@ -212,19 +212,19 @@ class _RowFiles:
         self.problems = problems
         self.files: dict[str, RowFile] = {}
 
-    def all(
-        self, row: dict[str, Any], tables: list[dict[str, Any]], place: Path, workdir: str
+    def add_all(
+        self, row: dict[str, Any], tables: list[dict[str, Any]], folder: Path, workdir: str
     ) -> tuple[tuple[FileMapping, ...], str | None, tuple[SweStep, ...]]:
-        """Return files, image (if it is built) and steps of a task in the directory `place`."""
-        files = self.parts("files", row.get("files"), place, workdir)
+        """Return files, image (if it is built) and steps of a task in the directory `folder`."""
+        files = self.parts("files", row.get("files"), folder, workdir)
         image = None
-        if row.get("dockerfile") and self.parts("image", row["dockerfile"], place, "/", "dockerfile"):
-            image = f"{DOCKERFILE_PREFIX}{place / 'image'}"
+        if row.get("dockerfile") and self.parts("image", row["dockerfile"], folder, "/", "dockerfile"):
+            image = f"{DOCKERFILE_PREFIX}{folder / 'image'}"
             if "image/Dockerfile" not in self.files:
                 self.problems.error("dockerfile", "has no Dockerfile")
         stepped = "steps" in row
         steps = [
-            self.step(one, place, f"steps/{number}", f"steps[{number}]." if stepped else "", workdir)
+            self.step(one, folder, f"steps/{number}", f"steps[{number}]." if stepped else "", workdir)
             for number, one in enumerate(tables)
         ]
         return files, image, tuple(steps)
@@ -232,7 +232,7 @@ class _RowFiles:
     def digest(self) -> str:
         return hashlib.sha256(msgspec.msgpack.encode(sorted(self.files.items()))).hexdigest()[:40]
 
-    def step(self, one: dict[str, Any], place: Path, at: str, field: str, workdir: str) -> SweStep:
+    def step(self, one: dict[str, Any], folder: Path, at: str, field: str, workdir: str) -> SweStep:
         instruction = one.get("instruction")
         if not isinstance(instruction, str) or not instruction.strip() or "\0" in instruction:
             self.problems.error(f"{field}instruction", "must be a string that is not empty")
@@ -247,12 +247,12 @@ class _RowFiles:
         tests = {"test.sh": {"text": tests, "executable": True}} if isinstance(tests, str) else tests
         solution = one.get("solution")
         solution = {"solve.sh": {"text": solution, "executable": True}} if isinstance(solution, str) else solution
-        made = SweStep(
+        step = SweStep(
             instruction=instruction,
-            files=self.parts(f"{at}/files", one.get("files"), place, workdir, f"{field}files"),
-            tests=self.parts(f"{at}/tests", tests, place, TESTS, f"{field}tests"),
-            solution=self.parts(f"{at}/solution", solution, place, SOLUTION, f"{field}solution"),
-            setup=str(place / at / "setup.sh") if setup else "",
+            files=self.parts(f"{at}/files", one.get("files"), folder, workdir, f"{field}files"),
+            tests=self.parts(f"{at}/tests", tests, folder, TESTS, f"{field}tests"),
+            solution=self.parts(f"{at}/solution", solution, folder, SOLUTION, f"{field}solution"),
+            setup=str(folder / at / "setup.sh") if setup else "",
         )
         verifier = one.get("verifier")
         script = verifier.get("script", "test.sh") if isinstance(verifier, dict) else "test.sh"
@@ -261,9 +261,9 @@ class _RowFiles:
             self.problems.error(f"{field}tests", f"has no file {str(script)[:80]}")
         elif not file.data.strip():
             self.problems.error(f"{field}tests", f"{str(script)[:80]} is empty")
-        return made
+        return step
 
-    def parts(self, at: str, value: object, place: Path, target: str, field: str = "") -> tuple[FileMapping, ...]:
+    def parts(self, at: str, value: object, folder: Path, target: str, field: str = "") -> tuple[FileMapping, ...]:
         """Add files below a directory; return their mappings into the sandbox."""
         field = field or at
         if value is None or value == {}:
@@ -271,12 +271,12 @@ class _RowFiles:
         if not isinstance(value, dict):
             self.problems.error(field, "must be an object of paths and files")
             return ()
-        made: list[FileMapping] = []
+        mappings: list[FileMapping] = []
         inside = False
         seen: set[str] = set()
         given_files: dict[str, RowFile] = {}
         """By path in the sandbox, without the leading slash."""
-        for path, given in value.items():
+        for path, content in value.items():
             if not isinstance(path, str):
                 self.problems.error(field, "file names must be strings")
                 continue
@@ -284,7 +284,7 @@ class _RowFiles:
             plain = path[1:] if absolute else path
             try:
                 check_relative_path(plain)
-                file = _parse_file(given)
+                file = _parse_file(content)
             except InvalidRow as problem:
                 self.problems.error(field, f"{path[:80]!r}: {problem}")
                 continue
@@ -292,7 +292,7 @@ class _RowFiles:
             self.files[where] = given_files[plain if absolute else f"{target}/{plain}".lstrip("/")] = file
             seen.add(where)
             if absolute:
-                made.append(FileMapping(source=str(place / where), target=path))
+                mappings.append(FileMapping(source=str(folder / where), target=path))
             inside = inside or not absolute
         self._check_links(
             {path: file for path, file in given_files.items() if file.link}, given_files, target, field
@@ -303,7 +303,7 @@ class _RowFiles:
                 self.problems.error(
                     field, f"{where[len(at) + 1 :][:80]!r} is inside something that is not a directory"
                 )
-        return (FileMapping(source=str(place / at), target=target), *made) if inside else tuple(made)
+        return (FileMapping(source=str(folder / at), target=target), *mappings) if inside else tuple(mappings)
 
     def _check_links(
         self, links: Mapping[str, RowFile], files: Mapping[str, RowFile], target: str, field: str
@@ -316,9 +316,9 @@ class _RowFiles:
         for path in files:
             parts = path.split("/")
             known.update("/".join(parts[:n]) for n in range(1, len(parts)))
-        said = {path: file.link for path, file in links.items()}
-        for path, link in said.items():
-            found = resolve_link(path, said)
+        targets = {path: file.link for path, file in links.items()}
+        for path, link in targets.items():
+            found = resolve_link(path, targets)
             inside = found is not None and (not base or found == base or found.startswith(f"{base}/"))
             if found is None or not (inside or found in known):
                 shown = f"/{path[:80]}" if base else path[:80]
@@ -343,16 +343,16 @@ class _RowFiles:
                     opened.write(file.data)
 
 
-def _parse_file(given: object) -> RowFile:
-    if isinstance(given, str):
-        given = {"text": given}
-    if not isinstance(given, dict):
+def _parse_file(content: object) -> RowFile:
+    if isinstance(content, str):
+        content = {"text": content}
+    if not isinstance(content, dict):
         raise InvalidRow("must be a string, or an object with text, base64, link or folder")
-    known = {"text", "base64", "link", "folder"} & given.keys()
-    if len(known) != 1 or given.keys() - known - {"executable"}:
+    known = {"text", "base64", "link", "folder"} & content.keys()
+    if len(known) != 1 or content.keys() - known - {"executable"}:
         raise InvalidRow("must have one of text, base64, link and folder, and optionally executable")
     (kind,) = known
-    value, program = given[kind], given.get("executable", False)
+    value, program = content[kind], content.get("executable", False)
     if kind == "folder":
         return RowFile(folder=True)
     if not isinstance(value, str) or not isinstance(program, bool):
@@ -385,8 +385,8 @@ def make_row(task: SweTask) -> dict[str, Any]:
     if task.files:
         row["files"] = _dump_files(task.files, task.workdir)
     steps = []
-    for step, said in zip(task.steps, plain["steps"], strict=True):
-        one = {"instruction": step.instruction, **{key: said[key] for key in STEP_FIELDS if key in said}}
+    for step, fields in zip(task.steps, plain["steps"], strict=True):
+        one = {"instruction": step.instruction, **{key: fields[key] for key in STEP_FIELDS if key in fields}}
         if step.setup:
             one["setup"] = read_inside(Path(task.folder), Path(step.setup), MAX_TEXT).decode()
         for key, base in (("files", task.workdir), ("tests", TESTS), ("solution", SOLUTION)):
@@ -417,12 +417,12 @@ def _dump_file(source: Path) -> Any:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        made: dict[str, Any] = {"base64": base64.b64encode(data).decode()}
+        dumped: dict[str, Any] = {"base64": base64.b64encode(data).decode()}
     else:
         if not program:
             return text
-        made = {"text": text}
-    return {**made, "executable": True} if program else made
+        dumped = {"text": text}
+    return {**dumped, "executable": True} if program else dumped
 
 
 __all__ = ["DATA_KEY", "SweRowParser", "is_swe_row", "make_row"]

@@ -47,12 +47,12 @@ class TaskFolder:
 
     def text(self, name: str, *, needed: bool = False, empty: bool = False) -> str | None:
         """Return the content of a text file, or None if it has a problem. With `empty`, an empty file is valid."""
-        found = self._stat(name)
-        if found is None:
+        status = self._stat(name)
+        if status is None:
             if needed and not self.has(name):
                 self.problems.error(name, "is missing")
             return None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             self.problems.error(name, "is not a regular file")
             return None
         try:
@@ -82,10 +82,10 @@ class TaskFolder:
 
     def part(self, name: str, target: str) -> tuple[FileMapping, ...]:
         """Return the mapping of a subdirectory; nothing if it is missing or empty."""
-        found = self._stat(name)
-        if found is None:
+        status = self._stat(name)
+        if status is None:
             return ()
-        if not stat.S_ISDIR(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             self.problems.error(name, "is not a directory")
             return ()
         here = self._inside(name)
@@ -126,14 +126,14 @@ def check_tree(top: Path, field: str, problems: ProblemCollector, inside: Path |
     while todo:
         here, depth = todo.pop()
         try:
-            with os.scandir(here) as listed:
-                found = sorted(listed, key=lambda entry: entry.name)
+            with os.scandir(here) as scan:
+                listed = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
             problems.error(
                 field, f"{_quote_relative(here, top)} cannot be read: {error.strerror or type(error).__name__}"
             )
             continue
-        for entry in found:
+        for entry in listed:
             entries += 1
             where = _quote_relative(entry.path, top)
             try:
@@ -173,10 +173,10 @@ def parse_image(text: str, field: str, problems: ProblemCollector) -> str | None
     here = os.path.lexists(text)
     try:
         # A name that is also a local path is parsed as the name of a registry image, never as the path.
-        found = parse_reference(f"registry:{text}" if here else text)
+        reference = parse_reference(f"registry:{text}" if here else text)
     except UsageError:
-        found = None
-    if found is None or found.kind not in ("name", "engine", "registry"):
+        reference = None
+    if reference is None or reference.kind not in ("name", "engine", "registry"):
         problems.error(
             field,
             (
@@ -185,7 +185,7 @@ def parse_image(text: str, field: str, problems: ProblemCollector) -> str | None
             ),
         )
         return None
-    return found.name if here else text
+    return reference.name if here else text
 
 
 def parse_path(value: object, field: str, problems: ProblemCollector, *, base: str = "") -> str | None:
@@ -211,13 +211,13 @@ def parse_path(value: object, field: str, problems: ProblemCollector, *, base: s
 
 
 def parse_workdir(value: object, field: str, problems: ProblemCollector) -> str | None:
-    found = parse_path(value, field, problems)
-    if found is not None and any(found == own or found.startswith(f"{own}/") for own in (TESTS, SOLUTION, LOGS)):
+    path = parse_path(value, field, problems)
+    if path is not None and any(path == own or path.startswith(f"{own}/") for own in (TESTS, SOLUTION, LOGS)):
         problems.error(
-            field, f"{found} is reserved for tests, solutions and verdicts: choose another working directory"
+            field, f"{path} is reserved for tests, solutions and verdicts: choose another working directory"
         )
         return None
-    return found
+    return path
 
 
 def parse_env(value: object, field: str, problems: ProblemCollector) -> dict[str, str]:
@@ -228,15 +228,15 @@ def parse_env(value: object, field: str, problems: ProblemCollector) -> dict[str
         problems.error(field, "must be a table of names and strings")
         return {}
     env = {}
-    for name, given in value.items():
+    for name, item in value.items():
         if not isinstance(name, str) or not name or "=" in name or not name.isprintable() or len(name) > 200:
             problems.error(field, f"{str(name)[:80]!r} cannot be the name of a variable")
-        elif isinstance(given, bool | int | float):
-            env[name] = str(given).lower() if isinstance(given, bool) else str(given)
-        elif not isinstance(given, str) or "\0" in given:
+        elif isinstance(item, bool | int | float):
+            env[name] = str(item).lower() if isinstance(item, bool) else str(item)
+        elif not isinstance(item, str) or "\0" in item:
             problems.error(f"{field}.{name}", "must be a string without NUL")
         else:
-            env[name] = given
+            env[name] = item
     return env
 
 
@@ -253,9 +253,9 @@ def parse_user(value: object, field: str, problems: ProblemCollector) -> str | N
 def parse_name(value: object, field: str, problems: ProblemCollector) -> str | None:
     """Return a name that is also valid for a directory, or None."""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or ".." in value:
-        said = repr(value)[:80]
+        shown = repr(value)[:80]
         problems.error(
-            field, f"{said} is not a valid name: use letters, digits, '.', '_' and '-', and do not begin with '-'"
+            field, f"{shown} is not a valid name: use letters, digits, '.', '_' and '-', and do not begin with '-'"
         )
         return None
     return value

@@ -44,17 +44,17 @@ def compute_advantages(
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
-    found = np.zeros(len(rewards))
-    there = [at for at, reward in enumerate(rewards) if reward is not None]
-    for at in there:
+    advantages = np.zeros(len(rewards))
+    members = [at for at, reward in enumerate(rewards) if reward is not None]
+    for at in members:
         if not math.isfinite(rewards[at] or 0.0):
             raise BatchError(f"the reward of member {at} is {rewards[at]}: a reward is a finite number")
-    if len(there) < 2:
-        return found
-    valid = np.array([rewards[at] for at in there], dtype=np.float64)
+    if len(members) < 2:
+        return advantages
+    valid = np.array([rewards[at] for at in members], dtype=np.float64)
     same = _all_equal(valid)
     if same and (baseline != "none" or scale == "std"):
-        return found
+        return advantages
     count = len(valid)
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         centred = valid - valid.mean()
@@ -70,8 +70,8 @@ def compute_advantages(
             values = values / (most * np.sqrt(np.square(centred / most).sum() / (count - 1)))
     if not np.isfinite(values).all():
         raise BatchError(f"rewards from {valid.min()} to {valid.max()} differ too much to be compared")
-    found[there] = values
-    return found
+    advantages[members] = values
+    return advantages
 
 
 def is_informative(rewards: Sequence[float | None]) -> bool:

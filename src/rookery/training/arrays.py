@@ -26,9 +26,9 @@ Digests: TypeAlias = npt.NDArray[np.uint32]
 
 def get_offsets(lengths: Int64) -> Int64:
     """Return the start offset of each sequence, and the end of the last, from their lengths."""
-    found = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=found[1:])
-    return found
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def concatenate_ranges(first: Int64, lengths: Int64) -> Int64:
@@ -57,9 +57,9 @@ def get_token_versions(segments: Sequence[Segment], mask: Bool) -> Int32:
             f"policy versions are numbers from 0 to {MAX_VERSION}, not {named.min()} to {named.max()}"
         )
     lengths = np.array([span.end - span.start for span in spans], dtype=np.int64)
-    found = np.full(len(mask), CONTEXT, dtype=np.int32)
-    found[mask] = np.repeat(named.astype(np.int32), lengths)
-    return found
+    versions = np.full(len(mask), CONTEXT, dtype=np.int32)
+    versions[mask] = np.repeat(named.astype(np.int32), lengths)
+    return versions
 
 
 def join_extras(
@@ -69,7 +69,7 @@ def join_extras(
     if not segments:
         return {}
     names = tuple(segments[0].extras) if wanted is None else wanted
-    found: dict[str, Array] = {}
+    joined: dict[str, Array] = {}
     for segment, rollout in zip(segments, ids, strict=True):
         if wanted is None and segment.extras.keys() != set(names):
             raise BatchError(
@@ -91,8 +91,8 @@ def join_extras(
         assert layout is not None
         dtype, tokens = _dtype(name, layout), sum(len(segment) for segment in segments)
         parts = [segment.extras[name].data for segment in segments]
-        found[name] = join_buffers(parts, dtype).reshape(tokens, layout.width // dtype.itemsize)
-    return found
+        joined[name] = join_buffers(parts, dtype).reshape(tokens, layout.width // dtype.itemsize)
+    return joined
 
 
 def _dtype(name: str, extra: Extra) -> "np.dtype[Any]":
@@ -112,10 +112,10 @@ def _dtype(name: str, extra: Extra) -> "np.dtype[Any]":
 
 def spread_over_tokens(values: Float64, lengths: Int64, mask: Bool) -> Float32:
     """Return the value of each segment on its trained tokens, and 0 on all others."""
-    found: Float32 = np.repeat(values.astype(np.float32), lengths)
-    found *= mask
-    found += 0.0  # turn -0.0 into 0.0
-    return found
+    spread: Float32 = np.repeat(values.astype(np.float32), lengths)
+    spread *= mask
+    spread += 0.0  # turn -0.0 into 0.0
+    return spread
 
 
 def count_trained_tokens(mask: Bool, offsets: Int64) -> Int64:
@@ -131,15 +131,15 @@ def _as_bytes(column: Array) -> memoryview:
 
 def compute_digests(tokens: Int32, mask: Bool, logprobs: Float32, versions: Int32, offsets: Int64) -> Digests:
     """Return a CRC-32 of each segment's recorded data."""
-    found = np.zeros(len(offsets) - 1, dtype=np.uint32)
+    digests = np.zeros(len(offsets) - 1, dtype=np.uint32)
     if not len(tokens):
-        return found
+        return digests
     bounds = offsets.tolist()
     columns = [_as_bytes(one) for one in (tokens, mask, logprobs, versions)]
     sizes = [column.nbytes // len(tokens) for column in columns]
-    for at in range(len(found)):
+    for at in range(len(digests)):
         crc = 0
         for column, size in zip(columns, sizes, strict=True):
             crc = zlib.crc32(column[size * bounds[at] : size * bounds[at + 1]], crc)
-        found[at] = crc
-    return found
+        digests[at] = crc
+    return digests

@@ -98,7 +98,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
         places = concatenate_ranges(self.offsets[rows], lengths)
         return msgspec.structs.replace(
             self,
-            **self.each(lambda _, column: column[places]),
+            **self.map_columns(lambda _, column: column[places]),
             offsets=get_offsets(lengths),
             segments=self.segments.take(rows),
         )
@@ -108,7 +108,7 @@ class Batch(Columns, frozen=True, eq=False, kw_only=True):
 
         Their segments stay in place, so that indices of segments do not change, but none of their tokens
         trains. Advantages and weights are computed again over the others, as if these rollouts had failed.
-        Columns replaced with `changed`, and the weights of a part made with `select`, do not change.
+        Columns replaced with `replace_columns`, and the weights of a part made with `select`, do not change.
         """
         if not rollouts:
             return self
@@ -190,19 +190,19 @@ def _compute_baselines(
     rewards: Float64, uses: Sequence[RolloutUse], of_group: npt.NDArray[np.int32], groups: int, config: BatchConfig
 ) -> _GroupBaselines:
     """Compute advantages group by group. Leave out groups with zero advantage if the config says so."""
-    found = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
+    baselines = _GroupBaselines(np.zeros(len(rewards)), list(uses), np.zeros(groups, dtype=np.int32), [])
     bounds = np.searchsorted(of_group, np.arange(groups + 1)).tolist()
     for group in range(groups):
         rows = range(bounds[group], bounds[group + 1])
         counted = [float(rewards[at]) if uses[at] in ("train", "mask") else None for at in rows]
-        own = compute_advantages(counted, baseline=config.baseline, scale=config.scale)
-        found.advantage[rows.start : rows.stop] = own
-        found.valid[group] = sum(reward is not None for reward in counted)
-        found.kinds.append(_get_group_kind(counted))
-        if config.uninformative == "leave_out" and not own.any():
+        advantages = compute_advantages(counted, baseline=config.baseline, scale=config.scale)
+        baselines.advantage[rows.start : rows.stop] = advantages
+        baselines.valid[group] = sum(reward is not None for reward in counted)
+        baselines.kinds.append(_get_group_kind(counted))
+        if config.uninformative == "leave_out" and not advantages.any():
             for at in rows:
-                found.uses[at] = "missing" if found.uses[at] == "missing" else "leave_out"
-    return found
+                baselines.uses[at] = "missing" if baselines.uses[at] == "missing" else "leave_out"
+    return baselines
 
 
 def _get_group_kind(rewards: Sequence[float | None]) -> GroupKind:
@@ -241,7 +241,7 @@ class _BatchBuilder:
         sizes = np.array([len(group.rollouts) for group in groups], dtype=np.int64)
         self.of_group: Int64 = np.repeat(np.arange(len(groups)), sizes)
         self.uses: list[RolloutUse] = [_get_use(rollout, config) for rollout in self.records]
-        self._leave_out_groups_too_far_apart()
+        self._leave_out_incomparable_groups()
         rewards = np.array([_reward_or_nan(rollout) for rollout in self.records], dtype=np.float64)
         compared = _compute_baselines(rewards, self.uses, self.of_group.astype(np.int32), len(groups), config)
         self.advantage, self.uses = compared.advantage, compared.uses
@@ -249,7 +249,7 @@ class _BatchBuilder:
         self.trained: Int64 = np.zeros(len(self.records), dtype=np.int64)
         self.tally = dict.fromkeys(_COUNTERS, 0)
 
-    def _leave_out_groups_too_far_apart(self) -> None:
+    def _leave_out_incomparable_groups(self) -> None:
         """Leave out groups whose rewards are so far apart that floats cannot compare them."""
         row = 0
         for group in self.groups:
@@ -275,7 +275,7 @@ class _BatchBuilder:
 
     def batch(self) -> Batch:
         self._warn()
-        picked = self._picked()
+        picked = self._select_segments()
         segments = [self.records[row].segments[number] for row, number in picked]
         lengths: Int64 = np.array([len(segment) for segment in segments], dtype=np.int64)
         offsets = get_offsets(lengths)
@@ -284,7 +284,7 @@ class _BatchBuilder:
         mask = join_buffers([segment.mask for segment in segments], np.bool_)
         logprobs = join_buffers([segment.logprobs for segment in segments], "<f4")
         sampled_by = get_token_versions(segments, mask)
-        self._only_what_trains(mask, logprobs, offsets, rows)
+        self._mask_untrained(mask, logprobs, offsets, rows)
         context = ~mask
         logprobs[context] = 0.0
         sampled_by[context] = CONTEXT
@@ -336,7 +336,7 @@ class _BatchBuilder:
         counts = msgspec.structs.replace(counts, segments=len(rest.segments), tokens=len(rest))
         return msgspec.structs.replace(rest, counts=counts)
 
-    def _picked(self) -> list[tuple[int, int]]:
+    def _select_segments(self) -> list[tuple[int, int]]:
         """Return row and number of the segments in the batch, and count the tokens of the others."""
         included, picked = self.config.segments, []
         for row, (rollout, use) in enumerate(zip(self.records, self.uses, strict=True)):
@@ -380,12 +380,12 @@ class _BatchBuilder:
         logprobs = np.frombuffer(segment.logprobs, dtype="<f4")
         rows, offsets = np.array([row]), np.array([0, len(segment)])
         if len(segment):
-            self._only_what_trains(mask, logprobs, offsets, rows, dropped=True)
+            self._mask_untrained(mask, logprobs, offsets, rows, dropped=True)
         count = int(mask.sum())
         self.trained[row] += count
         self.tally["dropped_tokens"] += count
 
-    def _only_what_trains(
+    def _mask_untrained(
         self, mask: Bool, logprobs: Float32, offsets: Int64, rows: Int64, *, dropped: bool = False
     ) -> None:
         """Clear the mask of sampled tokens that do not train."""

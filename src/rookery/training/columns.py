@@ -55,12 +55,12 @@ class Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     extras: dict[str, Array]
     """Arrays by name, with one more axis than the columns."""
 
-    def each(self, change: Callable[[str, Array], Array]) -> dict[str, Any]:
+    def map_columns(self, change: Callable[[str, Array], Array]) -> dict[str, Any]:
         """Apply a function to all columns and extras. Extras are passed with an empty name, which cannot clash
         with a column."""
-        found: dict[str, Any] = {name: change(name, getattr(self, name)) for name in DTYPES}
-        found["extras"] = {name: change("", extra) for name, extra in self.extras.items()}
-        return found
+        columns: dict[str, Any] = {name: change(name, getattr(self, name)) for name in DTYPES}
+        columns["extras"] = {name: change("", extra) for name, extra in self.extras.items()}
+        return columns
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +68,6 @@ class Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         columns: list[Array] = [getattr(self, name) for name in DTYPES]
         return sum(column.nbytes for column in [*columns, *self.extras.values()])
 
-    def changed(self, **columns: Any) -> Self:
+    def replace_columns(self, **columns: Any) -> Self:
         """Return a copy with other columns, for example with a trainer's own advantages."""
         return msgspec.structs.replace(self, **columns)

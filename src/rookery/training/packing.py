@@ -94,8 +94,8 @@ class PackedBatch(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Share of positions that hold tokens; 1 if there are none."""
         lengths = self.batch.lengths
         used = [sum(int(lengths[one]) for one in row) for row in self.plan]
-        places = sum(max(self.length, tokens) for tokens in used)
-        return sum(used) / places if places else 1.0
+        positions = sum(max(self.length, tokens) for tokens in used)
+        return sum(used) / positions if positions else 1.0
 
     def split(self, ranks: int) -> "list[PackedBatch]":
         """Distribute the rows to ranks. Each gets the same number of rows; rows of padding only are added if
@@ -138,20 +138,20 @@ def pack(
         batch = batch.leave_out(dict.fromkeys(out, f"a segment is longer than a row of {length} tokens"))
         log.warning("%d rollouts are left out of the rows: %s", len(out), problem)
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free positions, row), sorted
+    free_space: list[tuple[int, int]] = []  # (free positions, row), sorted
     packed = ~np.isin(batch.segments.rollout, out)
     for one in np.argsort(-lengths, kind="stable").tolist():
         if not packed[one]:
             continue
         size = int(lengths[one])
-        at = bisect_left(room, (size, 0))
-        if at < len(room):
-            free, row = room.pop(at)
+        at = bisect_left(free_space, (size, 0))
+        if at < len(free_space):
+            free, row = free_space.pop(at)
         else:
             free, row = max(length, size), len(rows)
             rows.append([])
         rows[row].append(one)
-        insort(room, (free - size, row))
+        insort(free_space, (free - size, row))
     return PackedBatch(
         batch=batch,
         length=length,
@@ -185,21 +185,21 @@ def pad_batch(batch: Batch, *, side: Side = "right", pad: int = 0, multiple: int
     lengths, count = batch.lengths, len(batch.segments)
     width = -(-int(lengths.max(initial=0)) // multiple) * multiple
     first = np.zeros(count, dtype=np.int64) if side == "right" else width - lengths
-    places = concatenate_ranges(np.arange(count) * width + first, lengths)
+    targets = concatenate_ranges(np.arange(count) * width + first, lengths)
 
     def put(name: str, column: Array) -> Array:
         fill = pad if name == "tokens" else EMPTY.get(name, 0)
-        found = np.full((count * width, *column.shape[1:]), fill, dtype=column.dtype)
-        found[places] = column
-        return found.reshape(count, width, *column.shape[1:])
+        padded = np.full((count * width, *column.shape[1:]), fill, dtype=column.dtype)
+        padded[targets] = column
+        return padded.reshape(count, width, *column.shape[1:])
 
-    there = np.zeros(count * width, dtype=np.bool_)
-    there[places] = True
+    holds_token = np.zeros(count * width, dtype=np.bool_)
+    holds_token[targets] = True
     positions = np.zeros(count * width, dtype=np.int64)
-    positions[places] = concatenate_ranges(np.zeros(count, dtype=np.int64), lengths)
+    positions[targets] = concatenate_ranges(np.zeros(count, dtype=np.int64), lengths)
     return PaddedBatch(
-        **batch.each(put),
-        attention_mask=there.reshape(count, width),
+        **batch.map_columns(put),
+        attention_mask=holds_token.reshape(count, width),
         position_ids=positions.reshape(count, width),
         segments=np.arange(count),
     )
@@ -211,17 +211,17 @@ def _make_row(batch: Batch, plan: Sequence[int], length: int, pad: int | None) -
     tokens = int(lengths.sum())
     # An empty row also needs a position, because it passes through the model while other ranks have rows.
     padding = max(0, length - tokens) if pad is not None else int(not tokens)
-    places = concatenate_ranges(batch.offsets[segments], lengths)
+    sources = concatenate_ranges(batch.offsets[segments], lengths)
 
     def put(name: str, column: Array) -> Array:
         fill: Any = (pad or 0) if name == "tokens" else EMPTY.get(name, 0)
-        found = np.full((tokens + padding, *column.shape[1:]), fill, dtype=column.dtype)
-        found[:tokens] = column[places]
-        return found
+        filled = np.full((tokens + padding, *column.shape[1:]), fill, dtype=column.dtype)
+        filled[:tokens] = column[sources]
+        return filled
 
     documents = np.append(lengths, padding) if padding else lengths
     return PackedRow(
-        **batch.each(put),
+        **batch.map_columns(put),
         position_ids=concatenate_ranges(np.zeros(len(documents), dtype=np.int64), documents),
         cu_seqlens=get_offsets(documents).astype(np.int32),
         seq_idx=np.repeat(np.arange(len(documents), dtype=np.int32), documents),

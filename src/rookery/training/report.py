@@ -152,17 +152,17 @@ def build_report(
     `environment` is their name, or a function that returns it for each group. `current` is the current policy
     version; the default is the newest version seen.
     """
-    given = list(groups)
-    records = [rollout for group in given for rollout in group.rollouts]
+    all_groups = list(groups)
+    records = [rollout for group in all_groups for rollout in group.rollouts]
     valid = [rollout for rollout in records if rollout.valid]
     lost = [rollout for rollout in records if not rollout.valid]
-    kinds = Counter(_get_group_kind(group) for group in given)
-    there, gone = _get_durations(valid), _get_durations(lost)
+    kinds = Counter(_get_group_kind(group) for group in all_groups)
+    valid_durations, missing_durations = _get_durations(valid), _get_durations(lost)
     estimate = RewardEstimate()
     for rollout in valid:
         estimate.add(rollout.task, rollout.reward or 0.0)
     return GroupReport(
-        groups=len(given),
+        groups=len(all_groups),
         informative=kinds["informative"],
         uniform=kinds["uniform"],
         short=kinds["short"],
@@ -176,11 +176,11 @@ def build_report(
         truncated=_count_truncated(valid),
         missing=_count_missing(lost, len(records)),
         retried=_count_retried(valid),
-        environments=_count_environments(given, environment),
-        valid_seconds=get_distribution(there),
-        missing_seconds=get_distribution(gone),
-        longer=_chance_missing_longer(gone, there),
-        by_duration=_make_duration_bands(there, gone),
+        environments=_count_environments(all_groups, environment),
+        valid_seconds=get_distribution(valid_durations),
+        missing_seconds=get_distribution(missing_durations),
+        longer=_chance_missing_longer(missing_durations, valid_durations),
+        by_duration=_make_duration_bands(valid_durations, missing_durations),
         staleness=_measure_staleness(valid, current),
         metrics=_summarize_metrics(valid),
     )
@@ -243,99 +243,99 @@ def _get_durations(rollouts: list[Rollout]) -> npt.NDArray[np.float64]:
 
 
 def _count_missing(lost: list[Rollout], rollouts: int) -> dict[str, MissingByCause]:
-    found: dict[tuple[str, str], list[Rollout]] = {}
+    by_cause: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in lost:
-        found.setdefault(_get_cause(rollout), []).append(rollout)
+        by_cause.setdefault(_get_cause(rollout), []).append(rollout)
     return {
         cause: MissingByCause(
             fault=fault,
-            rollouts=len(some),
-            share=len(some) / rollouts,
-            seconds=get_distribution(_get_durations(some)),
+            rollouts=len(members),
+            share=len(members) / rollouts,
+            seconds=get_distribution(_get_durations(members)),
         )
-        for (cause, fault), some in sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        for (cause, fault), members in sorted(by_cause.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     }
 
 
 def _count_retried(valid: list[Rollout]) -> dict[str, int]:
-    found = Counter(
+    labels = Counter(
         label(attempt.outcome)
         for rollout in valid
         for attempt in rollout.attempts[:-1]
         if isinstance(attempt.outcome, Failed)
     )
-    return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
+    return dict(sorted(labels.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _count_truncated(valid: list[Rollout]) -> dict[str, TruncatedRollouts]:
-    found: dict[str, list[float]] = {}
+    by_reason: dict[str, list[float]] = {}
     for rollout in valid:
         if isinstance(rollout.outcome, Truncated):
-            found.setdefault(rollout.outcome.reason, []).append(rollout.reward or 0.0)
+            by_reason.setdefault(rollout.outcome.reason, []).append(rollout.reward or 0.0)
     return {
         reason: TruncatedRollouts(
             rollouts=len(rewards), share=len(rewards) / len(valid), reward=float(np.mean(rewards))
         )
-        for reason, rewards in sorted(found.items())
+        for reason, rewards in sorted(by_reason.items())
     }
 
 
 def _count_environments(
     groups: list[Group], environment: str | Callable[[Group], str]
 ) -> dict[str, EnvironmentCounts]:
-    found: dict[str, list[Rollout]] = {}
+    by_name: dict[str, list[Rollout]] = {}
     for group in groups:
         name = environment if isinstance(environment, str) else environment(group)
-        found.setdefault(name, []).extend(group.rollouts)
-    places = {}
-    for name, rollouts in sorted(found.items()):
+        by_name.setdefault(name, []).extend(group.rollouts)
+    counts = {}
+    for name, rollouts in sorted(by_name.items()):
         causes = Counter(_get_cause(rollout)[0] for rollout in rollouts if not rollout.valid)
-        gone = causes.total()
-        share = gone / len(rollouts) if rollouts else 0.0
-        places[name] = EnvironmentCounts(
-            rollouts=len(rollouts), missing=gone, share=share, causes=dict(causes.most_common())
+        missing = causes.total()
+        share = missing / len(rollouts) if rollouts else 0.0
+        counts[name] = EnvironmentCounts(
+            rollouts=len(rollouts), missing=missing, share=share, causes=dict(causes.most_common())
         )
-    return places
+    return counts
 
 
-def _chance_missing_longer(gone: npt.NDArray[np.float64], there: npt.NDArray[np.float64]) -> float | None:
+def _chance_missing_longer(missing: npt.NDArray[np.float64], valid: npt.NDArray[np.float64]) -> float | None:
     """Return the probability by the Mann-Whitney U statistic; ties count half."""
-    if not len(gone) or not len(there):
+    if not len(missing) or not len(valid):
         return None
-    ordered = np.sort(there)
-    below = np.searchsorted(ordered, gone, side="left")
-    ties = np.searchsorted(ordered, gone, side="right") - below
-    return float((below + ties / 2).mean() / len(there))
+    ordered = np.sort(valid)
+    below = np.searchsorted(ordered, missing, side="left")
+    ties = np.searchsorted(ordered, missing, side="right") - below
+    return float((below + ties / 2).mean() / len(valid))
 
 
 def _make_duration_bands(
-    there: npt.NDArray[np.float64], gone: npt.NDArray[np.float64]
+    valid: npt.NDArray[np.float64], missing_times: npt.NDArray[np.float64]
 ) -> tuple[DurationBand, ...]:
     """Return quarters of all rollouts by duration, with the share of missing ones in each."""
-    together = np.concatenate([there, gone])
-    if not len(together):
+    durations = np.concatenate([valid, missing_times])
+    if not len(durations):
         return ()
-    bounds = np.unique(np.quantile(together, [0.25, 0.5, 0.75, 1.0]))
-    of_there, of_gone = np.searchsorted(bounds, there), np.searchsorted(bounds, gone)
-    found = []
+    bounds = np.unique(np.quantile(durations, [0.25, 0.5, 0.75, 1.0]))
+    valid_bands, missing_bands = np.searchsorted(bounds, valid), np.searchsorted(bounds, missing_times)
+    bands = []
     for at, bound in enumerate(bounds.tolist()):
-        missing = int((of_gone == at).sum())
-        rollouts = missing + int((of_there == at).sum())
+        missing = int((missing_bands == at).sum())
+        rollouts = missing + int((valid_bands == at).sum())
         if rollouts:
-            found.append(DurationBand(upto=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
-    return tuple(found)
+            bands.append(DurationBand(upto=bound, rollouts=rollouts, missing=missing, share=missing / rollouts))
+    return tuple(bands)
 
 
 def _measure_staleness(valid: list[Rollout], current: int | None) -> Staleness | None:
     tokens: Counter[int] = Counter()
     mixed = 0
     for rollout in valid:
-        own = Counter[int]()
+        by_version = Counter[int]()
         for segment in rollout.segments:
             for span in segment.versions:
-                own[span.version] += span.end - span.start
-        tokens += own
-        mixed += len(own) > 1
+                by_version[span.version] += span.end - span.start
+        tokens += by_version
+        mixed += len(by_version) > 1
     if not tokens:
         return None
     now = max(tokens) if current is None else current
@@ -350,63 +350,63 @@ def _measure_staleness(valid: list[Rollout], current: int | None) -> Staleness |
 
 
 def _summarize_metrics(valid: list[Rollout]) -> dict[str, Distribution]:
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for rollout in valid:
         for name, value in rollout.metrics.items():
             if np.isfinite(value):
-                found.setdefault(name, []).append(value)
-    return {name: get_distribution(values) for name, values in sorted(found.items())}
+                by_name.setdefault(name, []).append(value)
+    return {name: get_distribution(values) for name, values in sorted(by_name.items())}
 
 
-def _format_report(found: GroupReport) -> list[str]:
+def _format_report(report: GroupReport) -> list[str]:
     lines = [
         (
-            f"groups    {found.groups}: {found.informative} informative, {found.uniform} uniform, "
-            f"{found.short} with one valid rollout, {found.failed} with none"
+            f"groups    {report.groups}: {report.informative} informative, {report.uniform} uniform, "
+            f"{report.short} with one valid rollout, {report.failed} with none"
         ),
         (
-            f"rollouts  {found.rollouts}: {found.valid} valid, mean reward "
-            f"{found.reward:.3f}{_format_error(found.standard_error)}"
+            f"rollouts  {report.rollouts}: {report.valid} valid, mean reward "
+            f"{report.reward:.3f}{_format_error(report.standard_error)}"
         ),
     ]
-    for name, one in found.per_task.items():
+    for name, one in report.per_task.items():
         if one.mean is not None:
             left_out = f", {one.tasks_left_out} left out" if one.tasks_left_out else ""
             lines.append(
                 f"{name:<9} {one.mean:.3f}{_format_error(one.standard_error)}, over {one.tasks} tasks{left_out}"
             )
-    for reason, part in found.truncated.items():
+    for reason, part in report.truncated.items():
         lines.append(
             f"truncated {reason}: {part.rollouts} ({part.share:.1%} of valid), mean reward {part.reward:.3f}"
         )
-    for cause, part_missing in list(found.missing.items())[:MAX_LINES]:
+    for cause, part_missing in list(report.missing.items())[:MAX_LINES]:
         lines.append(
             f"missing   {cause} ({part_missing.fault}): {part_missing.rollouts} ({part_missing.share:.1%}), "
             f"{_format_distribution(part_missing.seconds)}"
         )
-    rest = list(found.missing.values())[MAX_LINES:]
+    rest = list(report.missing.values())[MAX_LINES:]
     if rest:
         lines.append(f"missing   {sum(one.rollouts for one in rest)} of {len(rest)} more causes")
-    lines += [f"retried   {cause}: {count} attempts" for cause, count in list(found.retried.items())[:MAX_LINES]]
-    if found.missing:
+    lines += [f"retried   {cause}: {count} attempts" for cause, count in list(report.retried.items())[:MAX_LINES]]
+    if report.missing:
         lines += [
-            f"missing   in {name}: {place.missing} of {place.rollouts} ({place.share:.1%})"
-            for name, place in list(found.environments.items())[:MAX_LINES]
+            f"missing   in {name}: {counts.missing} of {counts.rollouts} ({counts.share:.1%})"
+            for name, counts in list(report.environments.items())[:MAX_LINES]
             if name
         ]
         lines.append(
-            f"duration  valid {_format_distribution(found.valid_seconds)}; "
-            f"missing {_format_distribution(found.missing_seconds)}"
+            f"duration  valid {_format_distribution(report.valid_seconds)}; "
+            f"missing {_format_distribution(report.missing_seconds)}"
         )
-        bands = ", ".join(f"{band.share:.1%} up to {band.upto:.3g} s" for band in found.by_duration)
+        bands = ", ".join(f"{band.share:.1%} up to {band.upto:.3g} s" for band in report.by_duration)
         lines.append(f"duration  missing by quarter: {bands}")
-    if found.longer is not None:
+    if report.longer is not None:
         lines.append(
-            f"duration  a missing rollout took longer than a valid one with chance {found.longer:.2f} "
+            f"duration  a missing rollout took longer than a valid one with chance {report.longer:.2f} "
             "(0.50: duration has nothing to do with it)"
         )
-    if found.staleness is not None:
-        stale = found.staleness
+    if report.staleness is not None:
+        stale = report.staleness
         lines.append(
             f"versions  {stale.mean:.2f} behind {stale.current} on average, {stale.most} at most; "
             f"{stale.mixed} rollouts of more than one"

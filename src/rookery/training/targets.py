@@ -36,9 +36,9 @@ def make_targets(form: PackedRow | PaddedBatch) -> Targets:
     """Shift all columns by one position to the left, to align them with the logits."""
 
     def moved(name: str, column: Array) -> Array:
-        found = np.full(column.shape, EMPTY[name], dtype=column.dtype)
-        found[..., :-1] = column[..., 1:]
-        return found
+        shifted = np.full(column.shape, EMPTY[name], dtype=column.dtype)
+        shifted[..., :-1] = column[..., 1:]
+        return shifted
 
     # The first token of a sequence never trains, so no value crosses a sequence boundary.
     columns: dict[str, Any] = {name: moved(name, getattr(form, name)) for name in EMPTY}
@@ -52,5 +52,5 @@ def make_attention_mask(seq_idx: Int32) -> Bool:
 
     For attention implementations that take a mask and do not know sequence boundaries. Its size is quadratic.
     """
-    places = np.arange(len(seq_idx))
-    return np.asarray((seq_idx[:, None] == seq_idx[None, :]) & (places[:, None] >= places[None, :]))
+    positions = np.arange(len(seq_idx))
+    return np.asarray((seq_idx[:, None] == seq_idx[None, :]) & (positions[:, None] >= positions[None, :]))

@@ -96,7 +96,7 @@ async def test_a_directory_removed_from_the_cache_fails_before_anything_is_creat
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     cache = TaskCache().open()
-    there = cache.once("k", lambda folder: None, "it")
+    there = cache.get_or_create("k", lambda folder: None, "it")
     sandbox = await open_sandbox(LOCAL)
     await prepare(sandbox, msgspec.structs.replace(small_task(tmp_path), folder=str(there)), timeout=60)
     gone = msgspec.structs.replace(small_task(tmp_path), folder=str(cache.content / "gone"))

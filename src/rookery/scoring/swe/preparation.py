@@ -253,9 +253,9 @@ async def _begin_step(sandbox: Sandbox, task: SweTask, step: SweStep, deadline: 
 async def _run_setup(sandbox: Sandbox, task: SweTask, step: SweStep, deadline: Deadline) -> None:
     # The script may reveal what was broken for the task, so it is neither on a command line nor in a file that
     # stays.
-    place = f"/tmp/{secrets.token_hex(8)}.sh"  # noqa: S108  (inside the sandbox)
-    await _upload(sandbox, task, step.setup, place, deadline)
-    result = await run_script(sandbox, _RUN_SCRIPT, place, deadline=deadline, cwd=task.workdir, env=task.env)
+    script_path = f"/tmp/{secrets.token_hex(8)}.sh"  # noqa: S108  (inside the sandbox)
+    await _upload(sandbox, task, step.setup, script_path, deadline)
+    result = await run_script(sandbox, _RUN_SCRIPT, script_path, deadline=deadline, cwd=task.workdir, env=task.env)
     if not result.ok:
         what = f" of step {step.name!r}" if step.name else ""
         raise TaskError(f"task {task.id}: its setup{what} failed: {describe_result(result)}", cause="task.setup")

@@ -76,7 +76,7 @@ class ProgramLauncher:
         self._program = program
         self._wall = wall
         self._process: Process | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._serve_task: asyncio.Task[None] | None = None
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._gate = asyncio.Semaphore(MAX_CALLS)
 
@@ -84,13 +84,13 @@ class ProgramLauncher:
         self._process = await self._sandbox.start(
             Command(argv=("sh", "-c", LISTEN_SCRIPT), user=self._grader, cwd="/", wall=self._wall + TIMED_OUT)
         )
-        self._serving = asyncio.create_task(self._serve(self._process))
+        self._serve_task = asyncio.create_task(self._serve(self._process))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [task for task in (self._serving, *self._calls.values()) if task is not None]
+        tasks = [task for task in (self._serve_task, *self._calls.values()) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -106,43 +106,45 @@ class ProgramLauncher:
             *lines, rest = (rest + data).split(b"\n")
             rest = rest[-200:]
             for line in lines:
-                self._asked(line.decode("ascii", "replace"))
+                self._handle_line(line.decode("ascii", "replace"))
 
-    def _asked(self, line: str) -> None:
-        what, _, name = line.partition(" ")
+    def _handle_line(self, line: str) -> None:
+        action, _, name = line.partition(" ")
         if not _NAME.fullmatch(name):
             return
-        if what == "end" and (call := self._calls.get(name)) is not None:
+        if action == "end" and (call := self._calls.get(name)) is not None:
             call.cancel()
-        elif what == "run" and name not in self._calls:
-            task = asyncio.create_task(self._call(name))
+        elif action == "run" and name not in self._calls:
+            task = asyncio.create_task(self._serve_call(name))
             self._calls[name] = task
-            task.add_done_callback(lambda done: self._over(name, done))
+            task.add_done_callback(lambda done: self._on_call_done(name, done))
 
-    def _over(self, name: str, task: "asyncio.Task[None]") -> None:
+    def _on_call_done(self, name: str, task: "asyncio.Task[None]") -> None:
         self._calls.pop(name, None)
         if not task.cancelled():
             task.exception()  # a lost sandbox also ends the script, which reports it
 
-    async def _call(self, name: str) -> None:
+    async def _serve_call(self, name: str) -> None:
         async with self._gate:
             try:
-                result = await self._ran(name)
+                result = await self._run_program(name)
             except (OSError, ValueError) as error:
                 text = f"run: cannot run the program: {describe(error)}\n".encode()
                 result = ExecResult(status="exited", exit_code=CANNOT_RUN, stderr=text)
             if result.status == "lost":
                 raise SandboxError(f"sandbox {self._sandbox.id} was lost while it ran a program")
-            said = result.stderr
+            stderr = result.stderr
             if result.stdout_dropped or result.stderr_dropped:
-                said += f"run: {result.stdout_dropped + result.stderr_dropped} bytes of output dropped\n".encode()
+                stderr += (
+                    f"run: {result.stdout_dropped + result.stderr_dropped} bytes of output dropped\n".encode()
+                )
             elif result.detail:
-                said += f"run: {result.detail}\n".encode("utf-8", "replace")
-            if said:
-                await self._answer(name, "stderr", "", said)
-            await self._answer(name, "stdout", str(_exit_code(result)), result.stdout)
+                stderr += f"run: {result.detail}\n".encode("utf-8", "replace")
+            if stderr:
+                await self._write_reply(name, "stderr", "", stderr)
+            await self._write_reply(name, "stdout", str(_exit_code(result)), result.stdout)
 
-    async def _ran(self, name: str) -> ExecResult:
+    async def _run_program(self, name: str) -> ExecResult:
         folder = f"{GRADER_HOME}/calls/{name}"
         parts = (await self._sandbox.read(f"{folder}/argv", limit=MAX_INPUT)).split(b"\0")[:-1]
         stdin = await self._sandbox.read(f"{folder}/stdin", limit=MAX_INPUT)
@@ -153,10 +155,10 @@ class ProgramLauncher:
         command = Command(argv=tuple(argv), stdin=stdin, cwd=cwd, user=self._program, wall=wall, output=MAX_OUTPUT)
         return await exec_with_deadline(self._sandbox, command)
 
-    async def _answer(self, name: str, what: str, code: str, data: bytes) -> None:
+    async def _write_reply(self, name: str, stream_name: str, code: str, data: bytes) -> None:
         # Runs as the grader's user: files written from outside would belong to the sandbox's default user.
         command = Command(
-            argv=("sh", "-c", _REPLY_SCRIPT, "sh", name, what, code),
+            argv=("sh", "-c", _REPLY_SCRIPT, "sh", name, stream_name, code),
             stdin=data,
             user=self._grader,
             cwd="/",

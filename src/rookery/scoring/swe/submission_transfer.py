@@ -92,38 +92,38 @@ async def collect_changes(
     deadline: Deadline,
 ) -> SubmissionFiles:
     """Copy changes below `tops` into the host directory `into`. Changes in `back` are left out."""
-    held = sorted(path for path in changes if is_below(path, tops) and path not in back)
-    if len(held) > MAX_ENTRIES:
-        raise UngradableSubmission(f"it changed {len(held)} files, more than {MAX_ENTRIES}")
+    changed_paths = sorted(path for path in changes if is_below(path, tops) and path not in back)
+    if len(changed_paths) > MAX_ENTRIES:
+        raise UngradableSubmission(f"it changed {len(changed_paths)} files, more than {MAX_ENTRIES}")
     # A directory that contains excluded paths stays.
-    firm = _parent_directories(back)
-    removed = [path for path in held if changes[path] == "removed" and path not in firm]
-    there = [path for path in held if changes[path] != "removed"]
-    left = _ByteBudget(MAX_BYTES)
+    kept_directories = _parent_directories(back)
+    removed = [path for path in changed_paths if changes[path] == "removed" and path not in kept_directories]
+    present = [path for path in changed_paths if changes[path] != "removed"]
+    budget = _ByteBudget(MAX_BYTES)
     gate = asyncio.Semaphore(MAX_DOWNLOADS)
     tree = into / "tree"
     tree.mkdir()
     parents = _parent_directories(changes)
 
-    async def one(path: str) -> str:
+    async def download(path: str) -> str:
         # A changed path with other changes below it is a directory. Reading tells whether others are.
         if path in parents:
             return "folder"
         async with gate:
-            return await _download_file(sandbox, path, tree, left, deadline)
+            return await _download_file(sandbox, path, tree, budget, deadline)
 
-    kinds = dict(zip(there, await _gather([one(path) for path in there]), strict=True))
+    kinds = dict(zip(present, await _gather([download(path) for path in present]), strict=True))
     for path, kind in kinds.items():
         if kind == "folder":
             _host_path(tree, path).mkdir(parents=True, exist_ok=True)
-    odd = [path for path, kind in kinds.items() if kind == "odd" and path not in firm]
+    odd = [path for path, kind in kinds.items() if kind == "odd" and path not in kept_directories]
     folders = [path for path, kind in kinds.items() if kind == "folder"]
     seen = await _inspect(sandbox, [*odd, *folders], deadline)
     apply_modes(tree, {path: seen[path][1:] for path in folders if seen.get(path, "").startswith("d")})
     for path in odd:  # links come last, so that nothing is written through one
         if seen.get(path, "").startswith("l") and _make_link(tree, path, seen[path][1:]):
             kinds[path] = "link"
-    fixed = firm | {top.rstrip("/") for top in tops}
+    fixed = kept_directories | {top.rstrip("/") for top in tops}
     removed = [path for path in removed if path not in fixed]
     return SubmissionFiles(
         tree=tree,
@@ -135,19 +135,19 @@ async def collect_changes(
             if kind in ("file", "link") and changes[path] == "changed" and path not in fixed
         ),
         left_out=sum(kind in ("odd", "gone") for kind in kinds.values()),
-        size=MAX_BYTES - left.left,
+        size=MAX_BYTES - budget.left,
     )
 
 
-async def install(sandbox: Sandbox, taken: SubmissionFiles, tops: Collection[str], deadline: Deadline) -> None:
+async def install(sandbox: Sandbox, files: SubmissionFiles, tops: Collection[str], deadline: Deadline) -> None:
     """Install a submission in a sandbox in the state that it was compared with. The sandbox's default user owns
     the files."""
-    marks = [f"-{path}" for path in (*taken.removed, *taken.replaced)] + [f"={path}" for path in taken.folders]
-    passed = _intermediate_directories(taken)
+    marks = [f"-{path}" for path in (*files.removed, *files.replaced)] + [f"={path}" for path in files.folders]
+    passed = _intermediate_directories(files)
     cleared = await _run_for_each(sandbox, _CLEAR_SCRIPT, [*marks, *(f"?{path}" for path in passed)], deadline)
     if not cleared.ok:
         raise UngradableSubmission(f"cannot remove the files that it replaces: {describe_result(cleared)}")
-    await _upload_tree(sandbox, taken, tops, _parse_inspection(cleared, passed), deadline)
+    await _upload_tree(sandbox, files, tops, _parse_inspection(cleared, passed), deadline)
 
 
 async def collect_directories(
@@ -158,9 +158,9 @@ async def collect_directories(
     tree.mkdir()
     for top in sorted(tops):
         try:
-            place = _host_path(tree, top)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            await sandbox.download(top, place, limit=MAX_BYTES, timeout=deadline.remaining())
+            local = _host_path(tree, top)
+            local.parent.mkdir(parents=True, exist_ok=True)
+            await sandbox.download(top, local, limit=MAX_BYTES, timeout=deadline.remaining())
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise UngradableSubmission(f"{top} contains more than {MAX_BYTES} bytes") from error
@@ -187,41 +187,49 @@ async def revert(
     if replaced:
         await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"-{path}" for path in sorted(replaced)], deadline)
         remove = {path for path in remove if not is_below(path, replaced)}
-    taken = await collect_changes(pristine, dict.fromkeys(restore, "changed"), ("/",), (), into, deadline)
+    files = await collect_changes(pristine, dict.fromkeys(restore, "changed"), ("/",), (), into, deadline)
     for path in remove:
-        place = _host_path(taken.tree, path)
-        if not any(above.is_symlink() for above in place.parents if above.is_relative_to(taken.tree)):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if not place.exists() and path not in _parent_directories(remove):
-                place.touch(0o600)
+        local = _host_path(files.tree, path)
+        if not any(above.is_symlink() for above in local.parents if above.is_relative_to(files.tree)):
+            local.parent.mkdir(parents=True, exist_ok=True)
+            if not local.exists() and path not in _parent_directories(remove):
+                local.touch(0o600)
     tops = {f"/{path.split('/')[1]}" for path in (*remove, *restore)}
     await _upload_tree(
-        sandbox, taken, tops, await _inspect(pristine, _intermediate_directories(taken), deadline), deadline
+        sandbox,
+        files,
+        tops,
+        await _inspect(pristine, _intermediate_directories(files), deadline),
+        deadline,
     )
     if remove:
         await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"-{path}" for path in remove], deadline)
 
 
-def _intermediate_directories(taken: SubmissionFiles) -> list[str]:
+def _intermediate_directories(files: SubmissionFiles) -> list[str]:
     """Return the directories on the path to collected files that are not themselves part of the submission."""
-    found = (f"/{folder.relative_to(taken.tree)}" for folder in _walk_directories(taken.tree))
-    return [path for path in found if path not in taken.folders][:MAX_INSPECTED]
+    found = (f"/{folder.relative_to(files.tree)}" for folder in _walk_directories(files.tree))
+    return [path for path in found if path not in files.folders][:MAX_INSPECTED]
 
 
 async def _upload_tree(
-    sandbox: Sandbox, taken: SubmissionFiles, tops: Collection[str], seen: Mapping[str, str], deadline: Deadline
+    sandbox: Sandbox,
+    files: SubmissionFiles,
+    tops: Collection[str],
+    seen: Mapping[str, str],
+    deadline: Deadline,
 ) -> None:
     """Upload the tree, one top-level directory at a time. Intermediate directories keep their modes."""
-    apply_modes(taken.tree, {path: said[1:] for path, said in seen.items() if said.startswith("d")})
+    apply_modes(files.tree, {path: state[1:] for path, state in seen.items() if state.startswith("d")})
     for top in sorted(tops):
-        source = _host_path(taken.tree, top)
+        source = _host_path(files.tree, top)
         if source.is_symlink() or not source.exists():  # `upload` refuses links
             continue
         try:
-            await sandbox.upload(source, top, inside=taken.tree.parent, timeout=deadline.remaining())
+            await sandbox.upload(source, top, inside=files.tree.parent, timeout=deadline.remaining())
         except TimeoutError as error:
-            if taken.size > LARGE_SUBMISSION:
-                raise UngradableSubmission(f"its {taken.size} bytes could not be copied in time") from error
+            if files.size > LARGE_SUBMISSION:
+                raise UngradableSubmission(f"its {files.size} bytes could not be copied in time") from error
             raise SandboxError("the submission could not be copied in time", cause="scoring.timeout") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -239,7 +247,7 @@ class _ByteBudget:
 async def _gather(work: list[Coroutine[Any, Any, str]]) -> list[str]:
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(job) for job in work]
     except BaseExceptionGroup as error:
         raise unwrap_group(error) from error
     return [task.result() for task in tasks]
@@ -254,13 +262,13 @@ def _parent_directories(paths: Iterable[str]) -> set[str]:
     return found
 
 
-async def _download_file(sandbox: Sandbox, path: str, tree: Path, room: _ByteBudget, deadline: Deadline) -> str:
+async def _download_file(sandbox: Sandbox, path: str, tree: Path, budget: _ByteBudget, deadline: Deadline) -> str:
     if deadline.expired:
         raise UngradableSubmission("it could not be read in time")
-    place = _host_path(tree, path)
+    local = _host_path(tree, path)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        await sandbox.download(path, place, limit=max(0, room.left), timeout=deadline.remaining())
+        local.parent.mkdir(parents=True, exist_ok=True)
+        await sandbox.download(path, local, limit=max(0, budget.left), timeout=deadline.remaining())
     except TimeoutError as error:
         raise UngradableSubmission("it could not be read in time") from error
     except (NotADirectoryError, FileNotFoundError, FileExistsError):
@@ -273,53 +281,55 @@ async def _download_file(sandbox: Sandbox, path: str, tree: Path, room: _ByteBud
         if error.errno in (errno.ENAMETOOLONG, errno.ENOSPC):
             raise UngradableSubmission(f"it cannot be stored on this machine: {describe(error)}") from error
         raise SandboxError(f"cannot read {path!r:.200} from the sandbox: {describe(error)}") from error
-    if place.is_dir():
+    if local.is_dir():
         # The list of changes names its content. What was created since then is ignored.
-        await asyncio.to_thread(shutil.rmtree, place)
-        place.mkdir()
+        await asyncio.to_thread(shutil.rmtree, local)
+        local.mkdir()
         return "folder"
-    room.left -= place.lstat().st_size
+    budget.left -= local.lstat().st_size
     return "file"
 
 
 async def _inspect(sandbox: Sandbox, paths: list[str], deadline: Deadline) -> dict[str, str]:
     if not paths:
         return {}
-    asked = paths[:MAX_INSPECTED]
+    inspected = paths[:MAX_INSPECTED]
     return _parse_inspection(
-        await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"?{path}" for path in asked], deadline), asked
+        await _run_for_each(sandbox, _CLEAR_SCRIPT, [f"?{path}" for path in inspected], deadline), inspected
     )
 
 
 def _parse_inspection(result: ExecResult, paths: Collection[str]) -> dict[str, str]:
     parts = result.stdout.decode("utf-8", "surrogateescape").split("\0")
     wanted = set(paths)
-    return {path: said for path, said in zip(parts[::2], parts[1::2], strict=False) if path in wanted and said[1:]}
+    return {
+        path: state for path, state in zip(parts[::2], parts[1::2], strict=False) if path in wanted and state[1:]
+    }
 
 
 def apply_modes(tree: Path, modes: Mapping[str, str]) -> None:
     """Set the modes of directories in a host tree to those reported by a sandbox."""
     for path, mode in modes.items():
-        place = _host_path(tree, path)
-        if mode.isdigit() and set(mode) <= set("01234567") and place.is_dir() and not place.is_symlink():
-            place.chmod(int(mode[-4:], 8) & 0o777 | 0o700)
+        local = _host_path(tree, path)
+        if mode.isdigit() and set(mode) <= set("01234567") and local.is_dir() and not local.is_symlink():
+            local.chmod(int(mode[-4:], 8) & 0o777 | 0o700)
 
 
 def _walk_directories(tree: Path) -> Iterator[Path]:
     for folder, names, _ in os.walk(tree):
         for name in names:
-            place = Path(folder, name)
-            if not place.is_symlink():
-                yield place
+            local = Path(folder, name)
+            if not local.is_symlink():
+                yield local
 
 
 def _make_link(tree: Path, path: str, target: str) -> bool:
-    place = _host_path(tree, path)
-    if any(above.is_symlink() for above in place.parents if above.is_relative_to(tree)):
+    local = _host_path(tree, path)
+    if any(above.is_symlink() for above in local.parents if above.is_relative_to(tree)):
         return False
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(target)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        local.symlink_to(target)
     except OSError:
         return False
     return True

@@ -237,20 +237,24 @@ def get_solution_command(task: SweTask, step: SweStep) -> tuple[str, ...]:
 
 
 def _get_script_command(task: SweTask, parts: tuple[FileMapping, ...], top: str, script: str) -> tuple[str, ...]:
-    place = f"{top}/{script}"
+    script_path = f"{top}/{script}"
     for part in parts:
         here = Path(part.source) / script if part.target.rstrip("/") == top else Path(part.source)
-        if part.target != place and part.target.rstrip("/") != top:
+        if part.target != script_path and part.target.rstrip("/") != top:
             continue
         try:
             first = read_inside(Path(task.folder), here, 200).partition(b"\n")[0]
         except OSError:
             continue
-        said = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else ["sh"]
-        name = next((Path(word).name for word in reversed(said) if not word.startswith("-")), "sh")
+        interpreter = shlex.split(first[2:].decode("utf-8", "replace")) if first.startswith(b"#!") else ["sh"]
+        name = next((Path(word).name for word in reversed(interpreter) if not word.startswith("-")), "sh")
         if name == "bash":
-            return ("bash", "--noprofile", "--norc", place)
-        return ("sh", place) if name in ("sh", "dash", "ash") or not first.startswith(b"#!") else (*said, place)
+            return ("bash", "--noprofile", "--norc", script_path)
+        return (
+            ("sh", script_path)
+            if name in ("sh", "dash", "ash") or not first.startswith(b"#!")
+            else (*interpreter, script_path)
+        )
     raise TaskError(f"task {task.id}: no file {script!r:.200} among the files for {top}", cause="task.invalid")
 
 

@@ -32,16 +32,16 @@ def get_tasks(env: Environment, tasks: Iterable[Task | dict[str, Any] | str] | N
 
 def make_rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
     """Return a row for each valid task: `prompt`, as messages that carry the ID, and the ID."""
-    found = []
+    rows = []
     for task in tasks:
         if task.invalid:
             log.warning("task %s is invalid and is not in the dataset: %s", task.id, task.invalid)
             continue
         messages = [{"role": message.role, "content": message.text, TASK_KEY: task.id} for message in task.prompt]
-        found.append(
+        rows.append(
             {"prompt": messages or [{"role": "user", "content": "", TASK_KEY: task.id}], TASK_KEY: task.id}
         )
-    return found
+    return rows
 
 
 def dataset(tasks: Iterable[Task | dict[str, Any] | str]) -> Any:

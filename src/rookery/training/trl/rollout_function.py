@@ -95,7 +95,7 @@ class _EngineHolder:
         if engine is not None:
             engine.__exit__(None, None, None)
 
-    def let_go(self) -> None:
+    def close_in_thread(self) -> None:
         """Close in a new thread: garbage collection may run in the engine's own thread, which would deadlock."""
         if self.engine is not None:
             threading.Thread(target=self.close, name="rookery-trl-close").start()
@@ -148,9 +148,9 @@ class RolloutFunc(ClosesOnExit):
         self._sampling = sampling
         self._options = {"env": env, "policy": policy, **options}
         self._said: set[str] = set()
-        self._held = _EngineHolder()
+        self._holder = _EngineHolder()
         self._version: int | None = None
-        weakref.finalize(self, _EngineHolder.let_go, self._held).atexit = False
+        weakref.finalize(self, _EngineHolder.close_in_thread, self._holder).atexit = False
 
     def dataset(self) -> Any:
         """Return a `datasets.Dataset` of the tasks, for the trainer's `train_dataset`."""
@@ -162,23 +162,23 @@ class RolloutFunc(ClosesOnExit):
         """Close the engine and cancel running rollouts. May be called twice; a later call of the function opens
         a new engine."""
         self._version = None
-        self._held.close()
+        self._holder.close()
 
     @property
     def engine(self) -> SyncEngine | None:
         """The engine, or None before the first call."""
-        return self._held.engine
+        return self._holder.engine
 
-    def _opened(self, trainer: Any) -> SyncEngine:
-        if self._held.engine is None:
+    def _open_engine(self, trainer: Any) -> SyncEngine:
+        if self._holder.engine is None:
             options = {"seed": trainer.args.seed, **self._options}
             # Without this, parallel and resumed trainings would sample with the same seeds.
             place = trainer.accelerator.process_index, int(trainer.state.global_step)
             options["seed"] = derive_seed(options["seed"], *place)
-            return self._held.open(SyncEngine(sampling=self._sampled(trainer), **options))
-        return self._held.engine
+            return self._holder.open(SyncEngine(sampling=self._get_sampling(trainer), **options))
+        return self._holder.engine
 
-    def _sampled(self, trainer: Any) -> Sampling:
+    def _get_sampling(self, trainer: Any) -> Sampling:
         """Return the sampling parameters that the trainer assumes."""
         if self._sampling is not None:
             said = self._sampling.temperature
@@ -204,12 +204,12 @@ class RolloutFunc(ClosesOnExit):
         self._check(trainer)
         asked = [find_task(prompt, self._known) for prompt in prompts]
         k = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        engine = self._opened(trainer)
-        self._sync(engine, trainer)
+        engine = self._open_engine(trainer)
+        self._push_weights(engine, trainer)
         began = time.monotonic()
         rollouts = _collect_rollouts(engine, asked, k)
         _log_rollouts(rollouts, time.monotonic() - began)
-        return self._answer(rollouts, trainer, k)
+        return self._make_columns(rollouts, trainer, k)
 
     def _check(self, trainer: Any) -> None:
         if trainer.tools or trainer.environment_factories is not None:
@@ -224,7 +224,7 @@ class RolloutFunc(ClosesOnExit):
                 "does not change"
             )
 
-    def _sync(self, engine: SyncEngine, trainer: Any) -> None:
+    def _push_weights(self, engine: SyncEngine, trainer: Any) -> None:
         """Transfer the weights of the current step to the policy, once per step."""
         version = int(trainer.state.global_step)
         if self._stays or version == self._version:
@@ -240,7 +240,7 @@ class RolloutFunc(ClosesOnExit):
                 trainer.accelerator.wait_for_everyone()
         self._version = version
 
-    def _answer(self, rollouts: Sequence[Rollout], trainer: Any, k: int) -> dict[str, list[Any]]:
+    def _make_columns(self, rollouts: Sequence[Rollout], trainer: Any, k: int) -> dict[str, list[Any]]:
         filler = trainer.eos_token_ids[0]
         made = [self._row(rollout, filler) for rollout in rollouts]
         rewards = [rollout.reward if rollout.valid else None for rollout in rollouts]
@@ -264,7 +264,7 @@ class RolloutFunc(ClosesOnExit):
                     "GRPOTrainer takes one row per rollout: use RolloutWorker with AsyncGRPOTrainer, "
                     "or segments='most'"
                 )
-            self._say(
+            self._warn_once(
                 "segments",
                 (
                     "rollout %s has %d segments: only the one with the most trained tokens is used "
@@ -281,7 +281,7 @@ class RolloutFunc(ClosesOnExit):
         if trainer.loss_type not in LOSSES_DIVIDED_BY_ROWS or valid in (0, len(rewards)):
             return 1.0
         if trainer.scale_rewards != "none":
-            self._say(
+            self._warn_once(
                 "rows",
                 (
                     "rollouts are missing and loss_type=%s divides by rows: with scale_rewards=%s the "
@@ -294,7 +294,7 @@ class RolloutFunc(ClosesOnExit):
             return 1.0
         return len(rewards) / valid
 
-    def _say(self, once: str, message: str, *values: object) -> None:
+    def _warn_once(self, once: str, message: str, *values: object) -> None:
         if once not in self._said:
             self._said.add(once)
             log.warning(message, *values)
@@ -308,41 +308,41 @@ def _gather_rewards(rewards: Sequence[float | None], trainer: Any) -> tuple[list
     import torch
 
     own = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
-    found = trainer.accelerator.gather(own.to(trainer.accelerator.device)).tolist()
-    everyone = [None if math.isnan(reward) else reward for reward in found]
-    return everyone, trainer.accelerator.process_index * len(rewards)
+    gathered = trainer.accelerator.gather(own.to(trainer.accelerator.device)).tolist()
+    all_rewards = [None if math.isnan(reward) else reward for reward in gathered]
+    return all_rewards, trainer.accelerator.process_index * len(rewards)
 
 
-def _collect_rollouts(engine: SyncEngine, asked: Sequence[Task], k: int) -> list[Rollout]:
+def _collect_rollouts(engine: SyncEngine, tasks: Sequence[Task], k: int) -> list[Rollout]:
     """Return one rollout per requested task. Equal neighbours, at most k, form a group."""
     runs: list[tuple[Task, list[int]]] = []
-    for place, task in enumerate(asked):
+    for index, task in enumerate(tasks):
         if runs and runs[-1][0].id == task.id and len(runs[-1][1]) < k:
-            runs[-1][1].append(place)
+            runs[-1][1].append(index)
         else:
-            runs.append((task, [place]))
-    found: dict[int, Rollout] = {}
-    for size in sorted({len(places) for _, places in runs}, reverse=True):
-        some = [(task, places) for task, places in runs if len(places) == size]
+            runs.append((task, [index]))
+    rollouts: dict[int, Rollout] = {}
+    for size in sorted({len(indexes) for _, indexes in runs}, reverse=True):
+        same_size = [(task, indexes) for task, indexes in runs if len(indexes) == size]
         waiting: dict[str, deque[list[int]]] = {}
-        for task, places in some:
-            waiting.setdefault(task.id, deque()).append(places)
+        for task, indexes in same_size:
+            waiting.setdefault(task.id, deque()).append(indexes)
         # An iterator, because a list must not contain a task twice.
         groups = engine.groups(
-            iter([task for task, _ in some]),
+            iter([task for task, _ in same_size]),
             k=size,
             name=STREAM,
             restart=True,
-            buffer=max(1, len(some)),
+            buffer=max(1, len(same_size)),
             need_tokens=True,
         )
         with closing(groups):  # type: ignore[type-var]
             for group in groups:
-                places = waiting[group.task.id].popleft()
-                found.update(zip(places, fail_unusable_rollouts(group).rollouts, strict=True))
-    if len(found) != len(asked):
-        raise RookeryError(f"requested {len(asked)} rollouts, got {len(found)}")
-    return [found[place] for place in range(len(asked))]
+                indexes = waiting[group.task.id].popleft()
+                rollouts.update(zip(indexes, fail_unusable_rollouts(group).rollouts, strict=True))
+    if len(rollouts) != len(tasks):
+        raise RookeryError(f"requested {len(tasks)} rollouts, got {len(rollouts)}")
+    return [rollouts[index] for index in range(len(tasks))]
 
 
 def _log_rollouts(rollouts: Sequence[Rollout], seconds: float) -> None:

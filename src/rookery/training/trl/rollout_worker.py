@@ -77,8 +77,8 @@ class RolloutWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=size)
         self.metrics_queue: queue.Queue[dict[str, MetricValue]] = queue.Queue(maxsize=MAX_METRICS)
         self.version = 0
-        found = resolve_push(policy, push)
-        self.weight_transfer = None if found is None else WeightTransfer(self, found)
+        chosen = resolve_push(policy, push)
+        self.weight_transfer = None if chosen is None else WeightTransfer(self, chosen)
         """For the trainer's argument of the same name; None if TRL itself pushes to its vLLM."""
         self._baseline: Baseline = baseline
         self._keep = keep
@@ -96,7 +96,7 @@ class RolloutWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
-        self._moved = time.time()
+        self._last_progress = time.time()
 
     def dataset(self) -> Any:
         """Return a `datasets.Dataset` of the tasks, which the trainer needs for the length of an epoch."""
@@ -111,7 +111,7 @@ class RolloutWorker:
         self._ready.clear()
         self._stopping.clear()
         self._failure = None
-        self._moved = time.time()
+        self._last_progress = time.time()
         self._thread = threading.Thread(target=self._work, name="rookery-trl-worker", daemon=True)
         self._thread.start()
         try:
@@ -121,7 +121,7 @@ class RolloutWorker:
         except BaseException:
             self.stop()
             raise
-        failure = self._failed()
+        failure = self._get_failure()
         if failure is not None:
             self.stop()
             raise failure
@@ -157,7 +157,7 @@ class RolloutWorker:
             return
         engine = self._engine
         folder = engine.folder if engine is not None else None
-        age = time.time() - max(self._moved, _get_last_sample_time(folder))
+        age = time.time() - max(self._last_progress, _get_last_sample_time(folder))
         if age > stale_after_s:
             raise RookeryError(
                 f"nothing was sampled, scored or queued for {age:.0f} seconds (more than {stale_after_s:g}): "
@@ -177,12 +177,12 @@ class RolloutWorker:
         """End a pause; with `version`, turns carry it from then on."""
         if version is not None:
             self.version = version
-        self._move()
+        self._note_progress()
         engine = self._engine
         if engine is not None:
             self._call(engine.upstream.resume(version))
 
-    def _failed(self) -> BaseException | None:
+    def _get_failure(self) -> BaseException | None:
         return self._failure
 
     def _raise(self) -> None:
@@ -223,7 +223,7 @@ class RolloutWorker:
         if self._stopping.is_set():
             return
         async with Engine(**self._options) as engine:
-            engine.on_record = self._ended
+            engine.on_record = self._on_record
             if self.version:
                 await engine.upstream.resume(self.version)
             stream = engine.groups(
@@ -247,7 +247,7 @@ class RolloutWorker:
         _put_metrics(self.metrics_queue, sampled.figures)
         for sample in sampled.samples:
             await asyncio.to_thread(self._wait_and_put, sample)
-        self._move()
+        self._note_progress()
 
     def _wait_and_put(self, sample: Any) -> None:
         sample.enqueued_at = time.time()
@@ -256,15 +256,15 @@ class RolloutWorker:
                 self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
-            self._move()
+            self._note_progress()
             return
 
-    def _ended(self, record: Rollout) -> None:
+    def _on_record(self, record: Rollout) -> None:
         if record.valid:  # an engine in which every rollout fails makes no progress
-            self._move()
+            self._note_progress()
 
-    def _move(self) -> None:
-        self._moved = time.time()
+    def _note_progress(self) -> None:
+        self._last_progress = time.time()
 
 
 def _get_last_sample_time(folder: Path | None) -> float:

@@ -98,13 +98,13 @@ def shape_rewards(
     """
     from rookery.training.advantages import compute_advantages
 
-    found: list[float | None] = []
+    shaped: list[float | None] = []
     for start in range(0, len(rewards), k):
         group = rewards[start : start + k]
         valid = [reward for reward in group if reward is not None]
         level = math.fsum(valid) / len(valid) if valid else 0.0
         gains = compute_advantages(group, baseline=baseline).tolist()
-        found += [
+        shaped += [
             None if reward is None else level + weight * gain for reward, gain in zip(group, gains, strict=True)
         ]
-    return found
+    return shaped

@@ -48,7 +48,7 @@ def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version:
     ]
     oldest = min((span.version for span in spans), default=version)
     prompt = [{"role": message.role, "content": message.text} for message in group.task.prompt]
-    found: list[Any] = []
+    samples: list[Any] = []
     without = 0
     for rollout, gain in zip(group.rollouts, gains.tolist(), strict=True):
         for segment in get_trained_segments(rollout):
@@ -56,7 +56,7 @@ def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version:
             without += segment.trained - int(mask.sum())
             if not mask.any():
                 continue
-            found.append(
+            samples.append(
                 RolloutSample(
                     prompt=prompt,
                     completion=[],  # the trainer needs token IDs only; `rookery show` displays the text
@@ -82,7 +82,7 @@ def make_samples(group: Group, *, baseline: Baseline = "leave_one_out", version:
             name = f"rookery/missing/{label(rollout.outcome)}_total"
             was = figures.get(name, 0.0)
             figures[name] = (was if isinstance(was, float) else 0.0) + 1.0
-    return GroupSamples(found, figures)
+    return GroupSamples(samples, figures)
 
 
 def _read_arrays(segment: Segment) -> tuple[Any, Any, Any]:

@@ -135,7 +135,7 @@ def folder(kind: RepairsFormat = "open-instruct") -> Path:
 
     _check_format(kind)
     key = make_key(NAME, kind, _digest())
-    return TaskCache().once(key, lambda half: _write(kind, half / NAME), f"the taskset {NAME}") / NAME
+    return TaskCache().get_or_create(key, lambda half: _write(kind, half / NAME), f"the taskset {NAME}") / NAME
 
 
 def harbor_folder() -> Path:
