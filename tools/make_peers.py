@@ -26,7 +26,7 @@ from peer_cache import cache_entry
 
 
 class Peer(NamedTuple):
-    """What to install, the Pythons it runs on, and an import that proves that it works."""
+    """A system to install: its packages, supported Python versions, and an import that proves that it works."""
 
     name: str
     packages: tuple[str, ...]
@@ -69,34 +69,34 @@ PEERS = (
 )
 
 
-def stamp_of(peer: Peer) -> str:
-    """What a finished environment was made from; another text means that it is made again."""
+def get_stamp(peer: Peer) -> str:
+    """Return the versions that an environment is made from; if they differ, it is made again."""
     return "\n".join((*peer.packages, sys.version.split()[0])) + "\n"
 
 
-def make(peer: Peer, folder: Path) -> str:
+def make_peer(peer: Peer, folder: Path) -> str:
     """Install one peer. Returns an error message, or the empty string."""
     lowest, highest = peer.python
     if not lowest <= sys.version_info[:2] <= highest:
         return (
             f"needs Python {lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}; run this script with one of them"
         )
-    with cache_entry(f"venv-{peer.name}", stamp_of(peer), folder) as target:
+    with cache_entry(f"venv-{peer.name}", get_stamp(peer), folder) as target:
         return _install(peer, target)
 
 
 def _install(peer: Peer, target: Path) -> str:
     stamp = target / "rookery-peer"
-    if stamp.is_file() and stamp.read_text() == stamp_of(peer):
+    if stamp.is_file() and stamp.read_text() == get_stamp(peer):
         print(f"{peer.name}: ready in {target}")
         return ""
     print(f"{peer.name}: installing {', '.join(peer.packages)} into {target}", flush=True)
     shutil.rmtree(target, ignore_errors=True)
-    # From the interpreter under a possible virtual environment: a nested one would break with its host.
+    # The base interpreter, because a nested virtual environment would break with its parent.
     base = Path(getattr(sys, "_base_executable", sys.executable))
-    made = subprocess.run([base, "-m", "venv", target], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return made.stderr.strip() or made.stdout.strip()
+    process = subprocess.run([base, "-m", "venv", target], capture_output=True, text=True, check=False)
+    if process.returncode:
+        return process.stderr.strip() or process.stdout.strip()
     python = target / "bin" / "python"
     install: list[str | Path] = [
         python,
@@ -109,10 +109,10 @@ def _install(peer: Peer, target: Path) -> str:
     ]
     check: list[str | Path] = [python, "-c", peer.check]
     for command in (install, check):
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            return ran.stderr.strip()[-2_000:] or f"ended with {ran.returncode}"
-    stamp.write_text(stamp_of(peer))
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            return process.stderr.strip()[-2_000:] or f"exited with {process.returncode}"
+    stamp.write_text(get_stamp(peer))
     print(f"{peer.name}: ready in {target}")
     return ""
 
@@ -145,44 +145,44 @@ def make_podman(folder: Path) -> str:
 
 def _make_programs(folder: Path, name: str, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
     with cache_entry(name, _release(packages), folder) as target:
-        if trouble := _unpacked(target, packages, programs):
-            return trouble
+        if error := _unpack_packages(target, packages, programs):
+            return error
         print(f"{name}: ready in {target}")
         return ""
 
 
 def _release(packages: tuple[str, ...]) -> str:
     """Return the packages and the Debian release they come from: a newer release is another version."""
-    return "\n".join((*packages, _suite(), platform.machine()))
+    return "\n".join((*packages, _debian_release(), platform.machine()))
 
 
-def _unpacked(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
+def _unpack_packages(target: Path, packages: tuple[str, ...], programs: tuple[str, ...]) -> str:
     """Unpack Debian packages below `target` unless their programs are there. Returns an error message, or ""."""
-    root, half, debs = target / "root", target / "half", target / "debs"
+    root, staging, debs = target / "root", target / "half", target / "debs"
     if all(os.access(root / name, os.X_OK) for name in programs):
         return ""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         return "needs Debian's apt-get and dpkg-deb"
     print(f"unpacking {', '.join(packages)} into {root}", flush=True)
-    for place in (root, half, debs):
-        shutil.rmtree(place, ignore_errors=True)
-    half.mkdir(parents=True)
+    for directory in (root, staging, debs):
+        shutil.rmtree(directory, ignore_errors=True)
+    staging.mkdir(parents=True)
     (debs / "partial").mkdir(parents=True)
     fetch = ["apt-get", "-q", "-y", "--download-only", "--reinstall", "--no-install-recommends"]
-    places = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
-    if trouble := _ran([[*fetch, *places, "install", *packages]]):
-        # A machine that was just set up may never have looked at its archive.
-        if "Unable to locate" not in trouble and "Failed to fetch" not in trouble:
-            return trouble
-        if trouble := _ran([["apt-get", "-q", "update"], [*fetch, *places, "install", *packages]]):
-            return trouble
-    if trouble := _ran([["dpkg-deb", "-x", deb, half] for deb in sorted(debs.glob("*.deb"))]):
-        return trouble
+    apt_options = ["-o", f"Dir::Cache::archives={debs}", "-o", "Debug::NoLocking=1"]
+    if error := _run_all([[*fetch, *apt_options, "install", *packages]]):
+        # A new machine may not have downloaded the package lists yet.
+        if "Unable to locate" not in error and "Failed to fetch" not in error:
+            return error
+        if error := _run_all([["apt-get", "-q", "update"], [*fetch, *apt_options, "install", *packages]]):
+            return error
+    if error := _run_all([["dpkg-deb", "-x", deb, staging] for deb in sorted(debs.glob("*.deb"))]):
+        return error
     shutil.rmtree(debs)
-    for path in half.rglob("*"):  # nobody becomes root by a program that lies here
+    for path in staging.rglob("*"):  # no set-user-ID programs in the cache
         if not path.is_symlink() and path.stat().st_mode & 0o6000:
             path.chmod(path.stat().st_mode & 0o777)
-    half.rename(root)
+    staging.rename(root)
     return ""
 
 
@@ -200,66 +200,66 @@ def _make_image(target: Path) -> str:
         return ""
     root = target / "root"
     shutil.rmtree(target / "data", ignore_errors=True)
-    if trouble := _unpacked(target, DEBS, PROGRAMS):
-        return trouble
-    if trouble := _ran([[root / "usr/bin/bwrap", "--version"]]):
-        return trouble
+    if error := _unpack_packages(target, DEBS, PROGRAMS):
+        return error
+    if error := _run_all([[root / "usr/bin/bwrap", "--version"]]):
+        return error
     if os.geteuid() != 0:
         print(f"{SANDBOXES}: bwrap is ready; a private Docker engine needs root", file=sys.stderr)
-    elif trouble := _image(target, root):
-        return f"bwrap is ready, Docker is not: {trouble}"
+    elif error := _import_image(target, root):
+        return f"bwrap is ready, Docker is not: {error}"
     stamp.write_text(wanted)
     print(f"{SANDBOXES}: ready in {target}")
     return ""
 
 
-def _image(target: Path, root: Path) -> str:
-    """Without a registry: Debian's packages in a tar, imported into the engine's own store."""
+def _import_image(target: Path, root: Path) -> str:
+    """Import an image of Debian packages into the engine, without a registry. Returns an error message, or ""."""
     sys.path.insert(0, str(FOLDER.parent))
     from benchmarks.docker_engine import IMAGE, private_engine
 
     tar = target / "base.tar"
-    words: list[str | Path] = [root / "usr/bin/mmdebstrap", "--variant=apt", f"--include={IN_IMAGE}"]
-    print(f"{SANDBOXES}: making an image with {IN_IMAGE}, which takes a minute", flush=True)
-    if trouble := _ran([[*words, _suite(), tar]]):
-        return trouble
+    command: list[str | Path] = [root / "usr/bin/mmdebstrap", "--variant=apt", f"--include={IN_IMAGE}"]
+    print(f"{SANDBOXES}: creating an image with {IN_IMAGE}, which takes a minute", flush=True)
+    if error := _run_all([[*command, _debian_release(), tar]]):
+        return error
 
-    async def imported() -> str:
+    async def import_image() -> str:
         async with private_engine(target) as socket:
-            words: list[str | Path] = [root / "usr/bin/docker", "-H", f"unix://{socket}", "import", tar, IMAGE]
-            return await asyncio.to_thread(_ran, [words])
+            command: list[str | Path] = [root / "usr/bin/docker", "-H", f"unix://{socket}", "import", tar, IMAGE]
+            return await asyncio.to_thread(_run_all, [command])
 
     try:
-        return asyncio.run(imported())
+        return asyncio.run(import_image())
     except (OSError, RuntimeError) as error:
         return str(error)
     finally:
         tar.unlink(missing_ok=True)
 
 
-def _suite() -> str:
-    """Debian's name of this machine's release."""
+def _debian_release() -> str:
+    """Return the codename of this machine's Debian release."""
     for line in Path("/etc/os-release").read_text().splitlines():
         if line.startswith("VERSION_CODENAME="):
             return line.partition("=")[2].strip('"')
     return "stable"
 
 
-def _ran(commands: list[list[str | Path]]) -> str:
+def _run_all(commands: list[list[str | Path]]) -> str:
     for command in commands:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            said = ran.stderr.strip() or ran.stdout.strip()
-            return said[-2_000:] or f"{command[0]} ended with {ran.returncode}"
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            output = process.stderr.strip() or process.stdout.strip()
+            return output[-2_000:] or f"{command[0]} exited with {process.returncode}"
     return ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the environments of the peers.")
-    parser.add_argument("peers", nargs="*", help="only these (default: all)")
+    parser = argparse.ArgumentParser(description="Install other systems for tests and benchmarks.")
+    parser.add_argument("peers", nargs="*", help="names of peers (default: all)")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
-    known: dict[str, Callable[[Path], str]] = {peer.name: partial(make, peer) for peer in PEERS}
+    known: dict[str, Callable[[Path], str]] = {peer.name: partial(make_peer, peer) for peer in PEERS}
     known[ENGINE] = make_engine
     known[PODMAN] = make_podman
     known[SANDBOXES] = make_sandboxes
@@ -268,9 +268,9 @@ def main() -> int:
         parser.error(f"no such peer: {', '.join(unknown)} (known: {', '.join(known)})")
     failed = 0
     for name in args.peers or known:
-        if trouble := known[name](args.folder):
+        if error := known[name](args.folder):
             failed += 1
-            print(f"{name}: not made: {trouble}", file=sys.stderr)
+            print(f"{name}: not installed: {error}", file=sys.stderr)
     return 1 if failed else 0
 
 

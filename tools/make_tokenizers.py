@@ -1,14 +1,14 @@
 # ruff: noqa: T201  (a program: its output is for people)
 """Build real tokenizers in `.peers/tokenizers/`, for the tests and the benchmarks (`make tokenizers`).
 
-The vocabularies and the chat templates come out of one source archive of the package registry: llama-cpp-python
-carries GGUF files that hold nothing but a vocabulary, and beside them what each one must answer.
+Vocabularies and chat templates come from one source archive of the package index: llama-cpp-python contains GGUF
+files with vocabularies only, and for each of them example texts with the expected token IDs.
 
 Promises:
-- a tokenizer is what a model's folder holds: tokenizer.json, tokenizer_config.json, chat_template.jinja;
-- one that does not encode the archive's own examples to the archive's own ids is not made;
-- a folder that is already right is left alone, without a call to the network; half a one is made again;
-- what cannot be made is named, with the reason (exit 1); the others are still made.
+- a tokenizer is a directory as in a model repository: tokenizer.json, tokenizer_config.json, chat_template.jinja;
+- a tokenizer that encodes the examples of the archive differently is not written;
+- a complete tokenizer is left unchanged without network access; an incomplete one is built again;
+- a tokenizer that cannot be built is reported with the reason (exit code 1), and the others are still built.
 """
 
 import argparse
@@ -29,29 +29,29 @@ from peer_cache import cache_entry
 ARCHIVE: Final = "llama-cpp-python==0.3.36"
 MODELS: Final = "/vendor/llama.cpp/models/"
 FORMAT: Final = "1"
-"""Raised when this program makes something else of the same archive."""
-BETWEEN: Final = "\n__ggml_vocab_test__\n"
+"""Increased when this program builds something else from the same archive."""
+SEPARATOR: Final = "\n__ggml_vocab_test__\n"
 
-_WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OTHERS: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTROL, _OWN = 3, 4
-"""GGUF token types: control tokens are the special ones; those of the user's own are not, or only pad."""
+_WORD_PATTERN: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST_PATTERN: Final = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTROL, _USER_DEFINED = 3, 4
+"""GGUF token types: control tokens are special; user-defined ones are not special, or only padding."""
 
 
 class Recipe(NamedTuple):
-    """What one tokenizer is made of. `names` gives ids their text, where the vocabulary file has none for them."""
+    """How to build one tokenizer. `names` are texts of IDs that have none in the vocabulary file."""
 
     name: str
     model: str
     vocabulary: str
     template: str
     split: str
-    """The pattern that text is cut by before it is encoded; empty: as SentencePiece does it."""
+    """Pattern that splits text before it is encoded; empty: as SentencePiece does it."""
     normal: str
     eos: str
     bos: str
     names: dict[int, tuple[str, bool]]
-    """Added tokens by id: their text, and whether they are special."""
+    """Added tokens by ID: their text, and whether they are special."""
     first_added: int
     ignore_merges: bool = False
 
@@ -80,7 +80,7 @@ RECIPES: Final = (
         model="Qwen/Qwen3-0.6B",
         vocabulary="ggml-vocab-qwen2.gguf",
         template="templates/Qwen-Qwen3-0.6B.jinja",
-        split=_WORDS + r"\p{N}" + _OTHERS,
+        split=_WORD_PATTERN + r"\p{N}" + _REST_PATTERN,
         normal="NFC",
         eos="<|im_end|>",
         bos="",
@@ -92,7 +92,7 @@ RECIPES: Final = (
         model="meta-llama/Llama-3.2-3B-Instruct",
         vocabulary="ggml-vocab-llama-bpe.gguf",
         template="templates/meta-llama-Llama-3.2-3B-Instruct.jinja",
-        split=_WORDS + r"\p{N}{1,3}" + _OTHERS,
+        split=_WORD_PATTERN + r"\p{N}{1,3}" + _REST_PATTERN,
         normal="",
         eos="<|eot_id|>",
         bos="<|begin_of_text|>",
@@ -122,7 +122,7 @@ _TEXT, _LIST = 8, 9
 
 
 class Gguf:
-    """Reads the key-value part of a GGUF file, which is where a vocabulary is."""
+    """Reads the metadata of a GGUF file, which contains the vocabulary."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 4
@@ -162,8 +162,8 @@ class Gguf:
 # ----------------------------------------------------------------------------------------------- tokenizers
 
 
-def tokenizer_of(recipe: Recipe, values: dict[str, Any]) -> Any:
-    """A `tokenizers.Tokenizer` of a vocabulary."""
+def build_tokenizer(recipe: Recipe, values: dict[str, Any]) -> Any:
+    """Return a `tokenizers.Tokenizer` for a vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     texts: list[str] = list(values["tokenizer.ggml.tokens"])
@@ -172,29 +172,29 @@ def tokenizer_of(recipe: Recipe, values: dict[str, Any]) -> Any:
     added = {
         at: (text, types[at] == _CONTROL)
         for at, text in enumerate(texts)
-        if types[at] in (_CONTROL, _OWN) and at >= recipe.first_added and not text.startswith("[PAD")
+        if types[at] in (_CONTROL, _USER_DEFINED) and at >= recipe.first_added and not text.startswith("[PAD")
     }
     added.update(recipe.names)
-    # Of a byte-level vocabulary the added tokens lie behind it; what pads it out is no token at all.
-    kept = texts if not recipe.split else texts[: recipe.first_added]
-    vocabulary = {text: at for at, text in enumerate(kept)}
-    bytewise = bool(recipe.split)
+    # In a byte-level vocabulary the added tokens follow it; padding entries are not tokens.
+    base_texts = texts if not recipe.split else texts[: recipe.first_added]
+    vocabulary = {text: at for at, text in enumerate(base_texts)}
+    byte_level = bool(recipe.split)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
             merges=merges,
-            byte_fallback=not bytewise,
-            fuse_unk=not bytewise,
-            unk_token=None if bytewise else "<unk>",
+            byte_fallback=not byte_level,
+            fuse_unk=not byte_level,
+            unk_token=None if byte_level else "<unk>",
             ignore_merges=recipe.ignore_merges,
         )
     )
     if recipe.normal:
         tokenizer.normalizer = normalizers.NFC()
-    if bytewise:
-        cut = pre_tokenizers.Split(Regex(recipe.split), "isolated", invert=False)
-        spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, spelled])
+    if byte_level:
+        split = pre_tokenizers.Split(Regex(recipe.split), "isolated", invert=False)
+        byte_level_encoding = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level_encoding])
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
@@ -214,58 +214,58 @@ def tokenizer_of(recipe: Recipe, values: dict[str, Any]) -> Any:
 def _pair(merge: str) -> list[str]:
     left, _, right = merge.partition(" ")
     if not left or not right:
-        raise ValueError(f"{merge!r} is no merge of two tokens")
+        raise ValueError(f"{merge!r} is not a merge of two tokens")
     return [left, right]
 
 
-def wrong(tokenizer: Any, examples: str, answers: str) -> str:
-    """Where the tokenizer differs from what the archive says of it; empty where it does not."""
-    texts = examples.split(BETWEEN)
+def find_difference(tokenizer: Any, examples: str, answers: str) -> str:
+    """Return the first difference to the expected IDs of the archive, or an empty string."""
+    texts = examples.split(SEPARATOR)
     expected = [[int(word) for word in line.split()] for line in answers.splitlines()]
     if len(texts) < len(expected):
         return f"{len(texts)} examples but {len(expected)} answers"
     for text, ids in zip(texts, expected, strict=False):
-        found = tokenizer.encode(text, add_special_tokens=False).ids
-        if found != ids:
-            return f"{text!r} is {found}, not {ids}"
+        encoded = tokenizer.encode(text, add_special_tokens=False).ids
+        if encoded != ids:
+            return f"{text!r} is {encoded}, not {ids}"
     return ""
 
 
 # -------------------------------------------------------------------------------------------------- folders
 
 
-def stamp_of(recipe: Recipe) -> str:
+def get_stamp(recipe: Recipe) -> str:
     return f"{ARCHIVE} {FORMAT} {recipe.name}\n"
 
 
-def ready(folder: Path, recipe: Recipe) -> bool:
+def is_ready(folder: Path, recipe: Recipe) -> bool:
     stamp = folder / recipe.name / "rookery-made"
-    return stamp.is_file() and stamp.read_text() == stamp_of(recipe)
+    return stamp.is_file() and stamp.read_text() == get_stamp(recipe)
 
 
-def make(folder: Path, recipe: Recipe, parts: dict[str, bytes]) -> str:
-    """One tokenizer's folder; returns what went wrong, or nothing."""
-    tokenizer = tokenizer_of(recipe, Gguf(parts[recipe.vocabulary]).values)
+def make_tokenizer(folder: Path, recipe: Recipe, parts: dict[str, bytes]) -> str:
+    """Write the directory of a tokenizer. Returns an error message, or an empty string."""
+    tokenizer = build_tokenizer(recipe, Gguf(parts[recipe.vocabulary]).values)
     examples, answers = (parts[f"{recipe.vocabulary}.{end}"].decode() for end in ("inp", "out"))
-    if trouble := wrong(tokenizer, examples, answers):
-        return f"it does not encode as it should: {trouble}"
+    if error := find_difference(tokenizer, examples, answers):
+        return f"it encodes an example differently: {error}"
     target = folder / recipe.name
-    fresh = Path(tempfile.mkdtemp(prefix=f"{recipe.name}-", dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=f"{recipe.name}-", dir=folder))
     try:
-        tokenizer.save(str(fresh / "tokenizer.json"), pretty=False)
-        (fresh / "chat_template.jinja").write_bytes(parts[recipe.template])
+        tokenizer.save(str(staging / "tokenizer.json"), pretty=False)
+        (staging / "chat_template.jinja").write_bytes(parts[recipe.template])
         config = {"name_or_path": recipe.model, "eos_token": recipe.eos, "bos_token": recipe.bos or None}
-        (fresh / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (fresh / "rookery-made").write_text(stamp_of(recipe))
-        fresh.chmod(0o755)
+        (staging / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (staging / "rookery-made").write_text(get_stamp(recipe))
+        staging.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
+        staging.rename(target)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return ""
 
 
-def wanted(recipes: list[Recipe]) -> set[str]:
+def required_files(recipes: list[Recipe]) -> set[str]:
     return {
         name
         for recipe in recipes
@@ -278,15 +278,17 @@ def wanted(recipes: list[Recipe]) -> set[str]:
     }
 
 
-def fetched(folder: Path, names: set[str]) -> dict[str, bytes]:
-    """The archive's files of these names; the archive itself is not kept."""
-    with tempfile.TemporaryDirectory(prefix="archive-", dir=folder) as place:
-        words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        words += ["--no-binary", ARCHIVE.partition("=")[0], "--dest", place, ARCHIVE]
-        ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
-        archives = [*Path(place).glob("*.tar.gz")]
-        if ran.returncode or not archives:
-            raise OSError(f"pip could not fetch {ARCHIVE}: {ran.stderr.strip()[-1_000:] or ran.returncode}")
+def fetch_files(folder: Path, names: set[str]) -> dict[str, bytes]:
+    """Download the archive and return its files of these names. The archive is not kept."""
+    with tempfile.TemporaryDirectory(prefix="archive-", dir=folder) as folder_name:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--no-binary", ARCHIVE.partition("=")[0], "--dest", folder_name, ARCHIVE]
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+        archives = [*Path(folder_name).glob("*.tar.gz")]
+        if process.returncode or not archives:
+            raise OSError(
+                f"pip could not download {ARCHIVE}: {process.stderr.strip()[-1_000:] or process.returncode}"
+            )
         return dict(_members(archives[0], names))
 
 
@@ -299,8 +301,8 @@ def _members(archive: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make real tokenizers for tests and measurements.")
-    parser.add_argument("names", nargs="*", help="only these (default: all)")
+    parser = argparse.ArgumentParser(description="Build real tokenizers for tests and benchmarks.")
+    parser.add_argument("names", nargs="*", help="names of tokenizers (default: all)")
     parser.add_argument("--folder", type=Path, help="where to write them (default: the user's cache)")
     args = parser.parse_args()
     known = {recipe.name: recipe for recipe in RECIPES}
@@ -309,32 +311,32 @@ def main() -> int:
     recipes = [known[name] for name in args.names or known]
     if args.folder is not None:
         return make_all(args.folder, recipes)
-    with cache_entry("tokenizers", "\n".join(stamp_of(recipe) for recipe in RECIPES)) as folder:
+    with cache_entry("tokenizers", "\n".join(get_stamp(recipe) for recipe in RECIPES)) as folder:
         return make_all(folder, recipes)
 
 
 def make_all(folder: Path, recipes: list[Recipe]) -> int:
     """Build the tokenizers that are missing in `folder`. Returns the exit code."""
-    missing = [recipe for recipe in recipes if not ready(folder, recipe)]
+    missing = [recipe for recipe in recipes if not is_ready(folder, recipe)]
     if not missing:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    print(f"making the tokenizers {', '.join(recipe.name for recipe in missing)}, once", flush=True)
+    print(f"building the tokenizers {', '.join(recipe.name for recipe in missing)}, once", flush=True)
     try:
-        parts = fetched(folder, wanted(missing))
+        parts = fetch_files(folder, required_files(missing))
     except (OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         print(f"no tokenizers: {error}", file=sys.stderr)
         return 1
     failed = 0
     for recipe in missing:
-        if absent := wanted([recipe]) - parts.keys():
-            trouble = f"the archive has no {', '.join(sorted(absent))}"
+        if absent := required_files([recipe]) - parts.keys():
+            error = f"the archive does not contain {', '.join(sorted(absent))}"
         else:
-            trouble = make(folder, recipe, parts)
-        if trouble:
+            error = make_tokenizer(folder, recipe, parts)
+        if error:
             failed += 1
-            print(f"{recipe.name}: not made: {trouble}", file=sys.stderr)
+            print(f"{recipe.name}: not built: {error}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -45,7 +45,7 @@ journal.close()
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_kill_9_loses_nothing_committed_and_doubles_nothing(run: Path, seed: int) -> None:
+def test_sigkill_loses_and_duplicates_no_committed_record(run: Path, seed: int) -> None:
     rng = random.Random(seed)
     with Journal.create(run, {}) as journal:
         for group in range(GROUPS):
@@ -89,7 +89,7 @@ def test_kill_9_loses_nothing_committed_and_doubles_nothing(run: Path, seed: int
     assert len(keys) == GROUPS * K
 
 
-def test_killed_before_the_first_commit_is_said_so(run: Path) -> None:
+def test_kill_before_the_first_commit_is_reported(run: Path) -> None:
     """A writer killed inside `create` leaves an empty file, not half a journal."""
     code = (
         "import os, signal, sys; from pathlib import Path; from rookery.journal import schema, Journal\n"

@@ -32,7 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_object_for_each_record_by_group_and_member(filled: Path, tmp_path: Path) -> None:
+def test_jsonl_has_one_object_per_record_in_order(filled: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     with RunReader(filled) as reader:
         done = export_jsonl(reader, tmp_path / "a.jsonl", tokens=True, progress=seen.append)
@@ -66,7 +66,7 @@ def test_one_object_for_each_record_by_group_and_member(filled: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_jsonl_and_parquet_say_the_same(filled: Path, tmp_path: Path, tokens: bool) -> None:
+def test_parquet_holds_the_same_data_as_jsonl(filled: Path, tmp_path: Path, tokens: bool) -> None:
     import pyarrow.parquet as pq
 
     with RunReader(filled) as reader:
@@ -88,7 +88,7 @@ def test_parquet_is_written_in_row_groups(run: Path, tmp_path: Path) -> None:
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [256, 256, 88]
 
 
-def test_a_stream_can_be_written_to(filled: Path) -> None:
+def test_jsonl_can_be_written_to_a_stream(filled: Path) -> None:
     out = io.StringIO()
     with RunReader(filled) as reader:
         export_jsonl(reader, out)
@@ -96,7 +96,7 @@ def test_a_stream_can_be_written_to(filled: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_damaged_tokens_are_said_and_stop_no_other(filled: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_tokens_fail_only_their_rollout(filled: Path, tmp_path: Path, name: str) -> None:
     (filled / "tokens" / "w10-0.rtk").unlink()
     with RunReader(filled) as reader:
         done = export(reader, tmp_path / name, tokens=True)
@@ -108,7 +108,7 @@ def test_damaged_tokens_are_said_and_stop_no_other(filled: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_an_interrupted_export_leaves_no_half_file(filled: Path, tmp_path: Path, name: str) -> None:
+def test_interrupted_export_leaves_no_partial_file(filled: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("the one from before")
@@ -125,7 +125,7 @@ def test_an_interrupted_export_leaves_no_half_file(filled: Path, tmp_path: Path,
 
 @pytest.mark.needs("mount")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_full_disk_is_said_and_leaves_nothing(run: Path, disk: Mount, name: str) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(run: Path, disk: Mount, name: str) -> None:
     with Journal.create(run, {}) as journal:
         for i in range(500):
             journal.add_rollout(record(i, 0))
@@ -135,7 +135,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(run: Path, disk: Mount, name: st
     assert os.listdir(out) == []
 
 
-def test_without_pyarrow_the_extra_is_named(filled: Path, tmp_path: Path) -> None:
+def test_missing_pyarrow_is_reported_with_its_extra(filled: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
         "from pathlib import Path; from rookery.journal import RunReader\n"
@@ -153,7 +153,7 @@ def test_without_pyarrow_the_extra_is_named(filled: Path, tmp_path: Path) -> Non
     assert "pip install 'rookery-rl[parquet]'" in done.stdout
 
 
-def test_a_rollouts_id_stays_a_text_for_programs_that_guess_types(run: Path, tmp_path: Path) -> None:
+def test_rollout_ids_never_look_like_numbers(run: Path, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     with Journal.create(run, {}) as journal:
         for member in range(11):
@@ -170,7 +170,7 @@ def test_a_rollouts_id_stays_a_text_for_programs_that_guess_types(run: Path, tmp
         assert reader.rollout("r0.10") == reader.rollout("0.10")
 
 
-def test_a_row_has_the_expected_answer_task_data_and_settings(run: Path, tmp_path: Path) -> None:
+def test_row_has_answer_task_data_and_settings(run: Path, tmp_path: Path) -> None:
     task = Task(id="t0", data={"answer": 42, "context": "x" * (2 * MAX_TASK_VALUE)})
     with Journal.create(run, {"seed": 7}, env="sums", model="m") as journal:
         journal.add_tasks([task])
@@ -185,7 +185,7 @@ def test_a_row_has_the_expected_answer_task_data_and_settings(run: Path, tmp_pat
     assert (found["run"]["environment"], found["run"]["model"]) == ("sums", "m")
 
 
-def test_csv_and_jsonl_say_the_same(filled: Path, tmp_path: Path) -> None:
+def test_csv_holds_the_same_data_as_jsonl(filled: Path, tmp_path: Path) -> None:
     csv.field_size_limit(1 << 30)
     with RunReader(filled) as reader:
         export(reader, tmp_path / "a.jsonl", tokens=True)

@@ -42,7 +42,7 @@ def live(run: Path, n: int) -> "subprocess.Popen[str]":
     return writer
 
 
-def test_a_follower_sees_every_commit_of_another_process_once_and_ends_with_the_run(run: Path) -> None:
+def test_follower_sees_every_commit_once_and_ends_with_the_run(run: Path) -> None:
     with live(run, 5) as writer, RunReader(run) as reader:
         assert writer.stdin is not None
         events, rollouts = [], []
@@ -69,7 +69,7 @@ def test_following_a_dead_run_ends(run: Path) -> None:
         assert sum(isinstance(item, Rollout) for item in reader.follow(after_rollout=590)) == 10
 
 
-def test_pages_and_labels(run: Path) -> None:
+def test_rollouts_are_paged_and_filtered_by_label(run: Path) -> None:
     lost = Failed("infra", "sandbox.lost", "gone")
     with Journal.create(run, {}) as journal:
         for i in reversed(range(10)):
@@ -110,7 +110,7 @@ def test_missing_members_and_lost_tokens_count_as_unfinished(run: Path) -> None:
         assert left.lost == ("1.1",)
 
 
-def test_a_run_that_stopped_says_so_until_it_is_resumed(run: Path) -> None:
+def test_stopped_run_has_its_status_until_it_is_resumed(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         journal.end("stopped", reason="breaker")
     with RunReader(run) as reader:
@@ -121,7 +121,7 @@ def test_a_run_that_stopped_says_so_until_it_is_resumed(run: Path) -> None:
 
 
 @pytest.mark.needs("mount")
-def test_a_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
+def test_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
     root = disk(2048)
     folder = create_run(root, "env", "m", now=NOW)
     with Journal.create(folder, {"a": 1}) as journal:
@@ -150,11 +150,11 @@ def test_a_run_on_a_read_only_disk_is_readable(disk: Mount) -> None:
         ("https://host:1/v1/", "v1"),
     ],
 )
-def test_a_name_is_safe_whatever_things_are_called(name: str, wanted: str) -> None:
+def test_slug_is_safe_for_any_name(name: str, wanted: str) -> None:
     assert slug(name) == wanted
 
 
-def test_a_runs_folder_is_new_and_latest_points_at_it(tmp_path: Path) -> None:
+def test_run_directory_is_new_and_latest_points_to_it(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "runs"
     folders = [create_run(root, "arith", "Qwen/Qwen3", now=NOW) for _ in range(20)]
     assert len(set(folders)) == 20
@@ -163,19 +163,19 @@ def test_a_runs_folder_is_new_and_latest_points_at_it(tmp_path: Path) -> None:
     assert len(os.listdir(root)) == 21
 
 
-def test_a_link_that_cannot_be_made_is_not_fatal(tmp_path: Path) -> None:
+def test_failing_to_create_the_latest_link_is_not_fatal(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     assert create_run(tmp_path, "e", "m", now=NOW).is_dir()
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_an_output_folder_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
+def test_unusable_output_directory_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file"):
         create_run(tmp_path / "file", "e", "m", now=NOW)
 
 
-def test_a_run_is_found_by_path_name_beginning_end_or_latest(tmp_path: Path) -> None:
+def test_run_is_found_by_path_name_prefix_suffix_or_latest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run in"):
         find_run("latest", tmp_path / "runs")
     with pytest.raises(UsageError):
@@ -200,7 +200,7 @@ def test_a_run_is_found_by_path_name_beginning_end_or_latest(tmp_path: Path) -> 
         find_run("./other", tmp_path)
 
 
-def test_one_unreadable_run_hides_no_other(tmp_path: Path) -> None:
+def test_unreadable_run_does_not_hide_others(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     good = create_run(tmp_path, "arith", "m", now=NOW)
     bad = create_run(tmp_path, "arith", "m", now=NOW.replace(hour=7))

@@ -54,7 +54,7 @@ def held_up(folder: Path) -> Iterator[None]:
         connection.close()
 
 
-async def test_what_is_put_is_there_after_committed(run: Path) -> None:
+async def test_records_are_readable_after_committed(run: Path) -> None:
     journal = Journal.create(run, {"env": "arith", "k": 4}, env="arith", model="m")
     journal.add_tasks([Task(id="a"), Task(id="b", invalid="no prompt")])
     journal.add_group(0, stream="train", position=0, task=0, k=2)
@@ -99,7 +99,7 @@ def test_segments_stay_out_of_the_journal(run: Path) -> None:
         assert reader.rollouts() == [record(0, 0)]
 
 
-async def test_one_batch_gathers_what_queued_while_the_last_one_was_written(run: Path) -> None:
+async def test_writes_queued_during_a_commit_form_one_batch(run: Path) -> None:
     heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
     journal = Journal.create(run, {}, linger=0.0)
     leave = journal.on_commit(heard.put_nowait)
@@ -117,7 +117,7 @@ async def test_one_batch_gathers_what_queued_while_the_last_one_was_written(run:
     journal.close()
 
 
-async def test_a_second_record_is_refused_the_first_stands_and_the_rest_is_committed(run: Path) -> None:
+async def test_second_record_is_refused_and_the_rest_is_committed(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         journal.add_rollout(record(0, 0, reward=0.5))
         await journal.committed()
@@ -134,7 +134,7 @@ async def test_a_second_record_is_refused_the_first_stands_and_the_rest_is_commi
         assert [event.kind for event in reader.events()] == ["run.started", "journal.refused"]
 
 
-def test_a_refusal_nobody_waited_for_surfaces_at_the_end(run: Path) -> None:
+def test_refusal_without_a_waiter_is_raised_at_close(run: Path) -> None:
     journal = Journal.create(run, {})
     journal.add_rollout(record(0, 0))
     journal.add_rollout(record(0, 0))
@@ -144,7 +144,7 @@ def test_a_refusal_nobody_waited_for_surfaces_at_the_end(run: Path) -> None:
     journal.close()
 
 
-async def test_a_refusal_reaches_a_listener(run: Path) -> None:
+async def test_refusal_reaches_a_listener(run: Path) -> None:
     heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
     with Journal.create(run, {}) as journal:
         journal.on_commit(heard.put_nowait)
@@ -154,7 +154,7 @@ async def test_a_refusal_reaches_a_listener(run: Path) -> None:
         assert "second record" in str(error)
 
 
-async def test_a_listener_that_raises_silences_nobody(run: Path) -> None:
+async def test_listener_that_raises_does_not_affect_others(run: Path) -> None:
     problems: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["exception"]))
     heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
@@ -172,7 +172,7 @@ async def test_a_listener_that_raises_silences_nobody(run: Path) -> None:
     assert [str(problem) for problem in problems] == ["listener"] * 2
 
 
-async def test_a_cancelled_waiter_disturbs_nobody(run: Path) -> None:
+async def test_cancelled_waiter_does_not_affect_others(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         with held_up(run):
             journal.event("a")
@@ -184,7 +184,7 @@ async def test_a_cancelled_waiter_disturbs_nobody(run: Path) -> None:
         assert waiter.cancelled()
 
 
-def test_what_is_not_plain_data_is_its_senders_failure_alone(run: Path) -> None:
+def test_unencodable_record_raises_only_in_its_caller(run: Path) -> None:
     import msgspec
 
     with Journal.create(run, {}) as journal:
@@ -200,7 +200,7 @@ def test_what_is_not_plain_data_is_its_senders_failure_alone(run: Path) -> None:
         assert "left_out" in reader.events()[-1].payload
 
 
-def test_close_leaves_no_thread_and_no_lock_and_refuses_more(run: Path) -> None:
+def test_close_ends_the_thread_and_releases_the_lock(run: Path) -> None:
     before = threads()
     journal = Journal.create(run, {})
     assert threads() == before + 1
@@ -215,7 +215,7 @@ def test_close_leaves_no_thread_and_no_lock_and_refuses_more(run: Path) -> None:
         assert reader.events()[-1].kind == "last"
 
 
-def test_totals_never_disagree_with_the_records(run: Path) -> None:
+def test_totals_agree_with_the_records(run: Path) -> None:
     fill(run, 10)
     with Journal.open(run) as journal:
         journal.add_rollout(record(9, 0, reward=-1.0, outcome=Truncated("time")))
@@ -225,7 +225,7 @@ def test_totals_never_disagree_with_the_records(run: Path) -> None:
         assert reader.mean_reward() == pytest.approx((9 * 0.5 - 1.0) / 10)
 
 
-def test_a_discarded_record_is_kept_and_its_member_can_run_again(run: Path) -> None:
+def test_discarded_record_is_kept_and_its_member_can_run_again(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         journal.add_group(0, stream="s", position=0, task=0, k=1)
         journal.add_rollout(record(0, 0, reward=0.25))
@@ -244,7 +244,7 @@ def test_a_discarded_record_is_kept_and_its_member_can_run_again(run: Path) -> N
         assert (earlier.record.reward, earlier.reason) == (0.25, "tokens lost")
 
 
-def test_a_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
+def test_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
     lost = Failed("infra", "engine.tokens", "gone", "load")
     with Journal.create(run, {}) as journal:
         journal.add_group(0, stream="s", position=0, task=0, k=1)
@@ -259,7 +259,7 @@ def test_a_replaced_record_is_kept_and_the_newest_one_counts(run: Path) -> None:
         assert [one.record.reward for one in reader.earlier("0.0")] == [0.25]
 
 
-def test_a_journal_without_the_table_of_superseded_records_can_be_read_and_gone_on_with(run: Path) -> None:
+def test_journal_without_superseded_table_can_be_read_and_resumed(run: Path) -> None:
     with Journal.create(run, {}) as journal:
         journal.add_rollout(record(0, 0, reward=0.25))
     with contextlib.closing(sqlite3.connect(run / FILE)) as connection:
@@ -283,7 +283,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_writer_is_refused_with_the_pid_and_a_killed_one_lets_go(run: Path) -> None:
+def test_second_writer_is_refused_until_the_first_dies(run: Path) -> None:
     fill(run, 1)
     command = [sys.executable, "-c", HOLD, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -298,13 +298,13 @@ def test_a_second_writer_is_refused_with_the_pid_and_a_killed_one_lets_go(run: P
         Journal.open(run).close()
 
 
-def test_two_locks_in_one_process_are_refused_too(run: Path) -> None:
+def test_second_lock_in_the_same_process_is_refused(run: Path) -> None:
     with open_lock(run), pytest.raises(UsageError, match=f"pid {os.getpid()}"):
         open_lock(run, timeout=0.0)
     open_lock(run).close()
 
 
-def test_a_journal_is_made_once(run: Path) -> None:
+def test_journal_cannot_be_created_twice(run: Path) -> None:
     fill(run, 3)
     with pytest.raises(JournalError):
         Journal.create(run, {})
@@ -312,7 +312,7 @@ def test_a_journal_is_made_once(run: Path) -> None:
         assert reader.counts() == {"completed": 3}
 
 
-def test_a_newer_format_is_refused_in_words_and_untouched(run: Path) -> None:
+def test_newer_format_is_refused_and_unchanged(run: Path) -> None:
     fill(run, 3)
     connection = sqlite3.connect(run / FILE)
     connection.execute("PRAGMA user_version=3")
@@ -327,7 +327,7 @@ def test_a_newer_format_is_refused_in_words_and_untouched(run: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, os.urandom(8192)], ids=["text", "noise"])
-def test_a_file_that_is_no_journal_is_refused_in_words(run: Path, content: bytes) -> None:
+def test_file_that_is_no_journal_is_refused(run: Path, content: bytes) -> None:
     (run / FILE).write_bytes(content)
     for opening in (Journal.open, RunReader):
         with pytest.raises(JournalError, match="is not a Rookery journal"):
@@ -335,7 +335,7 @@ def test_a_file_that_is_no_journal_is_refused_in_words(run: Path, content: bytes
     assert (run / FILE).read_bytes() == content
 
 
-def test_another_programs_database_an_empty_file_and_an_empty_folder_are_refused(run: Path) -> None:
+def test_foreign_database_empty_file_and_empty_directory_are_refused(run: Path) -> None:
     with pytest.raises(JournalError, match=r"journal\.sqlite"):
         RunReader(run)
     (run / FILE).touch()
@@ -348,7 +348,7 @@ def test_another_programs_database_an_empty_file_and_an_empty_folder_are_refused
         Journal.open(run)
 
 
-def test_a_damaged_journal_is_said_so(run: Path) -> None:
+def test_damaged_journal_is_reported(run: Path) -> None:
     fill(run, 400)
     path = run / FILE
     data = bytearray(path.read_bytes())
@@ -359,7 +359,7 @@ def test_a_damaged_journal_is_said_so(run: Path) -> None:
 
 
 @pytest.mark.needs("mount")
-async def test_a_full_disk_reaches_every_waiter_and_earlier_records_are_intact(disk: Mount) -> None:
+async def test_full_disk_reaches_every_waiter_and_keeps_earlier_records(disk: Mount) -> None:
     run = disk(1024)
     journal = Journal.create(run, {})
     heard: asyncio.Queue[JournalError | None] = asyncio.Queue()
@@ -394,9 +394,7 @@ async def test_a_full_disk_reaches_every_waiter_and_earlier_records_are_intact(d
 
 
 @pytest.mark.needs("mount")
-def test_close_writes_what_a_full_disk_refused_once_there_is_space(
-    disk: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_retries_writes_that_a_full_disk_refused(disk: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LONE", 60.0)  # nothing is written before `flush`, however slow the machine is
     run = disk(2048)
     journal = Journal.create(run, {}, linger=60.0)
@@ -413,7 +411,7 @@ def test_close_writes_what_a_full_disk_refused_once_there_is_space(
 
 
 @pytest.mark.needs("mount")
-def test_a_full_or_read_only_disk_at_the_start_is_said_so(disk: Mount) -> None:
+def test_full_or_read_only_disk_at_the_start_is_reported(disk: Mount) -> None:
     full = disk(16)
     with pytest.raises(JournalError, match=r"disk full|cannot open|disk failed"):
         Journal.create(full, {"text": "x" * 100_000})
@@ -428,7 +426,7 @@ def test_a_full_or_read_only_disk_at_the_start_is_said_so(disk: Mount) -> None:
         assert reader.status == "interrupted"
 
 
-def test_a_journal_whose_folder_is_removed_fails_instead_of_writing_to_nothing(run: Path) -> None:
+def test_journal_fails_if_its_directory_was_removed(run: Path) -> None:
     journal = Journal.create(run, {})
     journal.event("before")
     journal.flush()

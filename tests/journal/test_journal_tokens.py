@@ -20,7 +20,7 @@ def write(folder: Path, *payloads: bytes, writer: str = "w") -> list[Extent]:
         return [tokens.append(payload) for payload in payloads]
 
 
-def test_append_touches_no_disk_and_after_flush_every_extent_is_readable(tmp_path: Path) -> None:
+def test_append_is_buffered_and_flush_makes_extents_readable(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, "r1") as tokens, TokenReader(tmp_path) as reader:
         extents = [tokens.append(payload) for payload in (b"one", b"", b"three" * 1000)]
         assert os.listdir(tmp_path) == []
@@ -31,14 +31,14 @@ def test_append_touches_no_disk_and_after_flush_every_extent_is_readable(tmp_pat
         assert tokens.pending == 0
 
 
-def test_a_turn_reads_back_exactly(tmp_path: Path) -> None:
+def test_turn_reads_back_exactly(tmp_path: Path) -> None:
     wanted = turns("0.0")
     extents = write(tmp_path, *(encode_turn(turn) for turn in wanted))
     with TokenReader(tmp_path) as reader:
         assert [decode_turn(reader.read(extent)) for extent in extents] == wanted
 
 
-def test_files_rotate_and_none_is_longer_than_asked(tmp_path: Path) -> None:
+def test_files_rotate_at_their_maximum_size(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, "r", max_bytes=200) as tokens:
         extents = [tokens.append(bytes([n]) * 50) for n in range(20)]
         big = tokens.append(b"b" * 1000)
@@ -51,7 +51,7 @@ def test_files_rotate_and_none_is_longer_than_asked(tmp_path: Path) -> None:
     assert all(size <= 200 for name, size in sizes.items() if name != big.file)
 
 
-def test_a_writer_of_the_same_name_begins_a_new_file(tmp_path: Path) -> None:
+def test_writer_of_the_same_name_starts_a_new_file(tmp_path: Path) -> None:
     first = write(tmp_path, b"before")
     second = write(tmp_path, b"after")
     assert first[0].file != second[0].file
@@ -60,7 +60,7 @@ def test_a_writer_of_the_same_name_begins_a_new_file(tmp_path: Path) -> None:
         assert reader.read(second[0]) == b"after"
 
 
-def test_two_writers_of_one_name_at_once_are_refused(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_name_are_refused(tmp_path: Path) -> None:
     one, two = TokenWriter(tmp_path, "w"), TokenWriter(tmp_path, "w")
     one.append(b"1")
     two.append(b"2")
@@ -69,7 +69,7 @@ def test_two_writers_of_one_name_at_once_are_refused(tmp_path: Path) -> None:
         two.close()
 
 
-def test_a_closed_writer_refuses(tmp_path: Path) -> None:
+def test_closed_writer_refuses_to_append(tmp_path: Path) -> None:
     tokens = TokenWriter(tmp_path, "w")
     tokens.close()
     tokens.close()
@@ -78,7 +78,7 @@ def test_a_closed_writer_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(len(FILE_HEADER), len(FILE_HEADER) + 2 * OVERHEAD + 10))
-def test_a_flipped_bit_is_found_and_named(tmp_path: Path, at: int) -> None:
+def test_flipped_bit_is_detected_and_located(tmp_path: Path, at: int) -> None:
     extents = write(tmp_path, b"hello", b"world")
     path = tmp_path / extents[0].file
     data = bytearray(path.read_bytes())
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, OVERHEAD + 5))
-def test_a_torn_tail_ends_a_scan_quietly(tmp_path: Path, cut: int) -> None:
+def test_torn_tail_ends_a_scan_without_error(tmp_path: Path, cut: int) -> None:
     extents = write(tmp_path, b"hello", b"world")
     path = tmp_path / extents[0].file
     os.truncate(path, path.stat().st_size - cut)
@@ -104,7 +104,7 @@ def test_a_torn_tail_ends_a_scan_quietly(tmp_path: Path, cut: int) -> None:
             reader.read(extents[1])
 
 
-def test_a_file_whose_writer_was_killed_before_its_first_write_is_empty(tmp_path: Path) -> None:
+def test_file_of_a_writer_killed_before_its_first_write_is_empty(tmp_path: Path) -> None:
     (tmp_path / "w-0.rtk").touch()
     with TokenReader(tmp_path) as reader:
         assert list(reader.scan("w-0.rtk")) == []
@@ -120,7 +120,7 @@ def test_zeros_after_a_power_loss_end_a_scan(tmp_path: Path) -> None:
         assert [payload for _, payload in reader.scan(path.name)] == [b"hello"]
 
 
-def test_a_scan_does_not_pass_over_a_damaged_frame(tmp_path: Path) -> None:
+def test_scan_stops_at_a_damaged_frame(tmp_path: Path) -> None:
     extents = write(tmp_path, b"hello", b"world")
     path = tmp_path / extents[0].file
     data = bytearray(path.read_bytes())
@@ -133,7 +133,7 @@ def test_a_scan_does_not_pass_over_a_damaged_frame(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../w-0.rtk", "/etc/passwd", "", ".", "..", "a/b.rtk", ".w-0.rtk", "w-0.rtk\0", "w"]
 )
-def test_a_reader_takes_plain_names_only(tmp_path: Path, name: str) -> None:
+def test_reader_accepts_only_token_file_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     write(tmp_path, b"secret")
     with TokenReader(tmp_path / "in") as reader:
@@ -142,7 +142,7 @@ def test_a_reader_takes_plain_names_only(tmp_path: Path, name: str) -> None:
             reader.read(Extent(name, 8, 6, 0))
 
 
-def test_a_reader_follows_no_link_and_opens_no_pipe_or_folder(tmp_path: Path) -> None:
+def test_reader_refuses_links_pipes_and_directories(tmp_path: Path) -> None:
     inside = tmp_path / "in"
     inside.mkdir()
     extent = write(tmp_path, b"secret")[0]
@@ -156,7 +156,7 @@ def test_a_reader_follows_no_link_and_opens_no_pipe_or_folder(tmp_path: Path) ->
                 reader.read(Extent(name, extent.offset, extent.length, extent.crc))
 
 
-def test_a_newer_token_format_is_refused_in_words(tmp_path: Path) -> None:
+def test_newer_token_format_is_refused(tmp_path: Path) -> None:
     extent = write(tmp_path, b"x")[0]
     with (tmp_path / extent.file).open("r+b") as file:
         file.seek(4)
@@ -165,13 +165,13 @@ def test_a_newer_token_format_is_refused_in_words(tmp_path: Path) -> None:
         reader.read(extent)
 
 
-def test_a_frame_that_is_not_a_turn_is_said_so() -> None:
+def test_frame_that_is_not_a_turn_is_reported() -> None:
     with pytest.raises(JournalError):
         decode_turn(b"\x93\x01")
 
 
 @pytest.mark.needs("mount")
-def test_a_full_disk_leaves_earlier_frames_intact_and_offsets_true(disk: Mount) -> None:
+def test_full_disk_keeps_earlier_frames_and_offsets(disk: Mount) -> None:
     folder = disk(64)
     tokens = TokenWriter(folder, "w")
     early = tokens.append(b"e" * 1000)
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_earlier_frames_intact_and_offsets_true(disk: Mount) 
 
 
 @pytest.mark.needs("mount")
-def test_closing_on_a_full_disk_says_so_and_lets_go_of_the_file(disk: Mount) -> None:
+def test_close_on_a_full_disk_raises_and_closes_the_file(disk: Mount) -> None:
     folder = disk(16)
     tokens = TokenWriter(folder, "w")
     tokens.append(b"x" * 100_000)
@@ -208,7 +208,7 @@ def test_closing_on_a_full_disk_says_so_and_lets_go_of_the_file(disk: Mount) -> 
 
 
 @pytest.mark.needs("mount")
-def test_a_read_only_folder_is_said_so(disk: Mount) -> None:
+def test_read_only_directory_is_reported(disk: Mount) -> None:
     folder = disk(64)
     read_only(folder)
     tokens = TokenWriter(folder, "w")
@@ -256,7 +256,7 @@ def test_any_sequence_reads_back_like_a_list(steps: list[tuple[str, bytes]], max
         assert sorted(scanned, key=repr) == sorted(flushed, key=repr)
 
 
-def test_tokens_of_a_run_whose_folder_is_removed_say_so(tmp_path: Path) -> None:
+def test_token_writer_fails_if_its_directory_was_removed(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "tokens"
     folder.mkdir(parents=True)
     writer = TokenWriter(folder, "w")

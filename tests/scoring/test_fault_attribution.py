@@ -65,5 +65,5 @@ def test_every_grading_ends_and_lost_sandboxes_never_count_against_a_submission(
         (["invalid", "crash"], False, "minimum"),
     ],
 )
-def test_the_contract(ends: list[RunEnd], has_solution: bool, action: Action) -> None:
+def test_attribution_of_each_sequence_of_runs(ends: list[RunEnd], has_solution: bool, action: Action) -> None:
     assert play(ends, has_solution=has_solution)[0] == action

@@ -53,7 +53,7 @@ async def test_hostile_submissions_get_no_reward(provider: str) -> None:
     assert fine.result().reward == 1.0, fine.result()
 
 
-async def test_in_a_shared_process_early_exits_and_patches_have_none_and_it_is_labelled_weaker() -> None:
+async def test_shared_isolation_is_labelled_weaker_and_rewards_no_early_exit() -> None:
     tests = "try:\n    f(1)\nexcept Custom:\n    assert False\nassert f(2) == 4\nassert all([f(3) == 6])\n"
     task = CodeTask(id="shared", tests=tests)
     custom = "class Custom(Exception): pass\n"
@@ -90,7 +90,7 @@ async def test_every_case_has_its_verdict_and_partial_credit_is_the_share() -> N
     assert grade.score.metrics["verdict/crash"] == 2.0
 
 
-async def test_a_submission_cannot_choose_the_weaker_isolation() -> None:
+async def test_submission_cannot_choose_the_weaker_isolation() -> None:
     # The tests pass on what they got: were it something that cannot cross, they would seem to need one process.
     task = CodeTask(id="passes-on", tests="def check(c):\n    assert c(c(c(1))) == 12345\n", entry_point="f")
     nested = "def f(x):\n    out = []\n    for _ in range(190): out = [out, x]\n    return out\n"
@@ -106,14 +106,14 @@ async def test_a_submission_cannot_choose_the_weaker_isolation() -> None:
         assert (grade.result().reward, grade.result().isolation) == (0.0, "separate"), grade.result()
 
 
-async def test_a_class_that_equals_everything_gets_no_reward() -> None:
+async def test_class_that_equals_everything_gets_no_reward() -> None:
     (row,) = [row for row in TASKS if row["id"] == "stack"]
     async with grader() as one:
         grade = await one.grade(parse_code_task(row), HOSTILE_PRELUDE + "class Stack(Same): pass\n")
     assert (grade.reward, grade.isolation) == (0.0, "separate"), grade
 
 
-async def test_a_grading_that_is_cancelled_leaves_no_sandbox() -> None:
+async def test_cancelled_grading_leaves_no_sandbox() -> None:
     task = CodeTask(id="waits", tests=["assert f(1) == 1"], limits=ProgramLimits(wall=60.0))
     begun = asyncio.Event()
     async with ProgramRunner("local", concurrency=2) as programs:
@@ -137,7 +137,7 @@ async def test_a_grading_that_is_cancelled_leaves_no_sandbox() -> None:
 
 
 @pytest.mark.long
-async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> None:
+async def test_tests_that_fail_with_the_reference_solution_are_a_task_fault() -> None:
     broken = CodeTask(id="broken", tests=["assert f(1) == 2"], solution="def f(x):\n    return 1\n")
     spinning = CodeTask(
         id="spins",
@@ -157,7 +157,7 @@ async def test_tests_that_fail_with_their_own_solution_are_the_tasks_fault() -> 
 
 
 @pytest.mark.long
-async def test_a_grader_that_a_submission_brings_down_twice_is_the_minimum_and_has_run_twice() -> None:
+async def test_submission_that_crashes_the_grader_twice_gets_the_minimum() -> None:
     task = CodeTask(
         id="huge",
         tests="def test_it():\n    n = f(1)\n    while n > 0: n -= 1\n",
@@ -191,7 +191,7 @@ async def test_lost_sandboxes_are_an_infra_fault() -> None:
             await one.grade(task, "def f(x):\n    return x\n")
 
 
-async def test_a_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() -> None:
+async def test_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated() -> None:
     from rookery.sandboxes import Command
 
     task = CodeTask(id="own")
@@ -229,6 +229,6 @@ async def test_a_user_function_gets_a_fresh_sandbox_and_its_reward_is_validated(
         ({"id": "a", "tests": "assert 1", "language": "c"}, "by cases"),
     ],
 )
-def test_an_invalid_row_is_a_task_error_that_names_the_field(row: dict[str, Any], word: str) -> None:
+def test_invalid_row_raises_a_task_error_that_names_the_field(row: dict[str, Any], word: str) -> None:
     with pytest.raises(TaskError, match=word):
         parse_code_task(row)

@@ -103,7 +103,7 @@ async def test_indexing_an_object_does_not_cause_shared_isolation() -> None:
         ),
     ],
 )
-async def test_tests_without_a_solution_that_pass_functions_are_shared_whatever_is_submitted(tests: Any) -> None:
+async def test_tests_that_pass_functions_without_a_solution_are_shared(tests: Any) -> None:
     task = CodeTask(id="callback", tests=tests, entry_point="apply")
     grades = await graded(
         task, {"right": "def apply(f, x):\n    return f(x)\n", "dead": "import os\nos._exit(0)\n"}
@@ -115,7 +115,7 @@ async def test_tests_without_a_solution_that_pass_functions_are_shared_whatever_
         assert grade.weaker
 
 
-async def test_tests_that_sort_what_they_got_are_separate() -> None:
+async def test_tests_that_sort_results_are_separate() -> None:
     tests = "def check(c):\n    got = c(2)\n    got.sort(key=lambda n: -n)\n    assert got == [2, 1]\n"
     task = CodeTask(id="sorts", tests=tests, entry_point="f")
     grades = await graded(task, {"right": "def f(n):\n    return [1, 2]\n"})
@@ -141,7 +141,7 @@ async def test_isolation_is_decided_with_the_solution_before_a_submission_runs()
         assert opened == 2 * (4 + 1), "the solution runs once, whatever is submitted"
 
 
-async def test_parameters_that_a_submission_leaves_out_are_not_a_missing_test() -> None:
+async def test_missing_parameters_of_a_submission_do_not_hide_a_test() -> None:
     tests = "import pytest\n@pytest.mark.parametrize('n', cases())\ndef test_it(n):\n    assert n == 1\n"
     grades = await graded(
         CodeTask(id="parameters", tests=tests),
@@ -161,7 +161,7 @@ async def test_parameters_that_a_submission_leaves_out_are_not_a_missing_test() 
         ("f(1)\n", True),
     ],
 )
-def test_whether_there_is_a_test_is_read_from_the_text(tests: str, found: bool) -> None:
+def test_tests_are_detected_from_the_source(tests: str, found: bool) -> None:
     assert analyze_tests(tests, "f").has_tests is found
 
 
@@ -206,7 +206,7 @@ ODD_WORDS = {
 
 
 @pytest.mark.parametrize("form", ["separate", "shared"])
-async def test_whatever_a_submission_sends_is_a_verdict_about_it(form: str) -> None:
+async def test_any_reply_of_a_submission_gives_a_verdict_about_it(form: str) -> None:
     tests = "def check(c):\n    assert c(1) == 12345\n"
     if form == "shared":
         tests = "def check(c):\n    assert callable(f)\n    assert c(1) == 12345\n"
@@ -218,7 +218,7 @@ async def test_whatever_a_submission_sends_is_a_verdict_about_it(form: str) -> N
         str(grade).encode()  # nothing in it that no journal takes
 
 
-async def test_whatever_a_program_is_made_of_is_a_verdict_about_it() -> None:
+async def test_any_submission_source_gives_a_verdict_about_it() -> None:
     task = parse_code_task({"id": "cases", "prompt": "", "cases": [{"stdin": "", "stdout": "1"}]})
     sources = {name: ODD_WORDS[name] for name in ODD_WORDS if "source" in name or "comment" in name}
     sources["prints surrogates"] = "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80\\xff')\n"
@@ -274,7 +274,7 @@ def f(xs):
          "    assert list(got) == [0, 0, 0]\n"), RESTARTED),
     ],
 )  # fmt: skip
-async def test_objects_that_lie_about_their_items_are_not_paid(tests: str, submission: str) -> None:
+async def test_objects_that_lie_about_their_items_get_no_reward(tests: str, submission: str) -> None:
     grades = await graded(CodeTask(id="lies", tests=tests, entry_point="f"), {"liar": submission})
     assert (grades["liar"].reward, grades["liar"].isolation) == (0.0, "separate"), grades
 
@@ -293,7 +293,7 @@ async def test_objects_that_lie_about_their_items_are_not_paid(tests: str, submi
         ),
     ],
 )
-async def test_a_grade_in_which_a_reference_decided_is_labelled(tests: str, submission: str) -> None:
+async def test_grade_decided_by_a_remote_object_is_labelled_weaker(tests: str, submission: str) -> None:
     grades = await graded(CodeTask(id="decided", tests=tests, entry_point="f"), {"one": submission})
     assert (grades["one"].reward, grades["one"].isolation) == (1.0, "separate"), grades
     assert grades["one"].weaker
@@ -346,13 +346,13 @@ HONEST = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-async def test_honest_containers_are_paid_without_a_label(name: str) -> None:
+async def test_honest_containers_are_rewarded_without_a_label(name: str) -> None:
     tests, submission = HONEST[name]
     grades = await graded(CodeTask(id=name, tests=tests, entry_point="f"), {"one": submission})
     assert (grades["one"].reward, grades["one"].weaker) == (1.0, ""), grades
 
 
-async def test_mappings_by_number_are_asked_themselves_and_labelled() -> None:
+async def test_mappings_with_integer_keys_are_labelled_weaker() -> None:
     tests = "def check(c):\n    got = c(1)\n    assert got[1] == 'one' and got[2] == 'two' and len(got) == 2\n"
     source = "from collections import UserDict\ndef f(x):\n    return UserDict({1: 'one', 2: 'two'})\n"
     grades = await graded(CodeTask(id="mapping", tests=tests, entry_point="f"), {"one": source})
@@ -379,13 +379,13 @@ async def test_mappings_by_number_are_asked_themselves_and_labelled() -> None:
         ("approx(complex(float('inf'), 0))", "1j", 0.0),
     ],
 )
-async def test_approx_takes_what_is_not_finite_as_it_is(tests: str, value: str, reward: float) -> None:
+async def test_approx_compares_non_finite_numbers_exactly(tests: str, value: str, reward: float) -> None:
     task = CodeTask(id="approx", tests=f"from pytest import approx\nassert f() == {tests}\n")
     grades = await graded(task, {"one": f"def f():\n    return {value}\n"})
     assert grades["one"].reward == reward, grades
 
 
-async def test_what_a_submission_has_not_done_in_the_time_of_its_grading_has_the_verdict_time() -> None:
+async def test_tests_not_finished_within_the_grading_time_get_the_verdict_time() -> None:
     slow = "import time\ndef f(n):\n    time.sleep(2 * (n > 0))\n    return n\n"
     tests = CodeTask(id="slow", tests=[f"assert f({n}) == {n}" for n in range(50)])
     grade = (await graded(tests, {"slow": slow}, seconds=8.0, partial=True))["slow"]

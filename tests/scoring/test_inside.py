@@ -85,11 +85,11 @@ def same(a: Any, b: Any) -> bool:
 
 @settings(max_examples=60)
 @given(plain)
-def test_plain_data_comes_back_equal_and_of_the_same_types(value: Any) -> None:
+def test_plain_data_survives_a_round_trip_with_its_types(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
-def test_what_is_not_finite_comes_back() -> None:
+def test_non_finite_numbers_survive_a_round_trip() -> None:
     assert math.isnan(there_and_back(float("nan")))
     assert there_and_back([float("inf"), -float("inf")]) == [float("inf"), -float("inf")]
 
@@ -105,12 +105,12 @@ def test_subclasses_of_builtins_are_returned_as_builtins() -> None:
 @pytest.mark.parametrize(
     "value", [object(), lambda: 1, iter([]), sys, ValueError("x")], ids=lambda value: type(value).__name__
 )
-def test_what_is_no_plain_data_does_not_cross(value: Any) -> None:
+def test_other_objects_are_refused(value: Any) -> None:
     with pytest.raises(NotPlain):
         encode([value], refuse)
 
 
-def test_a_value_that_contains_itself_is_refused_in_bounded_time() -> None:
+def test_recursive_value_is_refused_in_bounded_time() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(ValueError, match="contains itself"):
@@ -148,7 +148,7 @@ json_like = st.recursive(
 
 
 @given(json_like)
-def test_what_a_hostile_side_sends_is_exact_built_in_values_or_an_ordinary_error(message: Any) -> None:
+def test_hostile_input_decodes_to_exact_builtins_or_an_ordinary_error(message: Any) -> None:
     try:
         value = decode(message, lambda plain: None)
     except (KeyError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
@@ -161,7 +161,7 @@ def refuse_nothing(value: Any) -> Any:
     raise AssertionError(f"{type(value)} came in and cannot go out")
 
 
-def test_a_reference_equals_no_plain_value() -> None:
+def test_remote_reference_equals_no_plain_value() -> None:
     class Silent:
         def request(self, do: str, args: Any) -> Any:
             raise AssertionError(f"{do} was asked")
@@ -173,7 +173,7 @@ def test_a_reference_equals_no_plain_value() -> None:
 
 
 @pytest.mark.parametrize("name", ["runner", "submission"])
-def test_a_program_is_one_text_that_needs_nothing_of_ours(name: str) -> None:
+def test_bundled_program_needs_only_the_standard_library(name: str) -> None:
     text = bundle.build_source("grader", name)
     compile(text, name, "exec")
     assert "rookery.scoring" not in text
@@ -183,7 +183,7 @@ def test_a_program_is_one_text_that_needs_nothing_of_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("magic", ["", "another"])
-def test_a_program_runs_from_its_code_and_from_its_text(magic: str) -> None:
+def test_bundled_program_runs_from_code_and_from_source(magic: str) -> None:
     import subprocess
 
     _, dash_c, boot, own, code, source = bundle.build_command("grader", "submission")

@@ -91,7 +91,7 @@ def test_every_kind_of_number_is_a_reward(value: object, reward: float) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_missing_not_a_number_or_not_finite_is_a_fault_of_whoever_returned_it(value: object) -> None:
+def test_missing_or_non_finite_reward_is_a_fault_of_its_author(value: object) -> None:
     with pytest.raises(ScoringError) as caught:
         check_reward(value, -math.inf, math.inf)
     assert caught.value.code == "bug.reward"
@@ -99,13 +99,13 @@ def test_what_is_missing_not_a_number_or_not_finite_is_a_fault_of_whoever_return
 
 
 @pytest.mark.parametrize("value", [1.0000001, -1e-9, 2, np.float64(1.5), Score(2.0)])
-def test_a_reward_out_of_its_range_is_a_fault(value: object) -> None:
+def test_reward_out_of_range_is_a_fault(value: object) -> None:
     with pytest.raises(ScoringError, match="outside the declared range 0 to 1"):
         check_reward(value, 0.0, 1.0)
 
 
 @given(st.floats(), st.floats(-10, 10), st.floats(0, 10))
-def test_a_reward_is_kept_exactly_or_refused(value: float, low: float, width: float) -> None:
+def test_reward_is_stored_exactly_or_refused(value: float, low: float, width: float) -> None:
     high = low + width
     if math.isfinite(value) and low <= value <= high:
         assert check_reward(value, low, high).reward == value
@@ -114,7 +114,7 @@ def test_a_reward_is_kept_exactly_or_refused(value: float, low: float, width: fl
             check_reward(value, low, high)
 
 
-def test_parts_and_metrics_are_plain_finite_numbers_too() -> None:
+def test_parts_and_metrics_must_be_finite_numbers() -> None:
     score = check_reward(Score(1, {"a": np.float64(0.5), "b": 3}, {"c": True}), 0.0, 1.0)
     assert score == Score(1.0, {"a": 0.5, "b": 3.0}, {"c": 1.0})
     assert {type(value) for value in (*score.parts.values(), *score.metrics.values())} == {float}

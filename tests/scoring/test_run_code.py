@@ -43,7 +43,7 @@ ENDINGS = [
 ]
 
 
-async def test_each_program_ends_as_it_would_alone_and_results_are_in_order() -> None:
+async def test_programs_are_independent_and_results_are_in_order() -> None:
     programs = [Program(source=source, id=str(at), **more) for at, (source, more, _) in enumerate(ENDINGS)]
     told: list[int] = []
     results = await run_code(programs, sandbox="local", on_result=lambda at, _: told.append(at))
@@ -55,7 +55,7 @@ async def test_each_program_ends_as_it_would_alone_and_results_are_in_order() ->
     assert [result.id for result in results] == [program.id for program in programs]
 
 
-async def test_no_case_sees_what_another_one_left() -> None:
+async def test_cases_do_not_share_files() -> None:
     leaves = (
         "import os, pathlib\nplaces = ('/work/mark', '/tmp/mark', '/dev/shm/mark')\n"
         "seen = [p for p in places if os.path.exists(p)]\nfor p in places: pathlib.Path(p).touch()\n"
@@ -109,7 +109,7 @@ async def test_c_and_cpp_are_compiled_once_and_run_for_each_case() -> None:
     assert "error" in broken.compile.output
 
 
-async def test_a_missing_compiler_is_not_the_programs_fault(tmp_path: Path) -> None:
+async def test_missing_compiler_is_not_the_programs_fault(tmp_path: Path) -> None:
     async with ProgramRunner("subprocess") as programs:
         spec = SandboxSpec(provider="subprocess", env={"PATH": str(tmp_path)})
         program = Program(source=ADD_C, language="c")
@@ -118,7 +118,7 @@ async def test_a_missing_compiler_is_not_the_programs_fault(tmp_path: Path) -> N
     assert "gcc" in result.detail
 
 
-async def test_a_failing_sandbox_is_replaced_and_then_reported_as_infra() -> None:
+async def test_failing_sandbox_is_replaced_and_then_reported_as_infra() -> None:
     async with ProgramRunner("local", concurrency=2) as programs:
         made = 0
 
@@ -142,7 +142,7 @@ async def test_a_failing_sandbox_is_replaced_and_then_reported_as_infra() -> Non
         assert not result.ok
 
 
-async def test_a_stream_takes_a_bounded_number_ahead_and_frees_all_when_left() -> None:
+async def test_stream_reads_a_bounded_number_of_programs_ahead() -> None:
     taken = 0
 
     def endless() -> Iterator[Program]:
@@ -174,7 +174,7 @@ async def nothing_open() -> None:
         assert not provider._open  # type: ignore[attr-defined]
 
 
-async def test_cancelling_ends_the_programs_before_it_returns() -> None:
+async def test_cancellation_ends_the_programs_before_it_returns() -> None:
     started = asyncio.Event()
     programs = [Program(source="pass"), *(Program(source="import time; time.sleep(60)") for _ in range(5))]
     task = asyncio.create_task(run_code(programs, sandbox="local", on_result=lambda at, _: started.set()))
@@ -185,7 +185,7 @@ async def test_cancelling_ends_the_programs_before_it_returns() -> None:
     await nothing_open()
 
 
-async def test_the_synchronous_one_works_inside_of_a_running_loop_and_beside_others() -> None:
+async def test_run_code_sync_works_inside_a_running_event_loop() -> None:
     assert run_code_sync([Program(source="print(1)")], sandbox="local")[0].stdout == "1\n"
     found: list[str] = []
 
@@ -217,7 +217,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_plain_script_and_its_forked_child_end_cleanly_and_leave_nothing(tmp_path: Path) -> None:
+def test_script_and_its_forked_child_exit_cleanly(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], env=env, capture_output=True, text=True, timeout=60, check=False
@@ -226,7 +226,7 @@ def test_a_plain_script_and_its_forked_child_end_cleanly_and_leave_nothing(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unisolated_provider_must_be_named_explicitly(monkeypatch: pytest.MonkeyPatch) -> None:
     from rookery.scoring import fresh_sandboxes
 
     monkeypatch.setattr(
@@ -260,7 +260,7 @@ async def test_without_isolation_nothing_runs_unless_it_is_named(monkeypatch: py
         ([], "must be an object"),
     ],
 )
-def test_an_invalid_program_names_the_field(wrong: Any, word: str) -> None:
+def test_invalid_program_raises_an_error_that_names_the_field(wrong: Any, word: str) -> None:
     with pytest.raises(UsageError, match=f"^program.*{word}"):
         parse_program(wrong)
 
@@ -275,7 +275,7 @@ def test_any_input_gives_a_program_or_a_usage_error(plain: Any) -> None:
             continue
 
 
-def test_limits_go_over_others_where_they_say_something() -> None:
+def test_limits_override_only_where_set() -> None:
     assert ProgramLimits(wall=1).over(ProgramLimits(wall=2, memory=3)) == ProgramLimits(wall=1, memory=3)
     assert parse_limits({"wall": 2}) == ProgramLimits(wall=2)
 
@@ -284,21 +284,21 @@ lines = st.lists(st.text(st.characters(exclude_characters="\r\n\x0b\x0c\x1c\x1d\
 
 
 @given(lines, st.integers(0, 3))
-def test_space_at_the_end_never_decides(words: list[str], more: int) -> None:
+def test_trailing_white_space_is_ignored(words: list[str], more: int) -> None:
     text = "\n".join(words)
     assert outputs_match(text, "\n".join(line + " " * more for line in words) + "\n" * more)
     assert outputs_match(text, text + "x") is False
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1))
-def test_with_a_tolerance_only_numbers_may_differ(number: float, tolerance: float) -> None:
+def test_tolerance_applies_to_numbers_only(number: float, tolerance: float) -> None:
     assert outputs_match(f"a {number}", f"a {number + 0.9 * tolerance}", tolerance + 1e-9)
     assert not outputs_match(f"a {number}", f"b {number}", tolerance)
     assert not outputs_match(f"{number}", f"{number} {number}", tolerance)
     assert not outputs_match(f"{number}", "nan", tolerance)
 
 
-def test_a_closed_program_runner_leaves_no_temporary_files() -> None:
+def test_closed_program_runner_leaves_no_temporary_files() -> None:
     before = set(Path(tempfile.gettempdir()).iterdir())
 
     async def main() -> None:
@@ -333,17 +333,17 @@ def test_a_closed_program_runner_leaves_no_temporary_files() -> None:
         ("1e308", "-1e308", False),
     ],
 )
-def test_words_that_are_not_finite_numbers_compare_as_text(expected: str, got: str, same: bool) -> None:
+def test_non_finite_words_are_compared_as_text(expected: str, got: str, same: bool) -> None:
     assert outputs_match(f"a {expected}", f"a {got}", 1e-6) is same
 
 
-def test_a_large_tolerance_is_still_a_bound() -> None:
+def test_large_tolerance_still_rejects_non_finite_differences() -> None:
     assert not outputs_match("1e300", "-1e308", 2.0)
     assert not outputs_match("1e308", "-1.7e308", 2.0)
     assert outputs_match("1e308", "-0.9e308", 2.0)
 
 
-def test_a_compiler_gets_no_more_than_the_sandboxes_may_have_and_no_less_than_the_program() -> None:
+def test_compiler_limits_are_between_those_of_program_and_sandbox() -> None:
     from rookery.scoring.program_runner import COMPILE_LIMITS, get_compile_spec
 
     mb = 1 << 20

@@ -39,7 +39,7 @@ def refused(path, tmp_path, *words, **bounds):
 
 
 @pytest.mark.parametrize("how", ["w", "w:gz", "w:xz", "w:bz2"])
-def test_an_archive_of_task_directories_is_loaded(tmp_path, own_cache, how):
+def test_archive_of_task_directories_is_loaded(tmp_path, own_cache, how):
     made = kit.open_instruct(tmp_path / "made" / "one")
     os.chmod(made / "tests/test.sh", 0o4755)
     name = f"task-data.tar{how[1:].replace(':', '.')}"
@@ -53,7 +53,7 @@ def test_an_archive_of_task_directories_is_loaded(tmp_path, own_cache, how):
     assert load_tasks(tmp_path / name).name == "task-data"
 
 
-def test_an_archive_that_changed_is_unpacked_anew(tmp_path, own_cache):
+def test_changed_archive_is_unpacked_again(tmp_path, own_cache):
     for text in ("first", "second!"):
         archive(tmp_path / "t.tar.gz", entry("a/instruction.md", text.encode()), entry("a/tests/test.sh", b"x"))
         assert load_tasks(tmp_path / "t.tar.gz")[0].text == text
@@ -99,7 +99,7 @@ def test_unsafe_entries_are_refused(tmp_path, entries, word):
         load_tasks(tmp_path / "bad.tar.gz")
 
 
-def test_names_that_are_no_utf8_or_hold_a_nul_are_refused(tmp_path):
+def test_names_with_invalid_utf8_or_nul_are_refused(tmp_path):
     with tarfile.open(tmp_path / "raw.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as tar:
         tar.addfile(tarfile.TarInfo("\udcff"))
     refused(tmp_path / "raw.tar", tmp_path, "not UTF-8")
@@ -110,7 +110,7 @@ def test_names_that_are_no_utf8_or_hold_a_nul_are_refused(tmp_path):
     refused(tmp_path / "nul.tar", tmp_path, "NUL")
 
 
-def test_links_that_stay_inside_and_second_names_are_kept(tmp_path):
+def test_inner_symlinks_and_hard_links_are_unpacked(tmp_path):
     path = archive(
         tmp_path / "fine.tar.gz",
         entry("t/a", b"x"),
@@ -128,7 +128,7 @@ def test_links_that_stay_inside_and_second_names_are_kept(tmp_path):
     )
 
 
-def test_bombs_end_at_a_bound(tmp_path):
+def test_decompression_bombs_stop_at_the_limit(tmp_path):
     zeroes = archive(tmp_path / "zeroes.tar.gz", entry("x", bytes(8 << 20)))
     assert zeroes.stat().st_size < 1 << 15
     refused(zeroes, tmp_path, "larger than", most=1 << 20)
@@ -145,13 +145,13 @@ def test_bombs_end_at_a_bound(tmp_path):
     [b"", b"no archive at all" * 100, gzip.compress(b"x" * 2000, mtime=0), gzip.compress(b"", mtime=0)],
     ids=["empty", "text", "packed text", "packed nothing"],
 )
-def test_a_file_that_is_not_an_archive_is_refused(tmp_path, data):
+def test_file_that_is_not_an_archive_is_refused(tmp_path, data):
     (tmp_path / "x.tar.gz").write_bytes(data)
     with pytest.raises(UsageError, match=r"x\.tar\.gz|contains no tasks"):
         load_tasks(tmp_path / "x.tar.gz")
 
 
-def test_a_truncated_archive_is_refused_and_leaves_nothing(tmp_path, own_cache):
+def test_truncated_archive_is_refused_and_leaves_nothing(tmp_path, own_cache):
     whole = archive(tmp_path / "t.tar.gz", *(entry(f"a/{n}", os.urandom(2000)) for n in range(20)))
     data = whole.read_bytes()
     for cut in (10, len(data) // 2, len(data) - 9):
@@ -177,7 +177,7 @@ kinds = st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarf
         max_size=6,
     )
 )
-def test_whatever_an_archive_holds_nothing_outside_is_written(tmp_path, entries):
+def test_no_archive_writes_outside_its_target(tmp_path, entries):
     import shutil
 
     place = tmp_path / "deep" / "er" / "into"

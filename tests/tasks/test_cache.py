@@ -70,7 +70,7 @@ def test_processes_that_start_together_unpack_once(tmp_path, own_cache, count):
 
 
 @pytest.mark.parametrize("blows", [(2, None), pytest.param((0, 1, 2, 3, 4) * 4 + (None,), marks=pytest.mark.long)])
-def test_whenever_it_is_killed_content_is_whole_or_not_there(tmp_path, own_cache, blows):
+def test_content_is_complete_or_absent_after_a_kill(tmp_path, own_cache, blows):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=4, files=200)
     content, work = own_cache / "content", own_cache / "work"
     killed = 0
@@ -105,7 +105,7 @@ def _listed(folder):
         return []
 
 
-def test_what_fails_leaves_nothing_and_is_made_by_the_next(own_cache):
+def test_failed_creation_leaves_nothing_and_is_repeated(own_cache):
     cache = TaskCache()
 
     def broken(folder):
@@ -121,7 +121,7 @@ def test_what_fails_leaves_nothing_and_is_made_by_the_next(own_cache):
     assert cache.get_or_create("k", broken, "it") == place
 
 
-def test_a_wait_for_another_is_bounded(own_cache, monkeypatch):
+def test_wait_for_another_process_is_bounded(own_cache, monkeypatch):
     cache = TaskCache().open()
     monkeypatch.setattr("rookery.tasks.cache.WAIT_SECONDS", 0.05)
     with cache.lock_key("k", "it"), pytest.raises(UsageError, match="another process"):
@@ -133,14 +133,14 @@ def test_the_cache_is_not_readable_by_other_users(own_cache):
     assert own_cache.stat().st_mode & 0o077 == 0
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported_with_its_variable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROOKERY_TASK_CACHE", str(tmp_path / "file" / "x"))
     with pytest.raises(UsageError, match=r"\$ROOKERY_TASK_CACHE"):
         load_tasks(an_archive(tmp_path / "t.tar.gz"))
 
 
-def test_keys_tell_apart_what_differs():
+def test_different_values_give_different_keys():
     assert make_key("a", "bc") != make_key("ab", "c")
     assert make_key("\udcff")
 

@@ -30,7 +30,7 @@ def run(capsys, *args):
     return code, said.out, said.err
 
 
-def test_list_shows_every_problem_and_ends_with_3(source, capsys):
+def test_list_shows_every_problem_and_exits_with_3(source, capsys):
     code, out, err = run(capsys, "list", source)
     assert code == 3
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [
@@ -43,7 +43,7 @@ def test_list_shows_every_problem_and_ends_with_3(source, capsys):
     assert "3 tasks, 1 broken" in err
 
 
-def test_list_as_json_is_a_line_a_task(source, capsys):
+def test_list_json_has_one_line_per_task(source, capsys):
     code, out, _ = run(capsys, "list", source, "--json")
     rows = {row["id"]: row for row in map(json.loads, out.splitlines())}
     assert code == 3
@@ -55,7 +55,7 @@ def test_list_as_json_is_a_line_a_task(source, capsys):
     )
 
 
-def test_a_source_without_problems_ends_with_0(tmp_path, capsys):
+def test_source_without_problems_exits_with_0(tmp_path, capsys):
     kit.open_instruct(tmp_path / "s" / "good")
     assert run(capsys, "list", tmp_path / "s")[0] == 0
     rows = kit.jsonl(tmp_path / "r.jsonl", {"prompt": "x"})
@@ -63,7 +63,7 @@ def test_a_source_without_problems_ends_with_0(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("json_", [False, True])
-def test_show_has_everything_but_tests_and_solution(source, capsys, json_):
+def test_show_hides_tests_and_solution_by_default(source, capsys, json_):
     more = ["--json"] if json_ else []
     code, out, _ = run(capsys, "show", source, "good", *more)
     assert code == 0
@@ -75,7 +75,7 @@ def test_show_has_everything_but_tests_and_solution(source, capsys, json_):
     assert "THE-SOLUTION" in out
 
 
-def test_show_of_a_broken_task_says_what_is_wrong(source, capsys):
+def test_show_of_an_invalid_task_reports_its_problems(source, capsys):
     code, _, err = run(capsys, "show", source, "bad")
     assert code == 3
     assert "image.txt" in err
@@ -85,19 +85,19 @@ def test_control_characters_of_a_task_never_reach_the_terminal(source, capsys):
     assert "\x1b" not in run(capsys, "show", source, "hard")[1]
 
 
-def test_show_follows_no_link_of_the_tests(source, capsys, tmp_path):
+def test_show_does_not_follow_links_of_the_tests(source, capsys, tmp_path):
     (tmp_path / "secret").write_text("s3cret")
     (source / "good" / "tests" / "more").symlink_to(tmp_path / "secret")
     assert "s3cret" not in run(capsys, "show", source, "good", "--tests")[1]
 
 
-def test_a_task_that_is_not_there_is_one_sentence(source, capsys):
+def test_unknown_task_is_a_usage_error_with_a_suggestion(source, capsys):
     code, _, err = run(capsys, "show", source, "god")
     assert code == 2
     assert "did you mean 'good'?" in err
 
 
-def test_convert_says_what_is_left_out_and_overwrites_nothing(source, capsys, tmp_path):
+def test_convert_reports_omitted_tasks_and_overwrites_nothing(source, capsys, tmp_path):
     code, out, err = run(capsys, "convert", source, tmp_path / "rows.jsonl", "--to", "rows")
     assert code == 3
     assert "2 tasks as rows" in out
@@ -112,14 +112,14 @@ def test_convert_says_what_is_left_out_and_overwrites_nothing(source, capsys, tm
     assert run(capsys, "convert", source, tmp_path / "x", "--to", "nonsense")[0] == 2
 
 
-def test_rows_find_their_task_data_by_option(source, capsys, tmp_path):
+def test_task_data_option_locates_the_task_data_of_rows(source, capsys, tmp_path):
     (tmp_path / "r").mkdir()
     rows = kit.jsonl(tmp_path / "r" / "r.jsonl", {"env_config": {"task_id": "good"}})
     assert run(capsys, "list", rows)[0] == 3
     assert run(capsys, "list", rows, "--task-data", source)[0] == 0
 
 
-def test_a_run_takes_such_a_source(source, capsys):
+def test_run_accepts_every_task_source(source, capsys):
     """As far as the tasks: the arithmetic of `--tasks` is that of the library."""
     from rookery.cli.run import select_tasks
     from rookery.environments.arithmetic import Arithmetic
@@ -143,7 +143,7 @@ def test_variables_reach_the_tasks_and_invalid_ones_are_refused(tmp_path, capsys
         assert "s3cret" not in err
 
 
-def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(tmp_path, capsys, own_cache):
+def test_cache_prune_keeps_what_unfinished_runs_need(tmp_path, capsys, own_cache):
     from rookery.journal import Journal
 
     row = {"instruction": "Do.", "tests": "exit 0"}
@@ -179,7 +179,7 @@ def test_what_is_cached_is_listed_and_pruned_but_not_what_unfinished_runs_need(t
     assert run(capsys, "prune", "--to", "much")[0] == 2
 
 
-def test_a_taskset_in_use_is_shown_with_who_uses_it(tmp_path, capsys, own_cache):
+def test_cache_list_shows_the_users_of_an_entry(tmp_path, capsys, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     with holding(archive) as pid:
         (one,) = map(json.loads, run(capsys, "cached", "--json")[1].splitlines())
@@ -189,7 +189,7 @@ def test_a_taskset_in_use_is_shown_with_who_uses_it(tmp_path, capsys, own_cache)
         assert "kept 1 entry in use" in err
 
 
-def test_a_run_is_not_resumed_while_its_tasks_are_missing(tmp_path, capsys, own_cache):
+def test_run_is_not_resumed_while_its_tasks_are_missing(tmp_path, capsys, own_cache):
     from rookery.cli.tasks_cache import lock_cached_tasks
 
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})

@@ -39,7 +39,7 @@ def there_and_back(task, tmp_path, formats):
 
 @few
 @given(shape=kit.shapes())
-def test_a_task_of_one_step_survives_every_format_and_back(tmp_path, shape):
+def test_single_step_task_survives_a_round_trip_through_every_format(tmp_path, shape):
     task = kit.build(shape, tmp_path / "made")
     for found in there_and_back(
         task, tmp_path, ("harbor", "open-instruct", "rows", "harbor", "rows", "open-instruct")
@@ -49,13 +49,13 @@ def test_a_task_of_one_step_survives_every_format_and_back(tmp_path, shape):
 
 @few
 @given(shape=kit.shapes(steps=3))
-def test_a_task_of_several_steps_survives_harbor_and_rows(tmp_path, shape):
+def test_multi_step_task_survives_harbor_and_rows(tmp_path, shape):
     task = kit.build(shape, tmp_path / "made")
     for found in there_and_back(task, tmp_path, ("harbor", "rows", "harbor")):
         assert describe_task(found) == describe_task(task)
 
 
-def test_an_image_that_is_built_goes_along(tmp_path):
+def test_build_context_of_an_image_is_converted(tmp_path):
     files = {"environment/Dockerfile": "FROM debian\nWORKDIR /srv/work\n", "environment/extra/x": "x"}
     kit.harbor(tmp_path / "h" / "a", "[environment]\nbuild_timeout_sec = 77\n", files)
     tasks = load_tasks(tmp_path / "h")
@@ -70,7 +70,7 @@ def test_an_image_that_is_built_goes_along(tmp_path):
         assert get_swe_task(found).image.startswith("dockerfile:")
 
 
-def test_what_is_lost_is_said_by_task_and_field(tmp_path):
+def test_lost_fields_are_reported_by_task(tmp_path):
     rows = kit.jsonl(
         tmp_path / "r.jsonl", {"id": "a", "instruction": "x", "tests": "exit 0", "messages": "be kind", "level": 3}
     )
@@ -81,13 +81,13 @@ def test_what_is_lost_is_said_by_task_and_field(tmp_path):
     assert load_tasks(tmp_path / "again.jsonl")[0] == load_tasks(rows)[0]
 
 
-def test_what_only_rookery_reads_is_said(tmp_path):
+def test_fields_that_only_rookery_reads_are_reported(tmp_path):
     kit.harbor(tmp_path / "h" / "a", '[environment]\ndocker_image = "python:3.12"\n[agent]\ntimeout_sec = 5\n')
     (done,) = convert(load_tasks(tmp_path / "h"), tmp_path / "o", "open-instruct")
     assert {"workdir", "network", "steps[0].timeout", "steps[0].verifier"} == set(done.rookery_only)
 
 
-def test_a_task_that_the_format_has_no_place_for_is_left_out(tmp_path):
+def test_task_that_the_format_cannot_express_is_left_out(tmp_path):
     steps = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
     more = {f"steps/{name}/instruction.md": name for name in ("one", "two")}
     kit.harbor(tmp_path / "h" / "many", steps, more)
@@ -100,7 +100,7 @@ def test_a_task_that_the_format_has_no_place_for_is_left_out(tmp_path):
     assert [path.name for path in (tmp_path / "o").iterdir()] == ["one"]
 
 
-def test_nothing_is_overwritten_and_nothing_half_made_is_left(tmp_path):
+def test_existing_target_is_not_overwritten_and_no_partial_output_is_left(tmp_path):
     tasks = load_tasks(kit.harbor(tmp_path / "h"))
     for name in ("there", "file"):
         (tmp_path / name).mkdir() if name == "there" else (tmp_path / name).write_text("mine")
@@ -114,7 +114,7 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "h", "there"]
 
 
-def test_an_id_that_is_no_folder_name_is_left_out(tmp_path):
+def test_task_whose_id_is_no_directory_name_is_left_out(tmp_path):
     rows = [{"id": name, "instruction": "x", "tests": "exit 0"} for name in ("../out", "a/b", ".hidden", "fine")]
     tasks = load_tasks(kit.jsonl(tmp_path / "r.jsonl", *rows))
     done = convert(tasks, tmp_path / "o", "open-instruct")
@@ -122,7 +122,7 @@ def test_an_id_that_is_no_folder_name_is_left_out(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["o", "r.jsonl"]
 
 
-def test_a_task_of_another_environment_cannot_be_converted(tmp_path):
+def test_task_of_another_environment_cannot_be_converted(tmp_path):
     task = Task(id="a", prompt=(Message("user", "x"),))
     with pytest.raises(UsageError, match="not a SWE task"):
         convert([task], tmp_path / "o", "harbor")

@@ -28,7 +28,7 @@ def report(path, **more):
 # ------------------------------------------------------------------------------------------------ open-instruct
 
 
-def test_an_open_instruct_directory_is_a_task(tmp_path):
+def test_open_instruct_directory_is_a_task(tmp_path):
     files = {
         "environment/seeds/a/b.py": "x",
         "setup.sh": "true",
@@ -49,7 +49,7 @@ def test_an_open_instruct_directory_is_a_task(tmp_path):
     assert (step.verifier.mode, step.verifier.reward_from_exit) == ("fresh", True)
 
 
-def test_a_single_task_directory_is_loaded(tmp_path):
+def test_single_task_directory_is_loaded(tmp_path):
     kit.open_instruct(tmp_path / "all" / "a")
     assert load_tasks(tmp_path / "all")[0] == load_tasks(tmp_path / "all" / "a")[0]
 
@@ -68,7 +68,7 @@ def test_task_directories_are_absolute_paths(tmp_path, monkeypatch):
     assert one(".").folder == str(tmp_path / "d" / "a")
 
 
-def test_one_directory_may_contain_tasks_of_both_formats(tmp_path):
+def test_directory_may_contain_tasks_of_both_formats(tmp_path):
     kit.open_instruct(tmp_path / "b")
     kit.harbor(tmp_path / "a")
     kit.harbor(tmp_path / "c")
@@ -105,13 +105,13 @@ def test_every_problem_of_every_task_is_in_one_report(tmp_path):
     assert [bool(task.invalid) for task in load_tasks(tmp_path)] == [True, True, True, False]
 
 
-def test_a_directory_without_tasks_is_refused_with_the_known_formats(tmp_path):
+def test_directory_without_tasks_is_refused_with_the_known_formats(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
     with pytest.raises(UsageError, match=r"contains no tasks.*harbor.*rows\.jsonl"):
         load_tasks(tmp_path)
 
 
-def test_a_taskset_that_is_installed_is_loaded_by_its_name_unless_something_here_has_it(tmp_path, monkeypatch):
+def test_installed_taskset_is_loaded_by_name_unless_a_local_path_exists(tmp_path, monkeypatch):
     kit.open_instruct(tmp_path / "there" / "a")
     kit.open_instruct(tmp_path / "mine" / "b")
     monkeypatch.setattr(kit, "there", lambda: tmp_path / "there", raising=False)
@@ -129,7 +129,7 @@ def test_a_taskset_that_is_installed_is_loaded_by_its_name_unless_something_here
 # ------------------------------------------------------------------------------------------------ nothing outside
 
 
-def test_nothing_outside_of_a_task_is_read(tmp_path):
+def test_nothing_outside_a_task_is_read(tmp_path):
     secret = tmp_path / "secret"
     kit.put(secret, {"key": "s3cret", "test.sh": "s3cret"})
     here = kit.open_instruct(tmp_path / "t" / "a")
@@ -147,20 +147,20 @@ def test_nothing_outside_of_a_task_is_read(tmp_path):
     assert "s3cret" not in repr(list(load_tasks(tmp_path / "t")))
 
 
-def test_a_path_that_is_no_utf8_is_a_problem_and_not_a_crash(tmp_path):
+def test_path_with_invalid_utf8_is_reported_as_a_problem(tmp_path):
     kit.open_instruct(tmp_path / os.fsdecode(b"\xff") / "a")
     found = check_tasks(tmp_path / os.fsdecode(b"\xff"))
     assert kit.problems(found) == {("a", "folder"): False}
     str(found).encode()
 
 
-def test_what_is_nested_too_deeply_is_a_problem(tmp_path):
+def test_too_deep_nesting_is_reported_as_a_problem(tmp_path):
     for depth in (150, 600, 5000):
         kit.harbor(tmp_path / f"a{depth}", "[metadata]\nx = " + "[" * depth + "]" * depth)
     assert all(task.invalid for task in load_tasks(tmp_path)[1:])
 
 
-def test_fifos_sockets_and_huge_texts_are_problems_and_nothing_waits(tmp_path):
+def test_fifos_sockets_and_huge_texts_are_reported_without_blocking(tmp_path):
     here = kit.open_instruct(tmp_path / "a", files={"environment/seeds/x": "x"})
     os.mkfifo(here / "environment/seeds/fifo")
     with socket.socket(socket.AF_UNIX) as listening:
@@ -177,12 +177,12 @@ def test_fifos_sockets_and_huge_texts_are_problems_and_nothing_waits(tmp_path):
     "image",
     ["/", "/etc", ".", "./x", "../x", "~", "oci:/x", "dockerfile:.", "docker-archive:x", "a b", "-x", "a\nb", "X"],
 )
-def test_a_task_cannot_name_files_of_this_machine_as_its_image(tmp_path, image):
+def test_task_cannot_use_local_files_as_its_image(tmp_path, image):
     kit.open_instruct(tmp_path / "a", files={"image.txt": image})
     assert ("a", "image.txt") in report(tmp_path)
 
 
-def test_an_image_name_that_is_also_a_local_path_stays_a_name(tmp_path, monkeypatch):
+def test_image_name_that_is_also_a_local_path_stays_a_name(tmp_path, monkeypatch):
     kit.open_instruct(tmp_path / "t" / "a", files={"image.txt": "python"})
     (tmp_path / "python").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -223,7 +223,7 @@ def snapshot(folder):
 @given(
     folders=st.lists(hostile, min_size=1, max_size=3, unique=True), inner=hostile, kind=st.sampled_from(("o", "h"))
 )
-def test_whatever_the_names_loading_gives_tasks_or_problems_and_touches_nothing(tmp_path, folders, inner, kind):
+def test_any_file_names_give_tasks_or_problems_and_change_nothing(tmp_path, folders, inner, kind):
     shutil.rmtree(tmp_path / "t", ignore_errors=True)
     for name in folders:
         if kind == "o":

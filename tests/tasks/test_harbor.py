@@ -52,7 +52,7 @@ url = "http://127.0.0.1:1/mcp"
 """
 
 
-def test_a_whole_task_is_read(tmp_path, monkeypatch):
+def test_complete_task_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/secret-home")
     here = kit.harbor(tmp_path / "full", FULL, {"solution/solve.sh": "true"})
     (task,) = load_tasks(here, variables={"GIVEN": "given", "HOME": "/h"})
@@ -87,7 +87,7 @@ def test_host_environment_variables_never_enter_a_task(tmp_path, monkeypatch):
     assert "s3cret" not in str(found) + repr(list(load_tasks(tmp_path)))
 
 
-def test_older_keys_mean_what_they_meant(tmp_path):
+def test_keys_of_older_schemas_are_read(tmp_path):
     old = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
     kit.harbor(tmp_path / "a", old, {"environment/Dockerfile": "FROM x\nWORKDIR /one\nWORKDIR two\n"})
     (task,) = load_tasks(tmp_path)
@@ -97,7 +97,7 @@ def test_older_keys_mean_what_they_meant(tmp_path):
     assert found.image == f"dockerfile:{tmp_path}/a/environment"
 
 
-def test_what_a_task_does_not_say_is_harbors_default(tmp_path):
+def test_missing_keys_have_the_defaults_of_harbor(tmp_path):
     kit.harbor(tmp_path / "a", '[environment]\ndocker_image = "python:3.12"\n')
     (task,) = load_tasks(tmp_path)
     found = get_swe_task(task)
@@ -106,7 +106,7 @@ def test_what_a_task_does_not_say_is_harbors_default(tmp_path):
     assert kit.problems(check_tasks(tmp_path)) == {("a", "environment.workdir"): True}
 
 
-def test_steps_have_files_setups_tests_and_thresholds_of_their_own(tmp_path):
+def test_steps_have_their_own_files_setup_tests_and_thresholds(tmp_path):
     toml = """
 [agent]
 timeout_sec = 10
@@ -199,7 +199,7 @@ timeout_sec = 20
         ('[metadata.rookery]\njson = "x"', "metadata.rookery.json"),
     ],
 )
-def test_a_problem_names_its_key(tmp_path, toml, field):
+def test_problem_names_its_key(tmp_path, toml, field):
     kit.harbor(tmp_path / "a", toml)
     assert kit.problems(check_tasks(tmp_path)).get(("a", field)) is False
     assert load_tasks(tmp_path)[0].invalid
@@ -216,7 +216,7 @@ def test_a_problem_names_its_key(tmp_path, toml, field):
         ('[environment.healthcheck]\ncommand = "true"', "environment.healthcheck"),
     ],
 )
-def test_a_key_that_is_not_known_or_has_no_effect_is_a_warning(tmp_path, toml, field):
+def test_unknown_key_or_key_without_effect_is_a_warning(tmp_path, toml, field):
     kit.harbor(tmp_path / "a", toml)
     assert kit.problems(check_tasks(tmp_path))[("a", field)] is True
     assert not load_tasks(tmp_path)[0].invalid

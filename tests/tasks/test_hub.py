@@ -75,7 +75,7 @@ def packed(tmp_path):
     return file.getvalue()
 
 
-def test_an_archive_is_fetched_once_by_many_and_is_there_without_a_network(tmp_path, own_cache):
+def test_archive_is_downloaded_once_and_available_offline(tmp_path, own_cache):
     with Hub({"task-data.tar.gz": packed(tmp_path), "README.md": b"x"}) as hub:
         lines, _ = load("hf:team/tasks", hub.url, tmp_path, count=6)
         assert lines == ["one Fix it."] * 6
@@ -102,7 +102,7 @@ def test_an_archive_is_fetched_once_by_many_and_is_there_without_a_network(tmp_p
     assert line.startswith("refused: cannot load hf:team/tasks")
 
 
-def test_a_repository_of_folders_and_a_path_in_it(tmp_path, own_cache):
+def test_repository_of_task_directories_and_a_path_in_it_are_loaded(tmp_path, own_cache):
     files = {
         "tasks/two/instruction.md": b"Two.",
         "tasks/two/tests/test.sh": b"exit 0",
@@ -117,7 +117,7 @@ def test_a_repository_of_folders_and_a_path_in_it(tmp_path, own_cache):
         assert load("hf:team/tasks:rows.jsonl", hub.url, tmp_path)[0] == ["one Fix it."]
 
 
-def test_the_key_is_the_librarys_and_is_in_no_message(tmp_path, own_cache):
+def test_token_of_the_library_is_used_and_never_shown(tmp_path, own_cache):
     with Hub({"task-data.tar.gz": packed(tmp_path)}, token="hf_right") as hub:
         (line,), err = load("hf:team/tasks", hub.url, tmp_path, HF_TOKEN="hf_wrongs3cret")
         assert line.startswith("refused: the hub refused hf:team/tasks with status 401")
@@ -127,7 +127,7 @@ def test_the_key_is_the_librarys_and_is_in_no_message(tmp_path, own_cache):
         assert "404" in other
 
 
-def test_who_waited_takes_the_answer_of_who_asked(own_cache, monkeypatch):
+def test_waiting_process_reuses_the_resolved_commit(own_cache, monkeypatch):
     class Waited(TaskCache):
         def lock_key(self, key, what):
             self.remember("team/tasks@main", COMMIT)  # as another process would, while we wait
@@ -141,6 +141,6 @@ def test_who_waited_takes_the_answer_of_who_asked(own_cache, monkeypatch):
     "text",
     ["hf:", "hf:x", "hf:a/b/c", "hf:a/b@", "hf:../b", "hf:a/b:../c", "hf:a/b:c//d", "hf:a/b\n", "hf:-/x@y z"],
 )
-def test_an_invalid_dataset_reference_is_refused(text):
+def test_invalid_dataset_reference_is_refused(text):
     with pytest.raises(UsageError, match="not a dataset reference"):
         hub_module.parse_reference(text)

@@ -50,14 +50,14 @@ def invalid_fields(source: Path, **more) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["file", "folder", "root", "relative", "system"])
 @pytest.mark.parametrize("place", ["/workspace/stolen", "stolen", "/deep/down/stolen", "a/b/stolen"])
-def test_a_link_of_a_row_that_leads_out_of_it_is_refused(tmp_path, secret, kind, place):
+def test_row_link_that_leads_outside_is_refused(tmp_path, secret, kind, place):
     link = {"link": links_to(secret, 40)[kind]}
     row = {**ROW, "files": {place: link, "mine": "x"}}
     assert invalid_fields(kit.jsonl(tmp_path / "r.jsonl", row)) == {"files"}
 
 
 @pytest.mark.parametrize("field", ["tests", "solution", "dockerfile"])
-def test_links_of_tests_solutions_and_build_contexts_are_refused_too(tmp_path, secret, field):
+def test_outside_links_of_tests_solutions_and_build_contexts_are_refused(tmp_path, secret, field):
     needed = {"tests": "test.sh", "solution": "solve.sh", "dockerfile": "Dockerfile"}[field]
     for link in links_to(secret, 40).values():
         row = {**ROW, field: {needed: "exit 0", "d/x": {"link": link} if link != ".." else {"link": "../.."}}}
@@ -77,11 +77,11 @@ def test_links_of_tests_solutions_and_build_contexts_are_refused_too(tmp_path, s
         {"/srv/app/a": {"link": "../../etc/hostname"}},
     ],
 )
-def test_a_chain_of_links_that_leads_out_is_refused(tmp_path, files):
+def test_chain_of_links_that_leads_outside_is_refused(tmp_path, files):
     assert invalid_fields(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "files": files})) == {"files"}
 
 
-def test_links_inside_of_a_row_stay_links(tmp_path):
+def test_links_inside_a_row_stay_links(tmp_path):
     files = {
         "v1/a": "x",
         "current": {"link": "v1"},
@@ -114,7 +114,7 @@ def test_every_file_of_rows_is_checked(tmp_path, secret, suffix):
     assert invalid_fields(path) == {"files"}
 
 
-def test_rows_from_python_are_checked_too(secret):
+def test_rows_from_python_are_checked(secret):
     (task,) = tasks_from([{**ROW, "files": {"stolen": {"link": str(secret)}}}], "rows")
     assert task.invalid
 
@@ -123,7 +123,7 @@ def test_rows_from_python_are_checked_too(secret):
 
 
 @pytest.mark.parametrize("image", ["/", "/etc", "./private", "private", "dockerfile:/etc", "oci:/etc", "~"])
-def test_an_image_of_a_row_is_a_name_and_no_path_of_this_machine(tmp_path, secret, monkeypatch, image):
+def test_row_image_is_a_name_and_never_a_local_path(tmp_path, secret, monkeypatch, image):
     monkeypatch.chdir(tmp_path)
     row = {"prompt": "x", "image": image}
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", row))
@@ -137,7 +137,7 @@ def test_an_image_of_a_row_is_a_name_and_no_path_of_this_machine(tmp_path, secre
     assert own.image == image
 
 
-def test_a_row_cannot_contain_a_swe_task_description(tmp_path, secret):
+def test_row_cannot_contain_a_swe_task_description(tmp_path, secret):
     described = {
         "id": "x",
         "format": "rows",
@@ -151,7 +151,7 @@ def test_a_row_cannot_contain_a_swe_task_description(tmp_path, secret):
     assert str(secret) not in json.dumps(task.data)
 
 
-def test_a_context_of_a_row_lies_beside_the_rows(tmp_path, secret):
+def test_row_context_must_be_in_the_directory_of_the_rows(tmp_path, secret):
     here = kit.put(tmp_path / "tasks", {"problems.txt": "mine", "docs/a": "mine"})
     (here / "out").symlink_to(secret)
     (here / "inside").symlink_to("problems.txt")
@@ -198,7 +198,7 @@ def test_a_context_of_a_row_lies_beside_the_rows(tmp_path, secret):
         (kit.harbor, "steps/one/tests"),
     ],
 )
-def test_a_symlink_that_leads_out_of_the_task_is_refused(tmp_path, secret, make, name, kind):
+def test_symlink_that_leads_out_of_the_task_is_refused(tmp_path, secret, make, name, kind):
     here = make(tmp_path / "t" / "a")
     if name == "environment/image":
         (here / "image.txt").unlink()
@@ -210,7 +210,7 @@ def test_a_symlink_that_leads_out_of_the_task_is_refused(tmp_path, secret, make,
 
 
 @pytest.mark.parametrize("make", [kit.open_instruct, kit.harbor])
-def test_a_link_between_the_tasks_of_a_source_is_refused(tmp_path, make):
+def test_link_between_tasks_of_a_source_is_refused(tmp_path, make):
     kit.put(make(tmp_path / "t" / "a"), {"tests/x": "x"})
     other = make(tmp_path / "t" / "b")
     (other / "tests" / "peek").symlink_to("../../a/tests/x")
@@ -237,7 +237,7 @@ def test_symlinks_inside_a_task_stay_symlinks(tmp_path):
     assert found == {"tests/test.sh": (True, "../shared/test.sh"), "tests/up": (True, "../seed/x")}
 
 
-def test_an_archive_with_a_link_to_this_machine_is_refused(tmp_path, secret):
+def test_archive_with_a_link_outside_is_refused(tmp_path, secret):
     here = kit.open_instruct(tmp_path / "made" / "a")
     (here / "tests" / "stolen").symlink_to(secret / "key")
     with tarfile.open(tmp_path / "t.tar.gz", "w:gz") as archive:
@@ -249,7 +249,7 @@ def test_an_archive_with_a_link_to_this_machine_is_refused(tmp_path, secret):
 # ------------------------------------------------------------------------------------------------ later swaps
 
 
-def test_a_link_that_is_put_there_after_loading_is_not_followed(tmp_path, secret):
+def test_link_created_after_loading_is_not_followed(tmp_path, secret):
     here = kit.open_instruct(tmp_path / "t" / "a", files={"tests/more/x": "x"})
     (task,) = load_tasks(tmp_path / "t")
     described = get_swe_task(task)
@@ -265,7 +265,7 @@ def test_a_link_that_is_put_there_after_loading_is_not_followed(tmp_path, secret
         read_inside(here, here / "tests" / "key", 100)
 
 
-def test_resolve_link_follows_links_on_the_way():
+def test_resolve_link_follows_intermediate_links():
     links = {"a": "b/c", "b": "d", "d/c": "../e", "out": "d/../..", "abs": "/x", "loop": "loop"}
     assert resolve_link("a", links) == "e"
     assert resolve_link("out", links) is None
@@ -273,7 +273,7 @@ def test_resolve_link_follows_links_on_the_way():
     assert resolve_link("loop", links) == "loop"
 
 
-def test_a_source_that_the_user_names_by_a_link_is_read(tmp_path):
+def test_source_named_by_a_link_is_read(tmp_path):
     kit.open_instruct(tmp_path / "real" / "a", files={"tests/deep/x": "mine", "setup.sh": "true\n"})
     (tmp_path / "link").symlink_to("real")
     (task,) = load_tasks(tmp_path / "link")

@@ -35,7 +35,7 @@ def refused(source, *words, limit=None):
 # ------------------------------------------------------------------------------------------------ good rows
 
 
-def test_a_prompt_and_an_answer_are_a_task(write):
+def test_row_with_prompt_and_answer_is_a_task(write):
     path = write({"prompt": "1+1?", "answer": "2"})
     tasks = load_tasks(path)
     assert list(tasks) == [Task(id="line-000001", prompt=(Message("user", "1+1?"),), data={"answer": "2"})]
@@ -63,12 +63,12 @@ def test_every_field_is_read(write):
     )
 
 
-def test_a_null_field_is_one_that_is_not_there(write):
+def test_null_field_counts_as_missing(write):
     row = {"id": None, "prompt": "x", "data": None, "files": None, "image": None, "limits": None}
     assert list(load_tasks(write(row))) == [Task(id="line-000001", prompt=(Message("user", "x"),))]
 
 
-def test_tool_calls_of_a_prompt_are_read_in_both_shapes(write):
+def test_tool_calls_are_read_in_both_formats(write):
     ours = {"id": "a", "name": "f", "arguments": "{}"}
     theirs = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for call in (ours, theirs):
@@ -87,22 +87,22 @@ def test_blank_lines_are_skipped_and_do_not_change_the_numbers(write):
 
 
 @pytest.mark.parametrize("name", ["t.jsonl.gz", "t.ndjson", "t", "T.JSONL"])
-def test_lines_are_read_from_every_kind_of_file(write, name):
+def test_rows_are_read_from_every_file_type(write, name):
     assert len(load_tasks(write({"prompt": "a"}, {"prompt": "b"}, name=name))) == 2
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_a_json_list_is_read(write, name):
+def test_json_list_is_read(write, name):
     tasks = load_tasks(write([{"prompt": "a"}, {"id": "x", "prompt": "b"}], name=name))
     assert [task.id for task in tasks] == ["item-000001", "x"]
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_fine(write):
+def test_byte_order_mark_and_crlf_are_accepted(write):
     tasks = load_tasks(write(b'\xef\xbb\xbf{"prompt": "a"}\r', b'{"prompt": "b"}\r\n'))
     assert [task.text for task in tasks] == ["a", "b"]
 
 
-def test_limit_takes_the_first(write):
+def test_limit_takes_the_first_tasks(write):
     path = write(*({"prompt": str(n)} for n in range(5)), b"never read")
     assert [task.text for task in load_tasks(path, limit=2)] == ["0", "1"]
     refused(path, "at least 1", limit=0)
@@ -111,55 +111,55 @@ def test_limit_takes_the_first(write):
 # ------------------------------------------------------------------------------------------------ bad files
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     refused(tmp_path / "nope.jsonl", "nope.jsonl", "does not exist")
     refused(str(tmp_path / "nope" / "x.jsonl"), "does not exist")
     refused("a\0b")
     refused("~no-such-user-here/x.jsonl")
 
 
-def test_a_folder_is_refused(tmp_path):
+def test_directory_is_refused(tmp_path):
     refused(tmp_path, "folder")
 
 
-def test_an_unknown_kind_of_file_is_refused(write):
+def test_unknown_file_type_is_refused(write):
     refused(write({"prompt": "x"}, name="t.csv"), ".csv", ".jsonl")
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+def test_unreadable_file_is_named(tmp_path):
     path = tmp_path / "loop.jsonl"
     path.symlink_to(path)
     refused(path, "loop.jsonl", "symbolic links")
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(write, data):
+def test_empty_file_is_refused(write, data):
     refused(write(data), "contains no tasks")
     refused(write(data, name="t.json"), "contains no tasks")
 
 
-def test_an_empty_list_is_refused(write):
+def test_empty_list_is_refused(write):
     refused(write([], name="t.json"), "contains no tasks")
 
 
 @pytest.mark.parametrize(
     "bad", [b"{", b"not json", b'{"prompt": "x"} extra', b'{"prompt": NaN}', b"{'a': 1}", b"\0"]
 )
-def test_a_line_that_is_not_json_is_named_and_nothing_is_returned(write, bad):
+def test_line_that_is_not_json_raises_with_its_number(write, bad):
     refused(write({"prompt": "a"}, b"", bad, {"prompt": "b"}), "tasks.jsonl, line 3", "not JSON")
 
 
-def test_a_line_that_is_not_utf8_is_named(write):
+def test_line_that_is_not_utf8_is_named(write):
     refused(write({"prompt": "a"}, b'{"prompt": "\xff"}'), "line 2", "not UTF-8")
 
 
-def test_a_line_without_end_is_refused(write, monkeypatch):
+def test_endless_line_is_refused(write, monkeypatch):
     monkeypatch.setattr("rookery.tasks.loader.MAX_LINE", 1 << 20)
     refused(write({"prompt": "a"}, {"prompt": "x" * (1 << 20)}), "line 2", "longer than 1 MB")
     refused(write({"prompt": "x" * (1 << 20)}, name="t.jsonl.gz"), "line 1", "longer than 1 MB")
 
 
-def test_a_nest_without_end_is_refused(write):
+def test_endless_nesting_is_refused(write):
     refused(write(b"[" * 200_000), "line 1")
 
 
@@ -170,7 +170,7 @@ def test_broken_json_files_are_refused(write, monkeypatch):
     refused(write([{"prompt": "a"}], name="t.json"), "larger")
 
 
-def test_a_broken_gzip_file_is_refused(write):
+def test_broken_gzip_file_is_refused(write):
     whole = write(*({"prompt": os.urandom(50).hex()} for _ in range(100)), name="t.jsonl.gz")
     data = whole.read_bytes()
     for bad in (data[: len(data) // 2], b"no gzip", data[:-8] + b"\0" * 8, data[:50] + b"\xff" * 50 + data[100:]):
@@ -230,7 +230,7 @@ def test_a_broken_gzip_file_is_refused(write):
         (b'{"prompt": "\\ud800 x"}', "cannot be stored"),
     ],
 )
-def test_a_bad_row_is_quarantined_and_the_others_stay(write, row, words):
+def test_invalid_row_is_quarantined_and_the_others_stay(write, row, words):
     tasks = load_tasks(write({"id": "taken", "prompt": "a"}, row, {"prompt": "b"}))
     assert [bool(task.invalid) for task in tasks] == [False, True, False]
     assert words in tasks[1].invalid
@@ -238,13 +238,13 @@ def test_a_bad_row_is_quarantined_and_the_others_stay(write, row, words):
     assert len({task.id for task in tasks}) == 3
 
 
-def test_a_bad_row_keeps_its_id_where_it_has_one(write):
+def test_invalid_row_keeps_its_id(write):
     tasks = load_tasks(write({"id": "mine", "prompt": ""}, {"id": "mine", "prompt": "x"}, 3))
     assert [task.id for task in tasks] == ["mine", "line-000002", "line-000003"]
     assert all(task.invalid for task in tasks)
 
 
-def test_given_ids_and_line_numbers_never_collide(write):
+def test_explicit_and_generated_ids_never_collide(write):
     tasks = load_tasks(write({"id": "line-000002", "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}))
     assert [task.id for task in tasks] == ["line-000002", "line-000002-2", "1"]
     assert not any(task.invalid for task in tasks)
@@ -258,7 +258,7 @@ def test_the_same_source_gives_the_same_ids(write):
 # -------------------------------------------------------------------------------------------- from Python
 
 
-def test_tasks_rows_and_prompts_make_a_taskset():
+def test_tasks_rows_and_prompts_form_a_taskset():
     task = Task(id="t", prompt=(Message("user", "x"),))
     made = tasks_from([task, {"prompt": "y", "answer": 1}, "z"], "mine")
     assert [t.id for t in made] == ["t", "task-000002", "task-000003"]
@@ -267,7 +267,7 @@ def test_tasks_rows_and_prompts_make_a_taskset():
     assert len(tasks_from((str(n) for n in range(1, 9)), "mine", limit=3)) == 3
 
 
-def test_a_taskset_stays_what_it_is():
+def test_taskset_is_returned_unchanged():
     made = Taskset([Task(id="t")], name="mine")
     assert tasks_from(made, "other") is made
 
@@ -281,20 +281,20 @@ def test_messages_and_limits_may_be_objects():
 @pytest.mark.parametrize(
     "row", [3, None, object(), Task(id="a"), {"prompt": "x", "data": {"o": object()}}, {"prompt": "x", 3: 4}, b"x"]
 )
-def test_a_bad_row_in_python_is_quarantined(row):
+def test_invalid_python_row_is_quarantined(row):
     made = tasks_from([Task(id="a", prompt=(Message("user", "x"),)), row], "mine")
     assert [bool(task.invalid) for task in made] == [False, True]
     assert made[1].invalid.startswith("mine, task 2: ")
 
 
-def test_a_task_whose_files_leave_the_sandbox_is_quarantined():
+def test_task_with_files_outside_the_sandbox_is_quarantined():
     (task,) = tasks_from([Task(id="a", files={"../x": ""})], "mine")
     assert (task.id, task.files) == ("a", {})
     assert "../x" in task.invalid
 
 
 @pytest.mark.parametrize("obj", ["text", {"prompt": "x"}, 3, None, []])
-def test_what_is_no_list_of_tasks_is_refused(obj):
+def test_value_that_is_no_list_of_tasks_is_refused(obj):
     with pytest.raises(UsageError, match="mine"):
         tasks_from(obj, "mine")
 
@@ -327,7 +327,7 @@ ROWS = st.fixed_dictionaries(
 
 
 @given(st.lists(ROWS | VALUES, min_size=1, max_size=5))
-def test_any_rows_are_valid_or_invalid_tasks_with_ids_of_their_own(tmp_path_factory, rows):
+def test_any_rows_give_valid_or_invalid_tasks_with_unique_ids(tmp_path_factory, rows):
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     for tasks in (load_tasks(path), tasks_from(rows, "any")):
@@ -342,7 +342,7 @@ def test_any_rows_are_valid_or_invalid_tasks_with_ids_of_their_own(tmp_path_fact
 
 
 @given(st.binary(max_size=60))
-def test_any_file_is_tasks_or_a_usage_error(tmp_path_factory, data):
+def test_any_file_gives_tasks_or_a_usage_error(tmp_path_factory, data):
     for name in ("bytes.jsonl", "bytes.json", "bytes.jsonl.gz"):
         path = tmp_path_factory.getbasetemp() / name
         path.write_bytes(data)

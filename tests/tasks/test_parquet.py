@@ -42,7 +42,7 @@ tables = st.lists(
 
 
 @given(rows=tables)
-def test_they_are_the_same_tasks_as_of_json(tmp_path_factory, rows):
+def test_parquet_gives_the_same_tasks_as_json(tmp_path_factory, rows):
     """Differential: what Parquet fills with nulls is as absent as what JSON leaves out."""
     folder = tmp_path_factory.mktemp("rows")
     fields = [("prompt", pa.string()), ("image", pa.string()), ("answer", pa.int64())]
@@ -67,7 +67,7 @@ def test_swe_rows_in_parquet_keep_their_files(tmp_path):
     assert {path.name: path.read_bytes() for path in Path(part.source).iterdir()} == {"a": b"x\n", "b": b"\xff"}
 
 
-def test_several_files_are_one_in_order_and_of_several_splits_one_is_named(tmp_path):
+def test_files_are_read_in_order_and_one_of_several_splits_must_be_named(tmp_path):
     for number, name in enumerate(("train-00001-of-00002", "train-00000-of-00002", "test-00000-of-00001")):
         write(tmp_path / "ds" / "data" / f"{name}.parquet", [{"prompt": f"{number}"}, {"prompt": f"{number}b"}])
     with pytest.raises(UsageError, match=r"several splits \('test', 'train'\).*data/test\*\.parquet"):
@@ -87,7 +87,7 @@ def test_several_files_are_one_in_order_and_of_several_splits_one_is_named(tmp_p
         load_tasks(tmp_path / "ds" / "nothing*.parquet")
 
 
-def test_task_data_lie_beside_the_rows_or_above_their_data(tmp_path):
+def test_task_data_is_found_beside_or_above_the_rows(tmp_path):
     write(tmp_path / "ds" / "data" / "train-0.parquet", [{"env_config": {"task_id": "one", "image": None}}])
     kit.open_instruct(tmp_path / "ds" / "task-data" / "one")
     for source in ("ds", "ds/data/train-*.parquet"):
@@ -103,7 +103,7 @@ def test_task_directories_take_precedence_over_parquet_files(tmp_path):
     assert [task.id for task in load_tasks(tmp_path)] == ["one"]
 
 
-def test_a_file_that_is_not_parquet_is_refused(tmp_path, monkeypatch):
+def test_file_that_is_not_parquet_is_refused(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1 nothing PAR1")
     with pytest.raises(UsageError, match="cannot read the Parquet file"):
         load_tasks(tmp_path / "r.parquet")
@@ -118,7 +118,7 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path, monkeypatch):
         load_tasks(tmp_path / "large.parquet")
 
 
-def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+def test_missing_library_is_reported_with_its_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "r.parquet", [{"prompt": "x"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError, match=r"pip install 'rookery-rl\[parquet\]'"):
@@ -126,7 +126,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_dataset_of_the_hub_is_read_as_it_is_there(tmp_path, own_cache):
+def test_hub_dataset_of_parquet_files_is_read(tmp_path, own_cache):
     pytest.importorskip("huggingface_hub")
     table = io.BytesIO()
     pq.write_table(pa.Table.from_pylist([{"env_config": {"task_id": "one"}, "messages": None}]), table)
@@ -146,7 +146,7 @@ def test_a_dataset_of_the_hub_is_read_as_it_is_there(tmp_path, own_cache):
         assert load(asked, hub.url, tmp_path)[0] == ["one Fix it."] * 2
 
 
-def test_every_kind_of_value_is_one_that_json_has(tmp_path):
+def test_every_parquet_value_becomes_a_json_value(tmp_path):
     import datetime as dt
     import decimal
 

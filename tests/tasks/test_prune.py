@@ -56,7 +56,7 @@ def made(cache, key, size, used):
     budget=st.none() | st.integers(0, 120),
     older=st.integers(0, 60),
 )
-def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, entries, budget, older):
+def test_least_recently_used_entries_are_removed_up_to_the_budget(tmp_path_factory, entries, budget, older):
     cache = TaskCache(tmp_path_factory.mktemp("cache")).open()
     block = 4096
     for number, (size, used, _) in enumerate(entries):
@@ -92,7 +92,7 @@ def test_the_longest_unused_go_first_and_only_as_far_as_asked(tmp_path_factory, 
 
 
 @pytest.mark.parametrize("more", [(), ("fork",)])
-def test_what_a_live_process_loaded_stays_until_it_ends(tmp_path, own_cache, more):
+def test_entries_loaded_by_a_live_process_stay(tmp_path, own_cache, more):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     cache = TaskCache()
     with holding(archive, *more) as pid:
@@ -109,7 +109,7 @@ def test_what_a_live_process_loaded_stays_until_it_ends(tmp_path, own_cache, mor
     assert not list((own_cache / "locks").glob("use-*"))
 
 
-def test_what_was_removed_is_made_again_and_is_held_then(tmp_path, own_cache):
+def test_removed_entry_is_created_again_and_registered(tmp_path, own_cache):
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     with holding(archive):
         pass
@@ -121,7 +121,7 @@ def test_what_was_removed_is_made_again_and_is_held_then(tmp_path, own_cache):
     assert not task.invalid
 
 
-def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
+def test_task_of_a_resumed_run_is_registered_by_its_attempt(tmp_path, own_cache):
     """Who resumes loads nothing: its tasks come with their folders."""
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "a", "instruction": "Do.", "tests": "exit 0"})
     with holding(rows):
@@ -139,7 +139,7 @@ def test_a_task_of_a_journal_is_kept_once_it_is_attempted(tmp_path, own_cache):
 
 
 @pytest.mark.long
-def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
+def test_loading_during_a_prune_sees_complete_content(tmp_path, own_cache):
     """The pruner and eight that load, again and again: nobody sees a half or a hole."""
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)
     load = (
@@ -173,7 +173,7 @@ def test_who_loads_while_something_is_removed_has_it_whole(tmp_path, own_cache):
     assert removed >= 1
 
 
-def test_nothing_is_removed_unasked_but_what_was_left_half_made(own_cache):
+def test_only_leftovers_are_removed_automatically(own_cache):
     cache = TaskCache().open()
     made(cache, "k", 10, 1)
     (own_cache / "work" / "1-dead").mkdir()
@@ -182,7 +182,7 @@ def test_nothing_is_removed_unasked_but_what_was_left_half_made(own_cache):
     assert (cache.content / "k").is_dir()
 
 
-def test_a_cache_that_is_removed_as_a_whole_is_begun_anew(tmp_path, own_cache):
+def test_deleted_cache_is_created_again(tmp_path, own_cache):
     from rookery.sandbox_runtime import processes
 
     archive = an_archive(tmp_path / "t.tar.gz", tasks=1)

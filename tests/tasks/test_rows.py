@@ -26,7 +26,7 @@ ROW = {
 }
 
 
-def test_an_inline_row_is_a_task_whose_files_lie_in_a_folder(tmp_path, own_cache):
+def test_inline_row_becomes_a_task_with_files_in_the_cache(tmp_path, own_cache):
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", ROW))
     assert not task.invalid, task.invalid
     found = get_swe_task(task)
@@ -49,7 +49,7 @@ def test_an_inline_row_is_a_task_whose_files_lie_in_a_folder(tmp_path, own_cache
     assert open(step.setup).read() == "true"
 
 
-def test_the_same_content_is_the_same_folder_and_is_written_once(tmp_path, own_cache):
+def test_equal_content_is_stored_once(tmp_path, own_cache):
     rows = [{**ROW, "id": str(n), "instruction": f"say {n}"} for n in range(5)]
     tasks = load_tasks(kit.jsonl(tmp_path / "r.jsonl", *rows))
     assert len({get_swe_task(task).folder for task in tasks}) == 1
@@ -60,7 +60,7 @@ def test_the_same_content_is_the_same_folder_and_is_written_once(tmp_path, own_c
     assert not list((own_cache / "work").iterdir())
 
 
-def test_rows_of_other_environments_are_left_alone(tmp_path):
+def test_rows_of_other_environments_are_unchanged(tmp_path):
     rows = [
         {"prompt": "x", "tests": ["a"], "instruction": "y"},
         {"prompt": "x", "env_config": {"level": 3}},
@@ -74,7 +74,7 @@ def test_rows_of_other_environments_are_left_alone(tmp_path):
     ]
 
 
-def test_a_row_names_a_folder_of_task_data(tmp_path):
+def test_row_refers_to_a_directory_of_task_data(tmp_path):
     kit.open_instruct(tmp_path / "data" / "one", files={"instruction.md": "Fix one."})
     kit.harbor(tmp_path / "data" / "two", '[environment]\ndocker_image = "a:1"\n')
     rows = kit.jsonl(
@@ -91,7 +91,7 @@ def test_a_row_names_a_folder_of_task_data(tmp_path):
     assert get_swe_task(one).folder == str(tmp_path / "data" / "one")
 
 
-def test_limits_and_data_of_a_row_are_the_tasks(tmp_path):
+def test_limits_and_data_of_a_row_apply_to_its_task(tmp_path):
     more = {"limits": {"turns": 5, "run": 3}, "data": {"level": 1}, "kind": "x"}
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, **more}))
     assert (task.limits.turns, task.limits.run) == (5, 3)
@@ -101,7 +101,7 @@ def test_limits_and_data_of_a_row_are_the_tasks(tmp_path):
     assert load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "limits": {"turns": -1}}))[0].invalid
 
 
-def test_the_instruction_is_not_said_twice(tmp_path):
+def test_instruction_is_not_repeated_in_the_prompt(tmp_path):
     kit.open_instruct(tmp_path / "task-data" / "one", files={"instruction.md": "Fix one."})
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Now: Fix one."}]
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {"prompt": prompt, "env_config": {"task_id": "one"}}))
@@ -121,7 +121,7 @@ def test_task_data_is_found_beside_the_rows(tmp_path, beside):
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc", "..", ".", "", "a/b", "a\nb", "missing", 3, "x" * 300])
-def test_a_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
+def test_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
     kit.open_instruct(tmp_path / "secret")
     kit.open_instruct(tmp_path / "data" / "one")
     rows = kit.jsonl(tmp_path / "r.jsonl", {"id": "x", "env_config": {"task_id": name}})
@@ -129,7 +129,7 @@ def test_a_task_id_cannot_lead_out_of_the_task_data(tmp_path, name):
     assert kit.problems(found) == {("x", "env_config.task_id"): False}
 
 
-def test_task_data_that_is_no_folder_is_refused(tmp_path):
+def test_task_data_that_is_no_directory_is_refused(tmp_path):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"env_config": {"task_id": "x"}})
     with pytest.raises(UsageError, match="neither a directory nor an archive"):
         load_tasks(rows, task_data=rows)
@@ -164,7 +164,7 @@ def test_task_data_that_is_no_folder_is_refused(tmp_path):
         ({"steps": []}, "steps"),
     ],
 )
-def test_a_problem_names_its_field_and_the_other_rows_are_tasks(tmp_path, more, field):
+def test_problem_names_its_field_and_other_rows_are_loaded(tmp_path, more, field):
     rows = kit.jsonl(tmp_path / "r.jsonl", {**ROW, **more}, {"prompt": "x"})
     found = check_tasks(rows)
     assert kit.problems(found).get(("fix", field)) is False, str(found)
@@ -173,7 +173,7 @@ def test_a_problem_names_its_field_and_the_other_rows_are_tasks(tmp_path, more, 
     assert not good.invalid
 
 
-def test_problems_of_plain_rows_are_in_the_report_too(tmp_path):
+def test_problems_of_plain_rows_are_reported(tmp_path):
     rows = kit.jsonl(tmp_path / "r.jsonl", {"prompt": ""}, 3, {"id": "a", "prompt": "x", "limits": {"turns": -1}})
     assert kit.problems(check_tasks(rows)) == {
         ("line-000001", "prompt"): False,
@@ -195,13 +195,13 @@ keys = st.sampled_from(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(keys, values, max_size=5), good=st.booleans())
-def test_any_row_is_a_task_or_a_problem(row, good):
+def test_any_row_gives_a_task_or_a_problem(row, good):
     whole = {**ROW, **row} if good else {"instruction": "x", "tests": "exit 0", **row}
     (task,) = tasks_from([whole], "any")
     assert task.invalid or get_swe_task(task).steps
 
 
-def test_whole_numbers_of_bytes_may_be_floats(tmp_path):
+def test_integral_floats_are_accepted_as_bytes(tmp_path):
     (task,) = load_tasks(kit.jsonl(tmp_path / "r.jsonl", {**ROW, "memory": 2e9, "disk": 1e9}))
     assert not task.invalid, task.invalid
     assert (get_swe_task(task).memory, get_swe_task(task).disk) == (2_000_000_000, 1_000_000_000)

@@ -27,7 +27,7 @@ def unpacked(archive: bytes) -> dict[str, tuple[int, bytes]]:
     return found
 
 
-def test_the_first_file_system_holds_all_that_is_asked_for(tmp_path: Path) -> None:
+def test_initramfs_contains_all_requested_files(tmp_path: Path) -> None:
     busybox, module = tmp_path / "busybox", tmp_path / "9p.ko"
     busybox.write_bytes(b"shell")
     module.write_bytes(b"module!")
@@ -42,7 +42,7 @@ def test_the_first_file_system_holds_all_that_is_asked_for(tmp_path: Path) -> No
     assert packed == initramfs.archive(busybox, (module,), "/it's/python", "/inside.py", b"{}")
 
 
-def test_modules_come_after_those_that_they_depend_on() -> None:
+def test_kernel_modules_follow_their_dependencies() -> None:
     known = {
         "9p": b"\0depends=9pnet,netfs\0",
         "9pnet": b"\0depends=\0",
@@ -56,18 +56,18 @@ def test_modules_come_after_those_that_they_depend_on() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "found"), [("", "new"), ("6.1", "old"), ("6.12", "new"), ("6.2", None)])
-def test_a_kernel_is_chosen_by_the_begin_of_its_version(wanted: str, found: str | None) -> None:
+def test_kernel_is_chosen_by_version_prefix(wanted: str, found: str | None) -> None:
     assert parts._chosen([("6.12.95-1", "new"), ("6.1.176-1", "old")], wanted) == found
 
 
-def test_the_first_process_of_a_guest_runs_nowhere_else() -> None:
+def test_guest_init_refuses_to_run_outside_a_guest() -> None:
     command = [sys.executable, "-I", TOOLS / "cgroup2" / "inside.py", "/none"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "first process" in done.stderr
 
 
-def test_a_place_that_is_not_known_is_refused() -> None:
+def test_unknown_cgroup_location_is_refused() -> None:
     command = [sys.executable, TOOLS / "run_cgroup2.py", "--places", "moon"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

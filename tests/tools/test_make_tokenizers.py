@@ -23,7 +23,7 @@ def gguf(*pairs: bytes) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs)
 
 
-def test_a_vocabulary_is_read_out_of_a_file() -> None:
+def test_vocabulary_is_read_from_a_gguf_file() -> None:
     data = gguf(
         text("a.name") + struct.pack("<I", 8) + text("naïve"),
         text("a.number") + struct.pack("<If", 6, 0.5),
@@ -41,7 +41,7 @@ def test_a_vocabulary_is_read_out_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("data", [b"nope", b"GGUF" + struct.pack("<IQQ", 9, 0, 0)])
-def test_another_file_is_refused(data: bytes) -> None:
+def test_file_that_is_not_gguf_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="GGUF"):
         make_tokenizers.Gguf(data)
 
@@ -52,15 +52,15 @@ class Letters:
         return self
 
 
-def test_one_that_encodes_otherwise_is_found_out() -> None:
-    between = make_tokenizers.BETWEEN
-    assert make_tokenizers.wrong(Letters(), f"ab{between}c", " 97 98\n 99\n") == ""
-    assert "'c' is [99], not [98]" in make_tokenizers.wrong(Letters(), f"ab{between}c", " 97 98\n 98\n")
-    assert "1 examples but 2 answers" in make_tokenizers.wrong(Letters(), "ab", " 97 98\n 98\n")
+def test_tokenizer_that_encodes_differently_is_detected() -> None:
+    between = make_tokenizers.SEPARATOR
+    assert make_tokenizers.find_difference(Letters(), f"ab{between}c", " 97 98\n 99\n") == ""
+    assert "'c' is [99], not [98]" in make_tokenizers.find_difference(Letters(), f"ab{between}c", " 97 98\n 98\n")
+    assert "1 examples but 2 answers" in make_tokenizers.find_difference(Letters(), "ab", " 97 98\n 98\n")
 
 
 @pytest.mark.needs("tokenizers")
-def test_what_is_there_is_left_alone_without_a_call_to_the_network() -> None:
+def test_existing_tokenizers_need_no_network() -> None:
     before = {path: path.stat().st_mtime_ns for path in sorted(TOKENIZERS.glob("*/*"))}
     program = (
         "import runpy, subprocess, sys\n"
@@ -76,7 +76,7 @@ def test_what_is_there_is_left_alone_without_a_call_to_the_network() -> None:
 
 
 @pytest.mark.needs("tokenizers")
-def test_the_marks_of_qwen3_have_their_true_ids() -> None:
+def test_special_tokens_of_qwen3_have_their_ids() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="[probed] tokenizers is not installed")
     made = tokenizers.Tokenizer.from_file(str(TOKENIZERS / "qwen3" / "tokenizer.json"))
     marks = {

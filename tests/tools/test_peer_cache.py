@@ -16,14 +16,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_two_checkouts_share_one_entry_of_a_version(tmp_path: Path) -> None:
+def test_checkouts_share_the_entry_of_a_version(tmp_path: Path) -> None:
     with cache_entry("engine", "1.0", tmp_path / "first") as entry:
         (entry / "program").touch()
     with cache_entry("engine", "1.0", tmp_path / "second"):
         assert (tmp_path / "second" / "engine" / "program").exists()
 
 
-def test_another_version_replaces_the_link_and_keeps_the_old_entry(tmp_path: Path) -> None:
+def test_new_version_replaces_the_link_and_keeps_the_old_entry(tmp_path: Path) -> None:
     with cache_entry("engine", "1.0", tmp_path / "peers") as old:
         (old / "program").touch()
     with cache_entry("engine", "2.0", tmp_path / "peers") as new:
@@ -32,7 +32,7 @@ def test_another_version_replaces_the_link_and_keeps_the_old_entry(tmp_path: Pat
     assert (old / "program").exists()
 
 
-def test_files_kept_in_the_checkout_by_an_older_layout_are_replaced_by_the_link(tmp_path: Path) -> None:
+def test_files_of_an_older_layout_are_replaced_by_the_link(tmp_path: Path) -> None:
     (tmp_path / "peers" / "engine").mkdir(parents=True)
     with cache_entry("engine", "1.0", tmp_path / "peers") as entry:
         assert (tmp_path / "peers" / "engine").readlink() == entry

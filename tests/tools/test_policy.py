@@ -17,7 +17,7 @@ from rookery.upstreams.protocol import ToolSet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from embedded.programs import observation
+from embedded.programs import run_tool_call
 
 pytestmark = pytest.mark.long
 
@@ -25,7 +25,7 @@ PLACE = files("rookery.upstreams.embedded")
 TASKS = 600
 
 
-def test_the_weights_are_those_of_the_record() -> None:
+def test_weights_match_their_training_record() -> None:
     record = json.loads((PLACE / "policy.json").read_text())
     weights = (PLACE / "policy.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"]
@@ -49,13 +49,13 @@ async def rollout(upstream: Upstream, env: Arithmetic, task: Task, seed: int) ->
         if not reply.message.tool_calls:
             return match_answer(reply.message.text, task.data["answer"])
         messages += [
-            Message("tool", observation(call.name, call.arguments, env.max_result), tool_call_id=call.id)
+            Message("tool", run_tool_call(call.name, call.arguments, env.max_result), tool_call_id=call.id)
             for call in reply.message.tool_calls
         ]
     return False
 
 
-async def test_about_half_of_the_tasks_are_solved_easy_ones_nearly_always_hard_ones_rarely() -> None:
+async def test_policy_solves_about_half_of_the_tasks() -> None:
     """On tasks that nothing was set by. Twice the standard error is left at either end."""
     env = Arithmetic(split="held-out", size=TASKS, seed=7)
     upstream = open_upstream(UpstreamConfig(urls=("embedded",)))

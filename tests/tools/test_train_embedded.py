@@ -30,12 +30,11 @@ sys.path.insert(0, str(TOOLS))
 
 import train_embedded  # noqa: E402
 from embedded import teacher  # noqa: E402
+from embedded.evaluation import evaluate, render_ids  # noqa: E402
 from embedded.model import SHAPE, Llama  # noqa: E402
-from embedded.muon import orthogonal  # noqa: E402
-from embedded.play import play, shown  # noqa: E402
-from embedded.programs import REFUSED, observation, run_program  # noqa: E402
+from embedded.programs import REFUSED, run_program, run_tool_call  # noqa: E402
 from embedded.teacher import Teacher  # noqa: E402
-from embedded.training import Plan, batches, train  # noqa: E402
+from embedded.training import Plan, batches, orthogonalize, train  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -55,10 +54,10 @@ SMALL = LlamaShape(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SMALL])
-def test_its_logprobs_are_those_of_llama_for_causal_lm(shape):
+def test_logprobs_agree_with_llama_for_causal_lm(shape):
     weights = Weights.random(shape, seed=3, scale=0.2)
     model = Llama(shape)
-    model.take(weights)
+    model.load(weights)
     ids = torch.randint(0, shape.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = model.logits(model.hidden(ids)).log_softmax(-1)
@@ -66,7 +65,7 @@ def test_its_logprobs_are_those_of_llama_for_causal_lm(shape):
     assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_the_cache_does_not_change_a_logit():
+def test_kv_cache_does_not_change_logits():
     model = Llama(SMALL, seed=2)
     ids = torch.randint(0, chat.VOCAB, (3, 20))
     with torch.no_grad():
@@ -80,76 +79,81 @@ def test_the_cache_does_not_change_a_logit():
             assert torch.allclose(seen, whole[torch.arange(3), at], atol=1e-5)
 
 
-def test_the_shape_is_about_six_hundred_thousand_parameters():
+def test_model_has_about_six_hundred_thousand_parameters():
     assert SHAPE.parameters == 593_024
     assert len(Llama().export().to_bytes("F16")) < 2_000_000
 
 
 def test_muon_makes_matrices_orthogonal():
     matrices = torch.randn(2, 48, 24, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonal(matrices))
+    values = torch.linalg.svdvals(orthogonalize(matrices))
     assert 0.5 < values.min() < values.max() < 1.5
 
 
 # ---------------------------------------------------------------------------------------------- the teacher
 
 
-def test_a_dialogue_begins_as_a_rollout_of_the_environment_does():
+def test_dialogue_starts_like_a_rollout_of_the_environment():
     env = Arithmetic("train", size=1)
     (problem,) = islice(generate_problems("train", 0, 1), 1)
     dialogue = Teacher(0).dialogue(problem)
     attempted = [chat.message_ids(message) for message in env.tasks()[0].prompt]
-    begun = shown(dialogue.ids[: dialogue.said.index(True)])
+    begun = render_ids(dialogue.ids[: dialogue.is_assistant.index(True)])
     assert begun == (
-        f"<begin><tools>python(code)<end><system>{env.system_prompt}<end>{shown(attempted[0])}<assistant>"
+        f"<begin><tools>python(code)<end><system>{env.system_prompt}<end>{render_ids(attempted[0])}<assistant>"
     )
 
 
-def test_only_the_assistants_ids_are_learned():
+def test_only_assistant_tokens_are_trained():
     for dialogue in Teacher(1).dialogues(200):
-        assert len(dialogue.ids) == len(dialogue.said) <= SHAPE.max_position_embeddings
-        said = shown([token for token, own in zip(dialogue.ids, dialogue.said, strict=True) if own])
-        assert said.endswith((".<end>", "I do not know.<end>"))
-        assert "<user>" not in said
-        assert "<tool>" not in said
-        assert "<assistant>" not in said
+        assert len(dialogue.ids) == len(dialogue.is_assistant) <= SHAPE.max_position_embeddings
+        spoken = render_ids([token for token, own in zip(dialogue.ids, dialogue.is_assistant, strict=True) if own])
+        assert spoken.endswith((".<end>", "I do not know.<end>"))
+        assert "<user>" not in spoken
+        assert "<tool>" not in spoken
+        assert "<assistant>" not in spoken
 
 
-def test_the_teacher_errs_the_more_the_harder_the_problem():
+def test_teacher_errs_more_on_harder_problems():
     rates = []
     for level in LEVELS:
         one, found = Teacher(0), list(islice(generate_problems("train", 1, level), 400))
         rates.append(
-            sum(list(one.play(problem))[-1].text == f"The answer is {problem.answer}." for problem in found)
+            sum(list(one.solve(problem))[-1].text == f"The answer is {problem.answer}." for problem in found)
         )
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 0.95 * 400
     assert rates[-1] > 0.03 * 400
 
 
-def test_without_mistakes_the_teacher_is_always_right(monkeypatch):
+def test_teacher_without_mistakes_is_always_right(monkeypatch):
     none = dict.fromkeys(LEVELS, 0.0)
-    for name, value in (("SLIPS", none), ("MISREAD", none), ("BY_HEAD", none), ("FOOLED", 0.0)):
+    for name, value in (
+        ("SLIP_RATES", none),
+        ("MISREAD_RATES", none),
+        ("GUESS_RATES", none),
+        ("DISTRACTED_RATE", 0.0),
+    ):
         monkeypatch.setattr(teacher, name, value)
     for level in LEVELS:
         for problem in islice(generate_problems("train", 2, level), 100):
-            *_, last = Teacher(0).play(problem)
+            *_, last = Teacher(0).solve(problem)
             assert last.text == f"The answer is {problem.answer}."
 
 
-def test_only_problems_of_the_train_split_are_seen():
+def test_only_problems_of_the_train_split_are_used():
     for dialogue in Teacher(5).dialogues(300):
-        text = shown(dialogue.ids)
+        text = render_ids(dialogue.ids)
         assert get_split(text.partition("<user>")[2].partition("<end>")[0]) == "train"
 
 
-def test_a_batch_has_its_targets_one_place_ahead():
+def test_batch_targets_are_shifted_by_one():
     found = batches(Plan(steps=40))
     for batch in islice(found, 30):
         assert batch.ids.numel() <= Plan().batch
         kept = batch.targets[:, :-1] >= 0
         assert (batch.targets[:, :-1][kept] == batch.ids[:, 1:][kept]).all()
-        assert (batch.targets[batch.said] >= 0).all()
+        assert (batch.targets[batch.is_assistant] >= 0).all()
 
 
 # --------------------------------------------------------------------------------------------- its programs
@@ -169,7 +173,7 @@ PROGRAMS = (
 )
 
 
-async def test_a_program_prints_and_fails_as_the_python_tool_says(tmp_path):
+async def test_program_evaluator_agrees_with_the_python_tool(tmp_path):
     provider = open_provider("subprocess", ProviderHome(folder=tmp_path, run="r1"))
 
     async def open_sandbox(spec: SandboxSpec) -> Sandbox:
@@ -184,8 +188,8 @@ async def test_a_program_prints_and_fails_as_the_python_tool_says(tmp_path):
     finally:
         await provider.close()
     expected = [
-        *(observation("python", one, env.max_result) for one in arguments),
-        observation("pyhton", "{}", 500),
+        *(run_tool_call("python", one, env.max_result) for one in arguments),
+        run_tool_call("pyhton", "{}", 500),
     ]
     assert attempt.observations == expected
 
@@ -212,30 +216,30 @@ async def test_a_program_prints_and_fails_as_the_python_tool_says(tmp_path):
         "(" * 900 + ")" * 900,
     ],
 )
-def test_nothing_but_small_arithmetic_runs(code):
+def test_evaluator_runs_only_small_arithmetic(code):
     said = run_program(code)
     assert said == REFUSED or "SyntaxError" in said
 
 
 @given(st.text(alphabet="x=+-*/%()0123456789\nprint ", max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_no_program_escapes_as_an_exception(code):
+def test_evaluator_never_raises(code):
     assert run_program(code)
 
 
 # ------------------------------------------------------------------------------------------ playing, running
 
 
-def test_playing_is_reproducible_and_keeps_the_environments_budgets():
+def test_evaluation_is_reproducible_and_respects_budgets():
     env = Arithmetic("held-out", size=10)
     model = Llama(SHAPE, seed=1)  # it says anything
-    first, again = (play(model, env, env.tasks(), seed=3) for _ in range(2))
+    first, again = (evaluate(model, env, env.tasks(), seed=3) for _ in range(2))
     assert [one.ids for one in first] == [one.ids for one in again]
     assert [one.task.id for one in first] == [task.id for task in env.tasks()]
     assert max(len(one.ids) for one in first) <= SHAPE.max_position_embeddings
 
 
-def test_the_loss_falls():
+def test_training_reduces_the_loss():
     reports = []
     train(Plan(steps=12, batch=400), reports.append, every=4)
     assert [report.step for report in reports] == [4, 8, 12]
@@ -248,7 +252,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_running_it_twice_gives_the_same_checksum_and_a_record(tmp_path):
+def test_training_twice_gives_the_same_checksum(tmp_path):
     ends = [
         run("--steps", "2", "--evaluate", count, "--out", tmp_path / f"{name}.safetensors")
         for name, count in (("a", "5"), ("b", "0"))
@@ -272,7 +276,7 @@ def test_running_it_twice_gives_the_same_checksum_and_a_record(tmp_path):
     ]
 
 
-def test_ctrl_c_writes_nothing(tmp_path):
+def test_interrupt_writes_nothing(tmp_path):
     command = [sys.executable, "-u", str(TOOLS / "train_embedded.py"), "--out", str(tmp_path / "a.safetensors")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -284,7 +288,7 @@ def test_ctrl_c_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_options_are_said_in_words(capsys):
+def test_invalid_options_are_reported(capsys):
     for arguments in (("--steps", "0"), ("--seconds", "nan"), ("--evaluate", "-1")):
         with pytest.raises(SystemExit) as ended:
             train_embedded.main(arguments)

@@ -34,7 +34,9 @@ rewards = st.lists(st.none() | st.sampled_from([0.0, 1.0]) | st.floats(-100, 100
         ([], {}, []),
     ],
 )
-def test_cases_by_hand(given_rewards: list[float | None], options: dict[str, str], expected: list[float]) -> None:
+def test_hand_computed_advantages(
+    given_rewards: list[float | None], options: dict[str, str], expected: list[float]
+) -> None:
     found = compute_advantages(given_rewards, **options)  # type: ignore[arg-type]
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, atol=1e-15)
@@ -63,18 +65,18 @@ def test_leave_one_out_compares_with_the_mean_of_the_others(values: list[float])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_a_finite_number_is_refused(bad: float) -> None:
+def test_non_finite_reward_is_refused(bad: float) -> None:
     with pytest.raises(BatchError, match="member 1"):
         compute_advantages([0.0, bad])
 
 
-def test_rewards_too_far_apart_are_refused_and_not_trained_as_infinity() -> None:
+def test_rewards_that_overflow_are_refused() -> None:
     with pytest.raises(BatchError, match="differ too much"):
         compute_advantages([1.7e308, -1.7e308])
 
 
 @pytest.mark.parametrize("options", [{"baseline": "median"}, {"scale": "max"}])
-def test_an_unknown_word_is_refused(options: dict[str, str]) -> None:
+def test_unknown_baseline_or_scale_is_refused(options: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="must be one of"):
         compute_advantages([0.0, 1.0], **options)  # type: ignore[arg-type]
 
@@ -119,7 +121,7 @@ class Toy:
         return value, float(np.std(sums - value * counts) / counts.mean() / math.sqrt(GROUPS))
 
 
-def test_the_bias_of_each_way_to_treat_failed_members() -> None:
+def test_leave_one_out_is_unbiased_and_other_treatments_are_not() -> None:
     toy = Toy()
     filled = toy.right & toy.valid  # a failure as if it were a wrong answer
     mean_valid = K * (1 - FAILS)
@@ -151,7 +153,7 @@ def test_the_bias_of_each_way_to_treat_failed_members() -> None:
         assert abs(exact - told) < 1.5e-4, (name, exact, told)
 
 
-def test_zeros_filled_in_shrink_what_is_divided_by_their_spread() -> None:
+def test_filled_in_zeros_shrink_advantages_scaled_by_std() -> None:
     toy = Toy()
     filled = toy.right & toy.valid
     reference, error = toy.estimate(toy.scores("mean", toy.all, toy.right, "std"), toy.all)
@@ -160,7 +162,7 @@ def test_zeros_filled_in_shrink_what_is_divided_by_their_spread() -> None:
     assert abs(off - 0.09) < 4 * (error + other) / reference  # the facts round it to a tenth
 
 
-def test_filled_in_zeros_make_uniform_groups_look_informative_and_whole_groups_are_few() -> None:
+def test_filled_in_zeros_make_uniform_groups_look_informative() -> None:
     toy = Toy()
     right = (toy.right & toy.valid).sum(1)
     valid = toy.valid.sum(1)

@@ -19,7 +19,7 @@ COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")
 
 @settings(max_examples=60, deadline=None)
 @given(many_groups(prompted=False, missing=True), configs)
-def test_a_batch_is_what_the_reference_makes_of_the_groups(groups: list[Group], config: BatchConfig) -> None:
+def test_batch_agrees_with_the_reference(groups: list[Group], config: BatchConfig) -> None:
     batch = make_batch(groups, config)
     check_batch(batch, groups)
     expected = reference(groups, config)
@@ -31,7 +31,7 @@ def test_a_batch_is_what_the_reference_makes_of_the_groups(groups: list[Group], 
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups(missing=True), configs)
-def test_which_segments_are_in_the_batch_changes_no_denominator(groups: list[Group], config: BatchConfig) -> None:
+def test_segment_selection_changes_no_denominator(groups: list[Group], config: BatchConfig) -> None:
     made = [
         make_batch(groups, msgspec.structs.replace(config, segments=which))
         for which in ("all", "trained", "nonzero")
@@ -50,13 +50,13 @@ def test_which_segments_are_in_the_batch_changes_no_denominator(groups: list[Gro
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups(), st.sampled_from(["token-mean", "seq-mean-token-mean", "prompt-mean"]))
-def test_the_means_weigh_in_all_to_one(groups: list[Group], normalise: Any) -> None:
+def test_weights_of_means_add_up_to_one(groups: list[Group], normalise: Any) -> None:
     batch = make_batch(groups, BatchConfig(normalise=normalise))
     total = batch.weights.sum(dtype=np.float64)
     assert abs(total - 1) < 1e-5 or (total == 0 and not batch.mask.any())
 
 
-def test_a_rollout_of_five_segments_weighs_as_one_rollout() -> None:
+def test_rollout_with_five_segments_counts_once() -> None:
     five = [segment([0, 1, 1], first=10 * n, turns=(n,)) for n in range(5)]
     groups = [group(0, rollout(0, 0, 1.0, five), rollout(0, 1, 0.0, [segment([0, 1])]), rollout(0, 2, 0.0, []))]
     batch = make_batch(groups, BatchConfig(normalise="seq-mean-token-mean"))
@@ -79,14 +79,16 @@ def test_a_rollout_of_five_segments_weighs_as_one_rollout() -> None:
         ("prompt-mean", None, [1 / 12, 1 / 12, 0, 1 / 6], 2),
     ],
 )
-def test_normalisations_by_hand(normalise: Any, length: int | None, expected: list[float], count: float) -> None:
+def test_hand_computed_normalisations(
+    normalise: Any, length: int | None, expected: list[float], count: float
+) -> None:
     trained, groups = np.array([2, 4, 0, 3]), np.array([0, 0, 1, 2])
     weights, counted = compute_token_weights(trained, groups, normalise, length=length)
     np.testing.assert_allclose(weights, expected)
     assert counted == count
 
 
-def test_a_group_of_one_valid_member_and_an_all_failed_group_teach_nothing() -> None:
+def test_groups_with_fewer_than_two_valid_members_have_zero_advantage() -> None:
     groups = [
         of_rewards(0, 1.0, None, None),
         of_rewards(1, None, None),
@@ -138,7 +140,7 @@ def test_truncated_rollouts_follow_their_rule_by_reason() -> None:
     assert made(truncated="mask", segments="all").segments.trained.tolist() == [2, 0, 0]
 
 
-def test_a_token_without_a_logprob_is_never_silently_trained() -> None:
+def test_token_without_a_logprob_is_never_silently_trained() -> None:
     groups = [group(0, rollout(0, 0, 1.0, [segment([0, 1, 1, 1], logprob=math.nan)]), rollout(0, 1, 0.0))]
     with pytest.raises(BatchError, match=r"3 sampled tokens have no usable logprob.*rollout 0\.0"):
         make_batch(groups, strict=True)
@@ -154,14 +156,14 @@ def test_a_token_without_a_logprob_is_never_silently_trained() -> None:
     check_batch(trained, groups)
 
 
-def test_the_first_token_of_a_segment_has_no_logit_and_does_not_train() -> None:
+def test_first_token_of_a_segment_does_not_train() -> None:
     batch = make_batch([group(0, rollout(0, 0, 1.0, [segment([1, 1, 1])]), rollout(0, 1, 0.0))])
     assert batch.mask.tolist() == [False, True, True, False, False, True, True]
     assert batch.counts.unpredicted == 1
     check_batch(batch)
 
 
-def test_extras_are_carried_along_in_one_layout_or_refused() -> None:
+def test_extras_have_one_layout_or_are_refused() -> None:
     def made(*extras: dict[str, Extra], **config: Any) -> Batch:
         parts = [segment([0, 1, 1], turns=(n,), extras=one) for n, one in enumerate(extras)]
         return make_batch([group(0, rollout(0, 0, 1.0, parts))], BatchConfig(strict=True, **config))
@@ -199,12 +201,12 @@ def test_extras_are_carried_along_in_one_layout_or_refused() -> None:
         ([group(0, rollout(0, 0, 1.0, [segment([0, 1], version=2**31)]))], "policy versions"),
     ],
 )
-def test_what_would_train_wrongly_is_refused(groups: list[Group], message: str) -> None:
+def test_inconsistent_segments_are_refused(groups: list[Group], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         make_batch(groups, strict=True)
 
 
-def test_a_mask_that_is_shifted_against_the_logprobs_is_refused_when_the_batch_is_made() -> None:
+def test_mask_shifted_against_the_logprobs_is_refused() -> None:
     right, wrong = segment([0, 1, 1, 0]), segment([0, 0, 1, 1])
     moved = msgspec.structs.replace(right, mask=wrong.mask, versions=wrong.versions)
     for which in ("trained", "nonzero"):
@@ -251,7 +253,7 @@ ALONE = [kind for kind in BROKEN if kind != "extras"]
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_rollout_that_cannot_be_put_into_a_batch_is_left_out_and_counted(kind: str) -> None:
+def test_untrainable_rollout_is_left_out_and_counted(kind: str) -> None:
     def groups(bad: Rollout) -> list[Group]:
         return [group(0, rollout(0, 0, 1.0), bad, rollout(0, 2, 0.0)), of_rewards(1, 1.0, 0.0)]
 
@@ -275,7 +277,7 @@ def test_a_rollout_that_cannot_be_put_into_a_batch_is_left_out_and_counted(kind:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([None, "", "", "", *ALONE]), min_size=1, max_size=5), max_size=4))
-def test_broken_rollouts_never_change_what_the_others_train(kinds: list[list[str | None]]) -> None:
+def test_broken_rollouts_do_not_affect_others(kinds: list[list[str | None]]) -> None:
     def member(index: int, at: int, kind: str | None, *, broken: bool) -> Rollout:
         if kind and broken:
             return _broken(kind, index, at)
@@ -296,13 +298,13 @@ def test_broken_rollouts_never_change_what_the_others_train(kinds: list[list[str
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
 
 
-def test_a_batch_in_which_nothing_has_a_logprob_is_refused() -> None:
+def test_batch_without_any_logprob_is_refused() -> None:
     with pytest.raises(BatchError) as caught:
         make_batch([group(0, *(rollout(0, at, 1.0, [segment([0, 1, 1], logprob=math.nan)]) for at in range(3)))])
     assert caught.value.code == "upstream.logprobs"
 
 
-def test_a_group_whose_rewards_cannot_be_compared_is_left_out_alone() -> None:
+def test_group_with_incomparable_rewards_is_left_out() -> None:
     given = [of_rewards(0, 1.7e308, -1.7e308), of_rewards(1, 1.0, 0.0)]
     batch = make_batch(given)
     check_batch(batch, given)
@@ -311,12 +313,12 @@ def test_a_group_whose_rewards_cannot_be_compared_is_left_out_alone() -> None:
     assert batch.rollouts.advantage.tolist() == [0.0, 0.0, 1.0, -1.0]
 
 
-def test_groups_of_two_engines_may_have_the_same_number() -> None:
+def test_groups_of_two_engines_may_have_the_same_index() -> None:
     other = msgspec.structs.replace(of_rewards(0, 0.0, 1.0), task=of_rewards(7).task)
     assert len(make_batch([of_rewards(0, 1.0, 0.0), other]).groups) == 2
 
 
-def test_a_batch_travels_between_processes() -> None:
+def test_batch_can_be_pickled() -> None:
     groups = [of_rewards(0, 1.0, 0.0)]
     batch = pickle.loads(pickle.dumps(make_batch(groups)))
     check_batch(batch, groups)
@@ -331,7 +333,7 @@ def test_tokens_without_ids_are_counted() -> None:
     assert batch.rollouts.turns.tolist() == [2]
 
 
-def test_a_failed_rollout_brings_nothing_into_the_batch_but_its_row() -> None:
+def test_failed_rollout_has_only_a_row_in_the_batch() -> None:
     lost = rollout(0, 1, None, outcome=Failed("infra", "upstream.cut", "x"))
     batch = make_batch([group(0, rollout(0, 0, 1.0), lost, rollout(0, 2, 0.0))])
     assert batch.rollouts.outcome == ("completed", "upstream.cut", "completed")
@@ -356,14 +358,14 @@ def test_a_failed_rollout_brings_nothing_into_the_batch_but_its_row() -> None:
         {"segments": "some"},
     ],
 )
-def test_a_config_that_cannot_be_is_refused_when_it_is_built(config: dict[str, Any]) -> None:
+def test_invalid_config_is_refused_at_construction(config: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         BatchConfig(**config)
 
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups(), st.randoms(use_true_random=False))
-def test_the_losses_of_parts_add_up_to_the_loss_of_the_whole(groups: list[Group], random: Any) -> None:
+def test_losses_of_parts_add_up_to_the_loss_of_the_batch(groups: list[Group], random: Any) -> None:
     batch = make_batch(groups)
     order = list(range(len(batch.segments)))
     random.shuffle(order)

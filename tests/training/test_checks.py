@@ -96,7 +96,7 @@ DAMAGE: dict[str, tuple[Callable[[Batch], Batch], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_found_and_named(name: str) -> None:
+def test_damage_is_detected_and_located(name: str) -> None:
     damage, message = DAMAGE[name]
     batch = batch_of_two()
     check_batch(batch)
@@ -106,7 +106,7 @@ def test_damage_is_found_and_named(name: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(many_groups(missing=True), st.sampled_from(RECORDED), st.integers(-3, 3), st.data())
-def test_any_change_of_what_was_recorded_is_found(
+def test_any_change_of_recorded_data_is_detected(
     groups: list[Group], name: str, by: int, data: st.DataObject
 ) -> None:
     batch = make_batch(groups, BatchConfig(without_logprob="mask"))
@@ -126,7 +126,7 @@ def test_any_change_of_what_was_recorded_is_found(
 
 @settings(max_examples=25, deadline=None)
 @given(many_groups(), st.integers(1, 3))
-def test_everything_shifted_together_is_found(groups: list[Group], by: int) -> None:
+def test_columns_shifted_together_are_detected(groups: list[Group], by: int) -> None:
     """Columns that agree with each other and not with the tokens: no rule about columns sees it."""
     batch = make_batch(groups)
     names = ("mask", "logprobs", "versions", "advantages", "weights")
@@ -136,7 +136,7 @@ def test_everything_shifted_together_is_found(groups: list[Group], by: int) -> N
         check_batch(damaged)
 
 
-def test_a_batch_is_compared_with_the_groups_themselves() -> None:
+def test_batch_is_compared_with_its_groups() -> None:
     groups = [of_rewards(0, 1.0, 0.0)]
     batch = make_batch(groups)
     check_batch(batch, groups)

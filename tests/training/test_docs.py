@@ -14,7 +14,7 @@ TUTORIAL = ROOT / "docs" / "tutorials" / "train-the-embedded-policy.md"
 
 
 @pytest.mark.long
-def test_the_trainer_of_ones_own_trains_and_agrees_with_the_sampler(
+def test_documented_custom_trainer_agrees_with_the_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (example,) = [block for block in blocks(TUTORIAL, "python") if "own_trainer.py" in block]
@@ -33,6 +33,6 @@ def test_every_setting_of_a_batch_is_documented() -> None:
         assert re.search(rf"`{name}\b", page), name
 
 
-def test_nothing_is_imported_that_is_heavier_than_numpy() -> None:
+def test_nothing_heavier_than_numpy_is_imported() -> None:
     heavy = {"torch", "transformers", "trl", "aiohttp", "asyncio", "rich", "click", "sqlite3", "rookery.engine"}
     assert modules_loaded_by("import rookery.training") & heavy == set()

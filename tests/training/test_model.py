@@ -140,7 +140,7 @@ def test_packed_and_unpacked_log_probabilities_agree(model: Any, batch: Batch, h
     close(found, expected)
 
 
-def test_the_side_of_the_padding_does_not_matter(model: Any, batch: Batch) -> None:
+def test_padding_side_does_not_change_logprobs(model: Any, batch: Batch) -> None:
     with torch.no_grad():
         close(of_padded(model, batch, "left"), of_padded(model, batch))
 
@@ -154,14 +154,14 @@ def a_cache(row: PackedRow) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [a_mask_of_ones, a_cache])
-def test_what_the_documentation_warns_of_lets_documents_see_each_other(model: Any, batch: Batch, how: Any) -> None:
+def test_documented_pitfalls_leak_attention_between_sequences(model: Any, batch: Batch, how: Any) -> None:
     """The day this fails, docs/guides/training.md can say less."""
     with torch.no_grad():
         off = (of_packed(model, batch, how, None) - of_padded(model, batch)).abs().max()
     assert off > 1e-3
 
 
-def test_the_gradient_is_the_same_packed_padded_and_over_ranks(model: Any, batch: Batch) -> None:
+def test_gradient_is_the_same_packed_padded_and_over_ranks(model: Any, batch: Batch) -> None:
     def gradient(forms: list[Any]) -> Any:
         model.zero_grad()
         for form in forms:

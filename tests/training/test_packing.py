@@ -33,7 +33,7 @@ def of_lengths(*lengths: int) -> Batch:
 
 @settings(max_examples=40, deadline=None)
 @given(many_groups(), st.integers(40, 80), st.sampled_from([None, 0, 7]))
-def test_every_segment_is_in_one_row_whole(groups: list[Group], length: int, pad: int | None) -> None:
+def test_every_segment_is_in_exactly_one_row(groups: list[Group], length: int, pad: int | None) -> None:
     batch = make_batch(groups)
     packed = pack(batch, length, pad=pad)
     seen: list[int] = []
@@ -64,13 +64,13 @@ def test_every_segment_is_in_one_row_whole(groups: list[Group], length: int, pad
     assert len(packed) <= -(-2 * tokens // length) + 1  # no two rows are both half empty
 
 
-def test_packing_is_close_to_the_best() -> None:
+def test_packing_is_close_to_optimal() -> None:
     assert pack(of_lengths(6, 5, 4, 3, 2), 10).plan == ((0, 2), (1, 3, 4))
     rng = np.random.default_rng(0)
     assert pack(of_lengths(*rng.integers(2, 300, size=400).tolist()), 1024).efficiency > 0.98
 
 
-def test_a_segment_longer_than_a_row_is_refused_or_alone_and_never_cut() -> None:
+def test_oversized_segment_is_refused_or_gets_its_own_row() -> None:
     batch = of_lengths(4, 12, 4)
     for options in ({"strict": True}, {"oversize": "refuse"}):
         with pytest.raises(
@@ -85,9 +85,7 @@ def test_a_segment_longer_than_a_row_is_refused_or_alone_and_never_cut() -> None
 
 @pytest.mark.parametrize("which", ["trained", "all"])
 @pytest.mark.parametrize("uninformative", ["count", "leave_out"])
-def test_a_rollout_with_a_segment_longer_than_a_row_is_left_out_and_counted(
-    which: Any, uninformative: Any
-) -> None:
+def test_rollout_with_an_oversized_segment_is_left_out_and_counted(which: Any, uninformative: Any) -> None:
     def groups(reward: float | None) -> list[Group]:
         parts = [segment([0, 1, 1], turns=(0,)), segment([0] * 4 + [1] * 8, turns=(1,))]
         return [
@@ -115,7 +113,7 @@ def test_a_rollout_with_a_segment_longer_than_a_row_is_left_out_and_counted(
         assert sorted(mine.tolist()) == sorted(getattr(without, name).tolist())
 
 
-def test_leaving_out_keeps_columns_of_the_trainers_own() -> None:
+def test_leave_out_keeps_columns_replaced_by_the_trainer() -> None:
     batch = make_batch([group(0, rollout(0, 0, 1.0), rollout(0, 1, 0.0, [segment([0] * 9 + [1])]))])
     own = batch.replace_columns(advantages=np.where(batch.mask, 7.0, 0.0).astype(np.float32))
     packed = pack(own, 8)
@@ -123,7 +121,7 @@ def test_leaving_out_keeps_columns_of_the_trainers_own() -> None:
     assert [row.advantages.max() for row in packed] == [7.0]
 
 
-def test_leaving_out_in_a_part_of_a_batch_changes_no_weight_of_it() -> None:
+def test_leave_out_in_a_selection_changes_no_weight() -> None:
     batch = make_batch([group(0, rollout(0, 0, 1.0), rollout(0, 1, 0.0, [segment([0] * 9 + [1])]))])
     part = pack(batch.select([0, 1][::-1][:1]), 8)
     assert part.left_out == ("0.1",)
@@ -132,7 +130,7 @@ def test_leaving_out_in_a_part_of_a_batch_changes_no_weight_of_it() -> None:
     assert part.batch.denominator == batch.denominator
 
 
-def test_two_rows_of_a_hand_made_batch() -> None:
+def test_hand_computed_rows() -> None:
     (row,) = pack(of_lengths(3, 2), 8, pad=9)
     assert row.tokens.tolist() == [0, 1, 2, 100, 101, 9, 9, 9]
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
@@ -148,7 +146,7 @@ def test_two_rows_of_a_hand_made_batch() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups(prompted=False), st.integers(40, 80), st.sampled_from(["left", "right"]))
-def test_every_trained_token_is_the_target_of_the_place_before_it(
+def test_every_trained_token_is_the_target_of_the_position_before_it(
     groups: list[Group], length: int, side: Any
 ) -> None:
     batch = make_batch(groups)
@@ -171,7 +169,7 @@ def test_every_trained_token_is_the_target_of_the_place_before_it(
     assert form.tokens[form.attention_mask].tolist() == batch.tokens.tolist()
 
 
-def test_padding_goes_to_the_side_and_multiple_asked_for() -> None:
+def test_padding_uses_the_requested_side_and_multiple() -> None:
     batch = of_lengths(3, 2)
     left = pad_batch(batch, side="left", pad=9, multiple=4)
     assert left.tokens.tolist() == [[9, 0, 1, 2], [9, 9, 100, 101]]
@@ -184,7 +182,9 @@ def test_padding_goes_to_the_side_and_multiple_asked_for() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups(), st.integers(1, 5), st.integers(40, 80))
-def test_ranks_get_as_many_rows_each_and_their_losses_add_up(groups: list[Group], ranks: int, length: int) -> None:
+def test_ranks_get_equal_numbers_of_rows_and_their_losses_add_up(
+    groups: list[Group], ranks: int, length: int
+) -> None:
     batch = make_batch(groups)
     whole = (batch.weights * batch.logprobs).sum(dtype=np.float64)
     packed = pack(batch, length)

@@ -22,7 +22,7 @@ def lasting(
 
 @settings(max_examples=30, deadline=None)
 @given(many_groups())
-def test_every_rollout_is_counted_once_and_each_missing_one_under_its_cause(groups: list[Group]) -> None:
+def test_missing_rollouts_are_counted_by_cause(groups: list[Group]) -> None:
     found = build_report(groups, environment=lambda one: f"env{one.index % 2}")
     assert found.groups == found.informative + found.uniform + found.short + found.failed == len(groups)
     assert found.rollouts == sum(len(one.rollouts) for one in groups)
@@ -36,7 +36,7 @@ def test_every_rollout_is_counted_once_and_each_missing_one_under_its_cause(grou
     assert all(found.lines())
 
 
-def test_a_report_by_hand() -> None:
+def test_hand_computed_report() -> None:
     tries = (
         Attempt(id="0.0.1", number=1, outcome=LOST, started=0.0, ended=5.0),
         Attempt(id="0.0.2", number=2, outcome=Completed(), started=10.0, ended=12.0),
@@ -101,7 +101,7 @@ def made(slow_fail: bool) -> GroupReport:
     )
 
 
-def test_failures_that_strike_long_rollouts_are_seen() -> None:
+def test_failures_of_long_rollouts_are_visible_in_the_report() -> None:
     fair, biased = made(False), made(True)
     assert fair.longer is not None
     assert biased.longer is not None
@@ -113,14 +113,14 @@ def test_failures_that_strike_long_rollouts_are_seen() -> None:
     assert biased.missing_seconds.p50 > biased.valid_seconds.p95
 
 
-def test_an_empty_report_has_lines_too() -> None:
+def test_empty_report_has_lines() -> None:
     found = build_report([])
     assert found.longer is None
     assert found.staleness is None
     assert found.lines()[0].startswith("groups    0")
 
 
-def test_the_error_of_the_mean_reward_is_clustered_by_task() -> None:
+def test_standard_error_of_the_mean_reward_is_clustered_by_task() -> None:
     found = build_report([of_rewards(0, 1.0, 1.0), of_rewards(1, 0.0, 0.0), of_rewards(2, 1.0, None)])
     assert found.reward == 0.6
     assert found.standard_error == pytest.approx(math.sqrt(3 / 2 * (0.8**2 + 1.2**2 + 0.4**2)) / 5)

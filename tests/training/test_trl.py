@@ -54,7 +54,7 @@ def model_of(policy: Path) -> Any:
     return Weights.load(policy).to_model()
 
 
-def test_nothing_of_trl_is_imported_until_it_is_used() -> None:
+def test_trl_is_imported_only_when_used() -> None:
     code = "import sys, rookery.training.trl as t; t.rollout_func; t.RolloutWorker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"trl", "torch", "transformers", "datasets", "accelerate", "tokenizers", "pandas"}
@@ -64,7 +64,7 @@ def test_nothing_of_trl_is_imported_until_it_is_used() -> None:
 # ------------------------------------------------------------------------------------------ GRPO, for real
 
 
-def test_a_policy_learns_and_what_trains_is_what_was_sampled(tmp_path: Path, policy: Path) -> None:
+def test_policy_learns_from_exactly_the_sampled_tokens(tmp_path: Path, policy: Path) -> None:
     first = model_of(policy)
     model = model_of(policy)
     with opened(Bytes(), policy) as rollouts:
@@ -164,7 +164,7 @@ def test_failed_rollouts_leave_no_trace_in_the_gradient(tmp_path: Path, policy: 
 
 
 @pytest.mark.long
-def test_the_example_of_the_docs_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [path.read_text() for path in sorted((ROOT / "docs" / "guides").glob("training*.md"))]
     (section,) = [page.partition("## TRL\n")[2] for page in pages if "## TRL\n" in page]
     (example, *_) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
@@ -207,7 +207,7 @@ def test_weights_reach_runners_in_other_processes(tmp_path: Path, policy: Path) 
     updated_between_two_calls(rollouts, model_of(policy), tmp_path)
 
 
-async def test_weights_are_pushed_to_a_server_by_a_function_of_ones_own(tmp_path: Path, policy: Path) -> None:
+async def test_user_function_pushes_weights_to_a_server(tmp_path: Path, policy: Path) -> None:
     async with standin("vllm", weights=policy) as server:
 
         def push(tensors: Mapping[str, Any], version: int) -> None:
@@ -237,7 +237,7 @@ async def test_weights_are_pushed_to_a_server_by_a_function_of_ones_own(tmp_path
 # ------------------------------------------------------------------------------------- a call, and its ends
 
 
-def test_of_several_segments_the_one_that_trains_most_is_the_row_and_the_rest_is_counted(
+def test_most_trained_segment_becomes_the_row_and_others_are_counted(
     tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"id": "five", "prompt": "x", "conversations": 5}]
@@ -281,7 +281,7 @@ def test_invalid_settings_are_rejected_before_sampling(tmp_path: Path, policy: P
     assert not out.exists()
 
 
-def test_an_interrupt_or_an_error_leaves_the_rollout_function_usable(tmp_path: Path, policy: Path) -> None:
+def test_rollout_function_stays_usable_after_an_interrupt_or_error(tmp_path: Path, policy: Path) -> None:
     tasks = [{"id": "calm", "prompt": "x"}, {"id": "interrupt", "prompt": "y", "deed": "interrupt"}]
     pushed: list[int] = []
 
@@ -306,7 +306,7 @@ def test_an_interrupt_or_an_error_leaves_the_rollout_function_usable(tmp_path: P
     assert rollouts.engine is None
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path: Path, policy: Path) -> None:
+def test_program_without_close_exits(tmp_path: Path, policy: Path) -> None:
     code = f"""
 from rookery.training.trl import rollout_func
 from tests.training.trl_kit import Workers, workers, bare
@@ -321,7 +321,7 @@ rollouts([[{{"role": "user", "content": "x", "task": "t"}}]] * 2, bare())
     assert not list((tmp_path / "runs" / "latest").glob("*-wal"))  # its journal was closed
 
 
-def test_a_rollout_function_that_nobody_has_any_more_closes_its_engine(policy: Path, workers: Workers) -> None:
+def test_garbage_collected_rollout_function_closes_its_engine(policy: Path, workers: Workers) -> None:
     rollouts = opened(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], push=False)
     rollouts([[{"role": "user", "content": "x", "task": "t"}]] * 2, bare())
     assert workers()
@@ -334,7 +334,7 @@ def test_a_rollout_function_that_nobody_has_any_more_closes_its_engine(policy: P
 # ------------------------------------------------------------------------------------------------ the parts
 
 
-def test_every_row_of_a_dataset_leads_back_to_its_own_task() -> None:
+def test_every_dataset_row_leads_back_to_its_task() -> None:
     tasks = [
         Task(id="a", prompt=(), data={"n": 1}),
         *SAME,
@@ -355,7 +355,7 @@ SAME = [
 ]
 
 
-def test_the_embedded_policys_tokenizer_has_its_ids() -> None:
+def test_embedded_tokenizer_has_the_ids_of_the_policy() -> None:
     tokenizer = embedded_tokenizer()
     assert len(tokenizer) == chat.VOCAB
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (chat.END, chat.PAD)

@@ -21,7 +21,7 @@ def groups(draw: st.DrawFn) -> list[list[float | None]]:
 
 
 @given(some=groups(), weight=st.floats(0.5, 3))
-def test_out_of_shaped_rewards_trls_own_arithmetic_makes_the_advantages(
+def test_shaped_rewards_give_the_requested_advantages_in_trl(
     some: list[list[float | None]], weight: float
 ) -> None:
     given_to_trl = shape_rewards([reward for group in some for reward in group], len(some[0]), weight=weight)
@@ -52,7 +52,7 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 @given(segments())
-def test_a_row_is_the_segment_cut_before_the_first_token_that_trains(segment: Segment) -> None:
+def test_row_is_the_segment_split_before_the_first_trained_token(segment: Segment) -> None:
     row = row_from_segment(segment)
     assert ints(row.prompt_ids + row.completion_ids) == segment.tokens
     assert bytes([0] * len(row.prompt_ids) + row.env_mask) == segment.mask

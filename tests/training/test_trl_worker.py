@@ -47,7 +47,7 @@ def working(env: Any, policy: Path, **options: Any) -> RolloutWorker:
     return RolloutWorker(env, policy=f"embedded:{policy}", **settings)
 
 
-def test_the_async_trainer_trains_on_samples_of_the_worker(
+def test_async_trainer_trains_on_samples_of_the_worker(
     tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
 ) -> None:
     """What keeps TRL from a CPU is its attention kernel, and a look at the GPU's name; the rest is real."""
@@ -169,7 +169,7 @@ def _ended(_: float) -> None:
     raise RookeryError("the queue is empty")
 
 
-def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> None:
+def test_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -> None:
     some = Segment(
         tokens=ints([1, 2, 3]), mask=b"\0\1\1", logprobs=floats([0.0, math.nan, -1.0]), versions=(Span(1, 3, 0),)
     )
@@ -183,7 +183,7 @@ def test_a_token_without_a_logprob_does_not_train_and_is_counted(policy: Path) -
     assert figures["rookery/tokens_without_logprob_total"] == 2.0
 
 
-def test_a_rollout_that_cannot_be_trained_on_is_missing_and_affects_no_other() -> None:
+def test_untrainable_rollout_is_missing_and_affects_no_other() -> None:
     good = Segment(tokens=ints([1, 2]), mask=b"\0\1", logprobs=floats([0.0, -1.0]), versions=(Span(1, 2, 0),))
     shifted = msgspec.structs.replace(good, logprobs=floats([-1.0, -1.0]))
     rollouts = tuple(
@@ -196,7 +196,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_missing_and_affects_no_other() -
     assert figures["rookery/missing/bug.batch_total"] == 2.0
 
 
-def test_the_queue_is_bounded_and_stopping_ends_everything(policy: Path, workers: Workers) -> None:
+def test_queue_is_bounded_and_stop_ends_everything(policy: Path, workers: Workers) -> None:
     worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=3, ahead=1, concurrency=4)
     worker.start()
     try:
@@ -222,7 +222,7 @@ def unhealthy(worker: RolloutWorker, stale_after_s: float) -> None:
         worker.check_health(stale_after_s)
 
 
-def test_health_is_that_something_moves(policy: Path, tmp_path: Path, workers: Workers) -> None:
+def test_check_health_raises_without_progress(policy: Path, tmp_path: Path, workers: Workers) -> None:
     tasks = [{"id": "t", "prompt": "x", "deed": "hang"}]
     worker = working(Stubborn(), policy, tasks=tasks, limits=Limits(run=3600))
     with pytest.raises(RookeryError, match="not started"):
@@ -251,7 +251,7 @@ def test_health_is_that_something_moves(policy: Path, tmp_path: Path, workers: W
     assert workers() == []
 
 
-def test_weights_that_cannot_be_pushed_leave_the_worker_going_on_as_before(policy: Path) -> None:
+def test_failed_push_leaves_the_worker_running(policy: Path) -> None:
     worker = working(Stubborn(), policy, tasks=[{"id": "t", "prompt": "x"}], queue_size=1, ahead=1, concurrency=1)
     transfer = worker.weight_transfer
     assert transfer is not None

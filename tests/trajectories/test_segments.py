@@ -176,7 +176,7 @@ def test_two_equal_turns_are_trained_once_each() -> None:
         build_segments([*turns, turns[3]])
 
 
-def test_a_chain_copies_no_tokens_twice() -> None:
+def test_chain_of_turns_copies_no_token_twice() -> None:
     """Each turn's bytes go into the tree as they are, so that a long conversation costs what it holds."""
     turns: list[Turn] = []
     length = 0

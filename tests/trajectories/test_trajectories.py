@@ -162,7 +162,7 @@ def test_transcript_is_the_complete_last_conversation(calls: list[Call]) -> None
 
 @pytest.mark.parametrize("chat", [True, False], ids=["messages", "tokens-in"])
 @given(st.lists(st.tuples(some, some), min_size=1, max_size=24))
-def test_a_linear_conversation_is_stored_once_and_is_one_segment(
+def test_linear_conversation_is_stored_once_as_one_segment(
     chat: bool, steps: list[tuple[list[int], list[int]]]
 ) -> None:
     calls: list[Call] = []

@@ -1,1 +1,1 @@
-"""What `tools/train_embedded.py` is made of: a teacher, a model in PyTorch, its training and its evaluation."""
+"""Parts of `tools/train_embedded.py`: the teacher, the PyTorch model, its training and its evaluation."""

@@ -1,8 +1,8 @@
-"""The embedded policy's model in PyTorch: a plain Llama with fewer and larger operations.
+"""PyTorch model of the embedded policy: a Llama with fewer and larger operations.
 
 Promises:
 - its logits are those of `LlamaForCausalLM` with the same weights;
-- the same seed begins with the same weights.
+- the same seed gives the same initial weights.
 """
 
 from typing import Final
@@ -27,96 +27,102 @@ SHAPE: Final = LlamaShape(
 
 
 class Llama:
-    """A model whose `weights` are named as `LlamaForCausalLM` names them."""
+    """A Llama model. `weights` are named as in `LlamaForCausalLM`."""
 
     def __init__(self, shape: LlamaShape = SHAPE, seed: int = 0) -> None:
         self.shape = shape
         random = torch.Generator().manual_seed(seed)
-        deep = (2 * shape.num_hidden_layers) ** -0.5
+        depth_scale = (2 * shape.num_hidden_layers) ** -0.5
         self.weights: dict[str, Tensor] = {}
         for name, size in shape.tensors().items():
             if len(size) == 1:
                 value = torch.ones(size)
             else:
                 scale = 0.02 if "embed" in name else 0.7 * size[1] ** -0.5
-                ends_a_branch = "o_proj" in name or "down_proj" in name
-                value = torch.randn(size, generator=random) * scale * (deep if ends_a_branch else 1.0)
+                ends_residual_branch = "o_proj" in name or "down_proj" in name
+                value = (
+                    torch.randn(size, generator=random) * scale * (depth_scale if ends_residual_branch else 1.0)
+                )
             self.weights[name] = value.requires_grad_()
         half = shape.head_dim // 2
         angle = torch.outer(
             torch.arange(shape.max_position_embeddings).double(),
             shape.rope_theta ** -(torch.arange(half).double() / half),
         )
-        # The halves of a head turn against each other: see `hidden`.
+        # The two halves of a head rotate in opposite directions; see `hidden`.
         self.cos = torch.cat([angle.cos(), angle.cos()], -1).float()
         self.sin = torch.cat([-angle.sin(), angle.sin()], -1).float()
 
     def get(self, name: str) -> Tensor:
         return self.weights[f"model.{name}.weight"]
 
-    def cache(self, batch: int, most: int) -> Tensor:
-        """Room for the keys and values of a batch of sequences of up to `most` ids."""
+    def cache(self, batch: int, max_length: int) -> Tensor:
+        """Allocate the keys and values of a batch of sequences with up to `max_length` tokens."""
         shape = self.shape
-        return torch.zeros(shape.num_hidden_layers, 2, batch, shape.num_key_value_heads, most, shape.head_dim)
+        return torch.zeros(
+            shape.num_hidden_layers, 2, batch, shape.num_key_value_heads, max_length, shape.head_dim
+        )
 
     def hidden(self, ids: Tensor, cache: Tensor | None = None, at: Tensor | None = None) -> Tensor:
-        """The last layer's output, normed. With a cache: `ids` continue each sequence at its own place `at`."""
+        """Return the normalized output of the last layer. With a cache, `ids` continue each sequence at `at`."""
         shape, (batch, length) = self.shape, ids.shape
         heads, kv, size = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         mask = None
         if at is None:
             cos, sin = self.cos[:length, None], self.sin[:length, None]
         else:
-            places = at[:, None] + torch.arange(length)
-            cos, sin = self.cos[places][:, :, None], self.sin[places][:, :, None]
+            positions = at[:, None] + torch.arange(length)
+            cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
             assert cache is not None
-            mask = torch.arange(cache.shape[4]) <= places[:, None, :, None]
+            mask = torch.arange(cache.shape[4]) <= positions[:, None, :, None]
         x = functional.embedding(ids, self.get("embed_tokens"))
         for number in range(shape.num_hidden_layers):
             layer = f"layers.{number}"
             attn = f"{layer}.self_attn"
-            joined = torch.cat([self.get(f"{attn}.{part}_proj") for part in "qkv"])
-            mixed = functional.linear(self._norm(x, f"{layer}.input_layernorm"), joined)
-            mixed = mixed.view(batch, length, heads + 2 * kv, size)
-            turning, v = mixed[:, :, : heads + kv], mixed[:, :, heads + kv :]
+            joint_weight = torch.cat([self.get(f"{attn}.{part}_proj") for part in "qkv"])
+            projected = functional.linear(self._norm(x, f"{layer}.input_layernorm"), joint_weight)
+            projected = projected.view(batch, length, heads + 2 * kv, size)
+            rotated_part, v = projected[:, :, : heads + kv], projected[:, :, heads + kv :]
             half = size // 2
-            swapped = torch.cat([turning[..., half:], turning[..., :half]], -1)
-            turned = (turning * cos + swapped * sin).transpose(1, 2)
-            q, k, v = turned[:, :heads], turned[:, heads:], v.transpose(1, 2)
+            half_swapped = torch.cat([rotated_part[..., half:], rotated_part[..., :half]], -1)
+            rotated = (rotated_part * cos + half_swapped * sin).transpose(1, 2)
+            q, k, v = rotated[:, :heads], rotated[:, heads:], v.transpose(1, 2)
             if cache is not None and at is not None:
                 keys, values = cache[number]
                 rows = torch.arange(batch)[:, None]
-                keys[rows, :, places] = k.transpose(1, 2)
-                values[rows, :, places] = v.transpose(1, 2)
+                keys[rows, :, positions] = k.transpose(1, 2)
+                values[rows, :, positions] = v.transpose(1, 2)
                 k, v = keys, values
-            seen = functional.scaled_dot_product_attention(
-                q, self._spread(k), self._spread(v), attn_mask=mask, is_causal=mask is None
+            attended = functional.scaled_dot_product_attention(
+                q, self._expand_heads(k), self._expand_heads(v), attn_mask=mask, is_causal=mask is None
             )
-            x = x + functional.linear(seen.transpose(1, 2).flatten(2), self.get(f"{attn}.o_proj"))
-            joined = torch.cat([self.get(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")])
-            gate, up = functional.linear(self._norm(x, f"{layer}.post_attention_layernorm"), joined).chunk(2, -1)
+            x = x + functional.linear(attended.transpose(1, 2).flatten(2), self.get(f"{attn}.o_proj"))
+            joint_weight = torch.cat([self.get(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")])
+            gate, up = functional.linear(self._norm(x, f"{layer}.post_attention_layernorm"), joint_weight).chunk(
+                2, -1
+            )
             x = x + functional.linear(functional.silu(gate) * up, self.get(f"{layer}.mlp.down_proj"))
         return self._norm(x, "norm")
 
     def logits(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.get("embed_tokens"))
 
-    def _spread(self, part: Tensor) -> Tensor:
-        """Keys or values for every head that shares them; one for all is not copied."""
+    def _expand_heads(self, part: Tensor) -> Tensor:
+        """Expand keys or values to all heads that share them, without a copy if all do."""
         heads, kv = self.shape.num_attention_heads, self.shape.num_key_value_heads
         return part.repeat_interleave(heads // kv, 1) if kv > 1 else part.expand(-1, heads, -1, -1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.get(name), self.shape.rms_norm_eps)
 
-    # -------------------------------------------------------------------------------------------- files
+    # -------------------------------------------------------------------------------------------- weights
 
     def export(self) -> Weights:
-        """The weights, rounded as they are stored."""
+        """Return the weights, rounded as they are stored."""
         rounded = {name: value.detach().half().float().numpy() for name, value in self.weights.items()}
         return Weights(self.shape, rounded)
 
-    def take(self, weights: Weights) -> None:
-        """Uses other weights from here on."""
+    def load(self, weights: Weights) -> None:
+        """Replace the weights."""
         for name, value in weights.tensors.items():
             self.weights[name] = torch.from_numpy(value.copy()).requires_grad_()

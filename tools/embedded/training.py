@@ -1,13 +1,13 @@
-"""Training from scratch by imitation of the teacher.
+"""Trains the policy from scratch by imitation of the teacher.
 
 Promises:
 - the same seed, steps and threads give the same weights, bit for bit, on the same machine;
-- only problems of the train split are seen;
-- every dialogue is seen once.
+- only problems of the train split are used;
+- every dialogue is used once.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Final, NamedTuple
 
@@ -16,47 +16,46 @@ from torch import Tensor
 from torch.nn import functional
 
 from embedded.model import Llama
-from embedded.muon import Muon
 from embedded.teacher import Dialogue, Teacher
 from rookery.core import derive_seed
 from rookery.upstreams.embedded import chat
 
 POOL: Final = 400
-"""Dialogues that are sorted by length together, so that a batch has little padding."""
-COPYING: Final = 0.15
-"""The share of training that begins it with copying exercises."""
-CLIMB: Final = 0.15
-"""The share of training in which the levels come in, one after the other: copying is learned on short ones."""
+"""Dialogues that are sorted by length together, so that batches have little padding."""
+COPY_SHARE: Final = 0.15
+"""Share of the training that starts it with copying exercises."""
+LEVEL_SHARE: Final = 0.15
+"""Share of the training in which the levels are introduced one by one: copying is learned on short ones."""
 WARM_UP: Final = 0.04
 IGNORED: Final = -100
 
 
 class Plan(NamedTuple):
-    """How to train."""
+    """Settings of a training."""
 
     seed: int = 0
     steps: int = 1_900
     seconds: float | None = None
-    """Learn by the clock instead of by steps: the schedule ends when they are over."""
+    """Seconds after which the learning-rate schedule ends, instead of `steps`."""
     batch: int = 2_500
-    """Tokens of a batch, padding included."""
+    """Tokens per batch, including padding."""
     rate: float = 0.005
-    """Of Muon, for the matrices."""
+    """Learning rate of Muon, for the matrices."""
     adam_rate: float = 0.01
-    """Of AdamW, for the embeddings and the norms."""
+    """Learning rate of AdamW, for embeddings and norms."""
     decay: float = 0.01
-    aside: float = 0.02
-    """The weight of what the assistant did not say: a little of it teaches the language."""
+    context_weight: float = 0.02
+    """Weight of tokens that the assistant did not write; a small weight teaches the language."""
 
 
 class Report(NamedTuple):
-    """Where training stands."""
+    """Progress of a training."""
 
     step: int
     steps: int
     tokens: int
     loss: float
-    """Of the assistant's tokens, over the steps since the last report."""
+    """Mean loss of the assistant's tokens since the last report."""
     seconds: float
     left: float
 
@@ -64,18 +63,18 @@ class Report(NamedTuple):
 class Batch(NamedTuple):
     ids: Tensor
     targets: Tensor
-    said: Tensor
+    is_assistant: Tensor
 
 
 def batches(plan: Plan) -> Iterator[Batch]:
-    """Without end. Batches of one length each, the lengths in random order."""
+    """Yield batches without end. Each has dialogues of similar length; lengths come in random order."""
     teacher = Teacher(plan.seed)
     rng = Random(derive_seed(plan.seed, "batches"))  # noqa: S311
-    made = 0
+    batch_count = 0
     while True:
-        progress = made / plan.steps
-        hardest = min(5, 1 + int((progress - COPYING) / CLIMB * 4))
-        drawn = teacher.exercises(POOL) if progress < COPYING else teacher.dialogues(POOL, hardest)
+        progress = batch_count / plan.steps
+        hardest = min(5, 1 + int((progress - COPY_SHARE) / LEVEL_SHARE * 4))
+        drawn = teacher.exercises(POOL) if progress < COPY_SHARE else teacher.dialogues(POOL, hardest)
         pool = sorted(drawn, key=lambda one: len(one.ids))
         rows: list[list[Dialogue]] = [[]]
         for one in pool:
@@ -83,42 +82,83 @@ def batches(plan: Plan) -> Iterator[Batch]:
                 rows.append([])
             rows[-1].append(one)
         rng.shuffle(rows)
-        made += len(rows)
+        batch_count += len(rows)
         for row in rows:
-            yield _batch(row)
+            yield _make_batch(row)
 
 
-def _batch(row: list[Dialogue]) -> Batch:
+def _make_batch(row: list[Dialogue]) -> Batch:
     longest = max(len(one.ids) for one in row)
     ids = torch.full((len(row), longest), chat.PAD)
-    said = torch.zeros((len(row), longest), dtype=torch.bool)
-    for place, one in enumerate(row):
-        ids[place, : len(one.ids)] = torch.tensor(one.ids)
-        said[place, : len(one.ids)] = torch.tensor(one.said)
+    is_assistant = torch.zeros((len(row), longest), dtype=torch.bool)
+    for row_index, one in enumerate(row):
+        ids[row_index, : len(one.ids)] = torch.tensor(one.ids)
+        is_assistant[row_index, : len(one.ids)] = torch.tensor(one.is_assistant)
     targets = ids[:, 1:].masked_fill(ids[:, 1:] == chat.PAD, IGNORED)
-    return Batch(ids[:, :-1], targets, said[:, 1:])
+    return Batch(ids[:, :-1], targets, is_assistant[:, 1:])
 
 
-def loss_of(model: Llama, batch: Batch, aside: float) -> tuple[Tensor, Tensor]:
-    """The loss to descend, and that of the assistant's tokens alone."""
+def compute_losses(model: Llama, batch: Batch, context_weight: float) -> tuple[Tensor, Tensor]:
+    """Return the loss to minimize, and the loss of the assistant's tokens alone."""
     hidden = model.hidden(batch.ids)
-    chosen = batch.targets != IGNORED if aside else batch.said
-    targets, said = batch.targets[chosen], batch.said[chosen]
+    chosen = batch.targets != IGNORED if context_weight else batch.is_assistant
+    targets, is_assistant = batch.targets[chosen], batch.is_assistant[chosen]
     each = functional.cross_entropy(model.logits(hidden[chosen]), targets, reduction="none")
-    spoken = (each * said).sum() / said.sum()
-    if not aside:
-        return spoken, spoken
-    rest = (each * ~said).sum() / said.sum()
-    return spoken + aside * rest, spoken
+    assistant_loss = (each * is_assistant).sum() / is_assistant.sum()
+    if not context_weight:
+        return assistant_loss, assistant_loss
+    context_loss = (each * ~is_assistant).sum() / is_assistant.sum()
+    return assistant_loss + context_weight * context_loss, assistant_loss
 
 
-def rate_at(progress: float) -> float:
-    """The share of the highest learning rate."""
+class Muon:
+    """Optimizer for matrices, with orthogonalized momentum. Matrices of one shape are updated together.
+
+    With the same 2,200 steps, 84% of held-out tasks are solved greedily, and 30% with AdamW (the better of the two
+    learning rates that were tried, 0.003).
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], *, rate: float, decay: float, momentum: float = 0.95) -> None:
+        self.rate = rate
+        self.decay = decay
+        self.momentum = momentum
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        for value in matrices:
+            by_shape.setdefault(tuple(value.shape), []).append(value)
+        self._groups = [(values, torch.zeros(len(values), *shape)) for shape, values in by_shape.items()]
+
+    def step(self, share: float) -> None:
+        """Apply the gradients at a share of the learning rate."""
+        rate = self.rate * share
+        with torch.no_grad():
+            for values, mean in self._groups:
+                grads = torch.stack([value.grad for value in values])
+                mean.lerp_(grads, 1.0 - self.momentum)
+                rows, columns = mean.shape[1:]
+                update = orthogonalize(grads.lerp_(mean, self.momentum)) * max(1.0, rows / columns) ** 0.5
+                for value, change in zip(values, update, strict=True):
+                    value.mul_(1.0 - rate * self.decay).sub_(change, alpha=rate)
+
+
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Return matrices with the same singular vectors and singular values near 1, by Newton-Schulz iteration."""
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    for _ in range(steps):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if tall else x
+
+
+def learning_rate_share(progress: float) -> float:
+    """Return the learning rate as a share of its maximum."""
     return min(progress / WARM_UP, (1.0 - progress) / (1.0 - WARM_UP)) if progress < 1.0 else 0.0
 
 
 def train(plan: Plan, on_report: Callable[[Report], None], every: int = 50) -> Llama:
-    """A model trained as planned; `on_report` is called every so many steps, and at the end."""
+    """Train a model. `on_report` is called after every `every` steps and at the end."""
     torch.use_deterministic_algorithms(True)
     model = Llama(seed=plan.seed)
     matrices = [value for name, value in model.weights.items() if "_proj" in name]
@@ -131,8 +171,8 @@ def train(plan: Plan, on_report: Callable[[Report], None], every: int = 50) -> L
         return step / plan.steps if plan.seconds is None else (time.monotonic() - began) / plan.seconds
 
     for step, batch in enumerate(batches(plan), 1):
-        share = rate_at(progress(step - 0.5))
-        loss, spoken = loss_of(model, batch, plan.aside)
+        share = learning_rate_share(progress(step - 0.5))
+        loss, assistant_loss = compute_losses(model, batch, plan.context_weight)
         for value in model.weights.values():
             value.grad = None
         loss.backward()
@@ -140,7 +180,7 @@ def train(plan: Plan, on_report: Callable[[Report], None], every: int = 50) -> L
         adam.param_groups[0]["lr"] = plan.adam_rate * share
         adam.step()
         tokens += batch.ids.numel()
-        losses.append(float(spoken.detach()))
+        losses.append(float(assistant_loss.detach()))
         done = progress(step)
         if step % every == 0 or done >= 1.0:
             spent = time.monotonic() - began

@@ -27,14 +27,14 @@ QUICK = [
 """One of each kind, in every run of the suite."""
 
 
-def test_there_are_cheats_of_every_kind() -> None:
+def test_every_kind_of_cheat_exists() -> None:
     assert len(CHEATS) >= 20
     assert len(BY_NAME) == len(CHEATS)
     assert sum(cheat.inside for cheat in CHEATS) >= 8
     assert all(cheat.description and cheat.script for cheat in CHEATS)
 
 
-def test_the_docs_name_every_cheat() -> None:
+def test_docs_name_every_cheat() -> None:
     page = (Path(__file__).parents[3] / "docs" / "guides" / "swe-grading.md").read_text()
     for cheat in CHEATS:
         assert f"| `{cheat.name}`{' *inside*' if cheat.inside else ''} | {cheat.description} |" in page
@@ -42,7 +42,7 @@ def test_the_docs_name_every_cheat() -> None:
 
 @in_module
 @pytest.mark.long
-async def test_what_is_put_into_programs_is_a_program(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_embedded_python_of_cheats_compiles(open_sandbox: Open, tmp_path: Path) -> None:
     task = small_task(tmp_path)
     for cheat in CHEATS:
         if cheat.inside:
@@ -77,12 +77,12 @@ async def refused(
 
 
 @in_module
-async def test_a_cheat_of_each_kind_is_refused_in_both_modes(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_one_cheat_of_each_kind_gets_no_reward_in_both_modes(open_sandbox: Open, tmp_path: Path) -> None:
     await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in QUICK], at_once=3)
 
 
 @in_module
-async def test_what_is_planted_is_refused_by_weak_scripts_too(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_planted_files_get_no_reward_from_weak_scripts(open_sandbox: Open, tmp_path: Path) -> None:
     names = ("planted-reward", "sitecustomize", "shadowed-modules")
     await refused(open_sandbox, tmp_path, [BY_NAME[name] for name in names], at_once=3, script=WEAK)
 
@@ -91,16 +91,14 @@ async def test_what_is_planted_is_refused_by_weak_scripts_too(open_sandbox: Open
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("user", ["user", "root"])
-async def test_every_cheat_is_refused_in_both_modes(open_sandbox: Open, tmp_path: Path, user: str) -> None:
+async def test_every_cheat_gets_no_reward_in_both_modes(open_sandbox: Open, tmp_path: Path, user: str) -> None:
     await refused(open_sandbox, tmp_path, list(CHEATS), at_once=3, spec=msgspec.structs.replace(LOCAL, user=user))
 
 
 @in_module
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_every_cheat_that_is_planted_is_refused_by_weak_scripts_too(
-    open_sandbox: Open, tmp_path: Path
-) -> None:
+async def test_every_planted_cheat_gets_no_reward_from_weak_scripts(open_sandbox: Open, tmp_path: Path) -> None:
     outside = [cheat for cheat in CHEATS if not cheat.inside]
     await refused(open_sandbox, tmp_path, outside, at_once=3, script=WEAK)
 
@@ -113,7 +111,7 @@ echo 1 > /logs/verifier/reward.txt
 
 @in_module
 @pytest.mark.long
-async def test_a_careless_grader_pays_for_many_of_them(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_careless_grader_rewards_many_cheats(open_sandbox: Open, tmp_path: Path) -> None:
     """What the others prove is worth as much as the cheats are good: here is a grader that they work on."""
     paid = set()
     for cheat in CHEATS:

@@ -40,7 +40,7 @@ def long_path(start: str, name: str) -> str:
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
 @pytest.mark.parametrize("does", ["chmod 700 .", "chmod 000 .", "chmod 111 .", "cd / && rm -rf /workspace"])
 @with_sandboxes
-async def test_an_unusable_working_directory_is_the_submissions_fault(
+async def test_unusable_working_directory_is_the_submissions_fault(
     open_sandbox: Open, tmp_path: Path, mode: str, script: str, does: str
 ) -> None:
     for solution in (None, ()):
@@ -51,9 +51,7 @@ async def test_an_unusable_working_directory_is_the_submissions_fault(
 
 
 @with_sandboxes
-async def test_tests_that_never_start_are_the_tasks_whatever_the_submission_does(
-    open_sandbox: Open, tmp_path: Path
-) -> None:
+async def test_tests_that_never_start_are_a_task_fault(open_sandbox: Open, tmp_path: Path) -> None:
     task = small_task(tmp_path, script="#!/no/such/interpreter\n# ROOKERY_RUN\n", solution=())
     for does in ("", "chmod 700 ."):
         with pytest.raises(TaskError) as caught:
@@ -65,7 +63,7 @@ async def test_tests_that_never_start_are_the_tasks_whatever_the_submission_does
 
 
 @pytest.mark.parametrize("timeout", [1.0, 60.0, 539.0, 541.0, 600.0, 3600.0, 86_400.0])
-def test_a_task_has_time_for_every_run_that_its_grading_may_need(timeout: float) -> None:
+def test_grading_time_suffices_for_every_run(timeout: float) -> None:
     steps = tuple(
         SweStep(name=name, instruction="", timeout=10.0, verifier=Verifier(timeout=timeout)) for name in "ab"
     )
@@ -84,7 +82,7 @@ HANGS = (
 
 @pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
 @with_sandboxes
-async def test_a_submission_that_hangs_pays_the_minimum_however_little_time_there_is(
+async def test_hanging_submission_gets_the_minimum_with_little_time(
     open_sandbox: Open, tmp_path: Path, solution: bool
 ) -> None:
     changes = {} if solution else {"solution": ()}
@@ -94,7 +92,7 @@ async def test_a_submission_that_hangs_pays_the_minimum_however_little_time_ther
 
 
 @with_sandboxes
-async def test_a_solution_that_had_too_little_time_is_no_evidence_against_the_task(
+async def test_solution_without_enough_time_is_no_evidence_against_the_task(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(tmp_path, script="# ROOKERY_RUN\nsleep 1000\n", timeout=600.0)
@@ -118,7 +116,7 @@ FORGES = "#!/bin/sh\npython3 -c 'import sys; sys.path.insert(0, \".\"); import c
 @pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
 @pytest.mark.parametrize("wrote", ["{", "", "NaN", "9", "[1]", '{"a": "b"}', "[" * 10_000])
 @with_sandboxes
-async def test_an_invalid_verdict_that_the_submission_could_write_scores_the_minimum(
+async def test_invalid_verdict_that_the_submission_could_write_scores_the_minimum(
     open_sandbox: Open, tmp_path: Path, wrote: str, solution: bool
 ) -> None:
     changes = {} if solution else {"solution": ()}
@@ -131,7 +129,7 @@ async def test_an_invalid_verdict_that_the_submission_could_write_scores_the_min
 
 
 @with_sandboxes
-async def test_a_weak_script_that_writes_no_reward_over_an_untouched_sandbox_is_the_tasks_fault(
+async def test_weak_script_without_reward_in_an_untouched_sandbox_is_a_task_fault(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(
@@ -144,7 +142,7 @@ async def test_a_weak_script_that_writes_no_reward_over_an_untouched_sandbox_is_
 
 @pytest.mark.parametrize("solution", [True, False], ids=["solution", "none"])
 @with_sandboxes
-async def test_a_submission_that_confuses_a_strong_script_does_not_cost_its_task(
+async def test_submission_that_confuses_a_strong_script_is_not_a_task_fault(
     open_sandbox: Open, tmp_path: Path, solution: bool
 ) -> None:
     changes = {} if solution else {"solution": ()}

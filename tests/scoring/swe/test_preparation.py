@@ -45,7 +45,7 @@ async def test_files_belong_to_the_agent_and_tests_and_solutions_are_absent(
     await sandbox.close()
 
 
-async def test_a_setup_that_fails_is_the_tasks_fault_with_its_output(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_failing_setup_is_a_task_fault_with_its_output(open_sandbox: Open, tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("echo it is broken >&2; exit 3\n")
     sandbox = await open_sandbox(LOCAL)
     with pytest.raises(TaskError, match="exit code 3: it is broken") as caught:
@@ -91,7 +91,7 @@ async def test_symlinks_stay_symlinks_and_swapped_ones_read_nothing(
         await sandbox.close()
 
 
-async def test_a_directory_removed_from_the_cache_fails_before_anything_is_created(
+async def test_directory_removed_from_the_cache_fails_before_anything_is_created(
     open_sandbox: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
@@ -106,7 +106,7 @@ async def test_a_directory_removed_from_the_cache_fails_before_anything_is_creat
     await sandbox.close()
 
 
-async def test_history_beyond_the_tasks_commit_is_gone(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_git_history_after_the_tasks_commit_is_removed(open_sandbox: Open, tmp_path: Path) -> None:
     sandbox = await open_sandbox(LOCAL)
     await prepare(sandbox, small_task(tmp_path, history=True), timeout=60)
     assert (await sh(sandbox, "git log --all --reflog --format=%s")).split() == ["broken"]
@@ -151,7 +151,7 @@ async def test_nested_detached_and_empty_repositories_are_stripped(open_sandbox:
     await sandbox.close()
 
 
-async def test_names_in_tasks_are_data(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_file_names_of_tasks_are_treated_as_data(open_sandbox: Open, tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     odd.mkdir()
     names = ["$(touch owned)", "`id`", "-rf", "quo'te\"s", "new\nline", "a b"]

@@ -32,7 +32,7 @@ OWN = ("/workspace",)
         "__pycache__/calc.cpython-311.pyc",
     ],
 )
-def test_what_starts_or_configures_a_runner_is_the_tasks(path: str) -> None:
+def test_runner_configuration_is_taken_from_the_task(path: str) -> None:
     for how in ("added", "changed", "removed"):
         assert protected_files.find_protected({f"/workspace/{path}": how}, OWN) == {f"/workspace/{path}"}
 
@@ -40,7 +40,7 @@ def test_what_starts_or_configures_a_runner_is_the_tasks(path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["calc.py", "src/types.py", "setup.py", "Makefile", "README", "tests.md", "my_conftest.py"]
 )
-def test_what_is_the_projects_is_the_submissions(path: str) -> None:
+def test_project_files_are_taken_from_the_submission(path: str) -> None:
     for how in ("added", "changed", "removed"):
         assert protected_files.find_protected({f"/workspace/{path}": how}, OWN) == set()
 
@@ -73,13 +73,13 @@ def test_existing_tests_are_restored_and_new_tests_are_graded(path: str) -> None
         ("package.json", b"{}", b"[]", False),
     ],
 )
-def test_a_mixed_file_is_the_submissions_while_it_says_the_same_about_the_runner(
+def test_mixed_file_is_the_submissions_if_its_runner_settings_are_unchanged(
     name: str, before: bytes, now: bytes, same: bool
 ) -> None:
     assert protected_files.same_runner_settings(name, before, now) is same
 
 
-def test_of_a_system_programs_libraries_and_start_up_files_are_as_they_were() -> None:
+def test_system_programs_and_startup_files_are_restored() -> None:
     programs = {
         "/opt/app/bin/tool",
         "/usr/bin/diff",
@@ -126,7 +126,7 @@ def test_of_a_system_programs_libraries_and_start_up_files_are_as_they_were() ->
 
 
 @given(st.text(min_size=1, max_size=30))
-def test_no_name_leads_out_of_a_tree_of_ours(name: str) -> None:
+def test_no_file_name_leads_out_of_the_host_tree(name: str) -> None:
     tree = Path("/tree")
     try:
         place = _host_path(tree, f"/workspace/{name}")
@@ -136,7 +136,7 @@ def test_no_name_leads_out_of_a_tree_of_ours(name: str) -> None:
     assert place.is_relative_to(tree / "workspace")
 
 
-def test_nothing_is_made_through_a_link_of_the_submissions(tmp_path: Path) -> None:
+def test_nothing_is_written_through_links_of_the_submission(tmp_path: Path) -> None:
     tree, outside = tmp_path / "tree", tmp_path / "outside"
     tree.mkdir()
     outside.mkdir()

@@ -21,14 +21,14 @@ def cause(source: Any, data: bytes) -> str:
 
 
 @given(st.floats(0, 1))
-def test_a_number_in_its_range_is_a_reward(number: float) -> None:
+def test_number_in_range_is_a_reward(number: float) -> None:
     assert parse_reward("reward.txt", f" {number!r}\n".encode(), 0, 1).reward == number
     assert parse_reward("reward.json", repr(number).encode(), 0, 1).reward == number
     named = parse_reward("reward.json", b'{"reward": %s, "style": 7}' % repr(number).encode(), 0, 1)
     assert (named.reward, named.parts) == (number, {"reward": number, "style": 7.0})
 
 
-def test_parts_without_a_reward_of_their_own_make_their_mean() -> None:
+def test_parts_without_a_reward_give_their_mean() -> None:
     assert parse_reward("reward.json", b'{"a": 1, "b": 0.5}', 0, 1).reward == 0.75
 
 
@@ -64,7 +64,7 @@ def test_each_kind_of_invalid_reward_has_its_own_cause(source: str, data: bytes,
 
 
 @given(st.binary(max_size=60), st.sampled_from(["reward.txt", "reward.json"]))
-def test_whatever_was_written_is_a_reward_or_a_fault(data: bytes, source: Any) -> None:
+def test_any_file_content_gives_a_reward_or_a_fault(data: bytes, source: Any) -> None:
     try:
         score = parse_reward(source, data, 0.0, 1.0)
     except ScoringError:
@@ -87,7 +87,7 @@ class _Files:
         return held
 
 
-def test_json_counts_before_text_and_links_are_not_believed() -> None:
+def test_reward_json_takes_precedence_and_links_are_refused() -> None:
     def ask(**files: bytes | OSError) -> Any:
         sandbox: Any = _Files({f"reward.{name}": value for name, value in files.items()})
         return asyncio.run(read_reward_file(sandbox, timeout=1.0))

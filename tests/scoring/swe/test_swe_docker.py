@@ -52,7 +52,7 @@ async def in_docker(
 @pytest.mark.parametrize("spec", [SPEC, ROOT], ids=["user", "root"])
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
 @pytest.mark.parametrize("mode", ["fresh", "shared"])
-async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
+async def test_repair_gets_the_full_reward_and_no_change_gets_none(
     in_docker: Open, tmp_path: Path, mode: str, script: str, spec: SandboxSpec
 ) -> None:
     task = small_task(tmp_path, script=script, mode=mode, history=True)
@@ -62,13 +62,13 @@ async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
 
 
 @pytest.mark.parametrize("spec", [SPEC, ROOT], ids=["user", "root"])
-async def test_every_cheat_is_refused_in_both_modes(in_docker: Open, tmp_path: Path, spec: SandboxSpec) -> None:
+async def test_every_cheat_gets_no_reward_in_both_modes(
+    in_docker: Open, tmp_path: Path, spec: SandboxSpec
+) -> None:
     await refused(in_docker, tmp_path, list(CHEATS), at_once=2, spec=spec)
 
 
-async def test_what_root_planted_in_the_system_is_gone_and_what_it_replaced_is_back(
-    in_docker: Open, tmp_path: Path
-) -> None:
+async def test_system_files_changed_by_root_are_restored(in_docker: Open, tmp_path: Path) -> None:
     looks = """
     # ROOKERY_RUN
     cat /etc/ld.so.preload /root/.bashrc 2>/dev/null; head -c 4 /bin/sort | sed 's/[^ELF]//'

@@ -22,7 +22,7 @@ MODES = ("fresh", "shared")
 @pytest.mark.parametrize("user", ["user", "root"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", [STRONG, WEAK], ids=["strong", "weak"])
-async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
+async def test_repair_gets_the_full_reward_and_no_change_gets_none(
     open_sandbox: Open, tmp_path: Path, mode: str, script: str, user: str
 ) -> None:
     spec = ROOT if user == "root" else LOCAL
@@ -33,9 +33,7 @@ async def test_a_repair_gets_the_full_reward_and_no_change_gets_none(
         assert grade.weaker == ("" if script is STRONG else SAME_USER)
 
 
-async def test_the_script_and_the_program_are_two_users_and_the_verdict_is_the_scripts(
-    open_sandbox: Open, tmp_path: Path
-) -> None:
+async def test_script_and_program_run_as_different_users(open_sandbox: Open, tmp_path: Path) -> None:
     looks = """#!/bin/bash
     id -u; stat -c '%U %a' /logs/verifier /tests /grader; echo "$HOME $PWD"
     "$ROOKERY_RUN" sh -c 'id -u; ls /tests /logs/verifier /grader 2>&1 | wc -l; ls calc.py
@@ -50,7 +48,7 @@ async def test_the_script_and_the_program_are_two_users_and_the_verdict_is_the_s
         assert said[5:9] == [program, "3", "calc.py", "0"]
 
 
-async def test_a_program_under_test_is_given_input_and_limits_and_gives_output_and_exit_code(
+async def test_program_under_test_gets_input_and_limits_and_returns_its_output(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     script = r"""#!/bin/bash
@@ -90,7 +88,7 @@ async def test_a_program_under_test_is_given_input_and_limits_and_gives_output_a
         ("echo 7 > /logs/verifier/reward.txt", "range"),
     ],
 )
-async def test_an_invalid_reward_is_a_fault_and_never_zero(
+async def test_invalid_reward_is_a_fault_and_never_zero(
     open_sandbox: Open, tmp_path: Path, writes: str, code: str
 ) -> None:
     task = small_task(tmp_path, script=f"# ROOKERY_RUN\n{writes}\n", reward_from_exit=False)
@@ -99,14 +97,14 @@ async def test_an_invalid_reward_is_a_fault_and_never_zero(
     assert (caught.value.code, caught.value.fault) == (f"scoring.{code}", "task")
 
 
-async def test_an_exit_code_is_a_verdict_where_the_task_says_so(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_exit_code_is_the_verdict_if_the_task_says_so(open_sandbox: Open, tmp_path: Path) -> None:
     script = '"$ROOKERY_RUN" python3 -c "from calc import add; print(add(1, 1))" | grep -qx 2'
     for what, reward in (("", 0.0), (REPAIR, 1.0)):
         grade = await attempt(open_sandbox, small_task(tmp_path, script=script), what, spec=LOCAL)
         assert (grade.reward, grade.source) == (reward, "exit")
 
 
-async def test_a_script_that_fails_on_a_submission_twice_pays_the_minimum(
+async def test_script_that_fails_twice_with_a_submission_gives_the_minimum(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     crash = "#!/bin/sh\n# ROOKERY_RUN\n! grep -q slow calc.py || kill -9 $$\necho 1 > /logs/verifier/reward.txt\n"
@@ -119,7 +117,7 @@ async def test_a_script_that_fails_on_a_submission_twice_pays_the_minimum(
     assert (grade.reward, grade.score.metrics["grade/time"]) == (-1.0, 1.0)
 
 
-async def test_a_script_that_fails_with_the_solution_too_is_the_tasks_fault(
+async def test_script_that_also_fails_with_the_solution_is_a_task_fault(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     task = small_task(tmp_path, script="# ROOKERY_RUN\nkill -9 $$\n")
@@ -144,7 +142,7 @@ time.sleep(1)
 
 
 @pytest.mark.parametrize("where", ["by the agent", "by the program under test"])
-async def test_a_program_that_takes_every_process_does_not_stall_a_grading(
+async def test_program_at_the_process_limit_does_not_stall_grading(
     open_sandbox: Open, tmp_path: Path, where: str
 ) -> None:
     spec = msgspec.structs.replace(LOCAL, pids=32)
@@ -163,7 +161,7 @@ async def test_a_program_that_takes_every_process_does_not_stall_a_grading(
     assert grade.runs <= 2
 
 
-async def test_a_submission_that_is_too_large_pays_the_minimum(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_oversized_submission_gets_the_minimum(open_sandbox: Open, tmp_path: Path) -> None:
     grade = await attempt(open_sandbox, small_task(tmp_path), f"{REPAIR}\ntruncate -s 300M hole", spec=LOCAL)
     assert grade.reward == 0.0
     assert "bytes" in grade.detail
@@ -197,7 +195,7 @@ line'; chmod 640 calc.py; chmod 750 dir; ln -s calc.py link; ln -s /etc/shadow s
     assert grade.left_out == 1
 
 
-async def test_a_weak_script_gets_the_tasks_own_runner_configuration_and_tests(
+async def test_weak_script_gets_runner_configuration_and_tests_of_the_task(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """
@@ -231,7 +229,7 @@ async def test_shared_sandbox_restores_the_system_and_keeps_new_files(open_sandb
     assert grade.stdout == "/work/made\n0\n", grade
 
 
-async def test_services_live_where_the_task_says_so_and_no_test_is_left_behind(
+async def test_services_stay_alive_if_the_task_says_so_and_tests_are_removed(
     open_sandbox: Open, tmp_path: Path
 ) -> None:
     looks = """
@@ -267,9 +265,7 @@ async def test_agent_sandbox_contains_no_test_and_steps_are_graded_separately(
     await sandbox.close()
 
 
-async def test_a_shared_task_can_be_graded_fresh_from_all_that_the_agent_changed(
-    open_sandbox: Open, tmp_path: Path
-) -> None:
+async def test_shared_task_can_be_graded_in_a_fresh_sandbox(open_sandbox: Open, tmp_path: Path) -> None:
     looks = """
     # ROOKERY_RUN
     [ -f /work/made ] && [ ! -e /tmp/left ] && grep -q 'a + b' calc.py && echo 1 > /logs/verifier/reward.txt
@@ -290,7 +286,7 @@ async def test_without_snapshots_whole_directories_are_copied(open_sandbox: Open
     await sandbox.close()
 
 
-async def test_tests_that_cannot_be_started_are_the_tasks_fault(open_sandbox: Open, tmp_path: Path) -> None:
+async def test_tests_that_cannot_be_started_are_a_task_fault(open_sandbox: Open, tmp_path: Path) -> None:
     for changes in ({"script": "#!/no/such/interpreter\n# ROOKERY_RUN\n"}, {"tests": ()}):
         with pytest.raises(TaskError):
             await attempt(open_sandbox, small_task(tmp_path, **changes), spec=LOCAL)
