@@ -69,7 +69,7 @@ def read_messages(given: MessagesInput) -> tuple[Message, ...]:
     entries = _sequence(given, "messages", "a string or a list of messages")
     if not entries:
         raise _wrong("messages", "is empty: a conversation needs at least one message")
-    if all(type(entry) is Message for entry in entries):
+    if set(map(type, entries)) == {Message}:
         return tuple(entries)
     return tuple(_message(entry, f"messages[{at}]") for at, entry in enumerate(entries))
 

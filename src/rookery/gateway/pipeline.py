@@ -58,7 +58,7 @@ async def run_turn(
         messages=() if prompt else request.messages if role.upstream.accepts_raw_json else match.messages(),
         tokens=prompt,
         tools=NO_TOOLS if prompt else request.tools,
-        tool_choice=request.tool_choice if request.tools else None,
+        tool_choice=request.tool_choice if request.tools.schemas else None,
         sampling=sampling,
         want_tokens=role.record != "plain",
         seed=session.next_seed(),

@@ -136,7 +136,7 @@ def encode_request(
             else:
                 messages.append(message)
         body["messages"] = messages
-        if request.tools:
+        if request.tools.schemas:
             body["tools"] = request.tools.raw or [
                 {"type": "function", "function": tool} for tool in request.tools.schemas
             ]
